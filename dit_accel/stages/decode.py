@@ -1,4 +1,4 @@
-"""Decoding latents with fused kernels: another forward on the decoder of a pipeline's autoencoder.
+"""Decoding latents, and encoding images, with fused kernels: another forward on the parts of an autoencoder.
 
 Whatever calls the decoder stays as it is, so tiling, slicing and offloading work as before. The first output of each
 shape is compared with the decoder's own; where it differs by more than the rounding of its dtype explains, the decoder
@@ -27,9 +27,9 @@ from dit_accel.stages.vae.layers import Layers
 # Relative error (L2) over the decoder's own output. Two orders of the same sums differ by up to half of it.
 BOUNDS = {torch.float32: 3e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # float32 convolves in TF32 by default
 FUSED = "with fused kernels"
-OWN = "by the autoencoder's own decoder"
+OWN = "by the autoencoder's own"
 PART = "vae.decoder"  # of a pipeline's call
-OFF = f"{OWN}: stages.decode is false"
+OFF = f"{OWN} decoder: stages.decode is false"
 
 
 class StandIn:
@@ -107,6 +107,9 @@ class FusedDecode:
         holders: accelerations that want it.
     """
 
+    part = "decoder"
+    method = "decode"  # of the page; the autoencoder's begins with "_"
+
     def __init__(self, autoencoder: nn.Module, backend: str = "auto") -> None:
         self.remark: str | None = None
         self.holders = 1
@@ -115,9 +118,15 @@ class FusedDecode:
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
         self._current = threading.local()
         self._stand_ins = (
-            StandIn(autoencoder, "_decode", self._whole),
-            StandIn(autoencoder.decoder, "forward", self._forward),
+            StandIn(autoencoder, f"_{self.method}", self._whole),
+            StandIn(getattr(autoencoder, self.part), "forward", self._forward),
         )
+
+    @classmethod
+    def on(cls, autoencoder: Any) -> FusedDecode | None:
+        """Return the one that is on an autoencoder, whoever put it there, or None."""
+        method = getattr(autoencoder, "__dict__", {}).get(f"_{cls.method}")
+        return method.owner if isinstance(method, StandIn) and method.owner.holders else None
 
     def leave(self) -> None:
         """One acceleration less wants it; with the last it goes, and lets every call through if something wraps it."""
@@ -154,7 +163,7 @@ class FusedDecode:
         decode = getattr(self._current, "decode", None)
         form = _form(args, kwargs)
         if decode is None:
-            decode = _Decode(self._backend, "the decoder is called by itself" if _lists(kwargs) else None)
+            decode = _Decode(self._backend, f"the {self.part} is called by itself" if _lists(kwargs) else None)
         if form not in decode.reasons:
             decode.reasons[form] = self._why_not(module, args, kwargs)
         reason = decode.given_up or decode.reasons[form]
@@ -163,14 +172,14 @@ class FusedDecode:
         reason = reason or self._known[form]
         if reason is None:
             try:
-                made = self._page.decode(module, *args, **kwargs, layers=decode.layers)
+                made = self._run(module, *args, **kwargs, layers=decode.layers)
                 self.remark = FUSED
                 return _contiguous(made)
             except Exception as error:  # whatever memory, a compiler or a kernel raises: the decoder may still run
                 reason = _raised(error)
             if getattr(self._current, "decode", None) is not None:
                 raise _GivenUp(reason)  # frames that a decoder keeps have changed
-        self.remark = f"{OWN}: {reason}"
+        self.remark = self._own(reason)
         return original(*args, **kwargs)
 
     def _tried(
@@ -187,43 +196,56 @@ class FusedDecode:
         own = original(*args, **kwargs)
         size = _images(own).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
-            self.remark = f"{OWN}: its output is no image"
+            self.remark = self._own("its output is no image")
             return own
         is_final = True
         try:
-            made = _contiguous(self._page.decode(module, *copied, **named, layers=decode.layers))
+            made = _contiguous(self._run(module, *copied, **named, layers=decode.layers))
             reason = why_other(_images(made), _images(own))
         except Exception as error:
             reason = _raised(error)
             is_final = not isinstance(error, torch.OutOfMemoryError)  # another call may have the memory
         if is_final:
             self._known[form] = reason
-        self.remark = FUSED if reason is None else f"{OWN}: {reason}"
+        self.remark = FUSED if reason is None else self._own(reason)
         if reason is not None:
             return own
         for name, kept in _lists(kwargs).items():
             kept[:] = named[name]
         return made
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._page, self.method)(*args, **kwargs)
+
+    def _own(self, reason: str) -> str:
+        return f"{OWN} {self.part}: {reason}"
+
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Why the decoder's own forward must run, or None."""
         if not args or not isinstance(args[0], torch.Tensor):
-            return "the decoder gets no latents"
+            return f"the {self.part} gets no tensor"
         latents = args[0]
         if latents.dtype not in BOUNDS:
-            return f"the decoder computes in {latents.dtype}"
+            return f"the {self.part} computes in {latents.dtype}"
         if self._backend == "auto" and resolve_backend("auto", latents) != "triton":
-            return f"kernels need a CUDA GPU with Triton, and latents are on '{latents.device}'"
+            return f"kernels need a CUDA GPU with Triton, and tensors are on '{latents.device}'"
         if torch.is_grad_enabled() or module.training:
-            return "gradients are on, or the decoder is in training mode"
+            return f"gradients are on, or the {self.part} is in training mode"
         if torch.is_autocast_enabled(latents.device.type):
             return "autocast"
         if is_capturing() or torch.jit.is_tracing():  # a first call is compared, which waits for the GPU
             return "a graph is being captured or traced"
         for name, part in module.named_modules():
             if (reason := _why_not_part(part, is_root=part is module, latents=latents)) is not None:
-                return f"{name or 'the decoder'} {reason}"
+                return f"{name or f'the {self.part}'} {reason}"
         return self._page.why_not(module, args, kwargs)
+
+
+class FusedEncode(FusedDecode):
+    """Encodes with fused kernels, in place of an autoencoder's encoder."""
+
+    part = "encoder"
+    method = "encode"
 
 
 def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> str | None:
@@ -275,12 +297,6 @@ def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:
     return f"fused kernels differ from the decoder by {error:.2g}, more than {BOUNDS[own.dtype]:g} in {own.dtype}"
 
 
-def fused_decode(autoencoder: Any) -> FusedDecode | None:
-    """Return the fused decode of an autoencoder, whoever put it there; None = there is none."""
-    method = getattr(autoencoder, "__dict__", {}).get("_decode")
-    return method.owner if isinstance(method, StandIn) and method.owner.holders else None
-
-
 def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
     """Return the arguments that a decoder changes."""
     return {name: each for name, each in kwargs.items() if isinstance(each, list)}
@@ -295,7 +311,7 @@ def _same(forward: Any) -> Any:
 
 
 class Decoding:
-    """The stage of one pipeline: fuses the decoder of its autoencoder until it is closed.
+    """The stage of one pipeline: fuses the decoder and the encoder of its autoencoder until it is closed.
 
     Args:
         pipe: with an autoencoder at ``vae``, or without.
@@ -307,20 +323,24 @@ class Decoding:
         self.parts = parts
         self._pipe = weakref.ref(pipe)
         self._watched = [weakref.ref(module) for module in _modules(pipe)]
-        self._fused: FusedDecode | None = None
+        self._fused: list[FusedDecode] = []
         self._otherwise = OFF
         parts.remark_of[PART] = self._latest
         if not wanted or not self._watched:
             return
         autoencoder = _modules(pipe)[0]
-        if page_of(autoencoder) is None:
-            self._otherwise = f"{OWN}: {type(autoencoder).__name__} is not known"
+        page = page_of(autoencoder)
+        if page is None:
+            self._otherwise = f"{OWN} decoder: {type(autoencoder).__name__} is not known"
             return
-        self._fused = fused_decode(autoencoder)  # of another pipeline with the same autoencoder
-        if self._fused is None:
-            self._fused = FusedDecode(autoencoder)
-        else:
-            self._fused.holders += 1
+        for kind in (FusedDecode, FusedEncode):
+            if hasattr(page, kind.method) and isinstance(getattr(autoencoder, kind.part, None), nn.Module):
+                fused = kind.on(autoencoder)  # of another pipeline with the same autoencoder
+                if fused is None:
+                    fused = kind(autoencoder)
+                else:
+                    fused.holders += 1
+                self._fused.append(fused)
 
     @property
     def remark(self) -> str | None:
@@ -329,21 +349,21 @@ class Decoding:
         if remark is not None or not modules:
             return remark
         if [weakref.ref(module) for module in modules] != self._watched:
-            return f"{OWN}: it was replaced; call accelerate_pipeline(pipe) again"
+            return f"{OWN} decoder: it was replaced; call accelerate_pipeline(pipe) again"
         is_bypassed = "decode" in vars(modules[0]) or is_compiled(modules[1])
-        return f"{OWN}: its decode is replaced or compiled" if is_bypassed else None
+        return f"{OWN} decoder: its decode is replaced or compiled" if is_bypassed else None
 
     def _latest(self) -> str:
         """How the latest call of the decoder ran."""
-        fused = self._fused or fused_decode(self._watched[0]())
+        fused = next(iter(self._fused), None) or FusedDecode.on(self._watched[0]())
         return self._otherwise if fused is None or fused.remark is None else fused.remark
 
     def close(self) -> None:
         """Give the autoencoder its own methods back, unless another pipeline wants the fused ones."""
         self.parts.remark_of.pop(PART, None)
-        fused, self._fused = self._fused, None
-        if fused is not None:
-            fused.leave()
+        fused, self._fused = self._fused, []
+        for each in fused:
+            each.leave()
 
 
 def _modules(pipe: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from peft import LoraConfig
 from torch import nn
 
 from dit_accel.kernels.kept import capturing
-from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode
+from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode, FusedEncode
 from dit_accel.stages.vae import autoencoder_kl, causal, layers
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
@@ -151,6 +151,47 @@ def test_borders_that_repeat_pixels_are_the_decoders_own(config, frames, hooked,
     tiled = made.decode(given).sample
     hook.leave()
     assert (made.decode(given).sample - tiled).abs().max() < 5e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(16, 16), (18, 26)], ids=["even", "odd-latents"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_images_are_encoded_as_by_the_encoder(config, size):
+    """Of several images, at the second call as at the first."""
+    made, given = autoencoder(**config), latents(2, 3, *size)
+    own = made.encode(given).latent_dist.parameters
+    stage = FusedEncode(made, "reference")
+    for _ in range(2):
+        assert (made.encode(given).latent_dist.parameters - own).abs().max() < 2e-5
+        assert stage.remark == FUSED
+    stage.leave()
+    assert torch.equal(made.encode(given).latent_dist.parameters, own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "config"), CAUSAL.values(), ids=CAUSAL)
+@pytest.mark.parametrize("frames", [1, 5, 9])
+def test_videos_are_encoded_as_by_the_encoder(kind, config, frames):
+    """A first frame alone, then four frames a call, of several videos and of tiles."""
+    made, given = video_autoencoder(kind, **config), latents(2, 3, frames, 32, 48)
+    own = made.encode(given).latent_dist.parameters
+    stage = FusedEncode(made, "reference")
+    for _ in range(2):
+        assert (made.encode(given).latent_dist.parameters - own).abs().max() < 5e-5
+        assert stage.remark == FUSED
+    made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    tiled = made.encode(given).latent_dist.parameters
+    stage.leave()
+    assert (made.encode(given).latent_dist.parameters - tiled).abs().max() < 5e-5
+
+
+@torch.no_grad()
+def test_kernels_encode_images():
+    made, given = autoencoder(), latents(1, 3, 6, 10)
+    own = made.encode(given).latent_dist.parameters
+    stage = FusedEncode(made, "triton")
+    assert (made.encode(given).latent_dist.parameters - own).abs().max() < 2e-5
+    assert stage.remark == FUSED
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from diffusers import AutoencoderTiny, FluxImg2ImgPipeline, ModelMixin
 from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.stages.decode import FUSED, FusedDecode, fused_decode
+from dit_accel.stages.decode import FUSED, FusedDecode
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 
@@ -22,7 +22,7 @@ def call(pipe, output_type="pt"):
 def fused(pipe, **changes):
     """The pipeline, accelerated, with kernels' reference code on the CPU."""
     accelerate_pipeline(pipe, "exact", **changes)
-    if (stage := fused_decode(getattr(pipe.vae, "_orig_mod", pipe.vae))) is not None:
+    if (stage := FusedDecode.on(getattr(pipe.vae, "_orig_mod", pipe.vae))) is not None:
         stage._backend = "reference"
     return pipe
 
@@ -33,7 +33,9 @@ def decoding(pipe):
 
 def traces(vae):
     """Methods and hooks on an autoencoder that its class does not have."""
-    methods = [name for part in vae.modules() for name in ("forward", "_decode", "decode") if name in vars(part)]
+    methods = [
+        name for part in vae.modules() for name in ("forward", "_decode", "_encode", "decode") if name in vars(part)
+    ]
     return methods + [hook for part in vae.modules() for hook in (*part._forward_hooks, *part._forward_pre_hooks)]
 
 
@@ -49,7 +51,7 @@ def test_a_pipeline_on_a_cpu_decodes_as_ever(flux):
     assert torch.equal(call(flux), plain)
     assert "kernels need a CUDA GPU" in str(flux.dit_accel.report())
     restore_pipeline(flux)
-    assert fused_decode(flux.vae) is None and traces(flux.vae) == []
+    assert FusedDecode.on(flux.vae) is None and traces(flux.vae) == []
 
 
 def test_the_report_is_of_the_runs_own_decode(flux):
@@ -77,7 +79,7 @@ def test_classes_without_a_page_are_named(flux):
 
 def test_one_key_switches_it_off(flux):
     call(fused(flux, **{"stages.decode": False}))
-    assert fused_decode(flux.vae) is None
+    assert FusedDecode.on(flux.vae) is None
     assert "stages.decode is false" in str(flux.dit_accel.report())
 
 
@@ -86,11 +88,11 @@ def test_pipelines_may_share_an_autoencoder(flux):
     other = tiny_pipeline("flux")
     other.vae = flux.vae
     for first, last in ((flux, other), (other, flux)):
-        hook = fused_decode(fused(fused(flux) and other).vae)
+        hook = FusedDecode.on(fused(fused(flux) and other).vae)
         restore_pipeline(first)
-        assert fused_decode(flux.vae) is hook
+        assert FusedDecode.on(flux.vae) is hook
         restore_pipeline(last)
-        assert fused_decode(flux.vae) is None and traces(flux.vae) == []
+        assert FusedDecode.on(flux.vae) is None and traces(flux.vae) == []
 
 
 def test_a_pipeline_without_the_stage_shares_an_autoencoder(flux):
@@ -117,7 +119,7 @@ def test_a_pipeline_that_is_deleted_counts_no_more(flux):
     call(other)
     del other
     gc.collect()
-    assert fused_decode(flux.vae) is not None
+    assert FusedDecode.on(flux.vae) is not None
     call(flux)
     assert decoding(flux) == FUSED
     restore_pipeline(flux)
@@ -127,11 +129,11 @@ def test_a_pipeline_that_is_deleted_counts_no_more(flux):
 def test_another_preset_keeps_one_hook(flux):
     call(fused(fused(flux)))
     fused(accelerate_pipeline(flux, "balanced"))
-    assert fused_decode(flux.vae).holders == 1 and fused_decode(flux.vae)._stand_ins[0]._replaced is None
+    assert FusedDecode.on(flux.vae).holders == 1 and FusedDecode.on(flux.vae)._stand_ins[0]._replaced is None
     call(flux)
     assert decoding(flux) == FUSED
     fused(flux, **{"stages.decode": False})
-    assert fused_decode(flux.vae) is None
+    assert FusedDecode.on(flux.vae) is None
     restore_pipeline(flux)
     assert traces(flux.vae) == []
 
@@ -253,7 +255,7 @@ def test_threads_keep_their_own_reports(flux):
 
     flux(**tiny_inputs("flux", steps=2) | {"output_type": "latent", "callback_on_step_end": call_other})
     assert decoding(flux) is None and "vae.decoder" not in flux.dit_accel.report().parts
-    assert fused_decode(flux.vae).remark == FUSED
+    assert FusedDecode.on(flux.vae).remark == FUSED
 
 
 def test_a_subclass_is_not_known(flux):
@@ -272,13 +274,13 @@ def test_copies_of_an_autoencoder_are_plain(flux, tmp_path):
     plain = call(flux)
     call(fused(flux))
     other = FluxImg2ImgPipeline.from_pipe(flux)
-    assert fused_decode(other.vae) is fused_decode(flux.vae) is not None
+    assert FusedDecode.on(other.vae) is FusedDecode.on(flux.vae) is not None
     flux.vae.save_pretrained(tmp_path)
     copies = copy.deepcopy(flux.vae), pickle.loads(pickle.dumps(flux.vae)), type(flux.vae).from_pretrained(tmp_path)
     restore_pipeline(flux)
     for each in copies:
         flux.vae = each
-        assert isinstance(fused_decode(each), FusedDecode) is False
+        assert isinstance(FusedDecode.on(each), FusedDecode) is False
         assert torch.equal(call(flux), plain)
 
 

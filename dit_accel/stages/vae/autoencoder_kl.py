@@ -1,4 +1,4 @@
-"""The decoder of ``AutoencoderKL``: Stable Diffusion 3, FLUX.1, FLUX.2, Z-Image and others.
+"""``AutoencoderKL``: Stable Diffusion 3, FLUX.1, FLUX.2, Z-Image and others.
 
 Features stay in channels-last layout, which convolutions on tensor cores want. GroupNorm and SiLU are one op, which
 adds the bias of the convolution before; the sum behind a block adds the bias of the last one.
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.vae import Decoder
+from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock2D
+from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlock2D, UpDecoderBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
@@ -22,20 +23,21 @@ from dit_accel.stages.vae.layers import Layers
 LAST = torch.channels_last
 
 
-def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Why a call of a decoder can't run on this page, or None."""
+def why_not(coder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call of a decoder or an encoder can't run on this page, or None."""
     if len(args) != 1 or any(each is not None for each in kwargs.values()):
-        return "the decoder gets more than latents"
-    if type(decoder) is not Decoder:
-        return f"its decoder is a {type(decoder).__name__}"
-    kinds = {UNetMidBlock2D: [decoder.mid_block], UpDecoderBlock2D: decoder.up_blocks}
-    for kind, blocks in kinds.items():
+        return "it gets more than one tensor"
+    stages = {Decoder: ("up_blocks", UpDecoderBlock2D), Encoder: ("down_blocks", DownEncoderBlock2D)}
+    if type(coder) not in stages:
+        return f"it is a {type(coder).__name__}"
+    name, kind_of_stage = stages[type(coder)]
+    for kind, blocks in ((UNetMidBlock2D, [coder.mid_block]), (kind_of_stage, getattr(coder, name))):
         other = next((block for block in blocks if type(block) is not kind), None)
         if other is not None:
-            return f"its decoder has a {type(other).__name__}"
-    if type(decoder.conv_norm_out) is not nn.GroupNorm:
-        return f"its decoder ends with a {type(decoder.conv_norm_out).__name__}"
-    for module in decoder.modules():
+            return f"it has a {type(other).__name__}"
+    if type(coder.conv_norm_out) is not nn.GroupNorm:
+        return f"it ends with a {type(coder.conv_norm_out).__name__}"
+    for module in coder.modules():
         if isinstance(module, ResnetBlock2D) and (reason := _why_not_block(module)) is not None:
             return reason
         if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
@@ -44,6 +46,8 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
             return "its upsampling is not nearest pixels and a convolution"
         if isinstance(module, Upsample2D) and (module.conv.kernel_size, module.conv.padding) != ((3, 3), (1, 1)):
             return f"it upsamples with a kernel of {module.conv.kernel_size}"
+        if isinstance(module, Downsample2D) and (module.norm is not None or not module.use_conv):
+            return "its downsampling is not a convolution"
     return None
 
 
@@ -59,17 +63,33 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
 
 def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    x, middle, backend = convolved(decoder.conv_in, latents), decoder.mid_block, layers.backend
-    x = residual_block(middle.resnets[0], x, backend)
-    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = x if attention is None else attention(x, temb=None)
-        x = residual_block(block, x, backend)
+    backend = layers.backend
+    x = _middle(decoder.mid_block, convolved(decoder.conv_in, latents), backend)
     for stage in decoder.up_blocks:
         for block in stage.resnets:
             x = residual_block(block, x, backend)
         for upsampler in stage.upsamplers or ():
             x = layers.upsampled(upsampler.conv, x[:, :, None], padding=1)[:, :, 0]
     return convolved(decoder.conv_out, normed(decoder.conv_norm_out, x, backend))
+
+
+def encode(encoder: Encoder, images: torch.Tensor, *, layers: Layers) -> torch.Tensor:
+    """Return moments of latents ``[B, 2C, h, w]`` of images ``[B, 3, H, W]``."""
+    x, backend = convolved(encoder.conv_in, images), layers.backend
+    for stage in encoder.down_blocks:
+        for block in stage.resnets:
+            x = residual_block(block, x, backend)
+        for downsampler in stage.downsamplers or ():
+            x = convolved(downsampler.conv, x if downsampler.padding else F.pad(x, (0, 1, 0, 1)))
+    x = _middle(encoder.mid_block, x, backend)
+    return convolved(encoder.conv_out, normed(encoder.conv_norm_out, x, backend))
+
+
+def _middle(middle: UNetMidBlock2D, x: torch.Tensor, backend: str) -> torch.Tensor:
+    x = residual_block(middle.resnets[0], x, backend)
+    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+        x = residual_block(block, x if attention is None else attention(x, temb=None), backend)
+    return x
 
 
 def residual_block(block: nn.Module, x: torch.Tensor, backend: str) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""The decoder of ``AutoencoderKLWan`` (2.1 and 2.2) and ``AutoencoderKLQwenImage``: causal convolutions over time.
+"""``AutoencoderKLWan`` (2.1 and 2.2) and ``AutoencoderKLQwenImage``: causal convolutions over time.
 
-diffusers decodes one latent frame per call and keeps the last two frames before every causal convolution in
-``feat_cache``. Here features stay in channels-last layout, and the norm before a convolution writes its output behind
-those two frames, so nothing is padded, concatenated or converted. The first frame has zeros before it, so its
-convolutions are two-dimensional. ``feat_cache`` holds the same frames as in diffusers.
+diffusers decodes one latent frame per call and encodes four frames, and keeps the last two frames before every causal
+convolution in ``feat_cache``. Here features stay in channels-last layout, and the norm before a convolution writes its
+output behind those two frames, so nothing is padded, concatenated or converted. The first frame has zeros before it, so
+its convolutions are two-dimensional. ``feat_cache`` holds the same frames as in diffusers.
 """
 
 from __future__ import annotations
@@ -11,36 +11,47 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dit_accel.kernels import causal_norm
 from dit_accel.stages.vae.layers import Layers, dense, parts_of
 
 PREFIXES = ("Wan", "QwenImage")
-PARTS = (  # of the decoder, by their names behind the prefix
-    *("Decoder3d", "MidBlock", "UpBlock", "ResidualUpBlock", "ResidualBlock", "AttentionBlock"),
+PARTS = (  # of the coders, by their names behind the prefix
+    *(
+        "Encoder3d",
+        "ResidualDownBlock",
+        "Decoder3d",
+        "MidBlock",
+        "UpBlock",
+        "ResidualUpBlock",
+        "ResidualBlock",
+        "AttentionBlock",
+    ),
     *("Resample", "Upsample", "CausalConv3d", "RMS_norm"),
 )
-FURTHER = ("ModuleList", "Sequential", "Conv2d", "SiLU", "Dropout", "Identity", "DupUp3D")
+FURTHER = ("ModuleList", "Sequential", "Conv2d", "SiLU", "Dropout", "Identity", "DupUp3D", "AvgDown3D", "ZeroPad2d")
 PAST = 2  # frames before the first one that a convolution reads
 
 
-def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Why a call of a decoder can't run on this page, or None."""
-    prefix = next((each for each in PREFIXES if type(decoder).__name__ == f"{each}Decoder3d"), None)
+def why_not(coder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call of a decoder or an encoder can't run on this page, or None."""
+    name = type(coder).__name__
+    prefix = next((each for each in PREFIXES if name in (f"{each}Decoder3d", f"{each}Encoder3d")), None)
     if prefix is None:
-        return f"its decoder is a {type(decoder).__name__}"
+        return f"it is a {name}"
     if (
         len(args) != 1
         or kwargs.get("feat_cache") is None
         or not set(kwargs) <= {"feat_cache", "feat_idx", "first_chunk"}
     ):
-        return "the decoder is not called frame by frame"
+        return "it is not called frame by frame"
     known = {*(f"{prefix}{part}" for part in PARTS), *FURTHER}
-    for module in decoder.modules():
+    for module in coder.modules():
         kind = type(module).__name__
         if kind not in known:
-            return f"its decoder has a {kind}"
+            return f"it has a {kind}"
         if kind == f"{prefix}RMS_norm" and isinstance(module.bias, torch.Tensor):
             return "its norms have a bias"
     return None
@@ -57,11 +68,7 @@ def decode(
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
     run = _Call(feat_cache, feat_idx, layers)
-    x = run.convolved(decoder.conv_in, run.behind(x), padding=1)
-    x = run.block(decoder.mid_block.resnets[0], x)
-    for attention, block in zip(decoder.mid_block.attentions, decoder.mid_block.resnets[1:], strict=True):
-        x = x if attention is None else dense(attention(x))
-        x = run.block(block, x)
+    x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
     for stage in decoder.up_blocks:
         before = x
         for block in stage.resnets:
@@ -73,8 +80,28 @@ def decode(
     return run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x))
 
 
+def encode(
+    encoder: nn.Module, x: torch.Tensor, *, feat_cache: list, feat_idx: list[int], layers: Layers
+) -> torch.Tensor:
+    """Return moments of latents ``[B, 2c, t, h, w]`` of frames ``[B, C, T, H, W]``; update both lists."""
+    run = _Call(feat_cache, feat_idx, layers)
+    x = run.convolved(encoder.conv_in, run.behind(x), padding=1)
+    for part in encoder.down_blocks:
+        before = x
+        for each in [*getattr(part, "resnets", [part]), *parts_of(part, "downsampler", "downsamplers")]:
+            kind = type(each).__name__
+            if kind.endswith("ResidualBlock"):
+                x = run.block(each, x)
+            else:
+                x = run.downsampled(each, x) if kind.endswith("Resample") else dense(each(x))
+        if getattr(part, "avg_shortcut", None) is not None:
+            x = x + part.avg_shortcut(before)
+    x = run.middle(encoder.mid_block, x)
+    return run.convolved(encoder.conv_out, run.normed(encoder.norm_out, x))
+
+
 class _Call:
-    """One call of the decoder, which walks through the kept frames of its convolutions."""
+    """One call of a decoder or an encoder, which walks through the kept frames of its convolutions."""
 
     def __init__(self, feat_cache: list, feat_idx: list[int], layers: Layers) -> None:
         self._cache = feat_cache
@@ -123,6 +150,13 @@ class _Call:
         self._cache[self._index[0]] = frames
         self._index[0] += 1
 
+    def middle(self, middle: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The block between both halves of an autoencoder."""
+        x = self.block(middle.resnets[0], x)
+        for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+            x = self.block(block, x if attention is None else dense(attention(x)))
+        return x
+
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A residual block."""
         x = dense(x)
@@ -148,3 +182,12 @@ class _Call:
         batch, channels, time, height, width = x.shape
         y = y.permute(0, 2, 3, 4, 1).reshape(batch, time, height, width, 2, channels).permute(0, 1, 4, 2, 3, 5)
         return y.reshape(batch, 2 * time, height, width, channels).permute(0, 4, 1, 2, 3)
+
+    def downsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Features at half the width and height, and of half as many frames where the module has that."""
+        x = self._layers.halved(resample.resample[1], F.pad(dense(x), (0, 1, 0, 1)), (1, 2, 2))
+        if resample.mode != "downsample3d":
+            return x
+        past = self.past()
+        self._keep(x[:, :, -1:].clone())
+        return x if past is None else self._layers.halved(resample.time_conv, torch.cat([past, x], 2), (2, 1, 1))

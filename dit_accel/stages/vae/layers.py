@@ -87,6 +87,10 @@ class Layers:
         x = F.pad(dense(x), (padding,) * 4) if padding else x
         return upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
 
+    def halved(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        """Convolve features that have their border, with strides of time, rows and columns."""
+        return F.conv3d(dense(x), self.converted(layer.weight, _dense), layer.bias, stride)
+
     def converted(self, weight: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the weight in another layout, converted once a decode."""
         key = (id(weight), convert)
