@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Times the decoding of latents at full size, random weights: with fused kernels, and by diffusers' own code.
+"""Times decoding, and encoding, at full size with random weights: with fused kernels, and by diffusers' own code.
 
     python -m scripts.bench.decoding --output docs/results/decoding.json
     python -m scripts.bench.decoding --tiny                       # the same paths on the CPU, in seconds
 
-Both sides decode the same latents with the same weights in one process. The error of each is the relative L2 error over
+Both sides have the same input and the same weights in one process. The error of each is the relative L2 error over
 the float32 decoder without TF32, of the first latent frames; memory is the peak above what weights and latents take.
 """
 
@@ -15,6 +15,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from diffusers import (
 )
 from torch import nn
 
-from dit_accel.stages.decode import FUSED, FusedDecode
+from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.origin import describe_run
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
@@ -75,9 +77,13 @@ CASES = (  # class, config, toy config, what is decoded, shape of the latents, d
     (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
     (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
 )
+ENCODED = (  # the same of images and videos
+    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 3, 1024, 1024), "bf16"),
+    (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 3, 81, 480, 832), "bf16 fp32"),
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RUNS = 3
-FRAMES = 5  # latent frames whose error is measured
+FRAMES = 5  # whose error is measured
 
 
 def main() -> int:
@@ -88,9 +94,12 @@ def main() -> int:
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     rows: list[dict[str, Any]] = []
-    for kind, config, tiny, what, shape, dtypes in CASES:
+    cases = [(FusedDecode, "decoded", 3, *case) for case in CASES] + [
+        (FusedEncode, "encoded", 9, *case) for case in ENCODED
+    ]
+    for stage, verb, least, kind, config, tiny, what, shape, dtypes in cases:
         config = {**config, **(tiny if options.tiny else {})}
-        shape = (*shape[:2], *(min(each, 3) for each in shape[2:])) if options.tiny else shape
+        shape = (*shape[:2], *(min(each, least) for each in shape[2:])) if options.tiny else shape
         for name in dtypes.split():
             if options.only not in what:
                 continue
@@ -98,32 +107,36 @@ def main() -> int:
                 autoencoder = kind(**{key: value for key, value in config.items() if key not in TILED})
             if config.get("tiles"):
                 autoencoder.enable_tiling()
-            rows.append({"decoded": what, "dtype": name, **measure(autoencoder, shape, DTYPES[name], device)})
+            rows.append({verb: what, "dtype": name, **measure(stage, autoencoder, shape, DTYPES[name], device)})
             print(json.dumps(rows[-1]), flush=True)
             if options.output:
                 document = {**describe_run(device), "rows": rows}
                 options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(row["decoding"] == FUSED for row in rows) else 1
+    return 0 if all(row["ran"] == FUSED for row in rows) else 1
 
 
 @torch.no_grad()
-def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Milliseconds, GiB and errors of both ways to decode latents of a shape."""
+def measure(
+    stage: type[FusedDecode], autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> dict[str, Any]:
+    """Milliseconds, GiB and errors of both ways to decode or encode an input of a shape."""
     torch.manual_seed(0)
     autoencoder = autoencoder.to(device).eval()
     for module in autoencoder.modules():
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim and weight.shape[1:].numel() == 1:  # of norms, and biases
                 nn.init.normal_(weight, 1.0 if name in ("weight", "gamma") else 0.0, 0.3)
-    latents = torch.randn(shape, device=device).to(dtype)
-    compared = latents[:, :, :FRAMES] if latents.ndim == 5 else latents
-    exact = _exact(autoencoder.to(dtype).float(), compared.float())
-    autoencoder = autoencoder.to(dtype)
-    row: dict[str, Any] = {"diffusers": _measured(autoencoder, latents, compared, exact)}
-    fused = FusedDecode(autoencoder, "auto" if device == "cuda" else "reference")
-    row["fused"] = _measured(autoencoder, latents, compared, exact)
+    given = torch.randn(shape, device=device).to(dtype)
+    compared = given[:, :, :FRAMES] if given.ndim == 5 else given
+    run = partial(_encoded if stage is FusedEncode else _decoded, autoencoder)
+    autoencoder.to(dtype).float()
+    exact = _exact(run, compared.float())
+    autoencoder.to(dtype)
+    row: dict[str, Any] = {"diffusers": _measured(run, given, compared, exact)}
+    fused = stage(autoencoder, "auto" if device == "cuda" else "reference")
+    row["fused"] = _measured(run, given, compared, exact)
     fused.leave()
-    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": fused.remark}
+    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "ran": fused.remark}
 
 
 def _decoded(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
@@ -131,22 +144,26 @@ def _decoded(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
     return autoencoder.decode(latents, *timestep, return_dict=False)[0]
 
 
-def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
-    """The images in float32, without TF32, one by one."""
+def _encoded(autoencoder: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    return autoencoder.encode(images, return_dict=False)[0].parameters
+
+
+def _exact(run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """The results in float32, without TF32, one by one."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return torch.cat([_decoded(autoencoder, each[None]).cpu() for each in latents])
+        return torch.cat([run(each[None]).cpu() for each in given])
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _measured(
-    autoencoder: nn.Module, latents: torch.Tensor, compared: torch.Tensor, exact: torch.Tensor
+    run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor, compared: torch.Tensor, exact: torch.Tensor
 ) -> dict[str, float]:
-    image = _decoded(autoencoder, compared).float().cpu()
-    error = ((image - exact).norm() / exact.norm()).item()
-    _decoded(autoencoder, latents)
+    result = run(compared).float().cpu()
+    error = ((result - exact).norm() / exact.norm()).item()
+    run(given)
     is_gpu = torch.cuda.is_available()
     if is_gpu:
         torch.cuda.empty_cache()
@@ -155,7 +172,7 @@ def _measured(
     times = []
     for _ in range(RUNS):
         started = time.perf_counter()
-        _decoded(autoencoder, latents)
+        run(given)
         if is_gpu:
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - started))

@@ -202,7 +202,9 @@ def test_decodings_are_rows_of_their_file(run):
     """Seconds equal a row of the file, and are told on the same card and size."""
     height, width, frames = run.size
     size = f"{height} x {width}" if frames is None else f"{frames} frames of {height} x {width}"
-    (row,) = (row for row in rows(run.source) if (row["decoded"], row["dtype"]) == (f"{run.title}, {size}", run.dtype))
+    (row,) = (
+        row for row in rows(run.source) if (row.get("decoded"), row["dtype"]) == (f"{run.title}, {size}", run.dtype)
+    )
     assert (run.plain, run.fused) == pytest.approx((row["diffusers"]["ms"] / 1000, row["fused"]["ms"] / 1000), rel=0.03)
     sizes = {"height": height, "width": width, "frames": frames}
     assert run.sentence in recommend(run.family, gpu=run.card, **sizes).notes

@@ -65,18 +65,20 @@ def _convolve(
             second = tl.dot(pixels, weights.T, second, input_precision="tf32")
 
     pixel = first_pixel + tl.arange(0, PIXELS)
-    first_frame = first_pixel // (padded_height * padded_width)
-    frame = pixel // (padded_height * padded_width) - first_frame  # of the tile, so that offsets have 32 bits
-    row, column = pixel // padded_width % padded_height, pixel % padded_width
-    inside = (first_frame + frame < frames) & (row < height) & (column < width)
+    line, column = pixel // padded_width, pixel % padded_width
+    frame, row = line // padded_height, line % padded_height
+    inside = (frame < frames) & (row < height) & (column < width)
+    first_line = first_pixel // padded_width
+    first_frame, first_row = first_line // padded_height, first_line % padded_height
     if PHASES > 1:
         row, column, height, width = 2 * row + down, 2 * column + right, 2 * height, 2 * width
+        first_row = 2 * first_row + down
     if PHASES == 8:
-        later = phase // 4
-        inside &= first_frame + frame + later > 0  # the first frame is not repeated
-        first_frame, frame = 2 * first_frame - 1 + later, 2 * frame
-    at = ((frame * height + row) * width + column) * OUTPUTS + first_channel
-    start = (sample * out_frames + first_frame).to(tl.int64) * height * width * OUTPUTS
+        frame, first_frame = 2 * frame - 1 + phase // 4, 2 * first_frame - 1 + phase // 4
+        inside &= frame >= 0  # the first frame is not repeated
+    apart = (frame - first_frame) * height + row - first_row  # lines, so few that offsets have 32 bits
+    at = (apart * width + column) * OUTPUTS + first_channel
+    start = ((sample * out_frames + first_frame).to(tl.int64) * height + first_row) * width * OUTPUTS
     out += start
     if HAS_RESIDUAL:
         residual += start
