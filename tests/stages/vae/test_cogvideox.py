@@ -37,9 +37,10 @@ def hooked(made, backend="reference"):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 6])
-@pytest.mark.parametrize("way", ["whole", "tiles", "slices"])
-def test_videos_are_the_decoders_own(frames, way):
+@pytest.mark.parametrize(
+    ("way", "frames"), [("tiles", 5), ("slices", 5), *(("whole", frames) for frames in (1, 2, 3, 5, 6))]
+)
+def test_videos_are_the_decoders_own(way, frames):
     """Two frames a call, of several videos, at the second decode as at the first; once restored, to the bit."""
     made, shape = autoencoder(), (2, 4, frames, 3, 5)
     if way == "tiles":
