@@ -1,0 +1,232 @@
+"""Checks of decodes that ranks share, over gloo on the CPU: ``python -m tests.stages.sharing_ranks FOLDER`` with
+torchrun's variables set. Each rank writes its results to ``FOLDER/RANK.json``; :mod:`tests.stages.test_sharing` starts
+three ranks and reads them. Checks of two ranks leave the third out."""
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+
+from dit_accel.stages import sharing
+from dit_accel.stages.decode import FusedDecode
+from dit_accel.stages.vae import autoencoder_kl, causal, layers
+from tests.stages.test_decode import RESIDUAL, autoencoder, hunyuan_autoencoder, latents, video_autoencoder
+
+LONGEST = 60  # seconds of one check
+RANK = int(os.environ.get("RANK", 0))
+CHECKS: dict[str, tuple[int, Callable]] = {}
+
+
+def check(ranks: int) -> Callable:
+    """Register a check of the first ranks, which gets their group."""
+
+    def register(function: Callable) -> Callable:
+        CHECKS[function.__name__] = ranks, function
+        return function
+
+    return register
+
+
+def decoded(made, given: torch.Tensor) -> torch.Tensor:
+    timestep = [torch.full((len(given),), 0.05)] if made.config.get("timestep_conditioning") else []
+    return made.decode(given, *timestep).sample
+
+
+def compared(made, given: torch.Tensor, group: dist.ProcessGroup, calls: int = 2, alone=None) -> list[dict]:
+    """Decodes of the same latents by the group, over the decode of one rank."""
+    hook = FusedDecode(made, "reference")
+    alone = [decoded(made, given) for _ in range(2)][-1] if alone is None else alone
+    hook.leave()
+    hook = FusedDecode(made, "reference", group=group)
+    found = []
+    for _ in range(calls):
+        output = decoded(made, given)
+        error = (output - alone).abs().max().item()
+        found.append({"error": error, "sum": output.double().sum().item(), "remark": hook.remark})
+    hook.leave()
+    return found
+
+
+def rows(group, **shapes) -> dict:
+    found = {}
+    for name, (kind, config, shape) in {
+        "wan-2.1": (AutoencoderKLWan, {}, (2, 4, 4, 19, 6)),
+        "wan-2.2": (AutoencoderKLWan, RESIDUAL, (1, 4, 3, 17, 6)),
+        "qwen-image": (AutoencoderKLQwenImage, {}, (1, 4, 1, 16, 5)),
+    }.items():
+        found[name] = compared(video_autoencoder(kind, **config), latents(*shape), group)
+    return found
+
+
+@check(2)
+def bands_of_two(group) -> dict:
+    return rows(group)
+
+
+@check(3)
+def bands_of_three(group) -> dict:
+    with patch.object(sharing, "LEAST_ROWS", 1):
+        return rows(group) | {
+            "one row each": compared(video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 4, 6), group)
+        }
+
+
+@check(2)
+def tiles_of_bands(group) -> dict:
+    """Wan in tiles, each of which is shared; other tiles are not known at first."""
+    made, given = video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 40, 6)
+    compared(made, given, group)
+    made.enable_tiling(tile_sample_min_height=80, tile_sample_stride_height=80)
+    return {"tiles": compared(made, given, group)}
+
+
+@check(2)
+def too_few_rows(group) -> dict:
+    return {"wan": compared(video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 15, 6), group)}
+
+
+@check(2)
+def calls(group) -> dict:
+    return calls_of(group)
+
+
+@check(3)
+def calls_of_three(group) -> dict:
+    return calls_of(group)
+
+
+def calls_of(group) -> dict:
+    tiled = autoencoder(sample_size=16)
+    tiled.enable_tiling()
+    frames = hunyuan_autoencoder()
+    frames.tile_sample_min_num_frames, frames.tile_sample_stride_num_frames = 8, 4
+    both = hunyuan_autoencoder()
+    both.tile_sample_min_num_frames, both.tile_sample_stride_num_frames = 8, 4
+    both.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    timed = ltx_autoencoder(AutoencoderKLLTXVideo, timestep_conditioning=True)
+    return {
+        "tiles": compared(tiled, latents(1, 4, 24, 20), group),
+        "frames": compared(frames, latents(1, 4, 8, 3, 5), group),
+        "tiles of frames": compared(both, latents(1, 4, 6, 3, 5), group),
+        "batch": compared(autoencoder(), latents(3, 4, 6, 8), group),
+        "timestep": compared(timed, latents(3, 128 if timed.config.latent_channels == 128 else 8, 2, 3, 4), group),
+        "single": compared(autoencoder(), latents(1, 4, 6, 8), group),
+    }
+
+
+def _failing(function: Callable, rank: int, after: int) -> Callable:
+    """The function, which raises on one rank from a call on."""
+    count = 0
+
+    def call(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if RANK == rank and count > after:
+            raise RuntimeError("out of luck")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@check(2)
+def failure_in_rows(group) -> dict:
+    """One rank's kernels fail at the start, in the middle, and in the last call of the second decode."""
+    found = {}
+    for after in (0, 7, 40, 99):
+        made, given = video_autoencoder(AutoencoderKLWan), latents(1, 4, 3, 16, 6)
+        hook = FusedDecode(made, "reference", group=group)
+        alone = decoded(made, given)
+        count = {"calls": 0}
+        own = causal.causal_norm
+
+        def counted(*args, own=own, count=count, **kwargs):
+            count["calls"] += 1
+            return own(*args, **kwargs)
+
+        with patch.object(causal, "causal_norm", counted):
+            decoded(made, given)
+        found[f"calls of {after}"] = count["calls"]
+        remarks = [hook.remark]
+        with patch.object(causal, "causal_norm", _failing(own, 1, min(after, count["calls"] - 1))):
+            output = decoded(made, given)
+        remarks.append(hook.remark)
+        again = decoded(made, given)
+        remarks.append(hook.remark)
+        errors = [(each - alone).abs().max().item() for each in (output, again)]
+        found[str(after)] = {"errors": errors, "remarks": remarks}
+    return found
+
+
+@check(2)
+def failure_in_calls(group) -> dict:
+    """One rank's kernels fail, and then also its decoder's own code, once."""
+    found = {}
+    for name, also in (("kernels", False), ("all", True)):
+        made, given = autoencoder(sample_size=16), latents(1, 4, 24, 20)
+        made.enable_tiling()
+        hook = FusedDecode(made, "reference", group=group)
+        alone = decoded(made, given)
+        decoder = made.decoder
+        own = hook._unit
+        with patch.object(autoencoder_kl, "decode", _failing(autoencoder_kl.decode, 0, 0)):
+            if also:
+                hook._unit = _failing(own, 0, 1)
+            output = decoded(made, given)
+        found[name] = {"errors": [(output - alone).abs().max().item()], "remarks": [hook.remark]}
+        assert made.decoder is decoder
+    return found
+
+
+@check(2)
+def other_latents(group) -> dict:
+    """Ranks whose latents differ in shape decode their own."""
+    made, given = autoencoder(), latents(2, 4, 6 + RANK, 8)
+    video = video_autoencoder(AutoencoderKLWan)
+    frames = latents(1, 4, 2, 16, 6 + RANK)
+    return {"images": compared(made, given, group), "videos": compared(video, frames, group)}
+
+
+@check(2)
+def one_that_cannot(group) -> dict:
+    """A rank whose decoder has a hook runs it, and the other decodes with kernels."""
+    found = {}
+    for name, made, given in (
+        ("images", autoencoder(), latents(2, 4, 6, 8)),
+        ("videos", video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 16, 6)),
+    ):
+        if RANK == 1:
+            made.decoder.mid_block.register_forward_hook(lambda *_: None)
+        found[name] = compared(made, given, group)
+    return found
+
+
+def main() -> None:
+    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or list(CHECKS)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    layers.BYTES = 2**20
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST))
+    groups = {count: dist.new_group(list(range(count))) for count in (2, 3)}
+    found = {}
+    for name in chosen:
+        ranks, function = CHECKS[name]
+        faulthandler.dump_traceback_later(LONGEST, exit=True)
+        if RANK < ranks:
+            try:
+                found[name] = function(groups[ranks])
+            except Exception:
+                found[name] = {"failed": traceback.format_exc()}
+    (folder / f"{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
