@@ -373,7 +373,8 @@ def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 def _whole_form(autoencoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """The shape and dtype of a decode's latents, and everything that decides how its decoder is called."""
-    settings = [item for item in vars(autoencoder).items() if type(item[1]) in (bool, int, float)]  # sizes of tiles
+    held = vars(autoencoder).items()
+    settings = [item for item in held if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # sizes of tiles
     return (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
 
 

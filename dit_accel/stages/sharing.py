@@ -122,14 +122,20 @@ class Rows:
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         """Return tensors of one shape from all ranks; meta tensors are sent as zeros."""
-        made = own.new_empty(self._ranks.count, *own.shape)
-        sent, received = own, made
-        if own.is_meta and self.done >= self._skipped:
-            sent, received = (torch.zeros_like(each, device=self._ranks.device) for each in (own, made))
-        if not sent.is_meta:
-            dist.all_gather_into_tensor(received.view(-1), sent.reshape(-1), group=self._ranks.group)
+        if own.is_meta:
+            if self.done >= self._skipped:
+                self._sent(torch.zeros(own.shape, dtype=own.dtype, device=self._ranks.device))
+            made = own.new_empty(self._ranks.count, *own.shape)
+        else:
+            made = self._sent(own)
         self.done += 1
         return made
+
+    def _sent(self, own: torch.Tensor) -> torch.Tensor:
+        own = own.contiguous()
+        gathered = own.new_empty(self._ranks.count, *own.shape)
+        dist.all_gather(list(gathered), own, group=self._ranks.group)
+        return gathered
 
 
 class Bands:

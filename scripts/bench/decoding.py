@@ -3,6 +3,7 @@
 
     python -m scripts.bench.decoding --output docs/results/decoding.json
     python -m scripts.bench.decoding --tiny                       # the same paths on the CPU, in seconds
+    torchrun --nproc-per-node 2 -m scripts.bench.decoding         # and shared by two GPUs; --tiny for two processes
 
 Both sides decode the same latents with the same weights in one process. The error of each is the relative L2 error over
 the float32 decoder without TF32, of the first latent frames; memory is the peak above what weights and latents take.
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
@@ -35,6 +39,7 @@ from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode
 from dit_accel.tools.origin import describe_run
+from scripts.bench.model_speed.ranks import join
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
@@ -86,6 +91,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the name of what is decoded, e.g. Wan")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     options = parser.parse_args()
+    with ExitStack() as stack:
+        rank, ranks = join(options.tiny, stack) if "WORLD_SIZE" in os.environ else (0, 1)
+        return _run(options, rank == 0, ranks)
+
+
+def _run(options: argparse.Namespace, is_first: bool, ranks: int) -> int:
     device = "cpu" if options.tiny else "cuda"
     rows: list[dict[str, Any]] = []
     for kind, config, tiny, what, shape, dtypes in CASES:
@@ -98,17 +109,20 @@ def main() -> int:
                 autoencoder = kind(**{key: value for key, value in config.items() if key not in TILED})
             if config.get("tiles"):
                 autoencoder.enable_tiling()
-            rows.append({"decoded": what, "dtype": name, **measure(autoencoder, shape, DTYPES[name], device)})
-            print(json.dumps(rows[-1]), flush=True)
-            if options.output:
+            rows.append({"decoded": what, "dtype": name, **measure(autoencoder, shape, DTYPES[name], device, ranks)})
+            if is_first:
+                print(json.dumps(rows[-1]), flush=True)
+            if options.output and is_first:
                 document = {**describe_run(device), "rows": rows}
                 options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["decoding"] == FUSED for row in rows) else 1
 
 
 @torch.no_grad()
-def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Milliseconds, GiB and errors of both ways to decode latents of a shape."""
+def measure(
+    autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str, ranks: int = 1
+) -> dict[str, Any]:
+    """Milliseconds, GiB and errors of both ways to decode latents of a shape, and with several ranks of sharing it."""
     torch.manual_seed(0)
     autoencoder = autoencoder.to(device).eval()
     for module in autoencoder.modules():
@@ -123,6 +137,11 @@ def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, 
     fused = FusedDecode(autoencoder, "auto" if device == "cuda" else "reference")
     row["fused"] = _measured(autoencoder, latents, compared, exact)
     fused.leave()
+    if ranks > 1:
+        shared = FusedDecode(autoencoder, "auto" if device == "cuda" else "reference", group=dist.group.WORLD)
+        row["ranks"] = {"ranks": ranks, **_measured(autoencoder, latents, compared, exact), "decoding": shared.remark}
+        row["ranks"]["speed_up"] = row["fused"]["ms"] / row["ranks"]["ms"]
+        shared.leave()
     return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": fused.remark}
 
 
@@ -144,7 +163,7 @@ def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
 def _measured(
     autoencoder: nn.Module, latents: torch.Tensor, compared: torch.Tensor, exact: torch.Tensor
 ) -> dict[str, float]:
-    image = _decoded(autoencoder, compared).float().cpu()
+    image = [_decoded(autoencoder, compared) for _ in range(2)][-1].float().cpu()  # rows are shared the second time
     error = ((image - exact).norm() / exact.norm()).item()
     _decoded(autoencoder, latents)
     is_gpu = torch.cuda.is_available()
