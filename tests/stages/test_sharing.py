@@ -12,7 +12,6 @@ from dit_accel.stages.decode import FUSED
 ROUNDING = 2e-5  # float32, absolute
 REPOSITORY = Path(__file__).parents[2]
 ROWS = ("wan-2.1", "wan-2.2", "qwen-image")
-CALLS = ("tiles", "frames", "tiles of frames", "batch", "timestep")
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +63,15 @@ def test_few_rows_are_not_shared(found):
     require_shared(found, "too_few_rows", "wan", 2, [FUSED, FUSED])
 
 
-@pytest.mark.parametrize(("check", "ranks"), [("calls", 2), ("calls_of_three", 3)])
-@pytest.mark.parametrize("case", CALLS)
-def test_calls_make_the_output_of_one_rank(found, check, ranks, case):
+@pytest.mark.parametrize("case", ["frames", "tiles of frames", "timestep", "tiles", "batch"])
+def test_calls_make_the_output_of_one_rank(found, case):
     """Tiles of pixels and of frames, and samples, from the first decode on."""
-    require_shared(found, check, case, ranks, [shared_by(ranks)] * 2)
+    require_shared(found, "calls", case, 2, [shared_by(2)] * 2)
+
+
+@pytest.mark.parametrize("case", ["tiles", "batch"])
+def test_calls_of_three_ranks_make_the_output_of_one(found, case):
+    require_shared(found, "images", case, 3, [shared_by(3)] * 2)
 
 
 def test_a_single_call_is_not_shared(found):
