@@ -173,8 +173,9 @@ class FusedDecode:
         except _GivenUp as error:
             given_up: str | None = str(error)
         except FailedError as error:
-            self._has_failed, cause = True, error.__cause__
-            given_up = _raised(cause) if isinstance(cause, Exception) else None
+            self._has_failed = True
+            given_up = None if error.__cause__ is None else _raised(error.__cause__)
+        del decode  # with converted weights
         return self._attempt(original, _Decode(self._backend, given_up), args, kwargs)
 
     def _attempt(self, original: Callable[..., Any], decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -414,7 +415,7 @@ def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
     return {name: each for name, each in kwargs.items() if isinstance(each, list)}
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     return f"fused kernels raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
