@@ -65,7 +65,7 @@ class Acceleration:
         for owner in owners:
             parts, stages = runs.of(owner).parts, self.preset.stages
             undo.enter_context(time_components(owner, parts))
-            self._decoding.append(Decoding(owner, parts, wanted=stages.decode))
+            self._decoding.append(Decoding(owner, parts, wanted=stages.decode, shared=stages.share))
             undo.callback(self._decoding[-1].close)
             if stages.prompts:
                 self._prompts.append(prompts.KeptPrompts(owner, parts, int(stages.prompts_mib * 2**20)))
@@ -107,7 +107,7 @@ class Acceleration:
         report.decoding = next((stage.remark for stage in self._decoding if stage.parts is parts), None)
         encodings = (stage.remark for stage in self._prompts if stage.parts is parts)
         report.encoding = next(encodings, None) if self.preset.stages.prompts else prompts.OFF
-        is_fused = report.decoding == FUSED
+        is_fused = (report.decoding or "").startswith(FUSED)
         if parts.device.type == "cuda" and not is_fused and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
         return report

@@ -28,6 +28,8 @@ from dit_accel.models.call_facts import CallReader
 from dit_accel.models.families import known_family
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.context_parallel import split_plan
+from dit_accel.stages import sharing
+from dit_accel.stages.decode import FusedDecode
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import _redraw, tiny_output, tiny_pipeline
@@ -378,6 +380,36 @@ def counted() -> Iterator[list[int]]:
     finally:
         for (module, name), function in originals.items():
             setattr(module, name, function)
+
+
+@check
+def decoding() -> dict:
+    """Ranks share the latents that a pipeline decodes, not a preview that the first rank decodes in a callback."""
+    found = {}
+    for name in ("flux", "wan"):
+        pipe = parallelize_pipeline(pipeline(name), ulysses=2)
+        videos, remarks, previews = [], [], []
+
+        def preview(pipe, *_, previews=previews):
+            if dist.get_rank() == 0:
+                shape = (1, pipe.vae.config.z_dim, 1, 4, 4) if name == "wan" else (2, 4, 4, 4)  # noqa: B023
+                pipe.vae.decode(torch.zeros(shape))
+                previews.append(FusedDecode.on(pipe.vae).remark)
+            return {}
+
+        for share in (True, False):
+            accelerate_pipeline(pipe, "exact", **{"stages.share": share})
+            FusedDecode.on(pipe.vae)._backend = "reference"
+            for call in range(2):
+                given = {"output_type": "pt", "callback_on_step_end": preview if call else None}
+                if name == "flux":
+                    given["num_images_per_prompt"] = 2
+                with patch.object(sharing, "LEAST_ROWS", 1):
+                    videos.append(output(pipe, name, **given))
+                remarks.append(pipe.dit_accel.report().decoding)
+        errors = [(each - videos[-1]).abs().max().item() for each in videos]
+        found[name] = {"errors": errors, "remarks": remarks, "previews": sorted(set(previews))}
+    return found
 
 
 @check

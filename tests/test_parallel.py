@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dit_accel.stages.decode import FUSED
 from tests.parallel_ranks import SHARED
 
 ROUNDING = 2e-6  # float32, relative, of latents after eight steps
@@ -122,6 +123,18 @@ def test_level_head_runs_densely_where_tokens_are_shared(found):
 
 def test_a_run_after_one_that_was_left_equals_a_fresh_one(found):
     require_as_alone(*on_both(found, "exception"))
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_ranks_decode_the_latents_of_a_pipeline_together(found, family):
+    """A batch of images at once, a video once its shape is known; never what a callback decodes."""
+    for row in on_both(found, "decoding"):
+        first, *others = row[family]["remarks"]
+        shared = f"{FUSED}, shared by 2 ranks"
+        assert first == (shared if family == "flux" else FUSED)
+        assert others == [shared, FUSED, FUSED]
+        assert max(row[family]["errors"]) < 2e-5
+        assert set(row[family]["previews"]) <= {FUSED}
 
 
 @pytest.mark.parametrize("case", [f"wan, {preset}" for preset in ("exact", "balanced", "layer", "residual")])

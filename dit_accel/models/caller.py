@@ -32,6 +32,21 @@ def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
     return None
 
 
+def direct_caller(module: torch.nn.Module) -> Any | None:
+    """Return the object whose method calls a method of this module; None = a function calls it.
+
+    Unlike :func:`calling_pipeline` it finds no pipeline behind a callback of the user's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package, code = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code
+        owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+        if package not in BETWEEN and owner is not module and code.co_name not in ("<listcomp>", "<genexpr>"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
 def _holds(owner: Any, transformer: torch.nn.Module) -> bool:
     """Return True if an object holds a transformer, or its wrapper from ``torch.compile``."""
     for held in getattr(owner, "__dict__", {}).values():

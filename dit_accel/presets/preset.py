@@ -70,6 +70,8 @@ class Preset(Section):
             del values["linear"]
         if not self.stages.prompts:
             del values["stages"]["prompts_mib"]
+        if not self.stages.decode:
+            del values["stages"]["share"]
         if "blocks" in values and self.blocks.token_order == "raster":
             del values["blocks"]["token_order"]
         return values

@@ -4,6 +4,7 @@ Whatever calls the decoder stays as it is, so tiling, slicing and offloading wor
 shape is compared with the decoder's own; where it differs by more than the rounding of its dtype explains, the decoder
 runs on its own from then on. The autoencoder's ``_decode`` is watched too: between its begin and end weights are
 converted and modules checked once, and if a kernel fails in the middle, the decode begins anew without kernels.
+Ranks that make an image or video together share its decode (:mod:`dit_accel.stages.sharing`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,29 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
+from dit_accel.models.caller import direct_caller
 from dit_accel.models.hooks import is_compiled, runs_known_code
-from dit_accel.stages.vae import page_of
+from dit_accel.stages.sharing import (
+    Bands,
+    Calls,
+    FailedError,
+    Ranks,
+    group_of,
+    meta_copy,
+    on_meta,
+)
+from dit_accel.stages.vae import causal, cogvideox, page_of
 from dit_accel.stages.vae.layers import Layers
 
 # Relative error (L2) over the decoder's own output. Two orders of the same sums differ by up to half of it.
@@ -80,15 +93,24 @@ class _Decode:
     Args:
         backend: of the kernels.
         given_up: why all calls are the decoder's own; None = they need not be.
+        ranks: ranks that may share the decode.
+        form: everything about the decode but the values of tensors.
 
     Attributes:
         reasons: why a call must be the decoder's own, by its form; None = it need not.
+        bands, calls: how ranks share the decode; None = they do not.
     """
 
-    def __init__(self, backend: str, given_up: str | None = None) -> None:
+    def __init__(
+        self, backend: str, given_up: str | None = None, *, ranks: Ranks | None = None, form: tuple = ()
+    ) -> None:
         self.layers = Layers(backend)
         self.given_up = given_up
+        self.ranks = ranks
+        self.form = form
         self.reasons: dict[tuple, str | None] = {}
+        self.bands: Bands | None = None
+        self.calls: Calls | None = None
 
 
 class _GivenUp(Exception):
@@ -101,18 +123,25 @@ class FusedDecode:
     Args:
         autoencoder: of a class with a page.
         backend: of the kernels; "auto" leaves a CPU's calls to the decoder.
+        group: ranks that share every decode; None = decodes that a pipeline calls are shared by the pipeline's ranks.
 
     Attributes:
         remark: how the latest call ran; None = there was none.
         holders: accelerations that want it.
+        sharing: pipelines whose ranks share decodes.
     """
 
     part = "decoder"
     method = "decode"  # of the page; the autoencoder's begins with "_"
 
-    def __init__(self, autoencoder: nn.Module, backend: str = "auto") -> None:
+    def __init__(self, autoencoder: nn.Module, backend: str = "auto", group: dist.ProcessGroup | None = None) -> None:
         self.remark: str | None = None
         self.holders = 1
+        self.sharing: list[weakref.ref] = []
+        self._group = group
+        self._has_failed = False  # a rank in a shared decode
+        self._heights: dict[tuple, set[int]] = {}  # rows of latents, by forms of decodes that kernels can run
+        self._outputs: dict[tuple, Any] = {}  # on meta, by the form of a call
         self._page = page_of(autoencoder)
         self._backend = backend
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
@@ -135,24 +164,49 @@ class FusedDecode:
             for each in self._stand_ins:
                 each.leave()
 
-    def _whole(self, original: Callable[..., Any], _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _whole(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A decode of the autoencoder, which may call its decoder several times."""
         if not self.holders or getattr(self._current, "decode", None) is not None:
             return original(*args, **kwargs)
+        ranks = self._ranks(module, args)
+        decode = _Decode(self._backend, ranks=ranks, form=() if ranks is None else _whole_form(module, args, kwargs))
         try:
-            return self._attempt(original, args, kwargs)
+            if ranks is not None and self._page is causal:
+                decode.bands = Bands(ranks, self._page.decode)
+            elif ranks is not None:
+                self._record(original, module, decode, args, kwargs)
+            made = self._attempt(original, decode, args, kwargs)
+            if decode.bands is not None:
+                self._end_bands(decode)
+            return made
         except _GivenUp as error:
-            given_up = str(error)
-        return self._attempt(original, args, kwargs, given_up)
+            given_up: str | None = str(error)
+        except FailedError as error:
+            self._has_failed = True
+            given_up = None if error.__cause__ is None else _raised(error.__cause__)
+        del decode  # with converted weights
+        return self._attempt(original, _Decode(self._backend, given_up), args, kwargs)
 
-    def _attempt(
-        self, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any], given_up: str | None = None
-    ) -> Any:
-        self._current.decode = _Decode(self._backend, given_up)
+    def _attempt(self, original: Callable[..., Any], decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._current.decode = decode
         try:
             return original(*args, **kwargs)
         finally:
             self._current.decode = None
+
+    def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
+        """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
+        if self._has_failed or self._page is cogvideox or not (args and isinstance(args[0], torch.Tensor)):
+            return None
+        if self._backend == "auto" and resolve_backend("auto", args[0]) != "triton":
+            return None
+        group, pipe = self._group, direct_caller(module) if self.sharing else None
+        if pipe is not None and any(each() is pipe for each in self.sharing):
+            group = group_of(pipe)
+        device = args[0].device
+        if group is None or not any(each.type == device.type for each in group._device_types):
+            return None
+        return Ranks(group, device)
 
     def _forward(
         self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -161,12 +215,25 @@ class FusedDecode:
         if not self.holders:
             return original(*args, **kwargs)
         decode = getattr(self._current, "decode", None)
-        form = _form(args, kwargs)
         if decode is None:
             decode = _Decode(self._backend, f"the {self.part} is called by itself" if _lists(kwargs) else None)
+        if decode.calls is not None:
+            return self._shared_call(original, module, decode, args, kwargs)
+        return self._decoded(original, module, decode, args, kwargs)
+
+    def _decoded(
+        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
+    ) -> torch.Tensor | tuple:
+        """The output of a call that is not shared, or of one whose rows are."""
+        form = _form(args, kwargs)
         if form not in decode.reasons:
             decode.reasons[form] = self._why_not(module, args, kwargs)
         reason = decode.given_up or decode.reasons[form]
+        if decode.bands is not None:
+            if self._shares_rows(decode, decode.bands, reason, args):
+                self._remark_shared(FUSED, decode)
+                return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
+            decode.bands.heights.add(args[0].shape[3])
         if reason is None and form not in self._known:
             return self._tried(original, module, decode, form, args, kwargs)
         reason = reason or self._known[form]
@@ -181,6 +248,64 @@ class FusedDecode:
                 raise _GivenUp(reason)  # frames that a decoder keeps have changed
         self.remark = self._own(reason)
         return original(*args, **kwargs)
+
+    def _shares_rows(self, decode: _Decode, bands: Bands, reason: str | None, args: tuple) -> bool:
+        """Return True if all ranks share the rows of a decode; its first call decides."""
+        if bands.is_agreed is None:
+            heights = self._heights.get(decode.form, set()) if reason is None else set()
+            bands.agree(heights, decode.form[0])
+        return bool(bands.is_agreed)
+
+    def _end_bands(self, decode: _Decode) -> None:
+        """End a decode whose rows ranks share, or may share the next time."""
+        if decode.bands.is_agreed:
+            decode.bands.end()
+        elif all(self._known.get(form, OWN) is None and reason is None for form, reason in decode.reasons.items()):
+            self._heights[decode.form] = decode.bands.heights
+
+    def _record(
+        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        """Record the calls of a decode, which ranks then share if all of them can."""
+        calls = decode.calls = Calls(decode.ranks)
+        try:
+            self._attempt(original, decode, args, kwargs)
+        except Exception as error:
+            calls.why_not = _raised(error)
+        is_fused = not any(decode.reasons.values())
+        if not calls.agree(is_fused and not any(self._known.get(_form(*unit)) for unit in calls.units)):
+            decode.calls = None
+
+    def _shared_call(
+        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
+    ) -> torch.Tensor | tuple:
+        """The output of a call that is recorded or replayed."""
+        calls = decode.calls
+        if calls.is_replay:
+            made = calls.output(partial(self._unit, original, module, decode))
+            self._remark_shared(str(self.remark), decode)
+            return made
+        form = _form(args, kwargs)
+        if form not in decode.reasons:
+            decode.reasons[form] = self._why_not(module, args, kwargs)
+        if form not in self._outputs:
+            given, named = on_meta((args, kwargs))
+            self._outputs[form] = meta_copy(module).forward(*given, **named)
+        return calls.record(args, kwargs, self._outputs[form])
+
+    def _remark_shared(self, remark: str, decode: _Decode) -> None:
+        suffix = f", shared by {decode.ranks.count} ranks"
+        self.remark = remark.removesuffix(suffix) + suffix
+
+    def _unit(
+        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """The output of a sample of a call, by the decoder's own code if a kernel fails."""
+        try:
+            return self._decoded(original, module, decode, args, kwargs)
+        except _GivenUp as error:
+            decode.given_up = str(error)
+        return self._decoded(original, module, decode, args, kwargs)
 
     def _tried(
         self,
@@ -272,6 +397,13 @@ def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
     return structure, *forms
 
 
+def _whole_form(autoencoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """The shape and dtype of a decode's latents, and everything that decides how its decoder is called."""
+    held = vars(autoencoder).items()
+    settings = [item for item in held if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # sizes of tiles
+    return (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
+
+
 def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments with lists of their own."""
     return pytree.tree_map(lambda leaf: leaf, (args, kwargs))
@@ -302,7 +434,7 @@ def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
     return {name: each for name, each in kwargs.items() if isinstance(each, list)}
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     return f"fused kernels raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -317,9 +449,10 @@ class Decoding:
         pipe: with an autoencoder at ``vae``, or without.
         parts: parts of the pipeline's call in progress, which also keep how the decoder ran.
         wanted: fuse the decoder; False = only keep how it ran, for another pipeline may fuse it.
+        shared: ranks that call the pipeline together share its decodes.
     """
 
-    def __init__(self, pipe: Any, parts: CallParts, *, wanted: bool = True) -> None:
+    def __init__(self, pipe: Any, parts: CallParts, *, wanted: bool = True, shared: bool = True) -> None:
         self.parts = parts
         self._pipe = weakref.ref(pipe)
         self._watched = [weakref.ref(module) for module in _modules(pipe)]
@@ -341,6 +474,8 @@ class Decoding:
                 else:
                     fused.holders += 1
                 self._fused.append(fused)
+                if shared and kind is FusedDecode:
+                    fused.sharing.append(self._pipe)
 
     @property
     def remark(self) -> str | None:
@@ -363,6 +498,7 @@ class Decoding:
         self.parts.remark_of.pop(PART, None)
         fused, self._fused = self._fused, []
         for each in fused:
+            each.sharing = [other for other in each.sharing if other is not self._pipe]
             each.leave()
 
 

@@ -3,6 +3,7 @@
 
     python -m scripts.bench.decoding --output docs/results/decoding.json
     python -m scripts.bench.decoding --tiny                       # the same paths on the CPU, in seconds
+    torchrun --nproc-per-node 2 -m scripts.bench.decoding         # and shared by two GPUs; --tiny for two processes
 
 Both sides have the same input and the same weights in one process. The error of each is the relative L2 error over
 the float32 decoder without TF32, of the first latent frames; memory is the peak above what weights and latents take.
@@ -12,15 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
@@ -37,6 +41,7 @@ from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.origin import describe_run
+from scripts.bench.model_speed.ranks import join
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
@@ -92,11 +97,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the name of what is decoded, e.g. Wan")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     options = parser.parse_args()
+    with ExitStack() as stack:
+        rank, ranks = join(options.tiny, stack) if "WORLD_SIZE" in os.environ else (0, 1)
+        return _run(options, rank == 0, ranks)
+
+
+def _run(options: argparse.Namespace, is_first: bool, ranks: int) -> int:
     device = "cpu" if options.tiny else "cuda"
     rows: list[dict[str, Any]] = []
-    cases = [(FusedDecode, "decoded", 3, *case) for case in CASES] + [
-        (FusedEncode, "encoded", 9, *case) for case in ENCODED
-    ]
+    cases = [(FusedDecode, "decoded", 3, *case) for case in CASES]
+    cases += [(FusedEncode, "encoded", 9, *case) for case in ENCODED]
     for stage, verb, least, kind, config, tiny, what, shape, dtypes in cases:
         config = {**config, **(tiny if options.tiny else {})}
         shape = (*shape[:2], *(min(each, least) for each in shape[2:])) if options.tiny else shape
@@ -107,9 +117,10 @@ def main() -> int:
                 autoencoder = kind(**{key: value for key, value in config.items() if key not in TILED})
             if config.get("tiles"):
                 autoencoder.enable_tiling()
-            rows.append({verb: what, "dtype": name, **measure(stage, autoencoder, shape, DTYPES[name], device)})
-            print(json.dumps(rows[-1]), flush=True)
-            if options.output:
+            rows.append({verb: what, "dtype": name, **measure(stage, autoencoder, shape, DTYPES[name], device, ranks)})
+            if is_first:
+                print(json.dumps(rows[-1]), flush=True)
+            if options.output and is_first:
                 document = {**describe_run(device), "rows": rows}
                 options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["ran"] == FUSED for row in rows) else 1
@@ -117,9 +128,14 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(
-    stage: type[FusedDecode], autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str
+    stage: type[FusedDecode],
+    autoencoder: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    ranks: int = 1,
 ) -> dict[str, Any]:
-    """Milliseconds, GiB and errors of both ways to decode or encode an input of a shape."""
+    """Milliseconds, GiB and errors of both ways to decode or encode, and with several ranks of sharing a decode."""
     torch.manual_seed(0)
     autoencoder = autoencoder.to(device).eval()
     for module in autoencoder.modules():
@@ -136,6 +152,11 @@ def measure(
     fused = stage(autoencoder, "auto" if device == "cuda" else "reference")
     row["fused"] = _measured(run, given, compared, exact)
     fused.leave()
+    if ranks > 1 and stage is FusedDecode:
+        shared = FusedDecode(autoencoder, "auto" if device == "cuda" else "reference", group=dist.group.WORLD)
+        row["ranks"] = {"ranks": ranks, **_measured(run, given, compared, exact), "ran": shared.remark}
+        row["ranks"]["speed_up"] = row["fused"]["ms"] / row["ranks"]["ms"]
+        shared.leave()
     return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "ran": fused.remark}
 
 
@@ -161,7 +182,7 @@ def _exact(run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> 
 def _measured(
     run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor, compared: torch.Tensor, exact: torch.Tensor
 ) -> dict[str, float]:
-    result = run(compared).float().cpu()
+    result = [run(compared) for _ in range(2)][-1].float().cpu()  # rows are shared the second time
     error = ((result - exact).norm() / exact.norm()).item()
     run(given)
     is_gpu = torch.cuda.is_available()

@@ -147,9 +147,13 @@ CHANGES = {  # by key: another value
     },
     "linear": {"dtype": "float8", "exclude": ["*.to_out.0"]},
     "memory": {"budget_gib": 0.0005, "history_dtype": "float8", "offload": True},
-    "stages": {"decode": False, "prompts": False, "prompts_mib": 0.001},
+    "stages": {"decode": False, "share": True, "prompts": False, "prompts_mib": 0.001},
 }
-SAME = {"skip.static.refresh"}  # masks that do not depend on queries or keys are the same, made again or kept
+SAME = {
+    "skip.static.refresh",  # masks that do not depend on queries or keys are the same, made again or kept
+    "stages.decode",  # of a call that returns images
+    "stages.share",  # of several processes
+}
 
 
 def variable(form):

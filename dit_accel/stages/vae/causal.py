@@ -3,7 +3,8 @@
 diffusers decodes one latent frame per call and encodes four frames, and keeps the last two frames before every causal
 convolution in ``feat_cache``. Here features stay in channels-last layout, and the norm before a convolution writes its
 output behind those two frames, so nothing is padded, concatenated or converted. The first frame has zeros before it, so
-its convolutions are two-dimensional. ``feat_cache`` holds the same frames as in diffusers.
+its convolutions are two-dimensional. ``feat_cache`` holds the same frames as in
+diffusers, or this rank's band of them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def decode(
     layers: Layers,
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
-    run = _Call(feat_cache, feat_idx, layers)
+    run, bands = _Call(feat_cache, feat_idx, layers), layers.bands
+    x = x if bands is None else bands.own(x)
     x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
     for stage in decoder.up_blocks:
         before = x
@@ -77,7 +79,8 @@ def decode(
             x = run.resampled(resample, x)
         if getattr(stage, "avg_shortcut", None) is not None:
             x = x + stage.avg_shortcut(before, first_chunk=first_chunk)
-    return run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x))
+    x = run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x))
+    return x if bands is None else bands.whole(x)
 
 
 def encode(
@@ -121,6 +124,8 @@ class _Call:
             x, weight, past, frames=frames, border=1, input_bias=bias, backend=self._layers.backend
         )
         self._keep(kept)
+        if self._layers.bands is not None:
+            self._layers.bands.exchange_border(made)
         return made
 
     def convolved(
@@ -154,7 +159,7 @@ class _Call:
         """The block between both halves of an autoencoder."""
         x = self.block(middle.resnets[0], x)
         for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-            x = self.block(block, x if attention is None else dense(attention(x)))
+            x = self.block(block, x if attention is None else self.attended(attention, x))
         return x
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -166,6 +171,11 @@ class _Call:
         if not isinstance(block.conv_shortcut, nn.Identity):
             x = self._layers.convolved(block.conv_shortcut, x)
         return self.convolved(block.conv2, frames, x)
+
+    def attended(self, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Attention, which reads whole frames."""
+        bands = self._layers.bands
+        return dense(attention(x) if bands is None else bands.own(attention(bands.whole(x))))
 
     def resampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Features at twice the width and height, and of twice as many frames where the module has that."""

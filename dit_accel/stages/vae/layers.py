@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +15,35 @@ LAST = torch.channels_last_3d
 BYTES = 2**30  # of normalised features at a time, at least one frame
 
 
+class Bands(Protocol):
+    """Bands of rows, one a rank (:class:`dit_accel.stages.sharing.Rows`)."""
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's band of whole features."""
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return whole features from the bands of all ranks."""
+
+    def exchange_border(self, x: torch.Tensor) -> None:
+        """Write the neighbours' rows into the border of features."""
+
+    def bordered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return features with a border of neighbours' rows."""
+
+
 class Layers:
     """Layers of one decode, which converts each weight once.
 
     Args:
         backend: of the kernels.
+
+    Attributes:
+        bands: features are this rank's band of rows; None = they are whole.
     """
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
+        self.bands: Bands | None = None
         self._convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
         self._converted: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -46,6 +66,8 @@ class Layers:
         """
         weight = self.converted(layer.weight, _last_tap if last_tap else _dense)
         bias = layer.bias if biased else None
+        if padding and self.bands is not None:
+            x, padding = self.bands.bordered(x), 0
         return convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
 
     def convolved_by_frames(
@@ -84,7 +106,8 @@ class Layers:
             padding: zeros on each side of rows and columns that are no border of x.
         """
         weight = self.converted(layer.weight, _folded_frames if frames else _folded)
-        x = F.pad(dense(x), (padding,) * 4) if padding else x
+        if padding:
+            x = F.pad(dense(x), (padding,) * 4) if self.bands is None else self.bands.bordered(x)
         return upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
 
     def halved(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,300 @@
+"""Sharing of a decode among the ranks that make one image or video together; each gets the whole output.
+
+Rows: Wan and Qwen-Image decode frame by frame, so each rank decodes a band of rows. Before each 3 x 3 convolution
+neighbours exchange a row, and the middle block's attention and the output are gathered.
+
+Calls: tiles of pixels or frames, and the samples of a batch, are independent. Each rank decodes some and sends the
+output to the others. The autoencoder's ``_decode`` runs twice: first on meta tensors, which finds all inputs of the
+decoder, then with the outputs of all ranks.
+
+Ranks vote before they share, so that all do or none does. A rank that fails goes on with empty tensors in all
+exchanges, so that no other rank waits for it; then all decode again by themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.models import denoisers
+from dit_accel.models.parallel.branches import GROUP
+from dit_accel.models.parallel.context_parallel import config_of
+from dit_accel.stages.vae.layers import Layers, dense
+
+LEAST_ROWS = 8  # of latents, in a band
+FAILED, NO, YES = -1, 0, 1  # votes
+
+
+def group_of(pipe: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that share the tokens or the branches of a pipeline's calls; None = it runs on one device."""
+    for transformer in denoisers(pipe).values():
+        config = config_of(transformer)
+        group = getattr(transformer, GROUP, None) if config is None else config._flattened_mesh.get_group()
+        if group is not None and dist.get_world_size(group) > 1:
+            return group
+    return None
+
+
+class Ranks:
+    """The ranks that share a decode.
+
+    Args:
+        group: their process group.
+        device: this rank's device.
+
+    Attributes:
+        count: number of ranks.
+        rank: this one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.count = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def vote(self, value: int, about: Any = None) -> int:
+        """Return the least vote of all ranks, at most NO if they vote about different things."""
+        number = zlib.crc32(repr(about).encode())  # hash() differs between processes
+        votes = torch.tensor([value, number, -number], device=self.device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
+        least, low, high = votes.tolist()
+        return least if low == -high else min(least, NO)
+
+
+class Rows:
+    """Bands of the rows of an image or frame, one a rank, which may differ in height by a row.
+
+    Args:
+        ranks: of the decode.
+        height: rows of the latents, at least one a rank.
+
+    Attributes:
+        done: number of exchanges so far.
+    """
+
+    def __init__(self, ranks: Ranks, height: int) -> None:
+        self._ranks = ranks
+        self._ends = [height * (rank + 1) // ranks.count for rank in range(ranks.count)]
+        self._heights = [end - start for start, end in zip([0, *self._ends], self._ends, strict=False)]
+        self._own = self._heights[ranks.rank]
+        self._skipped = 0
+        self.done = 0
+
+    def without(self, count: int) -> Rows:
+        """Return the same bands, for meta tensors, without the first ``count`` exchanges."""
+        rows = copy.copy(self)
+        rows._skipped, rows.done = count, 0
+        return rows
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's band of whole features ``[B, C, T, H, W]``."""
+        scale, end = x.shape[3] // self._ends[-1], self._ends[self._ranks.rank]
+        return x[..., scale * (end - self._own) : scale * end, :]
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return whole features from the bands of all ranks."""
+        scale, most = x.shape[3] // self._own, max(self._heights)
+        bands = self._gathered(F.pad(x, (0, 0, 0, scale * most - x.shape[3])))
+        return torch.cat([band[..., : scale * rows, :] for band, rows in zip(bands, self._heights, strict=True)], 3)
+
+    def exchange_border(self, x: torch.Tensor) -> None:
+        """Write the neighbours' rows into the border of ``[B, C, T, H + 2, W + 2]``; it stays at an image's border."""
+        edges = self._gathered(torch.stack([x[..., 1, :], x[..., -2, :]]))  # [ranks, 2, B, C, T, W + 2]
+        if self._ranks.rank > 0:
+            x[..., 0, :] = edges[self._ranks.rank - 1, 1]
+        if self._ranks.rank < self._ranks.count - 1:
+            x[..., -1, :] = edges[self._ranks.rank + 1, 0]
+
+    def bordered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return features with a border of neighbours' rows, and of zeros at the border of the image."""
+        x = F.pad(dense(x), (1, 1, 1, 1))
+        self.exchange_border(x)
+        return x
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """Return tensors of one shape from all ranks; meta tensors are sent as zeros."""
+        if own.is_meta:
+            if self.done >= self._skipped:
+                self._sent(torch.zeros(own.shape, dtype=own.dtype, device=self._ranks.device))
+            made = own.new_empty(self._ranks.count, *own.shape)
+        else:
+            made = self._sent(own)
+        self.done += 1
+        return made
+
+    def _sent(self, own: torch.Tensor) -> torch.Tensor:
+        own = own.contiguous()
+        gathered = own.new_empty(self._ranks.count, *own.shape)
+        dist.all_gather(list(gathered), own, group=self._ranks.group)
+        return gathered
+
+
+class Bands:
+    """A decode whose calls each decode this rank's band of rows.
+
+    Args:
+        ranks: of the decode.
+        decode: of a page: it takes the decoder, its arguments and ``layers``.
+
+    Attributes:
+        is_agreed: all ranks share rows; None = they have not voted.
+        failure: why this rank failed; None = it has not.
+        heights: rows of the latents of each call that was not shared.
+    """
+
+    def __init__(self, ranks: Ranks, decode: Callable[..., torch.Tensor]) -> None:
+        self.is_agreed: bool | None = None
+        self.failure: Exception | None = None
+        self.heights: set[int] = set()
+        self._ranks = ranks
+        self._decode = decode
+
+    def agree(self, heights: set[int], about: Any) -> bool:
+        """Return True if all ranks want to share a decode.
+
+        Args:
+            heights: rows of the latents of its calls; empty = this rank can't share it.
+            about: its latents.
+        """
+        fits = bool(heights) and min(heights) >= self._ranks.count
+        is_able = fits and max(heights) // self._ranks.count >= LEAST_ROWS
+        self.is_agreed = self._ranks.vote(YES if is_able else NO, about) == YES
+        return self.is_agreed
+
+    def output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor:
+        """Return the whole output of a call; once this rank has failed, zeros."""
+        before = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # lists of their own
+        layers.bands = rows = Rows(self._ranks, args[0].shape[3])
+        if self.failure is None:
+            try:
+                return self._decode(module, *args, **kwargs, layers=layers)
+            except Exception as error:  # whatever memory, a compiler or a kernel raises: other ranks wait for this one
+                self.failure = error.with_traceback(None)  # which keeps features alive
+        args, named = on_meta(before)
+        on_meta_too = Layers("reference")
+        on_meta_too.bands = rows.without(rows.done)
+        form = self._decode(meta_copy(module), *args, **named, layers=on_meta_too)
+        for name, kept in kwargs.items():
+            if isinstance(kept, list):
+                kept[:] = named[name]
+        return torch.zeros(form.shape, dtype=form.dtype, device=self._ranks.device)
+
+    def end(self) -> None:
+        """End a shared decode.
+
+        Raises:
+            FailedError: a rank has failed, with the reason if it is this one.
+        """
+        if self._ranks.vote(YES if self.failure is None else FAILED) == FAILED:
+            raise FailedError from self.failure
+
+
+class Calls:
+    """The calls of a stateless decoder in one decode: recorded, then decoded by all ranks, then replayed.
+
+    Args:
+        ranks: of the decode.
+
+    Attributes:
+        is_replay: return outputs instead of recording inputs.
+        why_not: why the calls can't be shared; None = they can.
+        units: inputs of each sample of each call.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.is_replay = False
+        self.why_not: str | None = None
+        self.units: list[tuple[tuple, dict[str, Any]]] = []
+        self._ranks = ranks
+        self._forms: list[torch.Tensor] = []  # of the outputs of the calls, on meta
+        self._made: list[torch.Tensor] = []  # outputs of the units that are not returned yet
+        self._place = 0
+
+    def record(self, args: tuple, kwargs: dict[str, Any], form: torch.Tensor | tuple) -> torch.Tensor | tuple:
+        """Keep a call's inputs, by sample, and return its output on meta."""
+        batch = len(args[0])
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not isinstance(form, torch.Tensor) or any(each.ndim == 0 or len(each) != batch for each in (form, *leaves)):
+            self.why_not = "a call of the decoder is not of samples"
+            return form
+        self._forms.append(form)
+        for sample in range(batch):
+            part = slice(sample, sample + 1)
+            self.units.append(pytree.tree_map_only(torch.Tensor, lambda leaf, part=part: leaf[part], (args, kwargs)))
+        return form
+
+    def agree(self, is_wanted: bool) -> bool:
+        """Return True if all ranks want to share these calls."""
+        shapes = [tuple(args[0].shape) for args, _ in self.units]
+        is_able = is_wanted and self.why_not is None and len(shapes) >= self._ranks.count
+        self.is_replay = self._ranks.vote(YES if is_able else NO, shapes) == YES
+        return self.is_replay
+
+    def output(self, decode: Callable[[tuple, dict[str, Any]], torch.Tensor]) -> torch.Tensor:
+        """Return the output of the next call; the first decodes this rank's units and receives the others.
+
+        Args:
+            decode: returns the decoder's output for a unit.
+
+        Raises:
+            FailedError: a rank could not decode its units.
+        """
+        if self._place == 0:
+            self._made = self._decoded(decode)
+        form = self._forms[self._place]
+        self._place += 1
+        parts, self._made = self._made[: len(form)], self._made[len(form) :]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decoded(self, decode: Callable[[tuple, dict[str, Any]], torch.Tensor]) -> list[torch.Tensor]:
+        owners = self._owners()
+        forms = [form[:1] for form in self._forms for _ in form]
+        made: list[torch.Tensor] = []
+        failure: Exception | None = None
+        try:
+            for unit, owner, form in zip(self.units, owners, forms, strict=True):
+                is_own = owner == self._ranks.rank
+                empty = torch.empty(form.shape, dtype=form.dtype, device=self._ranks.device)
+                made.append(decode(*unit).contiguous() if is_own else empty)
+        except Exception as error:  # memory, a compiler or a kernel: the others must know
+            failure = error
+        if self._ranks.vote(YES if failure is None else FAILED) == FAILED:
+            made.clear()
+            raise FailedError from failure
+        for output, owner in zip(made, owners, strict=True):
+            dist.broadcast(output, dist.get_global_rank(self._ranks.group, owner), group=self._ranks.group)
+        return made
+
+    def _owners(self) -> list[int]:
+        """Return the rank that decodes each unit, so that ranks decode about equally many pixels."""
+        sizes = [args[0].numel() for args, _ in self.units]
+        loads, owners = [0] * self._ranks.count, [0] * len(sizes)
+        for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+            owners[place] = loads.index(min(loads))
+            loads[owners[place]] += sizes[place]
+        return owners
+
+
+class FailedError(Exception):
+    """A rank could not decode its share; the cause is its reason if it is this rank."""
+
+
+def on_meta(given: Any) -> Any:
+    """Return the same arguments with meta tensors, and lists of their own."""
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), given)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Return a module whose weights have no memory, which computes the shapes of outputs."""
+    weights = {id(each): nn.Parameter(each.to("meta"), requires_grad=False) for each in module.parameters()}
+    buffers = {id(each): each.to("meta") for each in module.buffers()}
+    return copy.deepcopy(module, weights | buffers)

@@ -1,0 +1,113 @@
+"""Decodes that ranks share equal the decode of one rank; see :mod:`tests.stages.sharing_ranks`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dit_accel.stages.decode import FUSED
+
+ROUNDING = 2e-5  # float32, absolute
+REPOSITORY = Path(__file__).parents[2]
+ROWS = ("wan-2.1", "wan-2.2", "qwen-image")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Results of each rank, by check."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.stages.sharing_ranks", folder]
+    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+def on(found, check, ranks=2):
+    """Results of the check's ranks, none of which failed."""
+    rows = [rank[check] for rank in found[:ranks]]
+    assert not any("failed" in row for row in rows), rows
+    return rows
+
+
+def shared_by(ranks):
+    return f"{FUSED}, shared by {ranks} ranks"
+
+
+def require_shared(found, check, case, ranks, expected):
+    """Every rank has the whole output, bit for bit, within rounding of the output of one rank."""
+    first, *others = (row[case] for row in on(found, check, ranks))
+    assert [each["remark"] for each in first] == expected
+    assert max(each["error"] for each in first) < ROUNDING
+    assert all(each == first for each in others)
+
+
+@pytest.mark.parametrize(("check", "ranks"), [("bands_of_two", 2), ("bands_of_three", 3)])
+@pytest.mark.parametrize("case", ROWS)
+def test_bands_of_rows_make_the_video_of_one_rank(found, check, ranks, case):
+    """Also of odd heights; the first decode of a shape is each rank's own, because it is compared."""
+    require_shared(found, check, case, ranks, [FUSED, shared_by(ranks)])
+
+
+def test_a_band_may_have_one_row(found):
+    require_shared(found, "bands_of_three", "one row each", 3, [FUSED, shared_by(3)])
+
+
+def test_rows_of_tiles_are_shared(found):
+    """Once tiles of this size have been compared."""
+    require_shared(found, "tiles_of_bands", "tiles", 2, [FUSED, shared_by(2)])
+
+
+def test_few_rows_are_not_shared(found):
+    require_shared(found, "too_few_rows", "wan", 2, [FUSED, FUSED])
+
+
+@pytest.mark.parametrize("case", ["frames", "tiles of frames", "timestep", "tiles", "batch"])
+def test_calls_make_the_output_of_one_rank(found, case):
+    """Tiles of pixels and of frames, and samples, from the first decode on."""
+    require_shared(found, "calls", case, 2, [shared_by(2)] * 2)
+
+
+@pytest.mark.parametrize("case", ["tiles", "batch"])
+def test_calls_of_three_ranks_make_the_output_of_one(found, case):
+    require_shared(found, "images", case, 3, [shared_by(3)] * 2)
+
+
+def test_a_single_call_is_not_shared(found):
+    require_shared(found, "calls", "single", 2, [FUSED, FUSED])
+
+
+@pytest.mark.parametrize("case", ["first norm", "a norm", "a later frame", "last norm"])
+def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
+    """No rank waits for it; it decodes by its own code, and later decodes are not shared."""
+    well, failed = (row[case] for row in on(found, "failure_in_rows"))
+    assert max(well["errors"] + failed["errors"]) < ROUNDING
+    assert well["remarks"] == [FUSED, FUSED]
+    assert "out of luck" in failed["remarks"][0] and failed["remarks"][1] == FUSED
+
+
+def test_a_rank_whose_kernels_fail_decodes_its_calls_by_its_own_code(found):
+    failed, well = (row["kernels"] for row in on(found, "failure_in_calls"))
+    assert max(well["errors"] + failed["errors"]) < ROUNDING
+    assert well["remarks"] == [shared_by(2)]
+    assert "out of luck, shared by 2 ranks" in failed["remarks"][0]
+
+
+def test_ranks_decode_again_if_one_fails_in_its_calls(found):
+    failed, well = (row["all"] for row in on(found, "failure_in_calls"))
+    assert max(well["errors"] + failed["errors"]) < ROUNDING
+    assert well["remarks"] == [FUSED] and "ZeroDivisionError" in failed["remarks"][0]
+
+
+@pytest.mark.parametrize("case", ["images", "videos"])
+def test_ranks_with_other_latents_decode_their_own(found, case):
+    for row in on(found, "other_latents"):
+        assert [(each["remark"], each["error"]) for each in row[case]] == [(FUSED, 0.0)] * 2
+
+
+@pytest.mark.parametrize("case", ["images", "videos"])
+def test_all_decode_by_themselves_if_one_cannot_share(found, case):
+    well, other = (row[case] for row in on(found, "one_that_cannot"))
+    assert [each["remark"] for each in well] == [FUSED] * 2
+    assert all("mid_block has hooks" in each["remark"] for each in other)
