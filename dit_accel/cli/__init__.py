@@ -13,6 +13,7 @@ that help and completion are quick.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -107,8 +108,15 @@ def _options(
     pass
 
 
-def main() -> None:
-    """Entry point of the ``dit-accel`` script."""
+def silence_libraries() -> None:
+    """Hide warnings that torchao and torchvision give about themselves when they are imported."""
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # By module, or by file for warnings of the compiler. Python's own options, such as -W error, come first.
+    warnings.filterwarnings("ignore", module=r"(.*[/\\])?torch(ao|vision)\b", append=True)
+
+
+def main() -> None:
+    """Entry point of the ``dit-accel`` script."""
+    silence_libraries()
     run_to_end(app)

@@ -273,6 +273,8 @@ def _write(
         facts |= {"call": request.setup.call} if request.setup.call else {}
         write_whole(given.json_path, json.dumps({**facts, **summary}, indent=2) + "\n")
     print_summary(console, summary, preset, sides)
+    for path in filter(None, (given.plot, given.json_path)):
+        console.out(f"wrote {path}", highlight=False)
 
 
 def _note_unknown_words(console: Console, model: str, prompt: str) -> None:

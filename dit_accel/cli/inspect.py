@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.options import RunOptions, option, parse_call, takes_options
+from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.errors import OptionError, ShapeError, shortened, shown
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.media import Clips, medium_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Options(RunOptions):
     """All options of the command."""
 
+    preset: str | None = preset_option()  # `none` is refused
     prompt: str = option("Text prompt of the image or video.", "--prompt", "-p", default=MISSING)
     output: Path = option("Folder to write into; created if missing.", "--output", "-o", default=MISSING)
     layer: str | None = option(

@@ -125,14 +125,19 @@ class LoadingOptions:
         return Loading(self.device, self.dtype, self.offload, parse_loras(self.lora), self.quantize)
 
 
+def preset_option(more: str = "") -> Any:
+    """Field of the option ``--preset``; ``more`` continues its help."""
+    return option(
+        f"Name of a preset (see `dit-accel presets list`) or path of a YAML file{more}.",
+        show_default="balanced, or video-balanced for video pipelines",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(LoadingOptions):
     """A pipeline, its preset and the arguments of its call."""
 
-    preset: str | None = option(
-        "Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="balanced, or video-balanced for video pipelines",
-    )
+    preset: str | None = preset_option("; `none` runs the plain pipeline")
     overrides: list[str] | None = option(
         "Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
         "--set",

@@ -12,6 +12,8 @@ from dit_accel.errors import OptionError
 from dit_accel.serving.outputs import require_writable
 from dit_accel.tools.files import write_whole
 
+ROW = "{:<26}{:<17}{:<14}{}"
+
 app = typer.Typer(no_args_is_help=True, help="List, show and check presets.")
 
 
@@ -26,20 +28,11 @@ def list_command(
     ] = False,
 ) -> None:
     """List presets with their computed fraction and PSNR on small models at 50 steps."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
     from dit_accel.presets import load_preset, measured, preset_names
     from dit_accel.tools.identify import identify
 
     identity = None if model is None else identify(model)
-    table = Table(
-        *(Column(title, no_wrap=True) for title in ("name", "model", "computed", "PSNR dB")),
-        "description",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-    )
+    typer.echo(ROW.format("name", "model", "computed", "PSNR dB"))
     for name in preset_names():
         preset = load_preset(name)
         if identity is not None and not identity.takes(preset):
@@ -47,10 +40,10 @@ def list_command(
         if everything or preset.schedule.control == "adaptive":
             run = next((run for run in measured(name) if run.steps == 50), None)
             figures = (span(run.computed, 2), span(run.psnr, 0)) if run else ("not measured", "not measured")
-            table.add_row(name, preset.model, *figures, preset.description)
-    Console().print(table)
+            typer.echo(ROW.format(name, preset.model, *figures))
+            typer.echo(f"  {preset.description}")
     typer.echo(
-        "Figures are from small models. One preset: dit-accel presets show NAME. Which to use: dit-accel recommend",
+        "Figures are from small models. One preset: dit-accel presets show NAME.\nWhich to use: dit-accel recommend",
         err=True,
     )
 

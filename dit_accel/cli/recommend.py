@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
 from dit_accel.cli import options
-
-OTHER_CARDS = {"laptop", "ti", "d", "nvl", "mig"}  # words in names of GPUs that differ from the GPU without the word
+from dit_accel.serving.loras import parse_loras
 
 
 def command(
@@ -18,7 +16,7 @@ def command(
         typer.Option("--model", "-m", help="Model id on the Hugging Face Hub, folder, demo model, or a family's name."),
     ],
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU: 4090, a100, h100, …", show_default="this machine's GPU")
+        str | None, typer.Option("--gpu", help="GPU: 4090, RTX 3060, a100, h100, …", show_default="this machine's GPU")
     ] = None,
     steps: options.StepsOption = None,
     height: options.HeightOption = None,
@@ -27,8 +25,11 @@ def command(
         int | None,
         typer.Option("--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Number of frames; video only."),
     ] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="A LoRA is loaded.")] = False,
-    quantized: Annotated[bool, typer.Option("--quantized", help="Weights are quantised.")] = False,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", metavar="LORA[:WEIGHT]", help="LoRA to load, as in `dit-accel generate`. Repeatable."),
+    ] = None,
+    quantized: Annotated[bool, typer.Option("--quantized", help="The model's weights are quantised.")] = False,
     distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled for few steps.")] = False,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs that share one image or video.")] = 1,
 ) -> None:
@@ -45,12 +46,12 @@ def command(
 
     found = recommend(
         model,
-        gpu=gpu.lower() if gpu else _present_gpu(),
+        gpu=gpu or _present_gpu(),
         steps=steps,
         height=height,
         width=width,
         frames=num_frames,
-        lora=lora,
+        loras=parse_loras(lora),
         quantized=quantized,
         distilled=distilled,
         gpus=gpus,
@@ -64,14 +65,13 @@ def command(
     typer.echo()
     for note in found.notes:
         console.out(f"- {note}", highlight=False)
-    typer.echo(f"\n{found.python}\n{found.shell}")
+    typer.echo(f"\n{found.python}\n{found.shell}".rstrip())
 
 
 def _present_gpu() -> str | None:
     """Return the known name of this machine's GPU; None = another GPU, or none."""
     import torch
 
-    from dit_accel.tools.recommend import CARDS
+    from dit_accel.tools.cards import known_card
 
-    words = set(re.split(r"\W", torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""))
-    return None if words & OTHER_CARDS else next((card for card in CARDS if words.issuperset(card.split("-"))), None)
+    return known_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dit_accel.cli.options import RunOptions, option, parse_call, takes_options
+from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import OptionError
 from dit_accel.serving.failures import explained_failures
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class Options(RunOptions):
     """All options of the command."""
 
+    preset: str | None = preset_option()  # `none` is refused
     target_psnr: float | None = option("Minimum mean PSNR against plain runs, in dB. Give this or --target-error.")
     target_error: float | None = option("Maximum mean relative error of the final latents, e.g. 0.05.")
     output: Path = option(

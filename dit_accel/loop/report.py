@@ -178,8 +178,8 @@ class RunReport:
     def __str__(self) -> str:
         sparsity = self.attention_sparsity
         modes = ", ".join(f"{count} {mode}" for mode, count in self.steps_by_mode.items()) or "none"
-        lines = [
-            f"dit-accel {self.preset} on {self.family}",
+        lines = [f"dit-accel {self.preset} on {self.family}"]
+        run = [
             f"  steps              {len(self.steps)} ({modes})",
             f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
             *(
@@ -192,6 +192,7 @@ class RunReport:
             f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
+        lines += run if self.steps else ["  no accelerated call yet"]
         lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
         if self.encoding is not None:
             lines.append(f"  encoding           {self.encoding}")

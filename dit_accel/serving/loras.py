@@ -11,6 +11,7 @@ from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.serving.failures import explained_loading
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.files import repository_and_file
 
 KEYS = {  # keys of a preset, by the arguments of a fine-tuning
     "critical": "skip.critical",
@@ -52,7 +53,7 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
         raise OptionError("--lora", f"{type(pipe).__name__} takes no LoRA")
     names = [f"lora-{index}" for index in range(len(loras))]
     for name, source in zip(names, loras, strict=True):
-        place, file = _repository(source)
+        place, file = repository_and_file(source)
         with explained_loading("--lora", source):
             pipe.load_lora_weights(place, adapter_name=name, weight_name=file)
     pipe.set_adapters(names, list(loras.values()))
@@ -106,11 +107,3 @@ def _resolved(source: str) -> str:
     if folder or source.startswith((".", "/", "~")) or source.count("/") < 1:
         raise OptionError("--lora", f"{shown(source)} is not a folder, a file or a Hub id (OWNER/NAME)")
     return source
-
-
-def _repository(source: str) -> tuple[str, str | None]:
-    """Split ``OWNER/NAME/FILE`` on the Hub into repository and file; a local path has no file part."""
-    if Path(source).exists():
-        return source, None
-    owner, name, *file = source.split("/", 2)
-    return f"{owner}/{name}", file[0] if file else None

@@ -150,6 +150,9 @@ def _require_known(
             free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
             meant = did_you_mean(name, free)
             raise OptionError("--call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
+        is_count = name.startswith("num_") or name in ("height", "width", "max_sequence_length")
+        if is_count and isinstance(value, float):
+            raise OptionError("--call", f"{name} must be a whole number, got {shown(value)}")
         default = parameters[name].default if name in parameters else None
         if isinstance(default, int | float) and isinstance(value, str | dict):
             raise OptionError("--call", f"{name} must be a number or a bool, such as {default}, got {shown(value)}")

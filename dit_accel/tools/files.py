@@ -25,3 +25,11 @@ def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
         return None
     key = differing[0]
     return f"{', '.join(differing)} ({key}: {found.get(key)!r} there, {request.get(key)!r} now)"
+
+
+def repository_and_file(source: str) -> tuple[str, str | None]:
+    """Split ``OWNER/NAME/FILE`` on the Hub into repository and file; a local path has no file part."""
+    if Path(source).exists():
+        return source, None
+    owner, name, *file = source.split("/", 2)
+    return f"{owner}/{name}", file[0] if file else None

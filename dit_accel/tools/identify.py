@@ -17,6 +17,31 @@ if TYPE_CHECKING:
     from dit_accel.models.families.family import Family
 
 DISTILLED = ("turbo", "lightning", "hyper", "lightx2v", "distill")  # parts of ids; family files have more
+WITH_UNET = (  # parts of names of models that denoise with a UNet
+    *(
+        "sdxl",
+        "stablediffusionxl",
+        "stablediffusionv1",
+        "stablediffusion2",
+        "stablediffusionv2",
+        "stablevideodiffusion",
+    ),
+    *("sdturbo", "ssd1b", "playgroundv2", "animatediff", "animagine", "juggernautxl", "realvisxl", "dreamshaper"),
+    *("kandinsky2", "kandinsky3", "kolors", "stablecascade", "wuerstchen", "deepfloyd", "audioldm", "musicldm"),
+)
+_UNET = (  # parts of names of models that denoise with a UNet
+    *(
+        "sdxl",
+        "stablediffusionxl",
+        "stablediffusionv1",
+        "stablediffusion2",
+        "stablediffusionv2",
+        "stablevideodiffusion",
+    ),
+    *("sdturbo", "ssd1b", "playgroundv2", "animatediff", "animagine", "juggernautxl", "kandinsky2", "kandinsky3"),
+    *("stablecascade", "wuerstchen", "koloradiffusers", "kolors", "ifixl", "latentconsistency", "dreamshaper"),
+)
+_UNET = "model must be a diffusion transformer, got {}, which denoises with a UNet; a UNet can't be accelerated"
 
 
 @dataclass(frozen=True)
@@ -67,7 +92,7 @@ def identify(model: str) -> Identity:
         model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
 
     Raises:
-        UnsupportedError: ``model`` is none of these.
+        UnsupportedError: ``model`` is none of these, or denoises with a UNet.
     """
     if not isinstance(model, str):
         raise UnsupportedError(f"model must be a name, a folder or an id, got {shown(model)}")
@@ -80,8 +105,12 @@ def identify(model: str) -> Identity:
     is_distilled, steps = word is not None, distilled.get(word or "")
     folder = demo_path(model) or Path(model)
     index = folder / "model_index.json"
+    if not folder.exists() and any(word in squeezed for word in WITH_UNET):
+        raise UnsupportedError(_UNET.format(shown(model)))
     if index.is_file():
         classes = [value[1] for value in json.loads(index.read_text(encoding="utf-8")).values() if _is_class(value)]
+        if any("UNet" in each for each in classes):
+            raise UnsupportedError(_UNET.format(shown(model)))
         name = next((name for name, family in families.items() if family.model in classes), "any")
         is_video = _makes_videos(name) or any("Video" in each for each in classes)
         return Identity(model, name, is_video, is_distilled, steps=steps)

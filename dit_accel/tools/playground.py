@@ -72,6 +72,8 @@ class Wish:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise UnsupportedError(f"{name} must be {least:,} to {most:,} here, got {value:,}")
+            if value is not None and value != int(value):
+                raise UnsupportedError(f"{name} must be a whole number, got {value}")
         if not 0 < len(self.prompt.strip()) <= LONGEST_PROMPT:
             length = len(self.prompt.strip())
             raise UnsupportedError(f"prompt must have 1 to {LONGEST_PROMPT:,} characters here, got {length:,}")

@@ -7,43 +7,28 @@ A speed-up, and the seconds of a whole call, are printed only if the same model,
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
 from dit_accel.presets import load_preset, preset_names
+from dit_accel.tools.cards import CARDS, FLOAT8_SINCE, Card, known_card
+from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.identify import Identity, identify
+from dit_accel.tools.lines import IMAGE, call_of, inputs_of, python_lines, shell_line
 
 LONG_CLIP = 13_312  # tokens of the longest video of a trained model that tiles were measured on
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
+GUIDED = "The printed lines run guidance, which calls the transformer twice a step; the timed run called it once."
 WHOLE_NOT_MEASURED = (
     "Seconds of a whole call, with text encoding and decoding, were not measured for this case; --compare prints them."
 )
-FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
 QUANTIZED = 0.65  # of the peak memory, at most: weights are most of it, and quantisation halves them
-
-
-class Card(NamedTuple):
-    title: str
-    memory_gib: int
-    capability: tuple[int, int]
-
-
-CARDS = {
-    "t4": Card("T4", 16, (7, 5)),
-    "3090": Card("RTX 3090", 24, (8, 6)),
-    "4090": Card("RTX 4090", 24, (8, 9)),
-    "5090": Card("RTX 5090", 32, (12, 0)),
-    "l40s": Card("L40S", 48, (8, 9)),
-    "a100-40gb": Card("A100 of 40 GB", 40, (8, 0)),
-    "a100": Card("A100", 80, (8, 0)),
-    "h100": Card("H100", 80, (9, 0)),
-    "h200": Card("H200", 141, (9, 0)),
-}
 
 
 class Timed(NamedTuple):
@@ -125,6 +110,7 @@ class Decoded(NamedTuple):
         size, card, source: as in :class:`Timed`.
         dtype: of the autoencoder.
         plain, fused: seconds of diffusers, and with fused kernels.
+        without: models whose ids contain this part have another autoencoder; empty = none.
     """
 
     title: str
@@ -135,6 +121,7 @@ class Decoded(NamedTuple):
     plain: float
     fused: float
     source: str
+    without: str = ""
 
     @property
     def sentence(self) -> str:
@@ -185,7 +172,7 @@ class Recommendation:
         choices: presets; the first is the recommended one.
         timed: the measured run of the transformer that matches the request exactly; None = not measured.
         notes: whole sentences.
-        python, shell: lines to copy.
+        python, shell: lines to copy; ``shell`` is empty if no command can run the pipeline.
     """
 
     model: Identity
@@ -204,7 +191,7 @@ def recommend(
     height: int | None = None,
     width: int | None = None,
     frames: int | None = None,
-    lora: bool = False,
+    loras: Mapping[str, float] = MappingProxyType({}),
     quantized: bool = False,
     distilled: bool = False,
     gpus: int = 1,
@@ -213,11 +200,12 @@ def recommend(
 
     Args:
         model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
-        gpu: a key of :data:`CARDS`; None = unknown GPU.
+        gpu: name of a GPU, such as ``rtx4090`` or ``h100``; None = unknown GPU.
         steps: number of steps; None = the number in a distilled model's name, or the pipeline's default.
         height, width: in pixels.
         frames: number of frames of a video.
-        lora, quantized, distilled: whether a LoRA is loaded, weights are quantised, the model is distilled.
+        loras: weights of LoRAs, by folder, file or id on the Hub.
+        quantized, distilled: True if the model's own weights are quantised, or if it is distilled for few steps.
         gpus: number of GPUs that share one image or video.
 
     Raises:
@@ -225,36 +213,48 @@ def recommend(
     """
     counts = {"steps": steps, "height": height, "width": width, "frames": frames}
     require_counts(gpus=gpus, **{name: count for name, count in counts.items() if count is not None})
-    if gpu is not None and gpu not in CARDS:
+    name = None if gpu is None else known_card(gpu)
+    if gpu is not None and name is None:
         raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
     identity = identify(model)
-    if (frames or 1) > 1 and identity.makes_images_alone:
+    if (frames or 1) > 1 and (identity.makes_images_alone or re.search("[ti]2i", identity.name.lower())):
         raise UnsupportedError(f"frames must be left out: {identity.title} makes images, got frames={frames}")
     few = distilled or identity.is_distilled
-    steps = steps or identity.steps
-    card = None if gpu is None else CARDS[gpu]
+    inputs = inputs_of(identity)
+    steps = steps or identity.steps or _default_steps(identity, few=few, inputs=inputs)
+    card = None if name is None else CARDS[name]
     size = (height, width, frames)
-    kinds = [word for word, is_so in (("LoRA", lora), ("quantised", quantized), ("distilled", few)) if is_so]
+    kinds = [word for word, is_so in (("LoRA", bool(loras)), ("quantised", quantized), ("distilled", few)) if is_so]
     way, on_sharing = _shared(identity, gpus, few=few)
-    asked = (model.lower().rsplit("/", 1)[-1], gpus, gpu, steps, way or "")
-    is_same = not lora and not quantized and (identity.is_distilled or not distilled)
+    asked = (model.lower().rsplit("/", 1)[-1], gpus, name, steps, way or "")
+    is_same = not loras and not quantized and (identity.is_distilled or not distilled)
     timed, calls = (
         [run for run in runs if is_same and asked == (run.model, run.gpus, run.card, run.steps, run.way)]
         for runs in (_of_size(TIMED, size), _of_size(WHOLE, size))
     )
+    branches = 1 if few or identity.facts is None else identity.facts.branches
+    calls = [run for run in calls if run.guidance == (branches == 2)]
     if timed or calls:
-        height, width, frames = (*timed, *calls)[0].size
+        size = (*timed, *calls)[0].size
+    decoded = [
+        run
+        for run in DECODED
+        if (run.family, run.card, run.size) == (identity.family, name, size)
+        and not (run.without and run.without in model.lower())
+    ]
     choices = _choices(identity, size)
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
     notes = [
-        *(run.sentence for run in (*timed, *calls)),
+        *(run.sentence for run in timed),
+        *([GUIDED] if timed and branches == 2 and "branches" not in timed[0].way else []),
+        *(run.sentence for run in calls),
         *([] if timed or calls else [_not_measured(identity, card, steps, size, gpus, kinds)]),
         *([] if calls else [WHOLE_NOT_MEASURED]),
-        *[run.sentence for run in _of_size(DECODED, size) if (run.family, run.card) == (identity.family, gpu)][:1],
+        *(run.sentence for run in decoded),
         *_notes_on_steps(steps, few=few),
         *on_sharing,
         *on_memory,
-        *_notes_on_weights(lora=lora, quantized=quantized or "--quantize" in options),
+        *_notes_on_weights(lora=bool(loras), quantized=quantized or "--quantize" in options),
         "Savings and quality of presets on small models: docs/guide/choosing.md. For your model, use --compare.",
     ]
     if card is not None and card.capability < (8, 0):
@@ -262,29 +262,33 @@ def recommend(
     if identity.family == "any":
         notes.append(
             "These presets run on any transformer that takes a timestep (docs/reference/transformers.md lists tested "
-            "ones); pipelines with a UNet, such as Stable Diffusion XL's, can't be accelerated."
+            "ones), but not on a UNet."
         )
     if len(choices) > 3:
         notes.append(f"{choices[-1].preset} keeps one attention output per block and branch in GPU memory.")
     if not identity.is_loadable:
         notes.append("Replace MODEL by the model's id on the Hub, or its folder.")
-    counts = {"--steps": steps, "--height": height, "--width": width, "--num-frames": frames}
-    options = [*(word for option, count in counts.items() if count for word in (option, str(count))), *options]
-    start = ["dit-accel", "generate"]
-    names, calls = "accelerate_pipeline", ""
-    if way:
-        start = ["torchrun", "--nproc-per-node", str(gpus), "-m", "dit_accel", "generate", "--parallel", way]
-        names, calls = f"{names}, parallelize_pipeline", f"\nparallelize_pipeline(pipe, {way.replace(',', ', ')})"
-    name = model if identity.is_loadable else "MODEL"
-    shell = [*start, "--model", name, "--prompt", "a fox", "--preset", choices[0].preset, *options]
+    call, preset = call_of(identity, steps=steps, size=size, few=few), choices[0].preset
+    shell = shell_line(identity, preset, call, way, loras, gpus=gpus, options=options)
+    if inputs:
+        notes.append(
+            f"Replace {IMAGE} by your image." if shell else f"dit-accel generate takes no {inputs[-1]}, so use Python."
+        )
     return Recommendation(
         model=identity,
         choices=choices,
         timed=timed[0] if timed else None,
         notes=tuple(notes),
-        python=f'from dit_accel import {names}\naccelerate_pipeline(pipe, "{choices[0].preset}"){calls}',
-        shell=shlex.join([*shell, *([] if way else ["--compare"])]),
+        python=python_lines(identity, preset, call, way, loras),
+        shell=shell,
     )
+
+
+def _default_steps(model: Identity, *, few: bool, inputs: Sequence[str]) -> int | None:
+    """Return the number of steps that a demo model or the pipeline has by default; None = unknown."""
+    if folder := demo_path(model.name):
+        return demo_arguments(folder).get("num_inference_steps")
+    return None if few or model.facts is None or set(inputs) - {"image"} else model.facts.steps
 
 
 def _of_size(runs: Sequence[Any], size: tuple[int | None, ...]) -> list[Any]:

@@ -37,6 +37,7 @@ def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):
         *("--output", "fox.png", "--json", "fox.json", "--plot", "fox-run.png"),
     )
     assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-2:] == ["wrote fox-run.png", "wrote fox.json"]
     names = {"fox.png", "fox-plain.png", "fox-compare.png", "fox.json", "fox-run.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     facts = json.loads((tmp_path / "fox.json").read_text())
@@ -169,6 +170,7 @@ def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
         pytest.param("height=64", "height is already set by its own option", id="option"),
         pytest.param("generator=1", "generator is already set by --seed", id="seed"),
         pytest.param("height", "--call: must be NAME=VALUE", id="form"),
+        pytest.param("max_sequence_length=2.7", "max_sequence_length must be a whole number, got 2.7", id="part"),
         pytest.param("max_sequence_length=long", "max_sequence_length must be a number or a bool, such as", id="text"),
     ],
 )
@@ -292,6 +294,19 @@ def listed(run, *options):
     return [line.split()[0] for line in result.stdout.splitlines()[1:] if not line.startswith(" ")]
 
 
+@pytest.mark.parametrize("command", ["tune", "inspect"])
+def test_help_offers_no_plain_run_where_there_is_none(run, command):
+    """tune and inspect refuse the preset `none`, so their help does not have it; generate's has it."""
+    words = [" ".join(run(each, "--help").stdout.split()) for each in (command, "generate")]
+    assert ["`none` runs the plain" in each for each in words] == [False, True]
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "tune", "compare", "recommend"])
+def test_steps_are_whole_numbers(run, command):
+    result = run(command, "--steps", "2.7")
+    assert result.exit_code == 2 and "Invalid value for '--steps'" in result.stderr
+
+
 def test_presets_list_names_every_preset(run):
     """With --all the list has every shipped preset; without it about ten, all closed loops."""
     assert listed(run, "--all") == preset_names()
@@ -300,9 +315,17 @@ def test_presets_list_names_every_preset(run):
     assert {load_preset(name).schedule.control for name in short} == {"adaptive"}
 
 
+def test_presets_list_fits_a_terminal(run):
+    """No line is longer than 80 columns, and a preset's description is below its row."""
+    lines = run("presets", "list", "--all").output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[lines.index(f"  {load_preset('turbo').description}") - 1].startswith("turbo  ")
+
+
 def test_presets_list_shows_what_was_measured(run):
     """Computed fraction and PSNR stand in a preset's row, and a preset without figures says so."""
-    rows = {line.split()[0]: line for line in run("presets", "list", "--all").stdout.splitlines()[1:]}
+    lines = run("presets", "list", "--all").stdout.splitlines()[1:]
+    rows = {line.split()[0]: line for line in lines if not line.startswith(" ")}
     assert "0.24 to 0.33" in rows["balanced"] and "39 to 55" in rows["balanced"]
     assert rows["exact"].count("not measured") == 2
 
@@ -399,3 +422,20 @@ def test_import_is_quick_and_light():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert loaded == "[]"
     assert time.perf_counter() - started < 1.5  # generous: other tests run at the same time
+
+
+def test_warnings_of_torchao_and_torchvision_are_hidden():
+    """The libraries' warnings about themselves are hidden, by module or by file; others are shown."""
+    script = """
+import warnings
+from dit_accel.cli import silence_libraries
+
+silence_libraries()
+files = ("/lib/site-packages/torchao/quant.py", "/lib/torchvision/io/image.py", "/lib/torch/nn.py", "/lib/mytorchao.py")
+for file in files:
+    warnings.warn_explicit(file, SyntaxWarning, file, 1)
+for module in ("torchao", "torchvision.io.image", "torchaudio"):
+    warnings.warn_explicit(module, UserWarning, "x.py", 1, module=module)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert re.findall(r"Warning: (.*)", result.stderr) == ["/lib/torch/nn.py", "/lib/mytorchao.py", "torchaudio"]

@@ -96,9 +96,8 @@ def test_text_states_what_ran():
 
 
 def test_text_of_a_run_without_steps():
-    """A report before the first call prints without errors and skipped tiles."""
+    """A report before the first call says so, and has no figures."""
     report = RunReport("exact", "any", [])
     text = str(report)
-    assert "0 (none)" in text
-    assert "error" not in text and "tiles" not in text
+    assert text.splitlines() == ["dit-accel exact on any", "  no accelerated call yet"]
     assert report.left_out == 0.0

@@ -92,6 +92,13 @@ def expected(pipe):
     )
 
 
+def test_numbers_of_a_wish_are_whole():
+    """Part of a step or a pixel is an error that names the argument."""
+    for name in ("steps", "height", "num_frames"):
+        with pytest.raises(UnsupportedError, match=rf"^{name} must be a whole number, got 33\.7"):
+            Wish("a fox", "flux", **{name: 33.7}).require_bounds()
+
+
 def test_another_target_runs_the_accelerated_side_alone(kitchen):
     """The plain output is cached by prompt, seed and size; another seed makes a new one."""
     first = list(kitchen.playground.start(WISH))

@@ -3,12 +3,15 @@
 python -m tests.tools.test_recommend      # writes the page's tables, and the whole calls of recommend.json, anew
 """
 
+import ast
+import inspect
 import itertools
 import json
 import re
 import shlex
 from pathlib import Path
 
+import diffusers
 import pytest
 import typer
 
@@ -19,8 +22,11 @@ from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset, measured
 from dit_accel.tools import recommend as module
+from dit_accel.tools.cards import CARDS, known_card
+from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.identify import identify
-from dit_accel.tools.recommend import CARDS, DECODED, PEAKS, TIMED, Recommendation, Whole, recommend
+from dit_accel.tools.lines import inputs_of
+from dit_accel.tools.recommend import DECODED, PEAKS, TIMED, Recommendation, Whole, recommend
 from scripts.bench.call_speed.table import fastest, name_of
 from tests.models import tiny
 
@@ -69,6 +75,13 @@ def told(found: Recommendation) -> str:
 
 
 GENERATE = typer.main.get_command(app).commands["generate"]
+
+
+def expected_steps(model: str, steps: int | None) -> int | None:
+    """Steps of the printed lines: the given ones, a distilled or demo model's own, or the pipeline's default."""
+    found, folder = identify(model), demo_path(model)
+    own = demo_arguments(folder)["num_inference_steps"] if folder else found.facts and found.facts.steps
+    return steps or found.steps or (None if found.is_distilled else own)
 
 
 def parse(shell: str) -> dict:
@@ -191,7 +204,11 @@ def test_whole_calls_are_told(monkeypatch):
     assert said in told(one) and "480 x 832, 81 frames, video-balanced with 14 of 50 steps" in told(one)
     assert "15.00 s" in told(two) and "2 x H100" in told(two) and "not measured" not in one.notes[0]
     assert parse(one.shell)["num_frames"] == 81
-    for other in ({"gpu": "h200"}, {"gpu": "h100", "lora": True}, {"gpu": "h100", "gpus": 2, "distilled": True}):
+    for other in (
+        {"gpu": "h200"},
+        {"gpu": "h100", "loras": {"a/b": 1.0}},
+        {"gpu": "h100", "gpus": 2, "distilled": True},
+    ):
         assert "a whole call, with text encoding and decoding, were not measured" in told(
             recommend(model, steps=50, **other)
         )
@@ -270,17 +287,22 @@ NAMES += [*(family.name for family in FAMILIES), "any"]
 @pytest.mark.parametrize("model", NAMES)
 def test_no_figure_is_of_anything_else(model):
     """Every printed figure is of a timed run with exactly these values, which the printed command runs too."""
+    if set(inputs_of(identify(model))) - {"image"}:
+        assert recommend(model).shell == "" and not FIGURE.findall(told(recommend(model, gpu="h200", steps=50)))
+        return
     name = model.lower().rsplit("/", 1)[-1]
     backed = set()
-    for steps, gpus, gpu in itertools.product((None, 4, 8, 20, 28, 50), (1, 2, 3, 4, 8), (None, *CARDS)):
+    for steps, gpus, gpu in itertools.product((None, 4, 8, 20, 28, 50), (1, 2, 4), (None, "4090", "h100", "h200")):
         found = recommend(model, steps=steps, gpus=gpus, gpu=gpu)
         given = parse(found.shell)
-        exact = [run for run in TIMED if (run.model, run.steps, run.gpus, run.card) == (name, steps, gpus, gpu)]
+        runs = expected_steps(model, steps)
+        exact = [run for run in TIMED if (run.model, run.steps, run.gpus, run.card) == (name, runs, gpus, gpu)]
         assert FIGURE.findall(told(found)) == [f"{run.times:.2f}" for run in exact]
-        assert given["steps"] == (steps or identify(model).steps)
+        assert given["steps"] == runs
         for run in exact:
             assert (given["height"], given["width"], given["num_frames"]) == run.size
             assert given["parallel"] == (run.way or None)
+            assert (given["offload"], given["quantize"]) == ("none", None)
             assert f"docs/results/{run.source}.json" in told(found)
         backed.update(exact)
         if steps in (4, 8):
@@ -290,7 +312,7 @@ def test_no_figure_is_of_anything_else(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{"lora": True}, {"quantized": True}, {"distilled": True}, {"height": 512, "width": 512}, {"steps": 49}],
+    [{"loras": {"a/b": 1.0}}, {"quantized": True}, {"distilled": True}, {"height": 512, "width": 512}, {"steps": 49}],
     ids=str,
 )
 def test_figures_are_of_the_weights_and_the_size_that_were_timed(options):
@@ -316,7 +338,7 @@ def test_plans_are_those_of_the_code():
     [
         {},
         {"gpu": "4090", "steps": 28, "height": 1024, "width": 1024},
-        {"gpu": "a100", "height": 480, "width": 832, "frames": 81, "lora": True, "quantized": True},
+        {"gpu": "a100", "height": 480, "width": 832, "frames": 81, "loras": {"a/b": 1.0}, "quantized": True},
         {"gpus": 4},
         {"steps": 4, "distilled": True, "gpus": 2},
     ],
@@ -384,7 +406,8 @@ def test_two_transformers_count_twice():
 def test_distilled_models_run_few_steps():
     """A distilled model gets its own number of steps if its name determines it, else a note."""
     assert "--steps 4" in recommend("black-forest-labs/FLUX.1-schnell").shell
-    turbo = recommend("Tongyi-MAI/Z-Image-Turbo")
+    assert "--steps 8 --guidance 0" in recommend("Tongyi-MAI/Z-Image-Turbo").shell
+    turbo = recommend("someone/FLUX.1-Turbo")
     assert "--steps" not in turbo.shell and "add --steps" in " ".join(turbo.notes)
     assert not identify("black-forest-labs/FLUX.2-klein-base-4B").is_distilled
 
@@ -395,6 +418,164 @@ def test_several_gpus_are_in_both_lines():
         found = recommend("wan", gpus=2, **options)
         assert f"parallelize_pipeline(pipe, {way})" in found.python and f"--parallel {way} " in found.shell
     assert "torchrun" not in recommend("mochi", gpus=2).shell
+
+
+PIPELINES = {  # class of the pipeline and number of steps that the printed lines run; None = no number
+    "black-forest-labs/FLUX.1-dev": ("FluxPipeline", 28),
+    "black-forest-labs/FLUX.1-schnell": ("FluxPipeline", 4),
+    "black-forest-labs/FLUX.1-Krea-dev": ("FluxPipeline", 28),
+    "black-forest-labs/FLUX.1-Kontext-dev": ("FluxKontextPipeline", 28),
+    "black-forest-labs/FLUX.1-Fill-dev": ("FluxFillPipeline", None),
+    "black-forest-labs/FLUX.1-Canny-dev": ("FluxControlPipeline", None),
+    "black-forest-labs/FLUX.2-dev": ("Flux2Pipeline", 50),
+    "black-forest-labs/FLUX.2-klein-4B": ("Flux2KleinPipeline", 4),
+    "black-forest-labs/FLUX.2-klein-9B": ("Flux2KleinPipeline", 4),
+    "black-forest-labs/FLUX.2-klein-base-4B": ("Flux2KleinPipeline", 50),
+    "Qwen/Qwen-Image": ("QwenImagePipeline", 50),
+    "Qwen/Qwen-Image-Edit": ("QwenImageEditPipeline", 50),
+    "Qwen/Qwen-Image-Edit-2509": ("QwenImageEditPlusPipeline", 50),
+    "Qwen/Qwen-Image-Layered": ("QwenImageLayeredPipeline", 50),
+    "Tongyi-MAI/Z-Image-Turbo": ("ZImagePipeline", 8),
+    "Tongyi-MAI/Z-Image": ("ZImagePipeline", 50),
+    "stabilityai/stable-diffusion-3-medium-diffusers": ("StableDiffusion3Pipeline", 28),
+    "stabilityai/stable-diffusion-3.5-large": ("StableDiffusion3Pipeline", 28),
+    "stabilityai/stable-diffusion-3.5-large-turbo": ("StableDiffusion3Pipeline", 4),
+    "HiDream-ai/HiDream-I1-Full": ("HiDreamImagePipeline", 50),
+    "HiDream-ai/HiDream-I1-Dev": ("HiDreamImagePipeline", 28),
+    "HiDream-ai/HiDream-I1-Fast": ("HiDreamImagePipeline", 16),
+    "Alpha-VLLM/Lumina-Image-2.0": ("Lumina2Pipeline", 30),
+    "lodestones/Chroma1-HD": ("ChromaPipeline", 35),
+    "Photoroom/prx-1024-t2i-beta": ("PRXPipeline", 28),
+    "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers": ("Kandinsky5T2IPipeline", 50),
+    "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": ("Kandinsky5T2VPipeline", 50),
+    "kandinskylab/Kandinsky-5.0-T2V-Lite-distilled16steps-5s-Diffusers": ("Kandinsky5T2VPipeline", 16),
+    "kandinskylab/Kandinsky-5.0-I2V-Pro-sft-5s-Diffusers": ("Kandinsky5I2VPipeline", 50),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", 50),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ("WanPipeline", 50),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": ("WanImageToVideoPipeline", 50),
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": ("WanImageToVideoPipeline", None),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": ("WanPipeline", 50),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("WanPipeline", 50),
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers": ("WanAnimatePipeline", None),
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": ("WanVACEPipeline", 50),
+    "FastVideo/FastWan2.1-T2V-1.3B-Diffusers": ("WanPipeline", None),
+    "Skywork/SkyReels-V2-T2V-14B-540P-Diffusers": ("SkyReelsV2Pipeline", 50),
+    "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoPipeline", 50),
+    "hunyuanvideo-community/HunyuanVideo-I2V": ("HunyuanVideoImageToVideoPipeline", 50),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": ("HunyuanVideo15Pipeline", 50),
+    "Lightricks/LTX-Video": ("LTXPipeline", 50),
+    "Lightricks/LTX-2": ("LTX2Pipeline", 30),
+    "zai-org/CogVideoX-5b": ("CogVideoXPipeline", 50),
+    "zai-org/CogVideoX-5b-I2V": ("CogVideoXImageToVideoPipeline", 50),
+    "genmo/mochi-1-preview": ("MochiPipeline", 64),
+    "demo-flux": ("FluxPipeline", 50),
+    "demo-wan": ("WanPipeline", 50),
+    "demo-hunyuan": ("HunyuanVideoPipeline", 50),
+}
+
+
+@pytest.mark.parametrize("model", PIPELINES)
+def test_printed_lines_fit_the_pipeline(model):
+    """Python's call has arguments of the pipeline and all required ones, with the same values as the shell's."""
+    pipeline, own_steps = PIPELINES[model]
+    signature = inspect.signature(getattr(diffusers, pipeline).__call__)
+    is_video = "num_frames" in signature.parameters
+    for steps, gpu, gpus in itertools.product((None, 4, 50), (None, "RTX 4090", "h200"), (1, 2)):
+        frames = 33 if is_video and gpus == 2 else None
+        found = recommend(model, steps=steps, gpu=gpu, gpus=gpus, frames=frames, loras={"owner/name/file": 0.5})
+        *_, call = found.python.splitlines()
+        compile(found.python, "lines of Python", "exec")
+        keywords = {each.arg: each.value for each in ast.parse(call).body[0].value.keywords}
+        signature.bind(None, **dict.fromkeys(keywords), **({"kwargs": {}} if "kwargs" in signature.parameters else {}))
+        values = {name: node.value for name, node in keywords.items() if isinstance(node, ast.Constant)}
+        assert values.get("num_inference_steps") == (steps or own_steps)
+        if identify(model).steps is None and not demo_path(model) and own_steps:
+            assert signature.parameters["num_inference_steps"].default == own_steps
+        required = {name for name, each in signature.parameters.items() if each.default is each.empty}
+        assert required - {"self", "kwargs"} <= set(keywords)
+        if not found.shell:
+            assert set(keywords) - set(signature.parameters) == set() and "use Python" in told(found)
+            continue
+        given = parse(found.shell)
+        assert given["model"] == model and given["lora"] == ["owner/name/file:0.5"]
+        assert (given["image"] is not None) == ("image" in keywords)
+        assert given["steps"] == values.get("num_inference_steps")
+        if not demo_path(model):  # the command reads the other values from the demo model's folder
+            for name in ("num_frames", "height", "width", "negative_prompt"):
+                assert given[name] == values.get(name)
+            assert given["guidance"] == values.get("guidance_scale")
+
+
+def test_facts_of_guidance_are_those_of_pipelines():
+    """A family has two branches if its pipeline's defaults, with the family's arguments, run guidance."""
+    for model, (pipeline, _) in PIPELINES.items():
+        facts, parameters = identify(model).facts, inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+        if facts.name == "hunyuan_video15" or "negative_prompt" not in parameters or demo_path(model):
+            continue  # a component sets the scale, or guidance is in the weights
+        true_scale = parameters.get("true_cfg_scale")
+        scale = parameters["guidance_scale"] if true_scale is None else true_scale
+        is_guided = scale.default > 1 and (true_scale is None or bool(facts.guided))
+        assert facts.branches == (2 if is_guided else 1), model
+        assert (facts.unguided is not None) == (is_guided and true_scale is None) or facts.name == "wan_animate"
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("rtx4090", "4090"),
+        ("RTX 4090", "4090"),
+        ("4090", "4090"),
+        ("GeForce RTX 3060", "3060"),
+        ("rtx-5090", "5090"),
+        ("L40S", "l40s"),
+        ("RTX A6000", "a6000"),
+        ("rtxa6000", "a6000"),
+        ("b200", "b200"),
+        ("A100 80GB", "a100"),
+        ("a100-40gb", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("4090 laptop", None),
+        ("gh200", None),
+        ("H100 PCIe", None),
+        ("", None),
+    ],
+)
+def test_cards_are_known_by_their_usual_names(name, key):
+    assert known_card(name) == key
+    assert all(known_card(each) == each and known_card(card.title.replace(" of ", " ")) for each, card in CARDS.items())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(
+            "sdxl",
+            "stabilityai/stable-diffusion-xl-base-1.0",
+            "stabilityai/sdxl-turbo",
+            "runwayml/stable-diffusion-v1-5",
+        ),
+        *("stabilityai/stable-diffusion-2-1", "stabilityai/stable-video-diffusion-img2vid-xt", "Kwai-Kolors/Kolors"),
+    ],
+)
+def test_models_with_a_unet_are_refused(model):
+    """Presets can't accelerate a UNet, so there is no recommendation."""
+    with pytest.raises(UnsupportedError, match=r"^model must be a diffusion transformer, got .* a UNet can't be"):
+        recommend(model)
+
+
+def test_folders_with_a_unet_are_refused(tmp_path):
+    index = {"_class_name": "StableDiffusionXLPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedError, match="denoises with a UNet"):
+        recommend(str(tmp_path))
+
+
+def test_guidance_of_the_lines_is_told_beside_a_figure():
+    """Qwen-Image runs with the negative prompt that switches guidance on; the timed run had one call a step."""
+    found = recommend("Qwen/Qwen-Image", gpu="h200")
+    assert 'negative_prompt=" "' in found.python and parse(found.shell)["negative_prompt"] == " "
+    assert "4.65 times" in found.notes[0] and "twice a step" in found.notes[1]
+    assert "negative" not in recommend("Qwen/Qwen-Image", steps=8, distilled=True).python
 
 
 if __name__ == "__main__":

@@ -27,4 +27,7 @@ FAMILY = Family(
     parts=("attn", "ff", "ff_context", "proj_out"),
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
     words=("chroma1",),
+    steps=35,
+    branches=2,
+    unguided=1.0,
 )

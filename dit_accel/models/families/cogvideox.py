@@ -28,4 +28,7 @@ FAMILY = Family(
     makes="videos",
     frames_per_second=lambda _: 8.0,
     words=("cogvideox",),
+    steps=50,
+    branches=2,
+    unguided=1.0,
 )

@@ -184,6 +184,10 @@ class Family:
         words: parts of its models' ids in lower case, without "-", "_" and "."; an id's longest word decides.
         distilled: parts of ids, in the same form, of models that are distilled to few steps, with the number of steps
             if it is the same for all.
+        steps: default number of steps of its pipeline.
+        branches: calls in a step; 2 = guidance that the pipeline runs by default or with ``guided``.
+        guided: arguments of a pipeline's call that switch guidance on.
+        unguided: ``guidance_scale`` that switches guidance off, for distilled models; None = nothing to switch off.
         sharing: tested ways in which several GPUs share a call, by the argument of ``parallelize_pipeline``.
         fused: True if ``models/fused`` has hand-written blocks in a file of its name, and so level ``head``.
     """
@@ -214,6 +218,10 @@ class Family:
     frames_per_second: Callable[[Mapping[str, Any]], float] = lambda _: 24.0
     words: tuple[str, ...] = ()
     distilled: Mapping[str, int | None] = field(default_factory=dict)
+    steps: int | None = None
+    branches: int = 1
+    guided: Mapping[str, Any] = field(default_factory=dict)
+    unguided: float | None = None
     sharing: tuple[str, ...] = ()
     fused: bool = False
 

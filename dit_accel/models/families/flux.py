@@ -26,6 +26,7 @@ FAMILY = Family(
     tokens=packed_tokens,
     used=used,
     words=("flux",),
+    steps=28,
     distilled={"schnell": 4},
     sharing=("ulysses",),
     fused=True,

@@ -28,6 +28,7 @@ FAMILY = Family(
     mlp=lambda transformer: 3 * transformer.config.mlp_ratio,  # gated: two matrices in, one out
     used=used,
     words=("flux2",),
+    steps=50,
     distilled={"klein4b": 4, "klein9b": 4},
     sharing=("ulysses",),
     fused=True,

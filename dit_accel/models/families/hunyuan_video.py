@@ -48,6 +48,7 @@ FAMILY = Family(
     split=SplitFacts("transformer_blocks.0", ("hidden_states", "encoder_hidden_states"), exit="proj_out"),
     makes="videos",
     words=("hunyuanvideo",),
+    steps=50,
     sharing=("ulysses",),
     fused=True,
 )

@@ -30,4 +30,6 @@ FAMILY = Family(
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D]
     makes="videos",
     words=("hunyuanvideo15",),
+    steps=50,
+    branches=2,
 )

@@ -50,4 +50,8 @@ FAMILY = Family(
     used=used,
     makes="both",
     words=("kandinsky5",),
+    steps=50,
+    branches=2,
+    unguided=1.0,
+    distilled={"distilled16steps": 16},
 )

@@ -38,5 +38,8 @@ FAMILY = Family(
     used=used,
     makes="videos",
     words=("ltxvideo",),
+    steps=50,
+    branches=2,
+    unguided=1.0,
     sharing=("ulysses",),
 )

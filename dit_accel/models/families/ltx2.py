@@ -36,5 +36,8 @@ FAMILY = replace(
         *("audio_to_video_attn", "video_to_audio_attn"),
     ),
     words=("ltx2",),
+    steps=30,
+    branches=2,
+    unguided=1.0,
     sharing=(),
 )

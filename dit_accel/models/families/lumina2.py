@@ -39,4 +39,7 @@ FAMILY = Family(
     mlp=mlp,
     parts=("attn", "feed_forward"),
     words=("luminaimage2",),
+    steps=30,
+    branches=2,
+    unguided=1.0,
 )

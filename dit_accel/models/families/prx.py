@@ -44,4 +44,7 @@ FAMILY = Family(
     parts=("attention", "down_proj"),
     feeds={"down_proj": ("gate_proj", "up_proj")},
     words=("prx",),
+    steps=28,
+    branches=2,
+    unguided=1.0,
 )

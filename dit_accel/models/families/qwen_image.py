@@ -33,6 +33,9 @@ FAMILY = Family(
     text_mask="encoder_hidden_states_mask",
     used=used,
     words=("qwenimage",),
+    steps=50,
+    guided={"negative_prompt": " "},
+    branches=2,
     sharing=("ulysses",),
     fused=True,
 )

@@ -23,4 +23,8 @@ FAMILY = Family(
     attentions={"attn": True, "attn2": False},
     parts=("attn", "attn2", "ff", "ff_context"),
     words=("stablediffusion3",),
+    steps=28,
+    branches=2,
+    unguided=0.0,
+    distilled={"35largeturbo": 4},
 )

@@ -50,6 +50,8 @@ ANIMATE = replace(
     model="WanAnimateTransformer3DModel",
     names_transformer=False,
     words=("wan22animate", "wananimate"),
+    steps=20,
+    branches=1,
 )
 SKYREELS_V2 = replace(
     RELATIVE,

@@ -53,4 +53,8 @@ FAMILY = Family(
     attentions={"attention": True},
     parts=("attention", "feed_forward"),
     words=("zimage",),
+    steps=50,
+    branches=2,
+    unguided=0.0,
+    distilled={"zimageturbo": 8},
 )
