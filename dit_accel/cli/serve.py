@@ -64,15 +64,22 @@ def command(given: Options) -> None:
     preset, overrides, loading = given.preset_and_loading()
     bound = server.bound_socket(given.host, given.port)
     console = Console(quiet=given.quiet)
-    worker = Worker(Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call)))
+    setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
+    worker = Worker(setup, console=console)
     if isinstance(worker.medium, Clips):
         raise UnsupportedError(f"{shortened(given.model)} makes videos, which dit-accel serve does not serve yet")
     if given.host not in LOOPBACK and not keys:
         console.out(f"note: {given.host} needs no API key; --api-key-file restricts access", highlight=False)
     dispatcher, limits = Dispatcher([worker], given.queue), given.limits()
-    app = server.build_app(dispatcher, server.Served(given.model, worker.preset_in_use), limits, keys)
+    app = server.build_app(dispatcher, server.Served(_name(given.model), worker.preset_in_use), limits, keys)
     where = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{given.port}"
     server.serve(app, dispatcher, bound, limits, lambda: console.out(f"ready at {where} (stop with Ctrl-C)"))
+
+
+def _name(model: str) -> str:
+    """Return the name that clients use: that of a folder does not show where it is."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def read_keys(path: Path | None) -> list[str]:

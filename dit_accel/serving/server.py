@@ -83,7 +83,7 @@ class ImageServer:
     def require_key(self, request: Request) -> None:
         """Check the API key of a request; every comparison takes the same time."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if self._keys and not (scheme.lower() == "bearer" and any(matches)):
             raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.errors import OptionError, PresetError, UnsupportedError
 from dit_accel.pipeline import restore_pipeline
 from dit_accel.serving.engine import Made, Progress, made_alone
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
@@ -62,6 +62,9 @@ class Worker:
             preset: None = plain.
             suffix: of the file.
             tell: called with the number of finished steps and of all steps. An exception from it ends the call.
+
+        Raises:
+            OptionError: the pipeline does not support the preset.
         """
         self._use(preset)
         try:
@@ -125,7 +128,10 @@ class Worker:
         if preset is None:
             restore_pipeline(self._pipe)
         else:
-            start_pipeline(self._pipe, preset, self._console.quiet)
+            try:
+                start_pipeline(self._pipe, preset, self._console.quiet)
+            except UnsupportedError as error:
+                raise OptionError("--preset", str(error)) from None
         self.preset_in_use, self.preset = preset, preset and preset.effective()
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
