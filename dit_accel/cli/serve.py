@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dit_accel.cli.options import MOST_IMAGES, MOST_PIXELS, MOST_STEPS, RunOptions, option, parse_call, takes_options
 from dit_accel.errors import OptionError, UnsupportedError, shortened
-from dit_accel.serving.media import Clips
+from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.worker import Worker
+from dit_accel.serving.remote_worker import RemoteWorker
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class Options(RunOptions):
 
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
+    gpus: int | None = option(
+        "Number of GPUs, each with a process that loads the pipeline.", min=1, show_default="all, or that of --device"
+    )
     api_key_file: Path | None = option(
         "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",
         show_default="no key is needed",
@@ -60,20 +63,43 @@ def command(given: Options) -> None:
     from dit_accel.serving import server
     from dit_accel.serving.dispatcher import Dispatcher
 
-    keys = read_keys(given.api_key_file)
+    keys, limits = read_keys(given.api_key_file), given.limits()
     preset, overrides, loading = given.preset_and_loading()
+    setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
     bound = server.bound_socket(given.host, given.port)
     console = Console(quiet=given.quiet)
-    setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
-    worker = Worker(setup, console=console)
-    if isinstance(worker.medium, Clips):
-        raise UnsupportedError(f"{shortened(given.model)} makes videos, which dit-accel serve does not serve yet")
     if given.host not in LOOPBACK and not keys:
         console.out(f"note: {given.host} needs no API key; --api-key-file restricts access", highlight=False)
-    dispatcher, limits = Dispatcher([worker], given.queue), given.limits()
-    app = server.build_app(dispatcher, server.Served(_name(given.model), worker.preset_in_use), limits, keys)
-    where = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{given.port}"
-    server.serve(app, dispatcher, bound, limits, lambda: console.out(f"ready at {where} (stop with Ctrl-C)"))
+    where = f"[{given.host}]" if ":" in given.host else given.host
+    ready = f"ready at http://{where}:{given.port} (stop with Ctrl-C)"
+    workers = [RemoteWorker(replace(setup, loading=replace(loading, device=each))) for each in _devices(given)]
+    try:
+        with console.status(f"loading {shortened(given.model)}"):
+            opened = [worker.wait() for worker in workers]
+        suffix, in_use = opened[0]
+        if suffix != Pictures.default_output.suffix:
+            raise UnsupportedError(f"{shortened(given.model)} makes videos, which dit-accel serve does not serve yet")
+        dispatcher = Dispatcher(workers, given.queue)
+        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys)
+        server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _devices(given: Options) -> list[str | None]:
+    """Return the device of each worker."""
+    import torch
+
+    if given.device not in (None, "cuda") or not torch.cuda.is_available():
+        if given.gpus is not None:
+            found = "there is none" if given.device in (None, "cuda") else f"--device is {given.device}"
+            raise OptionError("--gpus", f"needs CUDA GPUs, but {found}")
+        return [given.device]
+    there = torch.cuda.device_count()
+    if given.gpus is not None and given.gpus > there:
+        raise OptionError("--gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
+    return [f"cuda:{index}" for index in range(given.gpus or there)]
 
 
 def _name(model: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import Condition, Event, Thread
 from typing import Protocol
 
-from dit_accel.errors import DitAccelError
+from dit_accel.errors import BatchError, DitAccelError
 from dit_accel.presets import Preset
 from dit_accel.serving.engine import Made
 from dit_accel.serving.prompts import Job
@@ -42,9 +42,10 @@ class Step:
 
 
 class JobWorker(Protocol):
-    """A :class:`~dit_accel.serving.worker.Worker`, in this process or elsewhere."""
+    """A :class:`~dit_accel.serving.worker.Worker`, in this process or in another one."""
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made: ...
+    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+        """Run a job; raise ``BatchError`` if the worker is broken."""
 
 
 class Task:
@@ -100,7 +101,7 @@ class Dispatcher:
     """
 
     def __init__(self, workers: Sequence[JobWorker], most: int) -> None:
-        self.failure: str | None = None  # of a worker's device, which only a new process repairs
+        self._failures: dict[JobWorker, str] = {}  # of workers that could not run their last job
         self._most, self._count = most, len(workers)
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -120,6 +121,11 @@ class Dispatcher:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why a worker is broken, or None."""
+        return next(iter(self._failures.values()), None)
 
     @property
     def is_closed(self) -> bool:
@@ -194,11 +200,13 @@ class Dispatcher:
                     task.step(job, done, steps)
 
                 task.tell(worker.make_one(job, task.preset, task.suffix, tell))
+            self._failures.pop(worker, None)
+        except BatchError as error:
+            self._failures[worker] = str(error)
+            end = error
         except (Cancelled, DitAccelError) as error:
             end = error
         except Exception as error:
             logger.exception("a request failed")
-            if "CUDA error" in str(error):
-                self.failure = "a GPU failed; restart the server"
             end = error
         task.tell(end)

@@ -43,10 +43,10 @@ class Worker:
         console: Console | None = None,
     ) -> None:
         console = console or Console(quiet=True)
-        self._pipe, self.medium, preset = open_pipeline(setup, console)
+        self._pipe, self._medium, preset = open_pipeline(setup, console)
         self._setup, self._picture, self._console = setup, picture, console
         self._guider = getattr(self._pipe, "guider", None)
-        self.suffix = self.medium.default_output.suffix
+        self.suffix = self._medium.default_output.suffix
         self.preset = preset and preset.effective()
         for job in jobs:
             self._arguments([job])
@@ -86,7 +86,7 @@ class Worker:
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
                 file = Path(folder) / job.name(suffix or self.suffix)
-                self.medium.write(result, file)
+                self._medium.write(result, file)
                 own = report and report.of_prompt(place).to_json()
                 made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices, output.stages))
         return made

@@ -160,16 +160,23 @@ def reached(monkeypatch, made, tmp_path):
         playground, "Playground", lambda load, *_: SimpleNamespace(load=load, close=lambda: put(closed=True))
     )
 
-    class Serving(Worker):
-        def __init__(self, setup, console):
+    class Serving:
+        def __init__(self, setup):
             put(**setup.call)
-            super().__init__(setup, console=console)
+            self.setup = setup
+
+        def wait(self):
+            worker = Worker(self.setup)
+            return worker.suffix, worker.preset_in_use
+
+        def close(self):
+            put(closed=True)
 
     def listen(app, dispatcher, bound, limits, ready):
         put(**vars(limits))
         ready()
 
-    monkeypatch.setattr(serve, "Worker", Serving)
+    monkeypatch.setattr(serve, "RemoteWorker", Serving)
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
     monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3]))

@@ -177,6 +177,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--model": Acts(("--model", "other/pictures"), {"model": "other/pictures", "served": "other/pictures"}),
         "--host": Acts(("--host", "0.0.0.0"), {"server_name": "0.0.0.0"}),
         "--port": Acts(("--port", 8123), {"server_port": 8123}),
+        "--gpus": "tests/cli/test_serve.py::test_each_gpu_has_a_process",
         "--api-key-file": Acts(("--api-key-file", "keys.txt"), {"keys": ["a-long-enough-key", "another-long-key"]}),
         "--queue": Acts(("--queue", 3), {"queue": 3}),
         "--max-side": Acts(("--max-side", 512), {"side": 512}),

@@ -11,7 +11,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from dit_accel.cli import serve
 from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
@@ -97,6 +99,25 @@ def test_a_stream_arrives_step_by_step_and_its_end_cancels(http):
     assert base64.b64decode(made).startswith(b"\x89PNG")
 
 
+def test_a_process_that_dies_costs_no_request(site, http):
+    """The running request and a waiting one get their images from a new process."""
+    psutil = pytest.importorskip("psutil")
+    answers = []
+    ask = lambda: answers.append(http.post("/v1/images/generations", json=LONG).json())  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for place, thread in enumerate(threads):
+        thread.start()
+        until(lambda place=place: running(http) == (1, place))
+    workers = [each for each in psutil.Process(site.process.pid).children() if "spawn_main" in str(each.cmdline())]
+    assert len(workers) == 1
+    workers[0].kill()
+    for thread in threads:
+        thread.join()
+    first, second = (answer["data"][0]["b64_json"] for answer in answers)
+    assert first == second and http.get("/health").status_code == 200
+    assert "died, attempt 1 of 2" in site.errors.read_text()
+
+
 def test_sigterm_ends_it_after_the_running_request(site, http):
     """The running request gets its image, the waiting one 503; the process ends with 0, and its log shows no key."""
     answers = {}
@@ -146,3 +167,34 @@ def test_other_machines_without_a_key_are_noted(run, reached):
 def test_models_of_videos_are_refused(run, monkeypatch, reached):
     result = run("serve", "--model", "some/clips")
     assert result.exit_code == 2 and "some/clips makes videos" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "devices"),
+    [
+        ((), 2, ["cuda:0", "cuda:1"]),
+        (("--gpus", 1), 2, ["cuda:0"]),
+        (("--device", "cuda:1"), 2, ["cuda:1"]),
+        ((), 0, [None]),
+    ],
+    ids=["all", "some", "one by its name", "none"],
+)
+def test_each_gpu_has_a_process(run, reached, monkeypatch, given, there, devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    opened, worker = [], serve.RemoteWorker
+    monkeypatch.setattr(serve, "RemoteWorker", lambda setup: opened.append(setup.loading.device) or worker(setup))
+    result = run("serve", "-m", "pictures", *given)
+    assert result.exit_code == 0, result.output
+    assert opened == devices and reached["closed"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(("--gpus", 3), "must be at most 2"), (("--gpus", 1, "--device", "cpu"), "needs CUDA GPUs, but --device is cpu")],
+)
+def test_missing_gpus_are_an_error(run, reached, monkeypatch, given, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = run("serve", "-m", "pictures", *given)
+    assert result.exit_code == 2 and f"error: --gpus: {message}" in result.stderr

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_accel.errors import OutOfMemoryError
+from dit_accel.errors import BatchError, OutOfMemoryError
 from dit_accel.presets import load_preset
 from dit_accel.serving.api import Limits
 from dit_accel.serving.engine import Made
@@ -51,7 +51,9 @@ class Held:
         if prompt == "memory":
             raise OutOfMemoryError("out of memory: use less")
         if prompt == "secret":
-            raise RuntimeError("CUDA error: a secret path")
+            raise RuntimeError("a secret path")
+        if prompt == "broken":
+            raise BatchError("the process died")
         for step in range(10_000):
             tell(step, 10_000)
             if self.release.wait(0.002):
@@ -436,10 +438,14 @@ def test_time_is_limited():
 
 @pytest.mark.parametrize(
     ("prompt", "message", "health"),
-    [("memory", "out of memory: use less", 200), ("secret", "the server's log has the reason", 503)],
+    [
+        ("memory", "out of memory: use less", 200),
+        ("secret", "the server's log has the reason", 200),
+        ("broken", "the process died", 503),
+    ],
 )
 def test_a_failure_has_status_500(prompt, message, health):
-    """Errors of the library are shown; others only in the log. After an error of the GPU the server is not healthy."""
+    """Errors of the library are shown; others only in the log. A server with a broken worker is not healthy."""
     with running(Held()) as (app, _):
         answer = post(app, GOOD | {"prompt": prompt})
         assert get(app, "/health").status_code == health
