@@ -58,7 +58,7 @@ def command(given: Options) -> None:
     """
     from rich.console import Console
 
-    for package in ("fastapi", "uvicorn", "prometheus-client"):
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_extra(package, "dit-accel serve")
     from dit_accel.serving import server
     from dit_accel.serving.dispatcher import Dispatcher

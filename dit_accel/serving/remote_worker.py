@@ -66,8 +66,9 @@ class RemoteWorker:
             self._start()
             try:
                 self.wait()
-            except DitAccelError as error:
-                raise BatchError(f"the pipeline can't be loaded again: {error}") from None
+            except Exception as error:
+                logger.exception("%s can't be loaded again", self._setup.model)
+                raise BatchError("the pipeline can't be loaded again") from error
         raise BatchError("the process that ran the request died")
 
     def close(self) -> None:

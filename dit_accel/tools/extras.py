@@ -15,7 +15,7 @@ EXTRAS = {
     "gradio": "app",
     "fastapi": "serve",
     "uvicorn": "serve",
-    "prometheus-client": "serve",
+    "prometheus_client": "serve",
 }
 
 
