@@ -27,6 +27,7 @@ from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from dit_accel.errors import OptionError
 from dit_accel.presets import Preset
@@ -96,7 +97,7 @@ class ImageServer:
         except (RequestError, Busy) as error:
             raise self._counted(error) from None
         if wanted.stream:
-            return StreamingResponse(self._events(request, wanted, task), media_type="text/event-stream")
+            return _EventStream(self._events(request, wanted, task), task)
         made = []
         try:
             async with self._watched(request, task):
@@ -132,8 +133,6 @@ class ImageServer:
             raise
         else:
             self._finish(task, made)
-        finally:
-            task.cancel()
 
     @asynccontextmanager
     async def _watched(self, request: Request, task: Task) -> AsyncIterator[None]:
@@ -213,6 +212,22 @@ class ImageServer:
 
     async def read_metrics(self) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events of a task, which is cancelled even if the client disconnects before the first event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], task: Task) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-store"})
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._task.cancel()
 
 
 def build_app(dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = ()) -> FastAPI:

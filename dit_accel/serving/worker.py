@@ -52,8 +52,13 @@ class Worker:
             self._arguments([job])
         if preset and setup.batch_size > 1:
             preset = _decided_apart(preset, console)
-        self.preset_in_use = preset
         start_pipeline(self._pipe, preset, console.quiet)
+
+    @property
+    def preset_in_use(self) -> Preset | None:
+        """The preset of the last job or of the setup, None = plain."""
+        acceleration = getattr(self._pipe, "dit_accel", None)
+        return None if acceleration is None else acceleration.preset
 
     def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
         """Run a job with a preset of its own, which stays in use.
@@ -132,7 +137,7 @@ class Worker:
                 start_pipeline(self._pipe, preset, self._console.quiet)
             except UnsupportedError as error:
                 raise OptionError("--preset", str(error)) from None
-        self.preset_in_use, self.preset = preset, preset and preset.effective()
+        self.preset = preset and preset.effective()
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""

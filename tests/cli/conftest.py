@@ -64,7 +64,7 @@ def reached(monkeypatch, made, tmp_path):
 
     def accelerate(pipe, preset):
         put(preset=preset.name, target_error=preset.schedule.target_error)
-        pipe.dit_accel = SimpleNamespace(report=Report)
+        pipe.dit_accel = SimpleNamespace(report=Report, preset=preset)
         return pipe
 
     def both(pipe, arguments, seed, preset, repeats, console, *, whole):
