@@ -121,8 +121,8 @@ def _run(link: Connection, setup: Setup) -> None:
         while worker is not None:
             job, preset, suffix = link.recv()
             link.send(_outcome(partial(worker.make_one, job, preset, suffix, tell)))
-    except (EOFError, OSError):  # the server is gone
-        os._exit(0)
+    except (EOFError, OSError):
+        pass  # the server is gone
 
 
 def _opened(link: Connection, setup: Setup) -> Worker | None:

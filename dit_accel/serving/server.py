@@ -94,7 +94,7 @@ class ImageServer:
             wanted = read_request(await self._body(request), self.limits, self.served.model)
             task = Task(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
             self.dispatcher.add(task)
-        except (RequestError, Busy) as error:
+        except (RequestError, Busy, Cancelled) as error:
             raise self._counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
@@ -171,7 +171,7 @@ class ImageServer:
             late = f"the body must arrive within {SLOWEST_BODY:g} seconds"
             raise RequestError(late, code="body_too_slow", status=408) from None
         except ClientDisconnect:
-            raise RequestError("the client has disconnected", code="disconnected") from None
+            raise Cancelled from None
         return bytes(body)
 
     def _finish(self, task: Task, made: Sequence[Made]) -> None:

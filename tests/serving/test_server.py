@@ -370,35 +370,44 @@ def test_requests_that_wait_are_refused_when_the_server_closes():
         assert asyncio.run(ask(app, dispatcher)) == [200, 503, 503, 503]
 
 
+async def leave(app, body, condition, **message):
+    """Send a body, and disconnect once the condition holds."""
+    messages = [{"type": "http.request", "body": body, **message}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await until(condition)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "root_path": ""}
+    await app(scope | {"asgi": {"spec_version": "2.3"}, "server": ("here", 80)}, receive, send)
+
+
+def test_a_client_that_disconnects_in_its_body_is_counted():
+    """Half of a body is no invalid request."""
+    with running(Held()) as (app, dispatcher):
+        asyncio.run(leave(app, b'{"prompt": ', lambda: True, more_body=True))
+        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1 and not dispatcher.running
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["one answer", "events"])
 @pytest.mark.parametrize("place", ["running", "waiting"])
 def test_a_client_that_disconnects_cancels_its_request(stream, place):
     """A running request ends at its next step, and a waiting one never begins; the next request is made."""
     held = Held()
 
-    async def leave(app, dispatcher):
-        """One request whose client disconnects once it runs or waits."""
-        messages = [{"type": "http.request", "body": json.dumps(GOOD | {"prompt": "left", "stream": stream}).encode()}]
-        before = dispatcher.running
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await until(lambda: dispatcher.running if not before else dispatcher.waiting)
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            pass
-
-        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "root_path": ""}
-        await app(scope | {"asgi": {"spec_version": "2.3"}, "server": ("here", 80)}, receive, send)
-
     async def ask(app, dispatcher):
         async with client(app) as http:
             if place == "waiting":
                 first = asyncio.create_task(http.post(PATH, json=GOOD | {"prompt": "first"}))
                 await until(lambda: dispatcher.running)
-            await leave(app, dispatcher)
+            body = json.dumps(GOOD | {"prompt": "left", "stream": stream}).encode()
+            before = dispatcher.running
+            await leave(app, body, lambda: dispatcher.waiting if before else dispatcher.running)
             await until(lambda: dispatcher.running == (place == "waiting") and not dispatcher.waiting)
             held.release.set()
             if place == "waiting":
