@@ -3,8 +3,8 @@
     python examples/serve_ray.py --port 8000
     curl -d '{"prompt": "a yellow ring", "steps": 20}' localhost:8000/generate --output ring.png
 
-Needs ``pip install 'dit-accel[serve]'``. GET /health and /metrics (Prometheus) answer during generation. Each GPU of
-the Ray cluster runs one replica; a machine without GPUs runs one on a CPU. Ctrl-C or SIGTERM ends it after all
+Needs ``pip install 'dit-accel[serve-ray]'``. GET /health and /metrics (Prometheus) answer during generation. Each GPU
+of the Ray cluster runs one replica; a machine without GPUs runs one on a CPU. Ctrl-C or SIGTERM ends it after all
 accepted requests.
 """
 

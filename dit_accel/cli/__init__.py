@@ -1,4 +1,4 @@
-"""The command line: ``dit-accel recommend | generate | inspect | app | tune | compare | presets | env``.
+"""The command line: ``dit-accel recommend | generate | serve | inspect | app | tune | compare | presets | env``.
 
 Each command is one file with a function ``command``. Read :mod:`~dit_accel.cli.inspect` first: it is the shortest
 command that runs a pipeline. Shared options are in :mod:`~dit_accel.cli.options`; :mod:`dit_accel.serving` opens and
@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 import dit_accel
-from dit_accel.cli import compare, env, generate, inspect, presets, recommend, tune, web_app
+from dit_accel.cli import compare, env, generate, inspect, presets, recommend, serve, tune, web_app
 from dit_accel.cli.parallel import run_to_end, tells
 from dit_accel.errors import (
     BackendError,
@@ -85,6 +85,7 @@ app = typer.Typer(
 )
 app.command("recommend")(recommend.command)
 app.command("generate")(generate.command)
+app.command("serve")(serve.command)
 app.command("inspect")(inspect.command)
 app.command("app")(web_app.command)
 app.command("tune")(tune.command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dit_accel.errors import DitAccelError, shortened
@@ -18,12 +18,14 @@ class Made:
         seconds: duration of the call's denoising loop.
         report: report of the accelerated run for this job; None for a plain run.
         batch: indices of all jobs of the call, including this one.
+        stages: seconds of the whole call by stage.
     """
 
     data: bytes
     seconds: float
     report: dict[str, Any] | None
     batch: list[int]
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.errors import OptionError, PresetError, UnsupportedError
+from dit_accel.pipeline import restore_pipeline
 from dit_accel.serving.engine import Made, Progress, made_alone
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.processes import ranks
 from dit_accel.serving.prompts import OWN, Job
+from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -52,8 +54,34 @@ class Worker:
             preset = _decided_apart(preset, console)
         start_pipeline(self._pipe, preset, console.quiet)
 
-    def make(self, batch: Sequence[Job]) -> list[Made]:
-        """Run jobs that share their settings in one call of the pipeline."""
+    @property
+    def preset_in_use(self) -> Preset | None:
+        """The preset of the last job or of the setup, None = plain."""
+        acceleration = getattr(self._pipe, "dit_accel", None)
+        return None if acceleration is None else acceleration.preset
+
+    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+        """Run a job with a preset of its own, which stays in use.
+
+        Args:
+            preset: None = plain.
+            suffix: of the file.
+            tell: called with the number of finished steps and of all steps. An exception from it ends the call.
+
+        Raises:
+            OptionError: the pipeline does not support the preset.
+        """
+        self._use(preset)
+        try:
+            with watched_steps(self._pipe, tell):
+                (made,) = self.make([job], suffix)
+        except BaseException:
+            self._pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
+            raise
+        return made
+
+    def make(self, batch: Sequence[Job], suffix: str | None = None) -> list[Made]:
+        """Run jobs that share their settings in one call of the pipeline; ``suffix`` None = :attr:`suffix`."""
         seeds = [job.settings["seed"] for job in batch]
         output = timed_call(self._pipe, self._arguments(batch), seeds if len(batch) > 1 else seeds[0])
         if len(output.results) != len(batch):
@@ -62,10 +90,10 @@ class Worker:
         indices, made = [job.index for job in batch], []
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
-                file = Path(folder) / job.name(self.suffix)
+                file = Path(folder) / job.name(suffix or self.suffix)
                 self._medium.write(result, file)
                 own = report and report.of_prompt(place).to_json()
-                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices))
+                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices, output.stages))
         return made
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
@@ -97,6 +125,19 @@ class Worker:
                 yield job, made
         if errors:
             raise errors[0]
+
+    def _use(self, preset: Preset | None) -> None:
+        """Change the preset; if the pipeline does not support it, nothing is changed."""
+        if preset == self.preset_in_use:
+            return
+        if preset is None:
+            restore_pipeline(self._pipe)
+        else:
+            try:
+                start_pipeline(self._pipe, preset, self._console.quiet)
+            except UnsupportedError as error:
+                raise OptionError("--preset", str(error)) from None
+        self.preset = preset and preset.effective()
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""

@@ -13,6 +13,9 @@ EXTRAS = {
     "torchao": "quantize",
     "ray": "ray",
     "gradio": "app",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 
 

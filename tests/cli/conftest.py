@@ -9,9 +9,10 @@ import pytest
 from PIL import Image
 
 import dit_accel
-from dit_accel.cli import compare, generate, inspect, tune, web_app, web_page
+from dit_accel.cli import compare, generate, inspect, serve, tune, web_app, web_page
 from dit_accel.cli.comparison import Side, Sides
-from dit_accel.serving import pipelines
+from dit_accel.serving import dispatcher, pipelines, server
+from dit_accel.serving.worker import Worker
 from dit_accel.tools import compare as comparing
 from dit_accel.tools import figures, playground, recommend, video
 from dit_accel.tools import tune as tuning
@@ -63,7 +64,7 @@ def reached(monkeypatch, made, tmp_path):
 
     def accelerate(pipe, preset):
         put(preset=preset.name, target_error=preset.schedule.target_error)
-        pipe.dit_accel = SimpleNamespace(report=Report)
+        pipe.dit_accel = SimpleNamespace(report=Report, preset=preset)
         return pipe
 
     def both(pipe, arguments, seed, preset, repeats, console, *, whole):
@@ -158,6 +159,28 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(
         playground, "Playground", lambda load, *_: SimpleNamespace(load=load, close=lambda: put(closed=True))
     )
+
+    class Serving:
+        def __init__(self, setup):
+            put(**setup.call)
+            self.setup = setup
+
+        def wait(self):
+            worker = Worker(self.setup)
+            return worker.suffix, worker.preset_in_use
+
+        def close(self):
+            put(closed=True)
+
+    def listen(app, dispatcher, bound, limits, ready):
+        put(**vars(limits))
+        ready()
+
+    monkeypatch.setattr(serve, "RemoteWorker", Serving)
+    monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
+    monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
+    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3]))
+    monkeypatch.setattr(server, "serve", listen)
     return seen
 
 
@@ -167,6 +190,7 @@ def handed_on(run, reached, tmp_path):
     for index, level in enumerate((0, 99)):
         Image.new("RGB", (16, 16), (level,) * 3).save(tmp_path / ("black.png", "grey.png")[index])
     (tmp_path / "two.txt").write_text("a cat\na dog\n")
+    (tmp_path / "keys.txt").write_text("a-long-enough-key\n\nanother-long-key\n")
     before = set(tmp_path.iterdir())
 
     def invoke(*arguments):

@@ -69,6 +69,7 @@ BASES = {
     "compare": ("compare", "--prompt", "a fox"),
     "recommend": ("recommend",),
     "app": ("app",),
+    "serve": ("serve",),
 }
 # By command and option: its changes, or the test that shows them.
 OPTIONS: dict[str, dict[str, Acts | str]] = {
@@ -167,6 +168,24 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--port": Acts(("--port", 8123), {"server_port": 8123}),
         "--share": Acts(("--share",), {"share": True, "any_model": False, "opened": "http://public/"}),
     },
+    "serve": {
+        name: acts
+        for name, acts in shared("").items()
+        if name not in ("--steps", "--height", "--width", "--num-frames", "--image", "--seed")
+    }
+    | {
+        "--model": Acts(("--model", "other/pictures"), {"model": "other/pictures", "served": "other/pictures"}),
+        "--host": Acts(("--host", "0.0.0.0"), {"server_name": "0.0.0.0"}),
+        "--port": Acts(("--port", 8123), {"server_port": 8123}),
+        "--gpus": "tests/cli/test_serve.py::test_each_gpu_has_a_process",
+        "--api-key-file": Acts(("--api-key-file", "keys.txt"), {"keys": ["a-long-enough-key", "another-long-key"]}),
+        "--queue": Acts(("--queue", 3), {"queue": 3}),
+        "--max-side": Acts(("--max-side", 512), {"side": 512}),
+        "--max-steps": Acts(("--max-steps", 30), {"steps": 30}),
+        "--max-images": Acts(("--max-images", 1), {"images": 1}),
+        "--max-body": Acts(("--max-body", 2048), {"body": 2048}),
+        "--max-seconds": Acts(("--max-seconds", 60), {"seconds": 60.0}),
+    },
     "presets list": {
         "--model": f"{COMMAND}presets_list_filters_by_model",
         "--all": f"{COMMAND}presets_list_names_every_preset",
@@ -212,7 +231,7 @@ def test_an_option_changes_what_it_says_and_nothing_else(handed_on, command, act
     for option in acts.replaces:
         place = base.index(option)
         del base[place : place + 2]
-    image = ("--image", "black.png") if acts.model == PICTURES and command not in ("recommend", "app") else ()
+    image = ("--image", "black.png") if acts.model == PICTURES and command not in ("recommend", "app", "serve") else ()
     without = handed_on(*BASES[command], "--model", acts.model, *image)
     given = handed_on(*base, "--model", acts.model, *image, *acts.given)
     without.pop("facts", None), given.pop("facts", None)

@@ -1,0 +1,126 @@
+"""``dit-accel serve``: an HTTP server with OpenAI's interface for images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dit_accel.cli.options import MOST_IMAGES, MOST_PIXELS, MOST_STEPS, RunOptions, option, parse_call, takes_options
+from dit_accel.errors import OptionError, UnsupportedError, shortened
+from dit_accel.serving.media import Pictures
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.remote_worker import RemoteWorker
+from dit_accel.tools.extras import require_extra
+
+if TYPE_CHECKING:
+    from dit_accel.serving.api import Limits
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SHORTEST_KEY = 16  # characters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """All options of the command."""
+
+    host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
+    port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
+    gpus: int | None = option(
+        "Number of GPUs, each with a process that loads the pipeline.", min=1, show_default="all, or that of --device"
+    )
+    api_key_file: Path | None = option(
+        "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",
+        show_default="no key is needed",
+    )
+    queue: int = option("Maximum number of waiting requests; more get status 503.", default=16, min=0, max=100_000)
+    max_side: int = option("Largest height or width of a request.", default=2048, min=16, max=MOST_PIXELS)
+    max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
+    max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
+    max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
+    max_seconds: float = option(
+        "Most seconds from a request to its answer, including the time in the queue.", default=600.0, min=1, max=86_400
+    )
+
+    def limits(self) -> Limits:
+        from dit_accel.serving.api import Limits
+
+        return Limits(self.max_side, self.max_steps, self.max_images, self.max_body, self.max_seconds)
+
+
+@takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
+def command(given: Options) -> None:
+    """Serve images over HTTP, with OpenAI's interface: each request may choose its preset or target_error.
+
+    dit-accel serve --model black-forest-labs/FLUX.1-dev --api-key-file keys.txt --host 0.0.0.0
+
+    curl localhost:8000/v1/images/generations -d '{"prompt": "a yellow ring", "preset": "turbo", "seed": 7}'
+    """
+    from rich.console import Console
+
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        require_extra(package, "dit-accel serve")
+    from dit_accel.serving import server
+    from dit_accel.serving.dispatcher import Dispatcher
+
+    keys, limits = read_keys(given.api_key_file), given.limits()
+    preset, overrides, loading = given.preset_and_loading()
+    setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
+    bound = server.bound_socket(given.host, given.port)
+    console = Console(quiet=given.quiet)
+    if given.host not in LOOPBACK and not keys:
+        console.out(f"note: {given.host} needs no API key; --api-key-file restricts access", highlight=False)
+    where = f"[{given.host}]" if ":" in given.host else given.host
+    ready = f"ready at http://{where}:{given.port} (stop with Ctrl-C)"
+    workers = [RemoteWorker(replace(setup, loading=replace(loading, device=each))) for each in _devices(given)]
+    try:
+        with console.status(f"loading {shortened(given.model)}"):
+            opened = [worker.wait() for worker in workers]
+        suffix, in_use = opened[0]
+        if suffix != Pictures.default_output.suffix:
+            raise UnsupportedError(f"{shortened(given.model)} makes videos, which dit-accel serve does not serve yet")
+        dispatcher = Dispatcher(workers, given.queue)
+        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys)
+        server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _devices(given: Options) -> list[str | None]:
+    """Return the device of each worker."""
+    import torch
+
+    if given.device not in (None, "cuda") or not torch.cuda.is_available():
+        if given.gpus is not None:
+            found = "there is none" if given.device in (None, "cuda") else f"--device is {given.device}"
+            raise OptionError("--gpus", f"needs CUDA GPUs, but {found}")
+        return [given.device]
+    there = torch.cuda.device_count()
+    if given.gpus is not None and given.gpus > there:
+        raise OptionError("--gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
+    return [f"cuda:{index}" for index in range(given.gpus or there)]
+
+
+def _name(model: str) -> str:
+    """Return the name that clients use: that of a folder does not show where it is."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def read_keys(path: Path | None) -> list[str]:
+    """Read the keys of a file; messages don't show them."""
+    from dit_accel.presets.reading import read_text
+
+    if path is None:
+        return []
+    name = shortened(str(path))
+    try:
+        keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise OptionError("--api-key-file", f"{name} can't be read: {reason}") from None
+    if not keys or any(len(key) < SHORTEST_KEY for key in keys):
+        rule = f"one key per line, each of at least {SHORTEST_KEY} characters"
+        raise OptionError("--api-key-file", f"{name} must hold {rule}")
+    return keys

@@ -1,0 +1,212 @@
+"""A bounded queue of requests for workers that run one job at a time, with progress and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Condition, Event, Thread
+from typing import Protocol
+
+from dit_accel.errors import BatchError, DitAccelError
+from dit_accel.presets import Preset
+from dit_accel.serving.engine import Made
+from dit_accel.serving.prompts import Job
+
+logger = logging.getLogger(__name__)
+
+
+class Busy(Exception):
+    """Error of a full queue, or of a server that shuts down; ``wait`` is an estimate of the seconds until a retry."""
+
+    def __init__(self, reason: str, wait: int) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class Cancelled(Exception):
+    """Error of a cancelled request; it ends a pipeline's call between two steps."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step of a job: number of finished steps and of all steps."""
+
+    job: Job
+    done: int
+    steps: int
+
+
+class JobWorker(Protocol):
+    """A :class:`~dit_accel.serving.worker.Worker`, in this process or in another one."""
+
+    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+        """Run a job; raise ``BatchError`` if the worker is broken."""
+
+
+class Task:
+    """A request in the queue; create it in the event loop that iterates over it.
+
+    Iteration yields each :class:`Step` and the result of each job, and raises the error of a failed job.
+
+    Args:
+        preset: None = plain.
+        suffix: of the files.
+    """
+
+    def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
+        self.jobs, self.preset, self.suffix = jobs, preset, suffix
+        self.created = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Step | Made | BaseException | None] = asyncio.Queue()
+        self._stop = Event()
+
+    async def __aiter__(self) -> AsyncIterator[Step | Made]:
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._stop.is_set()
+
+    def cancel(self) -> None:
+        """End the task after its current step, or before it begins; its iterator raises :class:`Cancelled` at once."""
+        self._stop.set()
+        self.tell(Cancelled())
+
+    def tell(self, event: Step | Made | BaseException | None) -> None:
+        """Add an event, from any thread; an error or None is the last event."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def step(self, job: Job, done: int, steps: int) -> None:
+        """Add a step; raise :class:`Cancelled` in a cancelled task."""
+        if self.is_cancelled:
+            raise Cancelled
+        self.tell(Step(job, done, steps))
+
+
+class Dispatcher:
+    """Queue with a thread for each worker.
+
+    Args:
+        workers: each runs one job at a time.
+        most: maximum number of tasks that wait for a worker.
+    """
+
+    def __init__(self, workers: Sequence[JobWorker], most: int) -> None:
+        self._failures: dict[JobWorker, str] = {}  # of workers that could not run their last job
+        self._most, self._count = most, len(workers)
+        self._waiting: deque[Task] = deque()
+        self._running: list[Task] = []
+        self._changed = Condition()
+        self._closed = False
+        self._seconds = 1.0  # of a task, moving average
+        self._threads = [Thread(target=self._work, args=(worker,), daemon=True) for worker in workers]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of tasks that wait for a worker."""
+        with self._changed:
+            return self._count_waiting()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why a worker is broken, or None."""
+        return next(iter(self._failures.values()), None)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def add(self, task: Task) -> None:
+        """Add a task to the queue.
+
+        Raises:
+            Busy: the queue is full, or closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise Busy("the server is shutting down", 10)
+            waiting = self._count_waiting()
+            if waiting >= self._most + self._count - len(self._running):
+                seconds = self._seconds * (waiting + 1) / self._count
+                raise Busy(f"{waiting} requests are waiting, which is the most", max(1, round(seconds)))
+            self._waiting.append(task)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Refuse new tasks and all that wait; running tasks go on."""
+        with self._changed:
+            self._closed = True
+            for task in self._waiting:
+                task.tell(Busy("the server is shutting down", 10))
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def stop(self, patience: float) -> None:
+        """Close, cancel running tasks, and wait up to ``patience`` seconds for their current steps."""
+        self.close()
+        for task in list(self._running):
+            task.cancel()
+        ends = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+
+    def _count_waiting(self) -> int:
+        """Drop cancelled tasks from the queue, and count the others."""
+        for task in [each for each in self._waiting if each.is_cancelled]:
+            self._waiting.remove(task)
+        return len(self._waiting)
+
+    def _work(self, worker: JobWorker) -> None:
+        while (task := self._next()) is not None:
+            started = time.monotonic()
+            try:
+                self._run(worker, task)
+            finally:
+                with self._changed:
+                    self._running.remove(task)
+                    self._seconds += 0.2 * (time.monotonic() - started - self._seconds)
+
+    def _next(self) -> Task | None:
+        """Wait for a task; None once the queue is closed."""
+        with self._changed:
+            while not self._count_waiting():
+                if self._closed:
+                    return None
+                self._changed.wait()
+            self._running.append(task := self._waiting.popleft())
+            return task
+
+    def _run(self, worker: JobWorker, task: Task) -> None:
+        end: BaseException | None = None
+        try:
+            for job in task.jobs:
+
+                def tell(done: int, steps: int, job: Job = job) -> None:
+                    task.step(job, done, steps)
+
+                task.tell(worker.make_one(job, task.preset, task.suffix, tell))
+            self._failures.pop(worker, None)
+        except BatchError as error:
+            self._failures[worker] = str(error)
+            end = error
+        except (Cancelled, DitAccelError) as error:
+            end = error
+        except Exception as error:
+            logger.exception("a request failed")
+            end = error
+        task.tell(end)

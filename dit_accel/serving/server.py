@@ -1,0 +1,307 @@
+"""HTTP server with OpenAI's interface for images: an ASGI application over a dispatcher of workers.
+
+    app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset), Limits(), keys=[])
+
+:func:`serve` runs it with uvicorn until SIGTERM or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from PIL import Image
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException as RoutingError
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from dit_accel.errors import OptionError
+from dit_accel.presets import Preset
+from dit_accel.serving.api import ImageRequest, Limits, RequestError, answered, read_request, requested_preset
+from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Step, Task
+from dit_accel.serving.engine import Made
+
+SLOWEST_BODY = 10.0  # seconds
+LAST_STEPS = 30.0  # seconds that cancelled runs have at the end
+FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)  # buckets of the computed fraction
+SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)  # buckets of requests
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server, by the name that clients use, and its default preset, None = plain."""
+
+    model: str
+    preset: Preset | None
+
+
+class Metrics:
+    """Prometheus metrics of a server."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.registry = CollectorRegistry()
+        own = {"registry": self.registry}
+        self.requests = Counter("dit_accel_requests", "requests by outcome", ["outcome"], **own)
+        self.seconds = Histogram("dit_accel_request_seconds", "answered requests", buckets=SECONDS, **own)
+        self.stages = Counter("dit_accel_stage_seconds", "seconds of runs by stage", ["stage"], **own)
+        self.computed = Histogram("dit_accel_computed_fraction", "FLOPs of a run, plain = 1", buckets=FRACTIONS, **own)
+        Gauge("dit_accel_queue_length", "waiting requests", **own).set_function(lambda: dispatcher.waiting)
+        Gauge("dit_accel_running", "requests that run", **own).set_function(lambda: dispatcher.running)
+
+    def count(self, made: Made) -> None:
+        for stage, seconds in made.stages.items():
+            self.stages.labels(stage).inc(seconds)
+        self.computed.observe(1.0 if made.report is None else made.report["computed_fraction"])
+
+
+class ImageServer:
+    """Handlers of the routes.
+
+    Args:
+        keys: accepted API keys; empty = requests need none.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str]) -> None:
+        self.dispatcher, self.served, self.limits = dispatcher, served, limits
+        self.metrics = Metrics(dispatcher)
+        self._keys = [key.encode() for key in keys]
+        self._started = int(time.time())
+
+    def require_key(self, request: Request) -> None:
+        """Check the API key of a request; every comparison takes the same time."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        if self._keys and not (scheme.lower() == "bearer" and any(matches)):
+            raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
+
+    async def generate(self, request: Request) -> Response:
+        """Make images: one JSON answer, or server-sent events with ``stream``."""
+        try:
+            wanted = read_request(await self._body(request), self.limits, self.served.model)
+            task = Task(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
+            self.dispatcher.add(task)
+        except (RequestError, Busy, Cancelled) as error:
+            raise self._counted(error) from None
+        if wanted.stream:
+            return _EventStream(self._events(request, wanted, task), task)
+        made = []
+        try:
+            async with self._watched(request, task):
+                made = [event async for event in task if isinstance(event, Made)]
+        except Exception as error:
+            raise self._counted(error) from None
+        except asyncio.CancelledError as error:
+            self._counted(error)
+            raise
+        self._finish(task, made)
+        images = [self._image(wanted, task, index, each) for index, each in enumerate(made)]
+        return JSONResponse({"created": int(time.time()), "output_format": wanted.output_format, "data": images})
+
+    async def _events(self, request: Request, wanted: ImageRequest, task: Task) -> AsyncIterator[str]:
+        """Yield an event for each step and each image, or for the error."""
+        made: list[Made] = []
+        common = {"output_format": wanted.output_format}
+        try:
+            async with self._watched(request, task):
+                async for event in task:
+                    if isinstance(event, Step):
+                        step = {"index": event.job.index, "step": event.done, "steps": event.steps}
+                        yield _event("image_generation.progress", step)
+                        continue
+                    image = self._image(wanted, task, len(made), event)
+                    made.append(event)
+                    whole = {"created_at": int(time.time()), **common, "index": len(made) - 1, **image}
+                    yield _event("image_generation.completed", whole)
+        except Exception as error:
+            yield _event("error", self._counted(error).to_json())
+        except BaseException as error:  # the client has closed the stream
+            self._counted(error)
+            raise
+        else:
+            self._finish(task, made)
+
+    @asynccontextmanager
+    async def _watched(self, request: Request, task: Task) -> AsyncIterator[None]:
+        """Within the block, cancel the task when the client disconnects or time is up."""
+
+        async def wait_for_end() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            task.cancel()
+
+        client = asyncio.create_task(wait_for_end())
+        try:
+            async with asyncio.timeout(self.limits.seconds - (time.monotonic() - task.created)):
+                yield
+        except BaseException:
+            task.cancel()
+            raise
+        finally:
+            client.cancel()
+
+    async def _body(self, request: Request) -> bytes:
+        """Read a body up to the limit."""
+        body, most = bytearray(), self.limits.body
+        too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
+        if request.headers.get("content-length", "0").isdecimal():
+            declared = request.headers.get("content-length", "0")
+            if len(declared) > 18 or int(declared) > most:
+                raise too_long
+        try:
+            async with asyncio.timeout(SLOWEST_BODY):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise too_long
+        except TimeoutError:
+            late = f"the body must arrive within {SLOWEST_BODY:g} seconds"
+            raise RequestError(late, code="body_too_slow", status=408) from None
+        except ClientDisconnect:
+            raise Cancelled from None
+        return bytes(body)
+
+    def _finish(self, task: Task, made: Sequence[Made]) -> None:
+        self.metrics.requests.labels("ok").inc()
+        self.metrics.seconds.observe(time.monotonic() - task.created)
+        for each in made:
+            self.metrics.count(each)
+
+    def _counted(self, error: BaseException) -> RequestError:
+        """Return the answer to an error, and count its outcome."""
+        answer = answered(error, self.limits)
+        cancelled = isinstance(error, Cancelled | asyncio.CancelledError | GeneratorExit)
+        kind = answer.code if answer.code in ("busy", "timeout") else "invalid" if answer.status < 500 else "failed"
+        self.metrics.requests.labels("cancelled" if cancelled else kind).inc()
+        return answer
+
+    def _image(self, wanted: ImageRequest, task: Task, index: int, made: Made) -> dict[str, Any]:
+        width, height = Image.open(BytesIO(made.data)).size
+        return {
+            "b64_json": base64.b64encode(made.data).decode(),
+            "size": f"{width}x{height}",
+            "seed": task.jobs[index].settings["seed"],
+            "preset": "none" if task.preset is None else task.preset.name,
+            "computed_fraction": 1.0 if made.report is None else made.report["computed_fraction"],
+            "seconds": made.stages,
+        }
+
+    async def models(self) -> dict[str, Any]:
+        """Return OpenAI's list of models."""
+        own = {"object": "model", "created": self._started, "owned_by": "dit-accel"}
+        return {"object": "list", "data": [{"id": self.served.model, **own}]}
+
+    async def health(self) -> JSONResponse:
+        """Return status 200 while the server accepts requests."""
+        reason = self.dispatcher.failure or ("shutting down" if self.dispatcher.is_closed else None)
+        state = {"status": reason or "ok", "waiting": self.dispatcher.waiting, "running": self.dispatcher.running}
+        return JSONResponse(state, 503 if reason else 200)
+
+    async def read_metrics(self) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events of a task, which is cancelled even if the client disconnects before the first event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], task: Task) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-store"})
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._task.cancel()
+
+
+def build_app(dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = ()) -> FastAPI:
+    """Return the ASGI application; see :class:`ImageServer`."""
+    server = ImageServer(dispatcher, served, limits, keys)
+    app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None)
+    protected = APIRouter(dependencies=[Depends(server.require_key)])
+    protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
+    protected.add_api_route("/v1/models", server.models, methods=["GET"])
+    protected.add_api_route("/metrics", server.read_metrics, methods=["GET"])
+    app.include_router(protected)
+    app.add_api_route("/health", server.health, methods=["GET"])
+
+    @app.exception_handler(RequestError)
+    async def refuse(request: Request, error: RequestError) -> JSONResponse:
+        return JSONResponse(error.to_json(), error.status, error.headers)
+
+    @app.exception_handler(RoutingError)
+    async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
+        message = f"{error.detail}: see /v1/images/generations, /v1/models, /health and /metrics"
+        return await refuse(request, RequestError(message, code="not_found", status=error.status_code))
+
+    return app
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which refuses connections until a server listens.
+
+    Raises:
+        OptionError: the address can't be used.
+    """
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(kind, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        message = f"can't listen on {host}:{port} ({error.strerror}); give another --host or --port"
+        raise OptionError("--port", message) from None
+    return bound
+
+
+def serve(
+    app: FastAPI, dispatcher: Dispatcher, bound: socket.socket, limits: Limits, ready: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then refuse waiting requests and finish running ones.
+
+    Args:
+        ready: called when the server listens.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    own_log: dict[str, Any] = {"access_log": False, "log_level": "error", "server_header": False, "lifespan": "off"}
+    server = _Server(uvicorn.Config(app, timeout_graceful_shutdown=round(limits.seconds) + 1, **own_log))
+    server.dispatcher, server.ready = dispatcher, ready
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again after its end
+        server.run(sockets=[bound])
+    dispatcher.stop(LAST_STEPS)
+
+
+class _Server(uvicorn.Server):
+    """Refuse waiting requests when the shutdown begins; uvicorn then waits for open connections."""
+
+    dispatcher: Dispatcher
+    ready: Callable[[], None]
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.dispatcher.close()
+        await super().shutdown(sockets)
+
+
+def _event(kind: str, content: dict[str, Any]) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"

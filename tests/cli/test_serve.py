@@ -1,0 +1,200 @@
+"""``dit-accel serve`` as its own process, with curl's requests and OpenAI's client, and its options."""
+
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dit_accel.cli import serve
+from tests.tiny import tiny_pipeline
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+
+KEY = "a-long-enough-key"
+GOOD = {"prompt": "a fox", "size": "32x32", "steps": 4, "seed": 3}
+LONG = GOOD | {"size": "64x64", "steps": 100, "preset": "none"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A server in its own process; stopped by SIGTERM at the end."""
+    folder = tmp_path_factory.mktemp("serving")
+    tiny_pipeline("flux").save_pretrained(folder / "flux")
+    (folder / "keys.txt").write_text(f"{KEY}\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--model", "flux", "--port", str(port), "--api-key-file", "keys.txt", "--queue", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dit_accel", "serve", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=(folder / "errors.txt").open("w"),
+        text=True,
+    )
+    try:
+        lines = [process.stdout.readline()]
+        assert lines == [f"ready at http://127.0.0.1:{port} (stop with Ctrl-C)\n"], (folder / "errors.txt").read_text()
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, errors=folder / "errors.txt")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def http(site):
+    with httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
+        yield http
+
+
+def running(http):
+    state = http.get("/health").json()
+    return state["running"], state["waiting"]
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_openais_client_makes_images(site, http):
+    """Fields that OpenAI has not go into `extra_body`; errors have the client's classes."""
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    client = openai.OpenAI(base_url=f"{site.url}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["flux"]
+    own = {"steps": 4, "seed": 3, "target_error": 0.5}
+    made = client.images.generate(model="flux", prompt="a fox", size="32x32", extra_body=own)
+    assert made.data[0].b64_json == http.post("/v1/images/generations", json=GOOD | own).json()["data"][0]["b64_json"]
+    stream = client.images.generate(prompt="a fox", size="32x32", stream=True, extra_body=own)
+    *steps, last = stream
+    assert len(steps) == 5 and last.type == "image_generation.completed" and last.b64_json == made.data[0].b64_json
+    with pytest.raises(openai.BadRequestError, match="size must have sides") as failure:
+        client.images.generate(prompt="a fox", size="33x32")
+    assert failure.value.param == "size"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another-long-key").models.list()
+
+
+def test_a_stream_arrives_step_by_step_and_its_end_cancels(http):
+    """The first step arrives long before the last; the server drops the run when the client leaves."""
+    with http.stream("POST", "/v1/images/generations", json=LONG | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: image_generation.progress"
+        assert running(http) == (1, 0)
+    until(lambda: running(http) == (0, 0))
+    assert 'dit_accel_requests_total{outcome="cancelled"} 1.0' in http.get("/metrics").text
+    made = http.post("/v1/images/generations", json=GOOD).json()["data"][0]["b64_json"]
+    assert base64.b64decode(made).startswith(b"\x89PNG")
+
+
+def test_a_process_that_dies_costs_no_request(site, http):
+    """The running request and a waiting one get their images from a new process."""
+    psutil = pytest.importorskip("psutil")
+    answers = []
+    ask = lambda: answers.append(http.post("/v1/images/generations", json=LONG).json())  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for place, thread in enumerate(threads):
+        thread.start()
+        until(lambda place=place: running(http) == (1, place))
+    workers = [each for each in psutil.Process(site.process.pid).children() if "spawn_main" in str(each.cmdline())]
+    assert len(workers) == 1
+    workers[0].kill()
+    for thread in threads:
+        thread.join()
+    first, second = (answer["data"][0]["b64_json"] for answer in answers)
+    assert first == second and http.get("/health").status_code == 200
+    assert "died, attempt 1 of 2" in site.errors.read_text()
+
+
+def test_sigterm_ends_it_after_the_running_request(site, http):
+    """The running request gets its image, the waiting one 503; the process ends with 0, and its log shows no key."""
+    answers = {}
+
+    def ask(name):
+        answers[name] = http.post("/v1/images/generations", json=LONG).status_code
+
+    threads = {name: threading.Thread(target=ask, args=(name,)) for name in ("running", "waiting")}
+    for place, thread in enumerate(threads.values()):
+        thread.start()
+        until(lambda place=place: running(http) == (1, place))
+    site.process.send_signal(signal.SIGTERM)
+    for thread in threads.values():
+        thread.join()
+    assert answers == {"running": 200, "waiting": 503}
+    assert site.process.wait(timeout=30) == 0
+    assert KEY not in site.errors.read_text() + site.process.stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "can't be read: No such file"), ("", "must hold one key per line"), ("short\n", "at least 16 characters")],
+    ids=["missing", "empty", "short"],
+)
+def test_a_file_of_keys_is_checked(run, tmp_path, text, message):
+    """The model is not loaded, and the message does not show a key."""
+    if text is not None:
+        (tmp_path / "keys.txt").write_text(text)
+    result = run("serve", "--model", "missing", "--api-key-file", "keys.txt")
+    assert result.exit_code == 2 and "error: --api-key-file: keys.txt" in result.stderr
+    assert message in result.stderr and "short" not in result.stderr
+
+
+def test_a_taken_port_is_an_error_before_the_model_loads(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--model", "missing", "--port", port)
+    assert result.exit_code == 2 and f"error: --port: can't listen on 127.0.0.1:{port}" in result.stderr
+
+
+def test_other_machines_without_a_key_are_noted(run, reached):
+    """Binding to another address prints a note, which a file of keys avoids."""
+    assert "--api-key-file restricts access" in run("serve", "-m", "pictures", "--host", "0.0.0.0").output
+    assert "restricts" not in run("serve", "-m", "pictures").output
+
+
+def test_models_of_videos_are_refused(run, monkeypatch, reached):
+    result = run("serve", "--model", "some/clips")
+    assert result.exit_code == 2 and "some/clips makes videos" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "devices"),
+    [
+        ((), 2, ["cuda:0", "cuda:1"]),
+        (("--gpus", 1), 2, ["cuda:0"]),
+        (("--device", "cuda:1"), 2, ["cuda:1"]),
+        ((), 0, [None]),
+    ],
+    ids=["all", "some", "one by its name", "none"],
+)
+def test_each_gpu_has_a_process(run, reached, monkeypatch, given, there, devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    opened, worker = [], serve.RemoteWorker
+    monkeypatch.setattr(serve, "RemoteWorker", lambda setup: opened.append(setup.loading.device) or worker(setup))
+    result = run("serve", "-m", "pictures", *given)
+    assert result.exit_code == 0, result.output
+    assert opened == devices and reached["closed"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(("--gpus", 3), "must be at most 2"), (("--gpus", 1, "--device", "cpu"), "needs CUDA GPUs, but --device is cpu")],
+)
+def test_missing_gpus_are_an_error(run, reached, monkeypatch, given, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = run("serve", "-m", "pictures", *given)
+    assert result.exit_code == 2 and f"error: --gpus: {message}" in result.stderr

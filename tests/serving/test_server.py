@@ -1,0 +1,529 @@
+"""The HTTP server: images through OpenAI's interface, limits, the queue, cancellation, keys and metrics."""
+
+import asyncio
+import base64
+import io
+import json
+import random
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_accel.errors import BatchError, OutOfMemoryError
+from dit_accel.presets import load_preset
+from dit_accel.serving.api import Limits
+from dit_accel.serving.engine import Made
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.worker import Worker
+from tests.tiny import tiny_pipeline
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
+server = pytest.importorskip("dit_accel.serving.server")
+
+PATH = "/v1/images/generations"
+LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0)
+GOOD = {"prompt": "a fox", "size": "32x48", "steps": 6, "seed": 3}
+KEYS = ["a-long-enough-key", "another-long-key-ü"]
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    tiny_pipeline("flux").save_pretrained(folder)
+    return Worker(Setup(str(folder)))
+
+
+class Held:
+    """Worker whose steps follow each other until it is released or cancelled, and fail for some prompts."""
+
+    def __init__(self):
+        self.release, self.begun, self.made = threading.Event(), threading.Event(), []
+
+    def make_one(self, job, preset, suffix, tell):
+        self.begun.set()
+        prompt = job.settings["prompt"]
+        if prompt == "memory":
+            raise OutOfMemoryError("out of memory: use less")
+        if prompt == "secret":
+            raise RuntimeError("a secret path")
+        if prompt == "broken":
+            raise BatchError("the process died")
+        for step in range(10_000):
+            tell(step, 10_000)
+            if self.release.wait(0.002):
+                break
+        self.made.append(prompt)
+        file = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(file, "png")
+        return Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5})
+
+
+@contextmanager
+def running(worker, *, most=4, limits=LIMITS, keys=(), preset="balanced"):
+    """An application and its dispatcher; ends its thread afterwards."""
+    dispatcher = dispatching.Dispatcher([worker], most)
+    served = server.Served("tiny", preset and load_preset(preset))
+    try:
+        yield server.build_app(dispatcher, served, limits, keys), dispatcher
+    finally:
+        dispatcher.stop(10.0)
+        assert not any(thread.is_alive() for thread in dispatcher._threads)
+
+
+def client(app, **more):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60, **more)
+
+
+def post(app, body, **headers):
+    """The answer to one request; a body that is no bytes is sent as JSON."""
+
+    async def ask():
+        async with client(app, headers=headers) as http:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await http.post(PATH, content=content)
+
+    return asyncio.run(ask())
+
+
+def get(app, path, **headers):
+    async def ask():
+        async with client(app, headers=headers) as http:
+            return await http.get(path)
+
+    return asyncio.run(ask())
+
+
+def image(entry):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(entry["b64_json"]))))
+
+
+def metric(app, name):
+    lines = dict(line.rsplit(" ", 1) for line in get(app, "/metrics").text.splitlines() if line[:1] != "#")
+    return float(lines[name])
+
+
+def expected(preset=None, seed=3, **overrides):
+    """The image that a pipeline makes in this process, plain without a preset."""
+    from dit_accel import accelerate_pipeline
+
+    pipe = tiny_pipeline("flux")
+    if preset:
+        accelerate_pipeline(pipe, preset, **overrides)
+    arguments = {"prompt": "a fox", "num_inference_steps": 6, "width": 32, "height": 48}
+    return np.asarray(pipe(**arguments, generator=torch.Generator().manual_seed(seed)).images[0])
+
+
+def test_an_image_equals_that_of_the_command_generate(worker, run, tmp_path):
+    """The PNG file has the same bytes as that of `generate` with the same options."""
+    with running(worker) as (app, _):
+        answer = post(app, GOOD).json()
+    (entry,) = answer["data"]
+    options = ("--prompt", "a fox", "--width", "32", "--height", "48", "--steps", "6", "--seed", "3")
+    result = run("generate", "--model", worker._setup.model, *options, "--output", "fox.png")
+    assert result.exit_code == 0, result.output
+    assert base64.b64decode(entry["b64_json"]) == (tmp_path / "fox.png").read_bytes()
+    assert (entry["size"], entry["seed"], entry["preset"]) == ("32x48", 3, "balanced")
+    assert answer["output_format"] == "png" and entry["seconds"]["denoising"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "preset", "overrides"),
+    [
+        ({"preset": "none"}, None, {}),
+        ({"preset": "turbo"}, "turbo", {}),
+        ({"target_error": 0.9}, "balanced", {"target_error": 0.9}),
+        ({"preset": "quality", "target_error": 0.5}, "quality", {"target_error": 0.5}),
+    ],
+    ids=["plain", "a preset", "a target", "both"],
+)
+def test_each_request_has_its_own_preset(worker, fields, preset, overrides):
+    """Requests with other presets before and after it do not change its image."""
+    with running(worker) as (app, _):
+        first, own, last = (post(app, GOOD | each).json()["data"][0] for each in ({}, fields, {}))
+    np.testing.assert_array_equal(image(own), expected(preset, **overrides))
+    assert first["b64_json"] == last["b64_json"]
+    assert (own["computed_fraction"] == 1.0) == (preset is None)
+
+
+def test_images_of_a_request_have_seeds_that_follow_each_other(worker):
+    """Each image of a request equals that of a request for its seed; without a seed requests differ."""
+    with running(worker, preset=None) as (app, _):
+        made = post(app, GOOD | {"n": 2}).json()["data"]
+        chosen = [post(app, {**GOOD, "seed": None}).json()["data"][0]["seed"] for _ in range(2)]
+    assert [entry["seed"] for entry in made] == [3, 4] and chosen[0] != chosen[1]
+    for entry in made:
+        np.testing.assert_array_equal(image(entry), expected(seed=entry["seed"]))
+
+
+@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
+def test_an_image_has_the_requested_format(worker, form):
+    with running(worker) as (app, _):
+        (entry,) = post(app, GOOD | {"output_format": form}).json()["data"]
+    assert Image.open(io.BytesIO(base64.b64decode(entry["b64_json"]))).format.lower() == form
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "should be a valid string"),
+        ({"prompt": ""}, "prompt", "at least 1 character"),
+        ({"prompt": "a" * 4001}, "prompt", "at most 4000 characters"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 3}, "n", "n must be at most 2, got 3"),
+        ({"n": True}, "n", "valid integer"),
+        ({"n": "1"}, "n", "valid integer"),
+        ({"size": "32"}, "size", "match pattern"),
+        ({"size": "32x33"}, "size", "multiples of 16, got 32x33"),
+        ({"size": "0x32"}, "size", "sides of 16 to 64 pixels"),
+        ({"size": "80x32"}, "size", "sides of 16 to 64 pixels"),
+        ({"steps": 13}, "steps", "steps must be at most 12, got 13"),
+        ({"steps": 2.5}, "steps", "valid integer"),
+        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"guidance": float("nan")}, "guidance", "finite number"),
+        ({"guidance": 101}, "guidance", "less than or equal to 100"),
+        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"output_format": "gif"}, "output_format", "png"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
+        ({"preset": "/etc/passwd"}, "preset", "does not exist"),
+        ({"preset": "../configs/turbo.yaml"}, "preset", "does not exist"),
+        ({"preset": "none", "target_error": 0.1}, "target_error", "needs a preset"),
+        ({"preset": "exact", "target_error": 0.1}, "target_error", "target_error"),
+        ({"target_error": -1}, "target_error", "greater than 0"),
+        ({"model": "other"}, "model", "this server has tiny"),
+        ({"promt": "a"}, "promt", "did you mean 'prompt'?"),
+        ({"negative_prompt": "red", "guidance": 0.5}, "negative_prompt", "only with guidance above 1"),
+        ({"preset": "wan21-sparge"}, "preset", "is for wan models"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named(worker, change, param, message):
+    """The status is 4xx, and the error has OpenAI's shape and names the field."""
+    with running(worker) as (app, _):
+        answer = post(app, GOOD | change)
+        assert answer.status_code == (404 if param == "model" else 400)
+        assert metric(app, 'dit_accel_requests_total{outcome="invalid"}') == 1
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param and message in error["message"] and "--" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "must be a JSON object"),
+        (b"[]", 400, "must be a JSON object"),
+        (b'{"prompt": "\\ud800"}', 400, "must be a JSON object"),
+        (b"\xff\xfe", 400, "must be a JSON object"),
+        (b"[" * 4000, 400, "must be a JSON object"),
+        (b"{}", 400, "prompt is required"),
+        (b" " * 4097, 413, "at most 4,096 bytes"),
+    ],
+    ids=["empty", "a list", "half a character", "no UTF-8", "nested", "no prompt", "too long"],
+)
+def test_a_body_that_is_no_request_is_refused(body, status, message):
+    with running(Held()) as (app, _):
+        answer = post(app, body)
+    assert answer.status_code == status and message in answer.json()["error"]["message"]
+
+
+def test_a_long_body_without_a_length_is_read_up_to_the_limit():
+    """A chunked body ends at the limit, and not when the client has sent everything."""
+    sent = []
+
+    async def chunks():
+        for _ in range(100):
+            sent.append(1)
+            yield b" " * 1024
+
+    async def ask(app):
+        async with client(app) as http:
+            return await http.post(PATH, content=chunks())
+
+    with running(Held()) as (app, _):
+        answer = asyncio.run(ask(app))
+    assert answer.status_code == 413 and len(sent) < 10
+
+
+def test_a_slow_body_is_refused(monkeypatch):
+    monkeypatch.setattr(server, "SLOWEST_BODY", 0.05)
+
+    async def chunks():
+        yield b"{"
+        await asyncio.sleep(5)
+        yield b"}"
+
+    async def ask(app):
+        async with client(app) as http:
+            return await http.post(PATH, content=chunks())
+
+    with running(Held()) as (app, _):
+        assert asyncio.run(ask(app)).status_code == 408
+
+
+def test_hostile_bodies_are_refused():
+    """300 random bodies: each has status 400 or 413 and an error in OpenAI's shape, and none reaches the worker."""
+    draw, held = random.Random(0), Held()
+    values = [None, True, -1, 0, 2**70, -0.0, 1e308, float("inf"), "", "\0", "ü" * 5000, "../../etc/passwd", "'; --"]
+    values += [[], {}, [[]] * 20, {"a": {"b": None}}, "<script>", "%00", "http://127.0.0.1/", "1e9x1e9", "१६x१६"]
+    names = [*GOOD, "n", "preset", "guidance", "output_format", "response_format", "stream", "image", "__class__", "ü"]
+
+    def body():
+        wrong = GOOD | {draw.choice(names): draw.choice(values) for _ in range(draw.randint(1, 4))}
+        text = bytearray(
+            json.dumps(wrong).encode() if draw.random() < 0.7 else json.dumps(draw.choice(values)).encode()
+        )
+        for _ in range(draw.choice([0, 0, 1, 5])):
+            text[draw.randrange(len(text))] = draw.randrange(256)
+        return bytes(text)
+
+    async def ask(app):
+        async with client(app) as http:
+            return [await http.post(PATH, content=each) for each in bodies]
+
+    bodies = []
+    while len(bodies) < 300:
+        if (each := body()) and not is_valid(each):
+            bodies.append(each)
+    with running(held) as (app, _):
+        answers = asyncio.run(ask(app))
+    assert {answer.status_code for answer in answers} <= {400, 404, 413}
+    assert all(set(answer.json()["error"]) == {"message", "type", "param", "code"} for answer in answers)
+    assert max(len(answer.content) for answer in answers) < 2000 and held.made == []
+
+
+def is_valid(body):
+    from dit_accel.serving.api import RequestError, read_request, requested_preset
+
+    try:
+        requested_preset(read_request(body, LIMITS, "tiny"), load_preset("balanced"))
+    except RequestError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", PATH, 405), ("POST", "/v1/images/edits", 404), ("GET", "/../../etc/passwd", 404), ("GET", "/docs", 404)],
+)
+def test_unknown_routes_have_errors_in_the_same_shape(method, path, status):
+    async def ask(app):
+        async with client(app) as http:
+            return await http.request(method, path)
+
+    with running(Held()) as (app, _):
+        answer = asyncio.run(ask(app))
+    assert answer.status_code == status and answer.json()["error"]["code"] == "not_found"
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_full_queue_refuses_at_once():
+    """One request runs and two wait; a fourth gets 503 with Retry-After, and the others their images."""
+    held = Held()
+
+    async def ask(app, dispatcher):
+        async with client(app) as http:
+            accepted = [asyncio.create_task(http.post(PATH, json=GOOD | {"seed": seed})) for seed in range(3)]
+            await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 2))
+            assert "dit_accel_queue_length 2.0" in (await http.get("/metrics")).text
+            refused = await http.post(PATH, json=GOOD)
+            assert (await http.get("/health")).json() == {"status": "ok", "waiting": 2, "running": 1}
+            held.release.set()
+            return refused, [await each for each in accepted]
+
+    with running(held, most=2) as (app, dispatcher):
+        refused, accepted = asyncio.run(ask(app, dispatcher))
+        assert metric(app, 'dit_accel_requests_total{outcome="busy"}') == 1
+        assert metric(app, 'dit_accel_requests_total{outcome="ok"}') == 3
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "server_error"
+    assert [answer.json()["data"][0]["seed"] for answer in accepted] == [0, 1, 2]
+
+
+def test_requests_that_wait_are_refused_when_the_server_closes():
+    """The running request gets its image, the waiting one and later ones 503."""
+    held = Held()
+
+    async def ask(app, dispatcher):
+        async with client(app) as http:
+            first, second = (asyncio.create_task(http.post(PATH, json=GOOD)) for _ in range(2))
+            await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 1))
+            dispatcher.close()
+            late, health = await http.post(PATH, json=GOOD), await http.get("/health")
+            waiting = await second
+            held.release.set()
+            return [each.status_code for each in (await first, waiting, late, health)]
+
+    with running(held) as (app, dispatcher):
+        assert asyncio.run(ask(app, dispatcher)) == [200, 503, 503, 503]
+
+
+async def leave(app, body, condition, **message):
+    """Send a body, and disconnect once the condition holds."""
+    messages = [{"type": "http.request", "body": body, **message}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await until(condition)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "root_path": ""}
+    await app(scope | {"asgi": {"spec_version": "2.3"}, "server": ("here", 80)}, receive, send)
+
+
+def test_a_client_that_disconnects_in_its_body_is_counted():
+    """Half of a body is no invalid request."""
+    with running(Held()) as (app, dispatcher):
+        asyncio.run(leave(app, b'{"prompt": ', lambda: True, more_body=True))
+        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1 and not dispatcher.running
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["one answer", "events"])
+@pytest.mark.parametrize("place", ["running", "waiting"])
+def test_a_client_that_disconnects_cancels_its_request(stream, place):
+    """A running request ends at its next step, and a waiting one never begins; the next request is made."""
+    held = Held()
+
+    async def ask(app, dispatcher):
+        async with client(app) as http:
+            if place == "waiting":
+                first = asyncio.create_task(http.post(PATH, json=GOOD | {"prompt": "first"}))
+                await until(lambda: dispatcher.running)
+            body = json.dumps(GOOD | {"prompt": "left", "stream": stream}).encode()
+            before = dispatcher.running
+            await leave(app, body, lambda: dispatcher.waiting if before else dispatcher.running)
+            await until(lambda: dispatcher.running == (place == "waiting") and not dispatcher.waiting)
+            held.release.set()
+            if place == "waiting":
+                await first
+            assert (await http.post(PATH, json=GOOD | {"prompt": "next"})).status_code == 200
+
+    with running(held) as (app, dispatcher):
+        asyncio.run(ask(app, dispatcher))
+        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1
+    assert held.made == (["first"] if place == "waiting" else []) + ["next"]
+
+
+def test_a_cancelled_run_leaves_the_pipeline_as_it_was(worker):
+    """A run that ends between two steps does not change the image of the next."""
+
+    def leave(done, steps):
+        if done == 3:
+            raise dispatching.Cancelled
+
+    with running(worker) as (app, _):
+        before = post(app, GOOD).json()["data"][0]["b64_json"]
+        job = dispatching.Job(0, {"prompt": "an owl", "steps": 6, "height": 48, "width": 32, "seed": 9})
+        with pytest.raises(dispatching.Cancelled):
+            worker.make_one(job, load_preset("balanced"), ".png", leave)
+        assert post(app, GOOD).json()["data"][0]["b64_json"] == before
+
+
+def test_time_is_limited():
+    """A request that takes longer gets 504, and its run ends."""
+    held = Held()
+    with running(held, limits=Limits(seconds=0.2)) as (app, dispatcher):
+        answer = post(app, GOOD)
+        asyncio.run(until(lambda: not dispatcher.running))
+        assert metric(app, 'dit_accel_requests_total{outcome="timeout"}') == 1
+    assert answer.status_code == 504 and held.made == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message", "health"),
+    [
+        ("memory", "out of memory: use less", 200),
+        ("secret", "the server's log has the reason", 200),
+        ("broken", "the process died", 503),
+    ],
+)
+def test_a_failure_has_status_500(prompt, message, health):
+    """Errors of the library are shown; others only in the log. A server with a broken worker is not healthy."""
+    with running(Held()) as (app, _):
+        answer = post(app, GOOD | {"prompt": prompt})
+        assert get(app, "/health").status_code == health
+        assert metric(app, 'dit_accel_requests_total{outcome="failed"}') == 1
+    assert answer.status_code == 500 and message in answer.json()["error"]["message"]
+    assert "path" not in answer.text
+
+
+def events(text):
+    """The server-sent events of a text: name and content."""
+    for block in text.strip().split("\n\n"):
+        name, content = block.split("\n")
+        assert json.loads(content.removeprefix("data: ")).get("type", "error") == name.removeprefix("event: ")
+        yield name.removeprefix("event: "), json.loads(content.removeprefix("data: "))
+
+
+def test_a_stream_has_every_step_and_the_image(worker):
+    """The image equals that of a request without a stream."""
+    with running(worker) as (app, _):
+        whole = post(app, GOOD).json()["data"][0]["b64_json"]
+        answer = post(app, GOOD | {"stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *steps, (last, content) = events(answer.text)
+    assert [content["step"] for _, content in steps] == list(range(7))
+    assert {(name, content["steps"]) for name, content in steps} == {("image_generation.progress", 6)}
+    assert last == "image_generation.completed" and content["b64_json"] == whole
+
+
+def test_an_error_in_a_stream_is_an_event():
+    with running(Held()) as (app, _):
+        ((name, content),) = events(post(app, GOOD | {"stream": True, "prompt": "memory"}).text)
+    assert name == "error" and content["error"]["message"] == "out of memory: use less"
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (f"Bearer {KEYS[0]}", 200),
+        (f"bearer {KEYS[1]}", 200),
+        (f"Basic {KEYS[0]}", 401),
+        (KEYS[0], 401),
+        ("Bearer ", 401),
+        (f"Bearer {KEYS[0]}x", 401),
+        (None, 401),
+    ],
+)
+def test_keys_are_needed_where_there_are_some(header, status, caplog):
+    """All routes but /health need one, and neither answers nor logs show it."""
+    headers = {} if header is None else {"Authorization": header.encode()}
+    held = Held()
+    held.release.set()
+    with running(held, keys=KEYS) as (app, _):
+        answers = [get(app, path, **headers) for path in ("/v1/models", "/metrics")] + [post(app, GOOD, **headers)]
+        assert get(app, "/health").status_code == 200
+    assert {answer.status_code for answer in answers} == {status}
+    assert not any(key in answer.text for key in KEYS for answer in answers)
+    assert not any(key in caplog.text for key in KEYS)
+
+
+def test_models_have_openais_shape():
+    with running(Held()) as (app, _):
+        listed = get(app, "/v1/models").json()
+    assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ["tiny"]
+
+
+def test_metrics_have_seconds_by_stage_and_the_computed_share(worker):
+    with running(worker) as (app, _):
+        entry = post(app, GOOD).json()["data"][0]
+        assert metric(app, "dit_accel_computed_fraction_sum") == pytest.approx(entry["computed_fraction"])
+        for stage, seconds in entry["seconds"].items():
+            assert metric(app, f'dit_accel_stage_seconds_total{{stage="{stage}"}}') == pytest.approx(seconds)
+        assert metric(app, "dit_accel_request_seconds_count") == 1
