@@ -126,6 +126,10 @@ class Branches:
             renewed = self._new(key, request)  # the records of other branches stay valid
             renewed.conditioning = known.conditioning  # it knows which items held their value
             self._states[key] = renewed
+        elif known is not None and known.conditioning.has_new_mode:  # computes, because its output may change shape
+            self.settle()
+            for loop in known.loops:
+                loop.restart()
         self._called[key] = None
         if key not in self._states:
             self._drop_resting()
