@@ -32,7 +32,9 @@ from dit_accel.presets import Preset, default_preset
 from dit_accel.stages import prompts
 from dit_accel.stages.decode import FUSED, Decoding
 
-ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
+ONLY_KNOWN = (
+    f"only {', '.join(TRANSFORMER_NAMES)} and diffusers' transformers are known to be called once a step and branch"
+)
 
 
 class Acceleration:
@@ -207,7 +209,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
         raise UnsupportedError(
-            "pipe must be a diffusers pipeline with a scheduler and a component named "
+            "pipe must be a diffusers pipeline with a scheduler and a transformer of diffusers or a component named "
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )

@@ -25,7 +25,7 @@ from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_fo
 from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.conditions import Conditions
-from dit_accel.models.families.family import FURTHER_LATENTS, latents_of
+from dit_accel.models.families.family import FURTHER_LATENTS, TIMESTEPS, latents_of, timestep_names
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import (
     HOOK_NAME,
@@ -52,7 +52,6 @@ NO_NAMES = (
     "calls with unnamed arguments run unaccelerated: the transformer's forward was replaced by a function of *args and "
     "**kwargs; decorate that with functools.wraps of the original forward"
 )
-TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument; "timesteps" is HiDream's, "t" is Z-Image's
 TENSOR = object()  # marks a predicted tensor in the remembered structure of an output
 BESIDE = (
     "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
@@ -92,10 +91,11 @@ class TransformerDriver:
         captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
         self.graphs = StepGraphs(self) if captures else None
         is_replaced = replaced_forward(transformer) is not None  # the new function may not name its arguments
-        if not is_replaced and not any(name in self._parameters for name in TIMESTEPS):
+        self._timesteps = timestep_names(self._parameters) or TIMESTEPS
+        if not is_replaced and not timestep_names(self._parameters):
             raise UnsupportedError(
-                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
-                f"{TIMESTEPS[-1]!r}, so its steps can't be distinguished"
+                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS))} or timesteps of "
+                "parts ('vision_timesteps'), so its steps can't be distinguished"
             )
 
     @property
@@ -178,6 +178,11 @@ class TransformerDriver:
             return ModelSize()
         return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
 
+    def timestep_of(self, arguments: dict[str, Any]) -> Any:
+        """Return the argument that identifies a call's step; None = there is none."""
+        given = [value for name in self._timesteps if (value := arguments.get(name)) is not None]
+        return next((each for each in given if not isinstance(each, torch.Tensor) or each.numel()), None)
+
     def lengths(self, arguments: dict[str, Any]) -> tuple:
         """Lengths besides shapes on which records of the blocks depend."""
         return ()
@@ -198,7 +203,7 @@ class TransformerDriver:
             context: branch of guidance as the pipeline names it, or None.
         """
         arguments = self.named(args, kwargs)
-        timestep = timestep_of(arguments)
+        timestep = self.timestep_of(arguments)
         if timestep is None:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return self.computing(original)(*args, **kwargs)
@@ -271,7 +276,7 @@ class TransformerDriver:
 
     def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note that a call runs unaccelerated, because forecasts and kernels give no gradients."""
-        self.controller.stand_aside(timestep_of(self.named(args, kwargs)), GRADIENTS)
+        self.controller.stand_aside(self.timestep_of(self.named(args, kwargs)), GRADIENTS)
 
     def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
         """Return the rows of each prompt in a batch if the preset schedules prompts separately, else all rows."""
@@ -283,18 +288,14 @@ class TransformerDriver:
         return prompt_rows(context, arguments["hidden_states"], guidance_parts(self.transformer))
 
 
-def timestep_of(arguments: dict[str, Any]) -> Any:
-    """Return the argument that identifies a call's step; None = there is none."""
-    return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
-
-
 def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     """Return for each leaf of a transformer's output True if it is a prediction for latents.
 
     The first leaf is one if it is a tensor. Another leaf is one if it has the shape of some latents of the call, except
     for the number of channels.
     """
-    latents = [*latents_of(arguments), *(arguments[name] for name in arguments if name in FURTHER_LATENTS)]
+    further = pytree.tree_leaves([arguments[name] for name in arguments if name in FURTHER_LATENTS])
+    latents = [*latents_of(arguments), *further]
     shapes = [each.shape for each in latents if isinstance(each, torch.Tensor)]
     return [
         isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
