@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.runs import Runs
-from dit_accel.loop.tracker import Clock, SchedulerClock, TimestepClock
+from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
 from dit_accel.models.beside.other_caches import refuse_other_cache
@@ -259,7 +260,7 @@ def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **override
 def accelerate_transformer(
     transformer: torch.nn.Module,
     preset: str | Path | Preset,
-    timesteps: Sequence[float] | torch.Tensor,
+    timesteps: Sequence[float] | torch.Tensor | None = None,
     control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
@@ -275,7 +276,8 @@ def accelerate_transformer(
             name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``. A loop that starts again after its second step needs nothing; a loop that was
-            left earlier needs ``reset()``.
+            left earlier needs ``reset()``. None = the loop calls the transformer inside of diffusers' (0.42)
+            ``transformer.cache_context(name, step_index=…, num_inference_steps=…)``.
         control_net: ControlNet that the loop calls before the transformer, or None; at level ``output`` it then runs
             only in steps whose transformer reads its output.
         overrides: preset keys to change; see :func:`accelerate_pipeline`.
@@ -297,8 +299,9 @@ def accelerate_transformer(
     family = known_family(transformers["transformer"])
     is_video = family is not None and family.makes == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
-    TimestepClock(timesteps)  # raises if they are not valid
-    return _attach(transformers, called, settings, lambda _: TimestepClock(timesteps), control_net)
+    clock = PlaceClock if timesteps is None else partial(TimestepClock, timesteps)
+    clock()  # raises if they are not valid
+    return _attach(transformers, called, settings, lambda _: clock(), control_net)
 
 
 def _attach(

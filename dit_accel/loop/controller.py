@@ -24,7 +24,7 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
 from dit_accel.loop.timing import CallParts, stopwatch_of
-from dit_accel.loop.tracker import Clock, StepMode, Tick
+from dit_accel.loop.tracker import Clock, Place, StepMode, Tick
 from dit_accel.presets import Preset
 
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
@@ -117,12 +117,14 @@ class Controller:
         size: Callable[[], ModelSize] = ModelSize,
         samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
         conditions: Callable[[], Mapping[str, Any]] = dict,
+        place: Place | None = None,
     ) -> Iterator[Call]:
         """Open a transformer call and close it; if the call raises, drop the run's caches.
 
         Args:
             timestep: the timestep that the pipeline passes to the transformer.
             transformer, context, shapes, size, samples, conditions: see :class:`Request`.
+            place: the step, if the pipeline gives it.
 
         Raises:
             MemoryBudgetError: the run's branches together exceed the preset's budget.
@@ -130,7 +132,7 @@ class Controller:
         elapsed = stopwatch_of(timestep)
         self.parts.enter(transformer, elapsed)
         try:
-            self.call = self._open(Request(transformer, context, shapes, size, samples, conditions), timestep)
+            self.call = self._open(Request(transformer, context, shapes, size, samples, conditions), timestep, place)
             yield self.call
         except BaseException:
             self.branches.drop()
@@ -206,8 +208,8 @@ class Controller:
         self._standing.append(remark)
         self.report.warn(remark)
 
-    def _open(self, request: Request, timestep: torch.Tensor | float) -> Call:
-        tick, schedule = self._follow(timestep), self.preset.schedule
+    def _open(self, request: Request, timestep: torch.Tensor | float, place_in_run: Place | None) -> Call:
+        tick, schedule = self._follow(timestep, place_in_run), self.preset.schedule
         items = request.conditions() if self._why_plain is None and self._forecasts else {}
         branch, place = self.branches.of(request, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
@@ -240,9 +242,9 @@ class Controller:
             place=place,
         )
 
-    def _follow(self, timestep: torch.Tensor | float) -> Tick:
+    def _follow(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
         """Read the position in the run; start a new run or step in the report."""
-        tick, forecast = self._clock.read(timestep), self.preset.forecast
+        tick, forecast = self._clock.read(timestep, place), self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
             sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)

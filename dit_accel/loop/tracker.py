@@ -1,8 +1,9 @@
 """Find the run, the step and the branch of a transformer call.
 
 1. A **run** begins when the scheduler gets new timesteps, or when its steps go back.
-2. The **step** is the scheduler's ``step_index``. If the scheduler keeps none, the step advances when the timestep that
-   the transformer gets changes.
+2. The **step** is the one that diffusers' cache context gives (``step_index``, in diffusers 0.42), otherwise the
+   scheduler's ``step_index``. If the scheduler keeps none, the step advances when the timestep that the transformer
+   gets changes.
 3. A run **begins in the middle**, for example image to image, if the scheduler's ``begin_index`` says so. If it is not
    set, the first timestep is looked up in the schedule. The first ``step_index`` confirms that place, or the run begins
    anew there. A timestep of 1 or less is not looked up: pipelines that rescale timesteps pass such numbers.
@@ -22,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -89,6 +90,18 @@ class Tick:
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
 
+class Place(NamedTuple):
+    """Step of a call as the pipeline gives it.
+
+    Args:
+        step: index in the pipeline's loop, from 0.
+        steps: number of steps of the loop; None = not given.
+    """
+
+    step: int
+    steps: int | None = None
+
+
 class Clock(Protocol):
     """Reads the position of the denoising loop for a controller.
 
@@ -99,8 +112,8 @@ class Clock(Protocol):
     @property
     def missed_run(self) -> bool: ...
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Return the position of the loop at a call of the model with this timestep."""
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at a call of the model with this timestep, at the place that is given."""
 
 
 class SchedulerClock:
@@ -136,8 +149,8 @@ class SchedulerClock:
         scheduler = self._scheduler()
         return scheduler, getattr(scheduler, "timesteps", None)
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Return the position of the loop at a call of the model with this timestep.
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at a call of the model with this timestep, at the place that is given.
 
         Raises:
             UnsupportedError: the pipeline was deleted.
@@ -148,7 +161,8 @@ class SchedulerClock:
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
         # A call after the last step, outside of a pipeline's loop, counts as the last step.
-        index = min(self._index(scheduler, timestep), self._end - 1)
+        index = self._index(scheduler, timestep) if place is None else self._first + place.step
+        index = min(index, self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
             self._start(scheduler, index)
         self._guessed = self._guessed and getattr(scheduler, "step_index", None) is None
@@ -193,7 +207,7 @@ class SchedulerClock:
 
 
 class TimestepClock:
-    """Read the step from the timestep alone, for a caller's own loop over known timesteps.
+    """Read the step from the place that is given, otherwise from the timestep, for a caller's own loop.
 
     A run starts when the loop returns to an earlier timestep.
 
@@ -224,10 +238,17 @@ class TimestepClock:
         self._run = object()
         self._step = -1
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at a call of the model with this timestep, at the place that is given.
+
+        Raises:
+            UnsupportedError: the timestep is far from all timesteps of the loop.
+        """
         value = _largest(timestep)
         step = min(range(len(self._values)), key=lambda index: abs(self._values[index] - value))
-        if abs(self._values[step] - value) > self._tolerance:
+        if place is not None and place.step < len(self._values):
+            step = place.step
+        elif abs(self._values[step] - value) > self._tolerance:
             raise UnsupportedError(
                 f"timestep {value} is none of the timesteps given, {self._values[0]} to {self._values[-1]}; pass the "
                 "timesteps that the transformer gets, in its own scale"
@@ -236,6 +257,39 @@ class TimestepClock:
             self._run = object()
         self._step = step
         return Tick(self._run, step, len(self._values), self._values, self._values)
+
+
+class PlaceClock:
+    """Read the step from the place that is given, for a caller's own loop whose timesteps are not known.
+
+    A run starts when the step goes back or the number of steps changes. Noise levels count as falling evenly.
+
+    Attributes:
+        missed_run: always False; a missed run can't be detected without a scheduler.
+    """
+
+    missed_run = False
+
+    def __init__(self) -> None:
+        self._run = object()
+        self._place = Place(-1)
+
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at the place that is given.
+
+        Raises:
+            UnsupportedError: no place is given, or it is outside of the loop.
+        """
+        if place is None or place.steps is None or not 0 <= place.step < place.steps:
+            raise UnsupportedError(
+                "without timesteps, each call must run in transformer.cache_context(name, step_index=…, "
+                f"num_inference_steps=…) of diffusers 0.42, from 0 on; got {place or 'no step_index'}"
+            )
+        if place.step < self._place.step or place.steps != self._place.steps:
+            self._run = object()
+        self._place = place
+        levels = [1 - step / place.steps for step in range(place.steps)]
+        return Tick(self._run, place.step, place.steps, levels, levels)
 
 
 class SigmaClock:
@@ -270,7 +324,7 @@ class SigmaClock:
         nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma))
         return nearest if math.isclose(self._sigmas[nearest], sigma, rel_tol=SIGMA_ROUNDING) else None
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
         """Return the position of the sampler at a call at a noise level of the run.
 
         Raises:

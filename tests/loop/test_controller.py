@@ -38,7 +38,7 @@ class FakeClock:
     def start_run(self) -> None:
         self.run = object()
 
-    def read(self, timestep: float) -> Tick:
+    def read(self, timestep: float, place=None) -> Tick:
         sigmas = [1 - i / STEPS for i in range(STEPS)]
         return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves)
 
