@@ -218,7 +218,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
     def clock(pipeline: Any) -> SchedulerClock:
         whose = owner if pipeline is None else weakref.ref(pipeline)
-        return SchedulerClock(lambda: getattr(whose(), "scheduler", None))
+        return SchedulerClock(lambda: getattr(whose(), "scheduler", None), lambda: _further_schedulers(whose()))
 
     called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
@@ -353,6 +353,12 @@ def _attach(
         acceleration.restore()
         raise
     return acceleration
+
+
+def _further_schedulers(pipe: Any) -> dict[str, Any]:
+    """Return the schedulers of a pipeline's further outputs by name: "audio" for ``audio_scheduler``."""
+    suffix = "_scheduler"
+    return {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:

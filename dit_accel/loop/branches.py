@@ -16,6 +16,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap
 from dit_accel.loop.memory import ModelSize, plan_memory
+from dit_accel.loop.outputs import FIRST, LoopPerOutput
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
@@ -178,7 +179,9 @@ class Branches:
         loops = []
         for place, rows in enumerate(samples):
             gap = self._gaps.setdefault(place, self._gap(self._preset, self.course))
-            loops.append(self._loop(gap, memory.order, rows))
+            courses = {FIRST: self.course, **self.course.further}
+            own = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
+            loops.append(LoopPerOutput(own) if self.course.further else own[FIRST])
         return BranchState(key[1], request.shapes, size, memory, loops)
 
     def _note_dropped(self, why: str) -> None:

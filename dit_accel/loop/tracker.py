@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +65,7 @@ class Tick:
             noise, ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas.
         plain: why no step of the run may be forecast, or None.
         moves: factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown.
+        further: schedules of the second and later outputs by name, if the pipeline has other schedulers for them.
     """
 
     run: object
@@ -74,6 +75,7 @@ class Tick:
     sigmas: Sequence[float]
     plain: str | None = None
     moves: Moves | None = None
+    further: Mapping[str, Tick] = field(default_factory=dict)
 
     def coordinates(self, kind: str) -> Sequence[float]:
         """Return the coordinate of the forecast polynomial at every step of the run.
@@ -125,10 +127,12 @@ class SchedulerClock:
     Args:
         scheduler: returns the pipeline's current scheduler, which a user may replace at any time, or None if the
             pipeline was deleted.
+        further: returns the pipeline's schedulers of further outputs by name, in the order of the outputs.
     """
 
-    def __init__(self, scheduler: Callable[[], Any]) -> None:
+    def __init__(self, scheduler: Callable[[], Any], further: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._scheduler = scheduler
+        self._further = further
         self._timesteps: torch.Tensor | None = None
         self._run: object = None
         self._first = self._latest = self._end = 0  # in the scheduler's timesteps
@@ -167,7 +171,7 @@ class SchedulerClock:
             self._start(scheduler, index)
         self._guessed = self._guessed and getattr(scheduler, "step_index", None) is None
         self._latest = index
-        return Tick(self._run, index - self._first, len(self._values), self._values, self._sigmas, *self._outlook)
+        return replace(self._begun, step=index - self._first)
 
     def _begin(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
         """Start the run of new timesteps at the scheduler's ``begin_index``, otherwise at the first timestep."""
@@ -184,17 +188,25 @@ class SchedulerClock:
         self._timesteps, self._seen = scheduler.timesteps, (scheduler, scheduler.timesteps)
         self._run = object()
         self._first = self._latest = first
-        values = [float(value) for value in scheduler.timesteps.tolist()]
-        self._end = len(values)
-        sigmas = getattr(scheduler, "sigmas", None)
-        self._values = values[self._first :]
-        self._sigmas = self._values
-        if sigmas is not None and len(sigmas) >= len(values):
-            self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :]
+        self._end = len(scheduler.timesteps)
+        self._begun = self._schedule(scheduler)
+        others = {name: self._schedule(each) for name, each in self._further().items() if _has_steps(each, self._end)}
+        others = {name: each for name, each in others.items() if each.sigmas != self._begun.sigmas}
+        plain = next((each.plain for each in (self._begun, *others.values()) if each.plain is not None), None)
+        self._begun = replace(self._begun, plain=plain, further=others)
         self._count = self._first
         self._previous: float | None = None
+
+    def _schedule(self, scheduler: Any) -> Tick:
+        """Return the first position of a scheduler's run."""
+        values = [float(value) for value in scheduler.timesteps.tolist()]
+        sigmas = getattr(scheduler, "sigmas", None)
+        levels = values = values[self._first :]
+        if sigmas is not None and len(sigmas) >= self._end:
+            levels = _noise_levels(sigmas[: self._end])[self._first :]
         plain = _why_plain(scheduler)
-        self._outlook = plain, None if plain else _flow_moves(scheduler, first)
+        moves = None if plain else _flow_moves(scheduler, self._first)
+        return Tick(self._run, 0, len(values), values, levels, plain, moves)
 
     def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
         if hasattr(scheduler, "step_index"):
@@ -344,6 +356,12 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     """Return sigmas of a flow unchanged; sigmas of other models, the ratio of noise to image, as angles."""
     levels = [float(sigma) for sigma in sigmas]
     return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
+
+
+def _has_steps(scheduler: Any, count: int) -> bool:
+    """Return True if a scheduler was given this number of timesteps."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    return timesteps is not None and len(timesteps) == count
 
 
 def _why_plain(scheduler: Any) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dit_accel import accelerated
+from dit_accel.loop.outputs import FIRST
 from dit_accel.models import denoisers
 from tests.models.tiny import built, videos
 from tests.tiny import _redraw
@@ -50,6 +51,7 @@ def test_denoisers_are_found_under_any_name(name):
         report = pipe.dit_accel.report()
     assert report.layers == [name] and report.steps_by_mode["dispatch"] > STEPS / 3
     assert all(0 < relative_error(*pair) < 0.05 for pair in zip(latents, plain, strict=True))
+    assert {step.decided_by for step in report.steps} - {None} <= {FIRST, "audio"}
     assert all(map(torch.equal, run(), plain))
 
 
