@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.runs import Runs
-from dit_accel.loop.tracker import Clock, SchedulerClock, TimestepClock
+from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
 from dit_accel.models.beside.other_caches import refuse_other_cache
@@ -32,7 +33,9 @@ from dit_accel.presets import Preset, default_preset
 from dit_accel.stages import prompts
 from dit_accel.stages.decode import FUSED, Decoding
 
-ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
+ONLY_KNOWN = (
+    f"only {', '.join(TRANSFORMER_NAMES)} and diffusers' transformers are known to be called once a step and branch"
+)
 
 
 class Acceleration:
@@ -207,7 +210,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
         raise UnsupportedError(
-            "pipe must be a diffusers pipeline with a scheduler and a component named "
+            "pipe must be a diffusers pipeline with a scheduler and a transformer of diffusers or a component named "
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
@@ -215,7 +218,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
     def clock(pipeline: Any) -> SchedulerClock:
         whose = owner if pipeline is None else weakref.ref(pipeline)
-        return SchedulerClock(lambda: getattr(whose(), "scheduler", None))
+        return SchedulerClock(lambda: getattr(whose(), "scheduler", None), lambda: _further_schedulers(whose()))
 
     called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
@@ -257,7 +260,7 @@ def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **override
 def accelerate_transformer(
     transformer: torch.nn.Module,
     preset: str | Path | Preset,
-    timesteps: Sequence[float] | torch.Tensor,
+    timesteps: Sequence[float] | torch.Tensor | None = None,
     control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
@@ -273,7 +276,8 @@ def accelerate_transformer(
             name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``. A loop that starts again after its second step needs nothing; a loop that was
-            left earlier needs ``reset()``.
+            left earlier needs ``reset()``. None = the loop calls the transformer inside of diffusers' (0.42)
+            ``transformer.cache_context(name, step_index=…, num_inference_steps=…)``.
         control_net: ControlNet that the loop calls before the transformer, or None; at level ``output`` it then runs
             only in steps whose transformer reads its output.
         overrides: preset keys to change; see :func:`accelerate_pipeline`.
@@ -295,8 +299,9 @@ def accelerate_transformer(
     family = known_family(transformers["transformer"])
     is_video = family is not None and family.makes == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
-    TimestepClock(timesteps)  # raises if they are not valid
-    return _attach(transformers, called, settings, lambda _: TimestepClock(timesteps), control_net)
+    clock = PlaceClock if timesteps is None else partial(TimestepClock, timesteps)
+    clock()  # raises if they are not valid
+    return _attach(transformers, called, settings, lambda _: clock(), control_net)
 
 
 def _attach(
@@ -348,6 +353,12 @@ def _attach(
         acceleration.restore()
         raise
     return acceleration
+
+
+def _further_schedulers(pipe: Any) -> dict[str, Any]:
+    """Return the schedulers of a pipeline's further outputs by name: "audio" for ``audio_scheduler``."""
+    suffix = "_scheduler"
+    return {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:

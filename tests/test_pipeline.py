@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import HookRegistry, ModelHook, hooks
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
@@ -16,6 +16,7 @@ from dit_accel.loop.tracker import SchedulerClock
 from tests.tiny import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 12
+GIVES_STEPS = pytest.mark.skipif(not hasattr(hooks, "CacheContext"), reason="diffusers before 0.42 passes no step")
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 HEADS = load_preset(
     "flux-flashomni-paper",
@@ -316,31 +317,39 @@ def test_a_pipeline_is_no_transformer(pipe):
         accelerate_transformer(pipe, "balanced", [1.0, 0.5])
 
 
-def test_own_loop_with_accelerate_transformer(pipe):
-    """A caller's own denoising loop is accelerated by its timesteps alone, run after run."""
+@pytest.mark.parametrize("gives_steps", [False, pytest.param(True, marks=GIVES_STEPS)], ids=["timesteps", "context"])
+def test_own_loop_with_accelerate_transformer(pipe, gives_steps):
+    """A caller's own denoising loop is accelerated by its timesteps, or by the steps it gives, run after run."""
     transformer, timesteps = pipe.transformer, torch.linspace(1.0, 0.05, 20)
     context, pooled, _ = pipe.encode_prompt("a fox", "a fox", max_sequence_length=24)
     ids = torch.zeros(40, 3)
     ids[:, 1] = torch.arange(40)
 
+    def velocity(x, timestep):
+        return transformer(
+            hidden_states=x, encoder_hidden_states=context, pooled_projections=pooled, timestep=timestep.expand(1),
+            img_ids=ids, txt_ids=torch.zeros(24, 3), guidance=torch.ones(1),
+        ).sample  # fmt: skip
+
     def loop():
         x = torch.randn(1, 40, transformer.config.in_channels, generator=torch.Generator().manual_seed(0))
         for index, timestep in enumerate(timesteps):
-            velocity = transformer(
-                hidden_states=x, encoder_hidden_states=context, pooled_projections=pooled, timestep=timestep.expand(1),
-                img_ids=ids, txt_ids=torch.zeros(24, 3), guidance=torch.ones(1),
-            ).sample  # fmt: skip
             following = timesteps[index + 1] if index + 1 < len(timesteps) else 0.0
-            x = x + (following - timestep) * velocity
+            place = {"step_index": index, "num_inference_steps": len(timesteps)} if gives_steps else {}
+            with transformer.cache_context("cond", **place):
+                x = x + (following - timestep) * velocity(x, timestep)
         return x
 
     with torch.no_grad():
         plain = loop()
-        acceleration = accelerate_transformer(transformer, CLOSED_LOOP, timesteps)
+        acceleration = accelerate_transformer(transformer, CLOSED_LOOP, None if gives_steps else timesteps)
         first, second = loop(), loop()
         assert acceleration.report().computed_fraction < 0.8
         assert torch.equal(first, second)
         assert float((first - plain).norm() / plain.norm()) < 0.05
+        if gives_steps:
+            with pytest.raises(UnsupportedError, match="got no step_index"):
+                velocity(torch.ones(1, 40, transformer.config.in_channels), timesteps[0])
         acceleration.restore()
         assert torch.equal(loop(), plain)
 

@@ -42,8 +42,14 @@ class Accounts:
             prompt.modes.append(StepMode.DISPATCH.value)
             prompt.errors.append(None)
 
-    def take_error(self, error: float, place: int) -> None:
-        """Record the forecast error of this step for one prompt; the largest error of the step counts."""
+    def take_error(self, error: float, place: int, output: str | None = None) -> None:
+        """Record the forecast error of this step for one prompt; the largest error of the step counts.
+
+        Args:
+            output: name of the output that decided, if outputs are decided separately.
+        """
+        if output is not None and error >= (self.step.error or 0.0):
+            self.step.decided_by = output
         self.step.error = max(error, self.step.error or 0.0)
         if place < len(self.report.prompts):
             errors = self.report.prompts[place].errors

@@ -13,6 +13,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.closed_loop import ClosedLoop, Course
 from dit_accel.loop.conditioning import Conditioning
 from dit_accel.loop.memory import MemoryPlan, ModelSize
+from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import StepMode, Tick
 
@@ -57,7 +58,7 @@ class BranchState:
     shapes: tuple
     size: ModelSize
     memory: MemoryPlan
-    loops: list[ClosedLoop]
+    loops: list[ClosedLoop | LoopPerOutput]
     sites: dict[str, Memory] = field(default_factory=dict)
     updated: bool = False
     structure: Any = None
@@ -88,7 +89,7 @@ class BranchState:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors on the device."""
         for loop in self.loops:
-            yield from loop.outputs.tensors()
+            yield from loop.tensors()
         for site in self.sites.values():
             yield from site.tensors()
 

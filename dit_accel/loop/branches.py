@@ -16,6 +16,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap
 from dit_accel.loop.memory import ModelSize, plan_memory
+from dit_accel.loop.outputs import FIRST, LoopPerOutput
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
@@ -126,6 +127,10 @@ class Branches:
             renewed = self._new(key, request)  # the records of other branches stay valid
             renewed.conditioning = known.conditioning  # it knows which items held their value
             self._states[key] = renewed
+        elif known is not None and known.conditioning.has_new_mode:  # computes, because its output may change shape
+            self.settle()
+            for loop in known.loops:
+                loop.restart()
         self._called[key] = None
         if key not in self._states:
             self._drop_resting()
@@ -174,7 +179,9 @@ class Branches:
         loops = []
         for place, rows in enumerate(samples):
             gap = self._gaps.setdefault(place, self._gap(self._preset, self.course))
-            loops.append(self._loop(gap, memory.order, rows))
+            courses = {FIRST: self.course, **self.course.further}
+            own = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
+            loops.append(LoopPerOutput(own) if self.course.further else own[FIRST])
         return BranchState(key[1], request.shapes, size, memory, loops)
 
     def _note_dropped(self, why: str) -> None:

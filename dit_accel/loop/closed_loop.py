@@ -28,8 +28,8 @@ decides which. :class:`~dit_accel.loop.interval.IntervalLoop` computes on a fixe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -61,6 +61,7 @@ class Course:
             nothing can be corrected.
         responses: change of the step's output per shift of the latents; None = no change.
         bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
+        further: courses of the second and later outputs by name, if they have schedules of their own.
     """
 
     coordinates: Sequence[float]
@@ -68,6 +69,7 @@ class Course:
     moves: Moves | None = None
     responses: Sequence[float] | None = None
     bends: Sequence[float] | None = None
+    further: Mapping[str, Course] = field(default_factory=dict)
 
 
 class Gap:
@@ -120,7 +122,9 @@ class Gap:
         best = [order for order, reach in reaches.items() if reach >= ABOUT * farthest]
         return max(best, key=lambda order: (math.ceil(order), reaches[order]), default=max(errors))
 
-    def observe(self, step: int, nodes: Sequence[float], order: float, error: float) -> None:
+    def observe(
+        self, step: int, nodes: Sequence[float], order: float, error: float, course: Course | None = None
+    ) -> int:
         """Set the next computed step from a measured forecast error; the largest error at one step decides.
 
         Args:
@@ -128,9 +132,14 @@ class Gap:
             nodes: coordinates of the records, newest first; empty = there was no forecast.
             order: degree of the forecast, which used ``⌈order⌉ + 1`` records.
             error: ‖F − F̂‖ / ‖F‖.
+            course: course of the output; None = the run's.
+
+        Returns:
+            The next computed step for this error alone.
         """
-        schedule, coordinates = self.preset.schedule, self.course.coordinates
-        bends = self.course.bends or [1.0] * len(coordinates)
+        course = course or self.course
+        schedule, coordinates = self.preset.schedule, course.coordinates
+        bends = course.bends or [1.0] * len(coordinates)
         here, end = coordinates[step], len(coordinates)
         used = math.ceil(order) + 1
         remainder = bends[step] * math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
@@ -139,7 +148,7 @@ class Gap:
         while interval < schedule.max_interval and step + interval < end:
             there = bends[step + interval] * math.prod(abs(coordinates[step + interval] - node) for node in ahead)
             expected = error * there / remainder if remainder else math.inf
-            counted += self.course.weights[step + interval] * expected
+            counted += course.weights[step + interval] * expected
             # `not … <=`, so that a NaN error keeps the interval at 1.
             if not counted <= self.target_error:
                 break
@@ -149,6 +158,7 @@ class Gap:
             following = max(end - 1, step + 1)
         self._next_update = following if step != self._observed_step else min(self._next_update, following)
         self._observed_step = step
+        return following
 
 
 class ClosedLoop:
@@ -161,11 +171,19 @@ class ClosedLoop:
         gap: gap of these samples, shared by the branches of their transformer.
         order: highest degree of forecasts; the memory plan has room for its values.
         rows: the samples' places in the batch; None = the whole batch.
+        course: course of the outputs; None = the gap's.
+
+    Attributes:
+        decider: name of the output that decided, if outputs are decided separately.
     """
 
-    def __init__(self, gap: Gap, order: int, rows: Rows = None) -> None:
+    decider: str | None = None
+
+    def __init__(self, gap: Gap, order: int, rows: Rows = None, course: Course | None = None) -> None:
         self.gap = gap
         self.rows = rows
+        self.course = course or gap.course
+        self.following = 0  # next computed step, as these outputs decided it
         self.order: float = order  # current degree of forecasts
         self.damped: float | None = None  # share of the slope that fitted the newest output; None = unknown or 1
         self.outputs = History(order + 1)
@@ -194,7 +212,7 @@ class ClosedLoop:
     def forecast(self, step: int) -> Output:
         """Return the forecast output of a step, in new tensors."""
         self.forecast_steps.append(step)
-        return self._forecast(self.gap.course.coordinates[step], self.order)
+        return self._forecast(self.course.coordinates[step], self.order)
 
     def observe(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Output:
         """Correct the output of a computed step, measure the forecast error and record the output.
@@ -211,7 +229,7 @@ class ClosedLoop:
         self.measured = self.judge(step, output, used)
         if self.records_outputs:
             # A copy, because pipelines may change the transformer's output in place.
-            self.outputs.record(self.gap.course.coordinates[step], tuple(part.detach().clone() for part in output))
+            self.outputs.record(self.course.coordinates[step], tuple(part.detach().clone() for part in output))
         return corrected
 
     def _has_another_shape(self, output: Output) -> bool:
@@ -231,7 +249,7 @@ class ClosedLoop:
             The output with which the pipeline continues, and the output that the right latents would have given.
         """
         steps, self.forecast_steps = self.forecast_steps, []
-        settings, course = self.gap.preset.forecast, self.gap.course
+        settings, course = self.gap.preset.forecast, self.course
         if not settings.corrector or not steps or course.moves is None:
             return output, output
         now, end = course.moves[step], course.moves[-1]
@@ -258,7 +276,7 @@ class ClosedLoop:
         Returns:
             Numbers for :meth:`decide`, float32 ``[]`` each, on the device.
         """
-        history, here = self.outputs, self.gap.course.coordinates[step]
+        history, here = self.outputs, self.course.coordinates[step]
         damps = self.gap.preset.forecast.damping and history.order > 0
         orders: list[float] = list(range(min(1, history.order), history.order + 1)) if len(history) else []
         if damps and self.damped is not None:
@@ -293,7 +311,7 @@ class ClosedLoop:
             self.go_on_with(order)
         if damps:
             self.refit(measured[-1])
-        self.gap.observe(step, nodes, order, error)
+        self.following = self.gap.observe(step, nodes, order, error, self.course)
         return error if errors else None
 
     def go_on_with(self, best: float) -> None:
@@ -307,6 +325,10 @@ class ClosedLoop:
         if self.order == self.damped and fitted is not None:
             self.order = fitted
         self.damped = fitted if fitted != 1.0 else None
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Return the tensors on the device."""
+        return self.outputs.tensors()
 
     def adopt(self, order: int) -> None:
         """Change the highest degree of forecasts."""

@@ -16,6 +16,7 @@ import torch
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; reading a subclass may run code
 VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # compared by value
+MODES = (bool, str)  # values that select what a call computes
 GONE = object()  # a tensor that differed twice and has been freed
 
 
@@ -49,11 +50,17 @@ class _Item:
 
 
 class Conditioning:
-    """Conditioning of one branch of guidance at its latest call."""
+    """Conditioning of one branch of guidance at its latest call.
+
+    Attributes:
+        has_new_mode: a string or bool of the latest call differs from the call before, for example "extract" and then
+            "cached" for a key-value cache; the output may then have another shape.
+    """
 
     def __init__(self) -> None:
         self._items: dict[str, _Item] = {}
         self._calls = 0
+        self.has_new_mode = False
 
     def changed(self, items: Mapping[str, Any]) -> list[str]:
         """Compare the items of a call with the items of the call before, and record them.
@@ -70,6 +77,7 @@ class Conditioning:
             tensors that changed between the first two calls and hold since; items that were added or removed.
         """
         differ = self._differing(items)
+        self.has_new_mode = any(type(items[name]) in MODES for name in differ)
         found = [name for name, item in self._items.items() if name in items and _is_change(item, name in differ)]
         if self._calls > 1:
             found += sorted(self._items.keys() ^ items.keys())

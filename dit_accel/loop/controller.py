@@ -21,10 +21,11 @@ from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
 from dit_accel.loop.growth import bends, error_weights, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
 from dit_accel.loop.timing import CallParts, stopwatch_of
-from dit_accel.loop.tracker import Clock, StepMode, Tick
+from dit_accel.loop.tracker import Clock, Place, StepMode, Tick
 from dit_accel.presets import Preset
 
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
@@ -117,12 +118,14 @@ class Controller:
         size: Callable[[], ModelSize] = ModelSize,
         samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
         conditions: Callable[[], Mapping[str, Any]] = dict,
+        place: Place | None = None,
     ) -> Iterator[Call]:
         """Open a transformer call and close it; if the call raises, drop the run's caches.
 
         Args:
             timestep: the timestep that the pipeline passes to the transformer.
             transformer, context, shapes, size, samples, conditions: see :class:`Request`.
+            place: the step, if the pipeline gives it.
 
         Raises:
             MemoryBudgetError: the run's branches together exceed the preset's budget.
@@ -130,7 +133,7 @@ class Controller:
         elapsed = stopwatch_of(timestep)
         self.parts.enter(transformer, elapsed)
         try:
-            self.call = self._open(Request(transformer, context, shapes, size, samples, conditions), timestep)
+            self.call = self._open(Request(transformer, context, shapes, size, samples, conditions), timestep, place)
             yield self.call
         except BaseException:
             self.branches.drop()
@@ -182,11 +185,11 @@ class Controller:
             call.measure(loop.measured, partial(self._decide, step, loop, place))
         return _joined(call.branch.loops, parts)
 
-    def _decide(self, step: int, loop: ClosedLoop, place: int, measured: list[float]) -> None:
+    def _decide(self, step: int, loop: ClosedLoop | LoopPerOutput, place: int, measured: list[float]) -> None:
         error = loop.decide(step, measured)
         if error is not None:
             logger.debug("step %d: forecast error %.4g", step, error)
-            self._accounts.take_error(error, place)
+            self._accounts.take_error(error, place, loop.decider)
 
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Copy all measurements of a call to the host at once, and call the functions that decide by them.
@@ -206,8 +209,8 @@ class Controller:
         self._standing.append(remark)
         self.report.warn(remark)
 
-    def _open(self, request: Request, timestep: torch.Tensor | float) -> Call:
-        tick, schedule = self._follow(timestep), self.preset.schedule
+    def _open(self, request: Request, timestep: torch.Tensor | float, place_in_run: Place | None) -> Call:
+        tick, schedule = self._follow(timestep, place_in_run), self.preset.schedule
         items = request.conditions() if self._why_plain is None and self._forecasts else {}
         branch, place = self.branches.of(request, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
@@ -240,14 +243,12 @@ class Controller:
             place=place,
         )
 
-    def _follow(self, timestep: torch.Tensor | float) -> Tick:
+    def _follow(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
         """Read the position in the run; start a new run or step in the report."""
-        tick, forecast = self._clock.read(timestep), self.preset.forecast
+        tick, forecast = self._clock.read(timestep, place), self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
-            sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
-            weights = error_weights(sigmas)
-            self.branches.course = Course(coordinates, weights, tick.moves, responses(sigmas), bends(sigmas))
+            self.branches.course = _course_of(tick, forecast.coordinate)
             self._why_plain = tick.plain if self._forecasts else None
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if self._why_plain is not None:
@@ -261,11 +262,18 @@ class Controller:
         return tick
 
 
+def _course_of(tick: Tick, coordinate: str) -> Course:
+    """Return the course of a run, and of its further outputs."""
+    further = {name: _course_of(each, coordinate) for name, each in tick.further.items()}
+    weights, levels = error_weights(tick.sigmas), responses(tick.sigmas, tick.moves)
+    return Course(tick.coordinates(coordinate), weights, tick.moves, levels, bends(tick.sigmas), further)
+
+
 def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: used(tensor, rows)
 
 
-def _joined(loops: Sequence[ClosedLoop], parts: Sequence[Output]) -> Output:
+def _joined(loops: Sequence[ClosedLoop | LoopPerOutput], parts: Sequence[Output]) -> Output:
     """Return the output of the whole batch from the outputs of its samples."""
     if len(loops) == 1:
         return parts[0]

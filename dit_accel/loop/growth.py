@@ -24,6 +24,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from dit_accel.loop.moves import Moves
+
 GROWTH = 0.75  # p
 RESPONSE = 0.5  # r
 BEND = 0.75  # q
@@ -42,13 +44,15 @@ def error_weights(sigmas: Sequence[float]) -> list[float]:
     return [effect / mean for effect in effects] if mean else [1.0] * len(sigmas)
 
 
-def responses(sigmas: Sequence[float]) -> list[float]:
+def responses(sigmas: Sequence[float], moves: Moves | None = None) -> list[float]:
     """Return J of every step: the change of its output per shift of the latents.
 
     Args:
-        sigmas: see :func:`error_weights`. If they rise, the model's output has the opposite sign, and so has J.
+        sigmas: see :func:`error_weights`.
+        moves: moves of the run. Outputs that point to the image instead of the noise (Mochi, MiniMax-H3) have positive
+            moves, and then J is positive. None = unknown, so that J is not used.
     """
-    response = math.copysign(RESPONSE, sigmas[-1] - sigmas[0])
+    response = math.copysign(RESPONSE, sum(moves[-1])) if moves else -RESPONSE
     return [response / max(1 - noise, LEAST_SHARE) for noise in _levels(sigmas)[:-1]]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dit_accel.loop.closed_loop import ClosedLoop, Gap, Output
+from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
 from dit_accel.loop.tracker import StepMode
 
 
@@ -19,8 +19,11 @@ class IntervalGap(Gap):
             return StepMode.FULL
         return StepMode.DISPATCH if (step - schedule.warmup) % (schedule.interval or 1) else StepMode.UPDATE
 
-    def observe(self, step: int, nodes: Sequence[float], order: float, error: float) -> None:
+    def observe(
+        self, step: int, nodes: Sequence[float], order: float, error: float, course: Course | None = None
+    ) -> int:
         """Do nothing: an interval does not depend on errors."""
+        return step + 1
 
 
 class IntervalLoop(ClosedLoop):

@@ -24,6 +24,8 @@ class StepRecord:
         seconds: time inside the transformer, all branches together.
         attended: share of the query-key pairs that attention computed, mean over branches; None = the model's
             attentions are not known.
+        decided_by: name of the output that decided the next computed step, "first output" or "audio"; None = all
+            outputs have one schedule.
     """
 
     index: int
@@ -32,6 +34,7 @@ class StepRecord:
     error: float | None = None
     seconds: float = 0.0
     attended: float | None = None
+    decided_by: str | None = None
 
 
 @dataclass
@@ -206,6 +209,10 @@ class RunReport:
         errors = [step.error for step in self.steps if step.error is not None]
         if errors:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last step measured, {max(errors):.4f} at most")
+        deciders = Counter(step.decided_by for step in self.steps if step.decided_by is not None)
+        if deciders:
+            shown = ", ".join(f"{name} {count} times" for name, count in deciders.most_common())
+            lines.append(f"  steps decided by   {shown}")
         if self.attentions:
             lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
         if probed := [(each.error, each.layer, each.step) for each in self.attentions if each.error is not None]:

@@ -1,8 +1,9 @@
 """Find the run, the step and the branch of a transformer call.
 
 1. A **run** begins when the scheduler gets new timesteps, or when its steps go back.
-2. The **step** is the scheduler's ``step_index``. If the scheduler keeps none, the step advances when the timestep that
-   the transformer gets changes.
+2. The **step** is the one that diffusers' cache context gives (``step_index``, in diffusers 0.42), otherwise the
+   scheduler's ``step_index``. If the scheduler keeps none, the step advances when the timestep that the transformer
+   gets changes.
 3. A run **begins in the middle**, for example image to image, if the scheduler's ``begin_index`` says so. If it is not
    set, the first timestep is looked up in the schedule. The first ``step_index`` confirms that place, or the run begins
    anew there. A timestep of 1 or less is not looked up: pipelines that rescale timesteps pass such numbers.
@@ -19,10 +20,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -64,6 +65,7 @@ class Tick:
             noise, ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas.
         plain: why no step of the run may be forecast, or None.
         moves: factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown.
+        further: schedules of the second and later outputs by name, if the pipeline has other schedulers for them.
     """
 
     run: object
@@ -73,6 +75,7 @@ class Tick:
     sigmas: Sequence[float]
     plain: str | None = None
     moves: Moves | None = None
+    further: Mapping[str, Tick] = field(default_factory=dict)
 
     def coordinates(self, kind: str) -> Sequence[float]:
         """Return the coordinate of the forecast polynomial at every step of the run.
@@ -89,6 +92,18 @@ class Tick:
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
 
+class Place(NamedTuple):
+    """Step of a call as the pipeline gives it.
+
+    Args:
+        step: index in the pipeline's loop, from 0.
+        steps: number of steps of the loop; None = not given.
+    """
+
+    step: int
+    steps: int | None = None
+
+
 class Clock(Protocol):
     """Reads the position of the denoising loop for a controller.
 
@@ -99,8 +114,8 @@ class Clock(Protocol):
     @property
     def missed_run(self) -> bool: ...
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Return the position of the loop at a call of the model with this timestep."""
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at a call of the model with this timestep, at the place that is given."""
 
 
 class SchedulerClock:
@@ -112,10 +127,12 @@ class SchedulerClock:
     Args:
         scheduler: returns the pipeline's current scheduler, which a user may replace at any time, or None if the
             pipeline was deleted.
+        further: returns the pipeline's schedulers of further outputs by name, in the order of the outputs.
     """
 
-    def __init__(self, scheduler: Callable[[], Any]) -> None:
+    def __init__(self, scheduler: Callable[[], Any], further: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._scheduler = scheduler
+        self._further = further
         self._timesteps: torch.Tensor | None = None
         self._run: object = None
         self._first = self._latest = self._end = 0  # in the scheduler's timesteps
@@ -136,8 +153,8 @@ class SchedulerClock:
         scheduler = self._scheduler()
         return scheduler, getattr(scheduler, "timesteps", None)
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Return the position of the loop at a call of the model with this timestep.
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at a call of the model with this timestep, at the place that is given.
 
         Raises:
             UnsupportedError: the pipeline was deleted.
@@ -148,12 +165,13 @@ class SchedulerClock:
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
         # A call after the last step, outside of a pipeline's loop, counts as the last step.
-        index = min(self._index(scheduler, timestep), self._end - 1)
+        index = self._index(scheduler, timestep) if place is None else self._first + place.step
+        index = min(index, self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
             self._start(scheduler, index)
         self._guessed = self._guessed and getattr(scheduler, "step_index", None) is None
         self._latest = index
-        return Tick(self._run, index - self._first, len(self._values), self._values, self._sigmas, *self._outlook)
+        return replace(self._begun, step=index - self._first)
 
     def _begin(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
         """Start the run of new timesteps at the scheduler's ``begin_index``, otherwise at the first timestep."""
@@ -170,17 +188,25 @@ class SchedulerClock:
         self._timesteps, self._seen = scheduler.timesteps, (scheduler, scheduler.timesteps)
         self._run = object()
         self._first = self._latest = first
-        values = [float(value) for value in scheduler.timesteps.tolist()]
-        self._end = len(values)
-        sigmas = getattr(scheduler, "sigmas", None)
-        self._values = values[self._first :]
-        self._sigmas = self._values
-        if sigmas is not None and len(sigmas) >= len(values):
-            self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :]
+        self._end = len(scheduler.timesteps)
+        self._begun = self._schedule(scheduler)
+        others = {name: self._schedule(each) for name, each in self._further().items() if _has_steps(each, self._end)}
+        others = {name: each for name, each in others.items() if each.sigmas != self._begun.sigmas}
+        plain = next((each.plain for each in (self._begun, *others.values()) if each.plain is not None), None)
+        self._begun = replace(self._begun, plain=plain, further=others)
         self._count = self._first
         self._previous: float | None = None
+
+    def _schedule(self, scheduler: Any) -> Tick:
+        """Return the first position of a scheduler's run."""
+        values = [float(value) for value in scheduler.timesteps.tolist()]
+        sigmas = getattr(scheduler, "sigmas", None)
+        levels = values = values[self._first :]
+        if sigmas is not None and len(sigmas) >= self._end:
+            levels = _noise_levels(sigmas[: self._end])[self._first :]
         plain = _why_plain(scheduler)
-        self._outlook = plain, None if plain else _flow_moves(scheduler, first)
+        moves = None if plain else _flow_moves(scheduler, self._first)
+        return Tick(self._run, 0, len(values), values, levels, plain, moves)
 
     def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
         if hasattr(scheduler, "step_index"):
@@ -193,7 +219,7 @@ class SchedulerClock:
 
 
 class TimestepClock:
-    """Read the step from the timestep alone, for a caller's own loop over known timesteps.
+    """Read the step from the place that is given, otherwise from the timestep, for a caller's own loop.
 
     A run starts when the loop returns to an earlier timestep.
 
@@ -224,10 +250,17 @@ class TimestepClock:
         self._run = object()
         self._step = -1
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at a call of the model with this timestep, at the place that is given.
+
+        Raises:
+            UnsupportedError: the timestep is far from all timesteps of the loop.
+        """
         value = _largest(timestep)
         step = min(range(len(self._values)), key=lambda index: abs(self._values[index] - value))
-        if abs(self._values[step] - value) > self._tolerance:
+        if place is not None and place.step < len(self._values):
+            step = place.step
+        elif abs(self._values[step] - value) > self._tolerance:
             raise UnsupportedError(
                 f"timestep {value} is none of the timesteps given, {self._values[0]} to {self._values[-1]}; pass the "
                 "timesteps that the transformer gets, in its own scale"
@@ -236,6 +269,39 @@ class TimestepClock:
             self._run = object()
         self._step = step
         return Tick(self._run, step, len(self._values), self._values, self._values)
+
+
+class PlaceClock:
+    """Read the step from the place that is given, for a caller's own loop whose timesteps are not known.
+
+    A run starts when the step goes back or the number of steps changes. Noise levels count as falling evenly.
+
+    Attributes:
+        missed_run: always False; a missed run can't be detected without a scheduler.
+    """
+
+    missed_run = False
+
+    def __init__(self) -> None:
+        self._run = object()
+        self._place = Place(-1)
+
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+        """Return the position of the loop at the place that is given.
+
+        Raises:
+            UnsupportedError: no place is given, or it is outside of the loop.
+        """
+        if place is None or place.steps is None or not 0 <= place.step < place.steps:
+            raise UnsupportedError(
+                "without timesteps, each call must run in transformer.cache_context(name, step_index=…, "
+                f"num_inference_steps=…) of diffusers 0.42, from 0 on; got {place or 'no step_index'}"
+            )
+        if place.step < self._place.step or place.steps != self._place.steps:
+            self._run = object()
+        self._place = place
+        levels = [1 - step / place.steps for step in range(place.steps)]
+        return Tick(self._run, place.step, place.steps, levels, levels)
 
 
 class SigmaClock:
@@ -270,7 +336,7 @@ class SigmaClock:
         nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma))
         return nearest if math.isclose(self._sigmas[nearest], sigma, rel_tol=SIGMA_ROUNDING) else None
 
-    def read(self, timestep: torch.Tensor | float) -> Tick:
+    def read(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
         """Return the position of the sampler at a call at a noise level of the run.
 
         Raises:
@@ -290,6 +356,12 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     """Return sigmas of a flow unchanged; sigmas of other models, the ratio of noise to image, as angles."""
     levels = [float(sigma) for sigma in sigmas]
     return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
+
+
+def _has_steps(scheduler: Any, count: int) -> bool:
+    """Return True if a scheduler was given this number of timesteps."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    return timesteps is not None and len(timesteps) == count
 
 
 def _why_plain(scheduler: Any) -> str | None:

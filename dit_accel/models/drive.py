@@ -9,20 +9,26 @@ from typing import Any
 import torch
 
 from dit_accel.loop.runs import Runs
-from dit_accel.models import TRANSFORMER_NAMES
+from dit_accel.models import denoisers
 from dit_accel.models.beside.control_net import CONTROL_NET
 from dit_accel.models.driver import BlockHooks, FamilyDriver
 from dit_accel.models.families import known_family
-from dit_accel.models.families.family import Family
+from dit_accel.models.families.family import Family, timestep_names
 from dit_accel.models.hooks import parameter_names
-from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
+from dit_accel.models.transformer import TransformerDriver
 
 
 def left_plain(pipe: Any) -> list[str]:
     """Return names of other components that take a timestep, except ControlNets; they run unaccelerated."""
-    others = {name: part for name, part in vars(pipe).items() if name not in (*TRANSFORMER_NAMES, CONTROL_NET)}
+    driven = list(denoisers(pipe).values())
+    others = {name: part for name, part in vars(pipe).items() if name != CONTROL_NET}
     modules = {name: part for name, part in others.items() if isinstance(part, torch.nn.Module)}
-    return [name for name, part in modules.items() if not set(TIMESTEPS).isdisjoint(parameter_names(part))]
+    return [
+        name
+        for name, part in modules.items()
+        if timestep_names(parameter_names(part))
+        and not any(getattr(part, "_orig_mod", part) is each for each in driven)
+    ]
 
 
 def drive(

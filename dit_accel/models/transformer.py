@@ -18,14 +18,14 @@ from dit_accel.loop.controller import WHOLE_BATCH, Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.runs import Runs
-from dit_accel.loop.tracker import StepMode
+from dit_accel.loop.tracker import Place, StepMode
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.beside.control_net import computed, hook_of
 from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_forward, replaced_forward_remark
 from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.conditions import Conditions
-from dit_accel.models.families.family import FURTHER_LATENTS, latents_of
+from dit_accel.models.families.family import FURTHER_LATENTS, TIMESTEPS, latents_of, timestep_names
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import (
     HOOK_NAME,
@@ -52,7 +52,6 @@ NO_NAMES = (
     "calls with unnamed arguments run unaccelerated: the transformer's forward was replaced by a function of *args and "
     "**kwargs; decorate that with functools.wraps of the original forward"
 )
-TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument; "timesteps" is HiDream's, "t" is Z-Image's
 TENSOR = object()  # marks a predicted tensor in the remembered structure of an output
 BESIDE = (
     "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
@@ -92,10 +91,11 @@ class TransformerDriver:
         captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
         self.graphs = StepGraphs(self) if captures else None
         is_replaced = replaced_forward(transformer) is not None  # the new function may not name its arguments
-        if not is_replaced and not any(name in self._parameters for name in TIMESTEPS):
+        self._timesteps = timestep_names(self._parameters) or TIMESTEPS
+        if not is_replaced and not timestep_names(self._parameters):
             raise UnsupportedError(
-                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
-                f"{TIMESTEPS[-1]!r}, so its steps can't be distinguished"
+                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS))} or timesteps of "
+                "parts ('vision_timesteps'), so its steps can't be distinguished"
             )
 
     @property
@@ -190,15 +190,17 @@ class TransformerDriver:
         """Return the arguments of a transformer call by name, without defaults."""
         return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
-    def forward(self, original: Callable, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def forward(self, original: Callable, context: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one transformer call, or forecast its output.
 
         Args:
             original: the transformer's forward beneath our hook.
-            context: branch of guidance as the pipeline names it, or None.
+            context: diffusers' cache context: the branch of guidance as the pipeline names it, and in diffusers 0.42
+                the step if the pipeline gives it; before, the name alone; None = the pipeline sets none.
         """
+        place, context = place_of(context), getattr(context, "name", context)
         arguments = self.named(args, kwargs)
-        timestep = timestep_of(arguments)
+        timestep = timestep_of(arguments, self._timesteps)
         if timestep is None:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return self.computing(original)(*args, **kwargs)
@@ -207,7 +209,7 @@ class TransformerDriver:
         lengths = self.lengths(arguments) if self._works_inside else ()
         form = *shapes, *lengths, arguments.get("return_dict", True)
         conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
-        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions
+        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions, place
         with self.controller.calling(self.name, context, timestep, form, *asked) as call:
             if call.forecasts_output:
                 return _nested(call.branch.structure, self.controller.forecast_output(call))
@@ -271,7 +273,7 @@ class TransformerDriver:
 
     def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note that a call runs unaccelerated, because forecasts and kernels give no gradients."""
-        self.controller.stand_aside(timestep_of(self.named(args, kwargs)), GRADIENTS)
+        self.controller.stand_aside(timestep_of(self.named(args, kwargs), self._timesteps), GRADIENTS)
 
     def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
         """Return the rows of each prompt in a batch if the preset schedules prompts separately, else all rows."""
@@ -283,9 +285,16 @@ class TransformerDriver:
         return prompt_rows(context, arguments["hidden_states"], guidance_parts(self.transformer))
 
 
-def timestep_of(arguments: dict[str, Any]) -> Any:
-    """Return the argument that identifies a call's step; None = there is none."""
-    return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
+def place_of(context: Any) -> Place | None:
+    """Return the step that a cache context gives; None = it gives none."""
+    step = getattr(context, "step_index", None)
+    return None if step is None else Place(step, context.num_inference_steps)
+
+
+def timestep_of(arguments: dict[str, Any], names: Sequence[str] = TIMESTEPS) -> Any:
+    """Return the argument of one of these names that identifies a call's step; None = there is none."""
+    given = [value for name in names if (value := arguments.get(name)) is not None]
+    return next((each for each in given if not isinstance(each, torch.Tensor) or each.numel()), None)
 
 
 def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
@@ -294,7 +303,8 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     The first leaf is one if it is a tensor. Another leaf is one if it has the shape of some latents of the call, except
     for the number of channels.
     """
-    latents = [*latents_of(arguments), *(arguments[name] for name in arguments if name in FURTHER_LATENTS)]
+    further = pytree.tree_leaves([arguments[name] for name in arguments if name in FURTHER_LATENTS])
+    latents = [*latents_of(arguments), *further]
     shapes = [each.shape for each in latents if isinstance(each, torch.Tensor)]
     return [
         isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
@@ -361,7 +371,7 @@ class TransformerHook(Hook):
                 return self.driver.computing(original)(*args, **kwargs)
             # diffusers < 0.38 keeps the context's name in another attribute.
             context = self.contexts._context or getattr(self.contexts, "_current_context", None)
-            return self.driver.forward(original, getattr(context, "name", context), args, kwargs)
+            return self.driver.forward(original, context, args, kwargs)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """End a run; diffusers calls this at the end of a pipeline call."""

@@ -38,7 +38,7 @@ class FakeClock:
     def start_run(self) -> None:
         self.run = object()
 
-    def read(self, timestep: float) -> Tick:
+    def read(self, timestep: float, place=None) -> Tick:
         sigmas = [1 - i / STEPS for i in range(STEPS)]
         return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves)
 
@@ -133,7 +133,7 @@ def test_forecast_runs_on_the_presets_coordinate():
 @pytest.mark.parametrize("method, order", [("newton", 1), ("taylor", 1), ("reuse", 0)], ids=str)
 def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
     """If outputs are one degree above the forecasts, these have errors, and computed steps correct the latents."""
-    monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))  # outputs that see no latents
+    monkeypatch.setattr(controller, "responses", lambda sigmas, moves: [0.0] * len(sigmas))
     loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
     latents = exact = 0.0
     apart = []
@@ -151,7 +151,7 @@ def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
 @pytest.mark.parametrize("solver", [UniPCMultistepScheduler, DPMSolverMultistepScheduler], ids=["unipc", "dpm++"])
 def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
     """A later step reads outputs again, forecast or corrected; the latents end where exact outputs would bring them."""
-    monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))
+    monkeypatch.setattr(controller, "responses", lambda sigmas, moves: [0.0] * len(sigmas))
 
     def end(corrector: bool | None) -> torch.Tensor:
         scheduler = solver(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
@@ -199,7 +199,7 @@ def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkey
         return worst
 
     with_it = farthest()
-    monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))
+    monkeypatch.setattr(controller, "responses", lambda sigmas, moves: [0.0] * len(sigmas))
     assert with_it < farthest()
 
 

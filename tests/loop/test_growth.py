@@ -2,9 +2,11 @@
 
 import math
 
+import diffusers
 import pytest
 
 from dit_accel.loop.growth import BEND, GROWTH, LEAST_SHARE, RESPONSE, bends, error_weights, responses
+from dit_accel.loop.moves import euler_moves, linear_moves
 
 FALLING = [1.0, 0.9, 0.7, 0.3]
 
@@ -37,7 +39,8 @@ def test_weights_are_finite_and_one_on_average(sigmas):
 def test_a_response_is_larger_where_little_of_the_image_is_settled():
     """The response opposes the shift, for rising and falling noise levels, and is bounded where nothing is settled."""
     assert responses([0.6, 0.5, 0.2]) == pytest.approx([-RESPONSE / 0.4, -RESPONSE / 0.5, -RESPONSE / 0.8])
-    assert responses([0.4, 0.5, 0.8]) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
+    rising = euler_moves([0.4, 0.5, 0.8, 1.0])
+    assert responses([0.4, 0.5, 0.8], rising) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
     assert responses([1.0, 0.5])[0] == pytest.approx(-RESPONSE / LEAST_SHARE)
 
 
@@ -46,3 +49,12 @@ def test_outputs_bend_more_where_less_noise_is_left():
     assert bends([0.8, 0.4]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
     assert bends([0.2, 0.6]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
     assert bends([1.0, 0.0]) == pytest.approx([1.0, LEAST_SHARE**-BEND])
+
+
+def test_outputs_that_point_to_the_image_answer_the_other_way():
+    """MiniMax-H3's noise levels fall and its moves are positive, so its output has the opposite sign of Euler's."""
+    scheduler = diffusers.MiniMaxH3Scheduler()
+    scheduler.set_timesteps(9)
+    levels = scheduler.sigmas[:-1].tolist()
+    plain, turned = responses(levels, euler_moves([*levels, 0.0])), responses(levels, linear_moves(scheduler))
+    assert turned == pytest.approx([-each for each in plain]) and min(turned) > 0

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.growth import error_weights
-from dit_accel.loop.tracker import SchedulerClock, SigmaClock, Tick, TimestepClock
+from dit_accel.loop.tracker import Place, PlaceClock, SchedulerClock, SigmaClock, Tick, TimestepClock
 
 # diffusers' own, at the construction of a scheduler
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -230,6 +230,37 @@ def test_call_after_the_last_step_stays_in_the_schedule():
     denoise(scheduler, clock)
     tick = clock.read(500.0)
     assert 0 <= tick.step < tick.steps
+
+
+def test_a_given_place_tells_steps_that_nothing_else_tells():
+    """A loop that steps a copy of its scheduler leaves the pipeline's where it was; a second loop is a new run."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    clock = SchedulerClock(lambda: scheduler)
+    ticks = [clock.read(timestep, Place(step)) for _ in range(2) for step, timestep in enumerate(scheduler.timesteps)]
+    assert [tick.step for tick in ticks] == [0, 1, 2, 3] * 2
+    assert len({id(tick.run) for tick in ticks}) == 2 and ticks[0].run is ticks[3].run
+    scheduler.set_timesteps(4)
+    scheduler.set_begin_index(2)
+    begun = [clock.read(timestep, Place(step)) for step, timestep in enumerate(scheduler.timesteps[2:])]
+    assert [(tick.step, tick.steps) for tick in begun] == [(0, 2), (1, 2)]
+
+
+def test_a_given_place_goes_before_the_timestep():
+    """Timesteps that a loop rescales count too, and the noise levels of the known ones stay."""
+    clock = TimestepClock([1000.0, 500.0, 250.0])
+    ticks = [clock.read(value, Place(step, 3)) for step, value in enumerate((1.0, 0.5, 0.25))]
+    assert [tick.step for tick in ticks] == [0, 1, 2] and list(ticks[0].sigmas) == [1000.0, 500.0, 250.0]
+
+
+def test_a_place_alone_is_enough():
+    clock = PlaceClock()
+    ticks = [clock.read(0.0, Place(step, 4)) for _ in range(2) for step in range(4)] + [clock.read(0.0, Place(3, 5))]
+    assert [(tick.step, tick.steps) for tick in ticks] == [*[(step, 4) for step in range(4)] * 2, (3, 5)]
+    assert len({id(tick.run) for tick in ticks}) == 3
+    for place in (None, Place(0), Place(4, 4)):
+        with pytest.raises(UnsupportedError, match=r"cache_context.*step_index.*num_inference_steps"):
+            clock.read(0.0, place)
 
 
 def test_timestep_of_each_token_counts_by_its_maximum():

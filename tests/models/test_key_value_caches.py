@@ -79,3 +79,16 @@ def test_the_first_output_may_be_longer(keeps):
         assert report.steps_by_mode["dispatch"] > STEPS / 3 and report.notes == []
         assert all(step.error < 1 for step in report.steps if step.error is not None)
     assert torch.equal(run(use_kv_cache=keeps), plain)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "anew"])
+def test_no_forecast_has_another_shape(keeps):
+    """The second step computes, although the interval forecasts it, if the first output has another shape."""
+    pipe, run = built(images.qwen_image_21)
+    shapes, plain = outputs(pipe, run, use_kv_cache=keeps)
+    with accelerated(pipe, "balanced", schedule={"control": "interval", "warmup": 0, "interval": 3}):
+        accelerated_shapes, latents = outputs(pipe, run, use_kv_cache=keeps)
+        modes = [step.mode for step in pipe.dit_accel.report().steps]
+    assert accelerated_shapes == shapes
+    assert modes[1] == ("update" if keeps else "dispatch") and modes.count("dispatch") > STEPS / 3
+    assert 0 < relative_error(latents, plain) < 0.05

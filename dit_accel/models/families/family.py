@@ -7,7 +7,7 @@ count the FLOPs of a block. :mod:`dit_accel.models.families.sd3` is a short exam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal, NamedTuple
@@ -21,8 +21,11 @@ from dit_accel.loop.memory import ModelSize, SiteSize
 from dit_accel.sparse.token_order import Grid
 
 Arguments = dict[str, Any]  # of a transformer call, by name
-LATENTS = ("hidden_states", "x")  # names of the argument in diffusers' transformers; "x" is Z-Image's
-FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # in models with several outputs
+# Names of the argument in diffusers' transformers; "x" is Z-Image's, "vision_tokens" is Cosmos 3's.
+LATENTS = ("hidden_states", "x", "vision_tokens")
+FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states", "sound_tokens", "action_tokens")  # of more outputs
+TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument; "timesteps" is HiDream's, "t" is Z-Image's
+TIMES_OF_PARTS = ("_timestep", "_timesteps")  # ends of the names in models without these, as Cosmos 3's
 
 
 @dataclass(frozen=True)
@@ -309,6 +312,11 @@ def latents_of(arguments: Arguments) -> list[torch.Tensor]:
     """Return the latents of a call, a tensor or a list of samples; empty if no argument has their name."""
     latents = next((arguments[name] for name in LATENTS if name in arguments), None)
     return [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
+
+
+def timestep_names(names: Collection[str]) -> list[str]:
+    """Return the names of arguments that hold timesteps: TIMESTEPS, or the timesteps of parts if there is none."""
+    return [name for name in TIMESTEPS if name in names] or [name for name in names if name.endswith(TIMES_OF_PARTS)]
 
 
 def batch_of(arguments: Arguments) -> int:

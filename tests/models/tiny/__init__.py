@@ -20,6 +20,7 @@ PIPELINES = {
     "lumina2": images.lumina2,
     "kandinsky5": videos.kandinsky5,
     "ltx2": videos.ltx2,
+    "cosmos3": videos.cosmos3,
     "cogvideox-dpm": videos.cogvideox,
     "wan-vace": videos.wan_vace,
     "wan-animate": videos.wan_animate,

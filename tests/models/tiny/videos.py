@@ -1,6 +1,7 @@
 """Tiny pipelines that make videos."""
 
 import functools
+from types import SimpleNamespace
 
 import diffusers
 import torch
@@ -10,6 +11,9 @@ from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
 from tests.tiny import encoders, tiny_pipeline
 from tests.tiny.families import SIZES
 from tests.tiny.inputs import random_picture
+
+H3_SHIFTS = {"": 12.0, "audio_": 3.0}
+H3_VIDEO, H3_AUDIO = (24, 16), (10, 8)  # tokens and channels of MiniMax-H3's latents
 
 
 def kandinsky5():
@@ -73,6 +77,96 @@ def ltx2():
         prompt[f"{name}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
         prompt[f"{name}prompt_attention_mask"] = torch.ones(1, TOKENS, dtype=torch.long)
     return pipe, {**prompt, "height": 32, "width": 96, "num_frames": 5}
+
+
+def minimax_h3(name="transformer"):
+    """The denoising loop of MiniMax-H3, a modular pipeline: video and audio have schedules of their own.
+
+    Its transformer is the component `name`, `transformer_ref` for videos with references. The arguments leave latents
+    out, because the pipeline changes them in place.
+    """
+    from diffusers.modular_pipelines import SequentialPipelineBlocks
+    from diffusers.modular_pipelines.minimax_h3 import before_denoise, denoise
+
+    loop = {"transformer": denoise.MiniMaxH3DenoiseStep, "transformer_ref": denoise.MiniMaxH3Ref2VADenoiseStep}[name]
+    steps = {"set_timesteps": before_denoise.MiniMaxH3SetTimestepsStep(), "denoise": loop()}
+    pipe = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
+    transformer = diffusers.MiniMaxH3Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        hidden_size=64,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=64,
+        in_channels=4,
+        audio_in_channels=8,
+        text_dim=WIDTH,
+        freq_dim=16,
+        time_embed_hidden_dim=32,
+        time_embed_dim=32,
+        rope_freq_dim=4,
+    )
+    schedulers = {f"{kind}scheduler": diffusers.MiniMaxH3Scheduler(shift) for kind, shift in H3_SHIFTS.items()}
+    pipe.update_components(**{name: transformer}, **schedulers)
+    modalities = torch.tensor([1] * TOKENS + [0] * H3_VIDEO[0] + [2] * H3_AUDIO[0])
+    layout = {
+        "token_tags": modalities,
+        "position_ids": torch.arange(len(modalities))[:, None].expand(-1, 3),
+    }
+    kinds = ("video", "text", "audio")
+    indices = {f"{kind}_indices": (modalities == tag).nonzero()[:, 0] for tag, kind in enumerate(kinds)}
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **indices, "denoiser_input_fields": layout | indices}
+
+
+class SixTokens:
+    """Replaces Cosmos 3's tokenizer: each prompt has four tokens and two special ones."""
+
+    eos_token_id = 1
+
+    def convert_tokens_to_ids(self, token):
+        return 2
+
+    def apply_chat_template(self, messages, **settings):
+        return SimpleNamespace(input_ids=[3, 4, 5, 6])
+
+
+class PlainSound(torch.nn.Module):
+    """Replaces Cosmos 3's decoder of sound, which then returns its latents."""
+
+    config, _hop_size = SimpleNamespace(sampling_rate=16000), 160
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def decode(self, latents):
+        return latents
+
+
+def cosmos3():
+    """A video with sound, which have ``vision_timesteps`` and ``sound_timesteps`` instead of one timestep."""
+    transformer = diffusers.Cosmos3OmniTransformer(
+        head_dim=32,
+        hidden_size=64,
+        intermediate_size=64,
+        latent_channel=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        patch_latent_dim=64,
+        rope_axes_dim=(8, 4, 4),
+        vocab_size=16,
+        sound_gen=True,
+        sound_dim=8,
+    )
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    pipe = diffusers.Cosmos3OmniPipeline(
+        transformer, SixTokens(), tiny_pipeline("wan").vae, scheduler, PlainSound(), enable_safety_checker=False
+    )
+    size = {"height": 64, "width": 64, "num_frames": 5, "enable_safety_check": False, "enable_sound": True}
+    return pipe, {"prompt": "a red fox", **size}
 
 
 def cogvideox():

@@ -1,0 +1,82 @@
+"""Transformers that predict a video and its sound in one call."""
+
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+
+from dit_accel import accelerated
+from dit_accel.loop.outputs import FIRST
+from dit_accel.models import denoisers
+from tests.models.tiny import built, videos
+from tests.tiny import _redraw
+
+STEPS = 20
+
+
+def minimax_h3(name):
+    """A tiny MiniMax-H3 and a function that returns the latents of a run, video and audio."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe, arguments = videos.minimax_h3(name)
+        _redraw(getattr(pipe, name).eval())
+    pipe.set_progress_bar_config(disable=True)
+
+    def run(steps=STEPS):
+        random = torch.Generator().manual_seed(0)
+        latents = {
+            "latents": torch.randn(*videos.H3_VIDEO, generator=random),
+            "audio_latents": torch.randn(*videos.H3_AUDIO, generator=random),
+        }
+        # Its scheduler counts the end of the run as a step.
+        return list(pipe(**arguments, **latents, num_inference_steps=steps + 1, output=list(latents)).values())
+
+    return pipe, run
+
+
+def relative_error(latents, plain):
+    return float((latents - plain).norm() / plain.norm())
+
+
+@pytest.mark.parametrize("name", ["transformer", "transformer_ref"])
+def test_denoisers_are_found_under_any_name(name):
+    pipe, run = minimax_h3(name)
+    assert denoisers(pipe) == {name: getattr(pipe, name)}
+    plain = run()
+    with accelerated(pipe, "exact"):
+        assert all(map(torch.equal, run(), plain))
+    with accelerated(pipe, "balanced"):
+        latents = run()
+        report = pipe.dit_accel.report()
+    assert report.layers == [name] and report.steps_by_mode["dispatch"] > STEPS / 3
+    assert all(0 < relative_error(*pair) < 0.05 for pair in zip(latents, plain, strict=True))
+    assert {step.decided_by for step in report.steps} - {None} <= {FIRST, "audio"}
+    assert all(map(torch.equal, run(), plain))
+
+
+def test_what_denoises_no_latents_is_no_denoiser():
+    """A prior denoises the embedding of a picture, by a scheduler of its own, and a ControlNet predicts residuals."""
+    prior = diffusers.PriorTransformer(num_attention_heads=1, attention_head_dim=8, num_layers=1, embedding_dim=8)
+    net = diffusers.QwenImageControlNetModel(
+        in_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=1, axes_dims_rope=(4, 6, 6)
+    )
+    assert denoisers(SimpleNamespace(prior=prior, controlnet=net, vae=torch.nn.Identity(), scheduler=None)) == {}
+
+
+def test_timesteps_of_parts_tell_steps():
+    """Cosmos 3 has timesteps for each token of the video and of the sound."""
+    pipe, arguments = built("cosmos3")
+
+    def run():
+        random = torch.Generator().manual_seed(0)
+        return pipe(**arguments, num_inference_steps=STEPS, output_type="latent", generator=random, return_dict=False)
+
+    plain = run()
+    with accelerated(pipe, "exact"):
+        assert all(map(torch.equal, run(), plain))
+    with accelerated(pipe, "balanced"):
+        outputs = run()
+        report = pipe.dit_accel.report()
+    assert report.steps_by_mode["dispatch"] > STEPS / 4 and report.notes == []
+    assert all(0 < relative_error(*pair) < 0.05 for pair in zip(outputs, plain, strict=True))
