@@ -30,7 +30,7 @@ from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.context_parallel import split_plan
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
-from tests.tiny import _redraw, tiny_output, tiny_pipeline
+from tests.tiny import redraw, tiny_output, tiny_pipeline
 
 STEPS = 6
 LONGEST = 180  # seconds of one check
@@ -67,7 +67,7 @@ def pipeline(name: str):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pipe.transformer = type(pipe.transformer).from_config(config).eval()
-        _redraw(pipe.transformer)
+        redraw(pipe.transformer)
     return pipe
 
 
