@@ -18,17 +18,22 @@ import torch
 from diffusers.models.embeddings import TimestepEmbedding
 from torch.utils import _pytree as pytree
 
-from dit_accel import accelerate_transformer, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
 from dit_accel.models.families.family import FURTHER_LATENTS, latents_of
 from dit_accel.models.transformer import TIMESTEPS, predictions
-from scripts.checks.conformance_study import kinds
+from scripts.checks.class_study.small import SMALL
 from tests.tiny import redraw, smooth_in_time
 
-STEPS = 10
+STEPS = 16
+PRESETS = {  # how each kind accelerates
+    "exact": {"preset": "exact"},
+    "balanced": {"preset": "balanced"},
+    "forecast": {"preset": "balanced", "schedule": {"control": "interval", "warmup": 3, "interval": 2}},
+}
 PROMPTS = ["a red fox in the winter snow", "two boats on a lake"]
 NEGATIVE = "a grey wall"
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
-GUIDANCE = {"guidance_scale": 4.0, "true_cfg_scale": 4.0}
+GUIDANCE = {"guidance_scale": 2.0, "true_cfg_scale": 2.0}
 TESTS = "diffusers_tests"  # name of the checkout's package `tests`, beside our own
 LAST = ("controlnet", "pag", "lora")  # pipelines that are tried after all others
 
@@ -75,7 +80,7 @@ def of_pipeline(pipe: Any, call: Callable[[int], Any]) -> Case:
     """
 
     def accelerate(kind: str) -> tuple:
-        kinds.accelerate(pipe, kind)
+        accelerate_pipeline(pipe, **PRESETS[kind])
         return pipe.dit_accel.report, lambda: restore_pipeline(pipe)
 
     found = [part for part in pipe.components.values() if is_denoiser(part)]
@@ -223,6 +228,13 @@ def alone_of_tests(checkout: Path, name: str) -> Iterator[Callable[[], Case]]:
                 yield lambda tests=tests: alone(tests.model_class(**tests.get_init_dict()), tests.get_dummy_inputs)
 
 
+def alone_of_small(name: str) -> Iterator[Callable[[], Case]]:
+    """Yield a maker of a transformer from our own configurations."""
+    if name in SMALL:
+        sizes, inputs = SMALL[name]
+        yield lambda: alone(getattr(diffusers.models.transformers, name)(**sizes), inputs)
+
+
 def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -> Case:
     """A case of a transformer in a denoising loop with two branches of guidance.
 
@@ -233,18 +245,20 @@ def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -
         NotRun: its arguments have no timestep.
     """
     redrawn(transformer)
-    time = next((name for name in TIMESTEPS if inputs().get(name) is not None), None)
+    sized = "batch_size" in inspect.signature(inputs).parameters
+    first = inputs(batch_size=1) if sized else inputs()
+    time = next((name for name in TIMESTEPS if first.get(name) is not None), None)
     if time is None:
         raise NotRun(f"its forward takes no {', '.join(TIMESTEPS)}")
-    scale = 1.0 if float(torch.as_tensor(inputs()[time]).max()) <= 1 else 1000.0
+    scale = 1.0 if float(torch.as_tensor(first[time]).max()) <= 1 else 1000.0
     values = [scale * (1 - step / STEPS) for step in range(STEPS)]
 
     def candidates(batch: int) -> list[dict[str, Any]]:
         torch.manual_seed(0)
-        sized = [inputs(batch_size=batch)] if "batch_size" in inspect.signature(inputs).parameters else []
-        one = inputs()
+        made = [inputs(batch_size=batch)] if sized else []
+        one = inputs(batch_size=1) if sized else inputs()
         rows = len(latents_of(one)[0])
-        return [*sized, one if batch == 1 else {name: _doubled(value, rows) for name, value in one.items()}]
+        return [*made, one if batch == 1 else {name: _doubled(value, rows) for name, value in one.items()}]
 
     @torch.no_grad()
     def denoise(**arguments: Any) -> list[torch.Tensor]:
@@ -265,7 +279,7 @@ def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -
         return outputs
 
     def accelerate(kind: str) -> tuple:
-        acceleration = accelerate_transformer(transformer, kinds.preset_of(None, kind) or "balanced", values)
+        acceleration = accelerate_transformer(transformer, timesteps=values, **PRESETS[kind])
         return acceleration.report, acceleration.restore
 
     run = first_that_runs(denoise, candidates)

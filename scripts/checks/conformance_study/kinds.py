@@ -54,11 +54,10 @@ def accelerate(pipe: Any, kind: str) -> None:
     Raises:
         UnsupportedError: the pipeline is unsupported, or has no preset of this kind.
     """
-    accelerate_pipeline(pipe, preset_of(pipe, kind))
+    accelerate_pipeline(pipe, _preset(pipe, kind))
 
 
-def preset_of(pipe: Any, kind: str) -> Preset | str | None:
-    """Return the preset of a kind; None = the pipeline's default."""
+def _preset(pipe: Any, kind: str) -> Preset | str | None:
     if kind == "forecast":
         return load_preset("balanced", schedule=EVERY_SECOND, forecast=FORECAST)
     if kind == "flashomni":
