@@ -39,7 +39,7 @@ from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.tools.origin import describe_run
-from scripts.checks.class_study import cases
+from scripts.checks.class_study import cases, modular
 from scripts.checks.class_study.cases import Case, NotRun
 from scripts.checks.conformance_study import stand_ins
 from tests.models import tiny
@@ -118,7 +118,7 @@ def _compared(case: Case, kind: str, batch: int, plain: list[torch.Tensor]) -> d
     verdict = {"forecasts": forecasts, **_verdict(plain, output)}
     if kind == "exact" and verdict["is"] != "equal":
         verdict["is"] = "differs"
-    if kind == "forecast" and verdict["is"] == "equal":
+    if kind == "forecast" and not forecasts:
         verdict |= {"is": "plain", "reason": "; ".join(told.notes)}
     return verdict
 
@@ -126,6 +126,8 @@ def _compared(case: Case, kind: str, batch: int, plain: list[torch.Tensor]) -> d
 def _verdict(plain: list[torch.Tensor], output: list[torch.Tensor]) -> dict[str, Any]:
     if [each.shape for each in plain] != [each.shape for each in output]:
         return {"is": "differs", "reason": "its outputs have other shapes"}
+    if not all(each.isfinite().all() for each in output):
+        return {"is": "differs", "reason": "its outputs are not finite"}
     if all(map(torch.equal, plain, output)):
         return {"is": "equal"}
     error = max(float((one - other).norm() / one.norm()) for one, other in zip(plain, output, strict=True))
@@ -160,20 +162,30 @@ def tiny_models(name: str) -> list[str]:
     ]
 
 
-def row(name: str, makers: Iterator[Callable[[], Case]]) -> dict[str, Any]:
-    """Return the findings on a class: of the first maker that gives a case whose plain run works."""
+def row(name: str, checkout: Path | None) -> dict[str, Any]:
+    """Return the findings on a class: in a pipeline or else alone, and in the blocks of a modular pipeline."""
+    wanted = [makers(name, checkout)]
+    if name in modular.MODULAR:
+        wanted.append(modular.makers(name, cases.small_transformer(checkout, name)))
     failed: list[str] = []
+    found = [each for each in (_first(name, some, failed) for some in wanted) if each is not None]
+    more = {"failed": list(dict.fromkeys(failed))} if failed else {}
+    if found:
+        return {"runs": found} | more
+    reason = why_refused(classes()[name])
+    return ({"not run": "no small model of it is known"} if reason is None else {"refused": reason}) | more
+
+
+def _first(name: str, makers: Iterator[Callable[[], Case]], failed: list[str]) -> dict[str, Any] | None:
+    """Return the findings of the first maker whose plain run works, or None; add errors of the others to ``failed``."""
     for make in makers:
         try:
             case = make()
-            if not any(type(each).__name__ == name for each in case.transformers):
-                continue
-            return study(case) | ({"failed": failed} if failed else {})
+            if any(type(each).__name__ == name for each in case.transformers):
+                return study(case)
         except Exception as error:
             failed.append(_told(error))
-    if (reason := why_refused(classes()[name])) is not None:
-        return {"refused": reason}
-    return {"not run": "; ".join(dict.fromkeys(failed)) or "no small model of it is known"}
+    return None
 
 
 def why_refused(kind: type[torch.nn.Module]) -> str | None:
@@ -196,7 +208,7 @@ def makers(name: str, checkout: Path | None) -> Iterator[Callable[[], Case]]:
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
-    return any(each["is"] in WRONG for kind in cases.PRESETS for each in found.get(kind, []))
+    return any(each["is"] in WRONG for run in found.get("runs", []) for kind in cases.PRESETS for each in run[kind])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -221,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.chdir(folder)
         for name in options.only or classes():
             signal.alarm(options.seconds)
-            rows[name] = row(name, makers(name, checkout))
+            rows[name] = row(name, checkout)
             signal.alarm(0)
             print(name, json.dumps(rows[name]), flush=True)
             document = {"run": describe_run("cpu"), "bound": BOUND, "classes": dict(sorted(rows.items()))}

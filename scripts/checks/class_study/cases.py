@@ -72,11 +72,12 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return found
 
 
-def of_pipeline(pipe: Any, call: Callable[[int], Any]) -> Case:
+def of_pipeline(pipe: Any, call: Callable[[int], Any], title: str | None = None) -> Case:
     """A case of a pipeline.
 
     Args:
         call: calls the pipeline with a batch, and returns its outputs as a tuple.
+        title: None = the pipeline's class.
     """
 
     def accelerate(kind: str) -> tuple:
@@ -84,7 +85,7 @@ def of_pipeline(pipe: Any, call: Callable[[int], Any]) -> Case:
         return pipe.dit_accel.report, lambda: restore_pipeline(pipe)
 
     found = [part for part in pipe.components.values() if is_denoiser(part)]
-    return Case(type(pipe).__name__, found, lambda batch: tensors(call(batch)), accelerate)
+    return Case(title or type(pipe).__name__, found, lambda batch: tensors(call(batch)), accelerate)
 
 
 def is_denoiser(part: Any) -> bool:
@@ -228,10 +229,21 @@ def alone_of_tests(checkout: Path, name: str) -> Iterator[Callable[[], Case]]:
                 yield lambda tests=tests: alone(tests.model_class(**tests.get_init_dict()), tests.get_dummy_inputs)
 
 
+def small_transformer(checkout: Path | None, name: str) -> Callable[[], torch.nn.Module] | None:
+    """Return a function that makes a small transformer of a class, or None."""
+    if name in SMALL:
+        return lambda: getattr(diffusers.models.transformers, name)(**SMALL[name][0])
+    for file in [] if checkout is None else _files(checkout / "tests" / "models", name):
+        for kind in _test_classes(checkout, file, "get_init_dict"):
+            if kind().model_class.__name__ == name:
+                return lambda kind=kind: kind().model_class(**kind().get_init_dict())
+    return None
+
+
 def alone_of_small(name: str) -> Iterator[Callable[[], Case]]:
     """Yield a maker of a transformer from our own configurations."""
-    if name in SMALL:
-        sizes, inputs = SMALL[name]
+    sizes, inputs = SMALL.get(name, ({}, None))
+    if inputs is not None:
         yield lambda: alone(getattr(diffusers.models.transformers, name)(**sizes), inputs)
 
 
@@ -274,8 +286,9 @@ def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -
                 branches.append([leaf for leaf, is_one in zip(leaves, predicted, strict=True) if is_one])
             outputs = [2 * one - other for one, other in zip(*branches, strict=True)]
             for latent, output in zip(latents, outputs, strict=False):
-                if latent.shape == output.shape:
-                    latent.sub_(output, alpha=1 / STEPS)
+                if latent.ndim == output.ndim:  # one of the two may have more channels
+                    part = tuple(slice(min(sizes)) for sizes in zip(latent.shape, output.shape, strict=True))
+                    latent[part].sub_(output[part], alpha=1 / STEPS)
         return outputs
 
     def accelerate(kind: str) -> tuple:

@@ -12,6 +12,11 @@ HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 U_NET = {**HEADS, "in_channels": 32, "norm_num_groups": 8, "cross_attention_dim": WIDTH}
 
 
+def text(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random embeddings."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def prompt(batch: int, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     return {"encoder_hidden_states": torch.randn(batch, tokens, WIDTH), "timestep": torch.full((batch,), 1000.0)}
 
@@ -38,6 +43,11 @@ def bria_fibo2(batch_size: int) -> dict[str, torch.Tensor]:
 def flux3(batch_size: int) -> dict[str, torch.Tensor]:
     tokens = {"hidden_states": torch.randn(batch_size, 16, 16), "img_ids": ids(16), "txt_ids": ids(TOKENS)}
     return {**flow(batch_size), **tokens}
+
+
+def qwen_image21(batch_size: int) -> dict[str, Any]:
+    shapes = [[(1, 4, 4)]] * batch_size
+    return {**flow(batch_size), "hidden_states": torch.randn(batch_size, 16, 16), "img_shapes": shapes}
 
 
 def kandinsky6(batch_size: int) -> dict[str, torch.Tensor]:
@@ -90,8 +100,14 @@ def cosmos(batch_size: int) -> dict[str, torch.Tensor]:
     return {**flow(batch_size), "hidden_states": torch.randn(batch_size, 4, 2, 8, 8)}
 
 
-# by class: configuration, and the inputs of a batch
-SMALL: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
+# by class: configuration, and the inputs of a batch; None = diffusers' tests have them
+SMALL: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]] | None]] = {
+    "MiniMaxH3Transformer3DModel": (
+        {**HEADS, "hidden_size": 24, "num_layers": 2, "num_refiner_layers": 2, "ffn_dim": 32, "in_channels": 24}
+        | {"audio_in_channels": 32, "text_dim": WIDTH, "freq_dim": 8, "time_embed_hidden_dim": 24}
+        | {"time_embed_dim": 16, "rope_freq_dim": 2},
+        None,
+    ),
     "BriaFibo2Transformer2DModel": (
         {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": WIDTH}
         | {"injection_layer_ids": (1,), "perceiver_num_layers": 1, "min_num_gist_tokens": 8, "max_num_gist_tokens": 16}
@@ -103,6 +119,11 @@ SMALL: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
         {**HEADS, "in_channels": 16, "cond_in_channels": 16, "num_layers": 1, "num_single_layers": 1}
         | {"joint_attention_dim": WIDTH, "timestep_channels": 32, "axes_dims_rope": (4, 4, 4, 4)},
         flux3,
+    ),
+    "QwenImage21Transformer2DModel": (
+        {**HEADS, "in_channels": 16, "out_channels": 16, "num_layers": 2, "context_in_dim": WIDTH}
+        | {"axes_dims_rope": (4, 6, 6)},
+        qwen_image21,
     ),
     "Kandinsky6Transformer3DModel": (
         {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 16}
