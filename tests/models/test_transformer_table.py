@@ -5,14 +5,14 @@ python -m tests.models.test_transformer_table      # rewrites the page, and the 
 
 import json
 import re
-import textwrap
 from pathlib import Path
 
 import diffusers
 import pytest
 
 from dit_accel.models.families import FAMILIES, known_family
-from scripts.checks.class_study.cases import PRESETS, STEPS
+from scripts.checks.class_study import report
+from scripts.checks.class_study.cases import STEPS
 from scripts.checks.every_class import classes, is_wrong
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,8 @@ A small model of every transformer class of diffusers {version}, with random wei
 {steps} steps on a CPU, with guidance where it has it, for one sample and a batch of two
 ([JSON](../results/every-class.json), `scripts/checks/every_class.py`). *Run in* names the pipeline, or the denoising
 blocks of a modular one; a class *alone* ran in a loop of its own. Errors are the relative change of all outputs against
-the plain run, the larger one of both batches; random weights make them larger than those of trained models. *Equal* is
-equal bit for bit. The last column has the name by which presets call a family whose [facts](adding_a_model.md) are
+the plain run, the larger one of both batches, and *far* above 50%; random weights make them larger than those of
+trained models. *Equal* is equal bit for bit, and *plain* says why no step could be forecast. The last column has the name by which presets call a family whose [facts](adding_a_model.md) are
 known, and the further levels that it has; there computed steps can also skip tiles.
 
 {rows}
@@ -33,15 +33,6 @@ known, and the further levels that it has; there computed steps can also skip ti
 
 {others}
 """
-COLUMNS = [
-    "class",
-    "run in",
-    "batches",
-    "`exact`",
-    "`balanced`",
-    "every second step",
-    "family, and levels inside of it",
-]
 
 
 def inside(cls: type) -> str:
@@ -52,31 +43,12 @@ def inside(cls: type) -> str:
     return f"`{family.name}`: `layer`, `head`" if family.fused else f"`{family.name}`: `layer`"
 
 
-def cell(runs: list[dict]) -> str:
-    """The outcome of a kind in both batches: their common one, with the larger error."""
-    worst = max(runs, key=lambda run: run.get("error", 0.0))
-    found = {"within the bound": "", "beyond the bound": "far: "}.get(worst["is"], worst["is"])
-    return f"{found}{worst['error']:.1%}" if "error" in worst else found
-
-
 def page() -> str:
     document = json.loads(RESULT.read_text(encoding="utf-8"))
-    table, others = [COLUMNS, ["---"] * len(COLUMNS)], []
-    for name, found in document["classes"].items():
-        for run in found.get("runs", []):
-            if run["exact"][0]["is"] == "refused":
-                others.append(f"- {name} ({run['ran']}): {run['exact'][0]['reason']}")
-                continue
-            kinds = [cell(run[kind]) for kind in PRESETS]
-            table.append([name, run["ran"], "1" if "batch" in run else "1, 2", *kinds, inside(classes()[name])])
-        if "runs" not in found:
-            others.append(f"- {name}: {found.get('refused', found.get('not run'))}")
-    return HEAD.format(
-        version=document["run"]["diffusers"],
-        steps=STEPS,
-        rows="".join(f"| {' | '.join(cells)} |\n" for cells in table),
-        others="\n".join(textwrap.fill(each, 120, subsequent_indent="  ") for each in others),
-    )
+    head, *rows = report.rows(document)
+    whole = [[*head, "family, and levels inside of it"], *([*cells, inside(classes()[cells[0]])] for cells in rows)]
+    version, others = document["run"]["diffusers"], report.left_out(document)
+    return HEAD.format(version=version, steps=STEPS, rows=report.table(whole), others=others)
 
 
 def test_the_table_is_right():
