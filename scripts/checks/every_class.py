@@ -118,7 +118,7 @@ def _compared(case: Case, kind: str, batch: int, plain: list[torch.Tensor]) -> d
     verdict = {"forecasts": forecasts, **_verdict(plain, output)}
     if kind == "exact" and verdict["is"] != "equal":
         verdict["is"] = "differs"
-    if kind == "forecast" and not forecasts:
+    if kind == "forecast" and verdict["is"] == "equal" and not forecasts:
         verdict |= {"is": "plain", "reason": told.notes[-1] if told.notes else "no step was forecast"}
     return verdict
 
