@@ -34,7 +34,7 @@ PROMPTS = ["a red fox in the winter snow", "two boats on a lake"]
 NEGATIVE = "a grey wall"
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 GUIDANCE = {"guidance_scale": 2.0, "true_cfg_scale": 2.0}
-TESTS = "diffusers_tests"  # name of the checkout's package `tests`, beside our own
+TESTS = "diffusers_tests"  # name of the checkout's package `tests`, which differs from ours
 LAST = ("controlnet", "pag", "lora")  # pipelines that are tried after all others
 
 
