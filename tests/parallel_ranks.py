@@ -32,7 +32,7 @@ from dit_accel.stages import sharing
 from dit_accel.stages.decode import FusedDecode
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
-from tests.tiny import _redraw, tiny_output, tiny_pipeline
+from tests.tiny import redraw, tiny_output, tiny_pipeline
 
 STEPS = 6
 LONGEST = 180  # seconds of one check
@@ -69,7 +69,7 @@ def pipeline(name: str):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pipe.transformer = type(pipe.transformer).from_config(config).eval()
-        _redraw(pipe.transformer)
+        redraw(pipe.transformer)
     return pipe
 
 

@@ -9,7 +9,7 @@ import torch
 
 import dit_accel
 from dit_accel import accelerate_pipeline
-from tests.tiny import _redraw, tiny_output, tiny_pipeline
+from tests.tiny import redraw, tiny_output, tiny_pipeline
 
 PACKAGE = str(Path(dit_accel.__file__).parent)
 MOST_CALLS = 400  # of Python functions, torch's and diffusers' included
@@ -25,7 +25,7 @@ def steps():
         kind = type(pipe.transformer)
         config = {**pipe.transformer.config, "num_layers": 19, "num_single_layers": 38}
         pipe.transformer = kind.from_config(config).eval()
-        _redraw(pipe.transformer)
+        redraw(pipe.transformer)
     accelerate_pipeline(pipe, "balanced")
     forward, found = pipe.transformer.forward, []
 

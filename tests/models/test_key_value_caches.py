@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 from dit_accel import accelerated
 from dit_accel.models.transformer import BESIDE
 from tests.models.tiny import images, videos
-from tests.tiny import _redraw
+from tests.tiny import redraw
 
 STEPS = 20
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}, "forecast": {"level": "output"}}
@@ -19,7 +19,7 @@ def built(build):
         torch.manual_seed(0)
         pipe, arguments = build()
         for module in (pipe.transformer, pipe.vae):
-            _redraw(module.eval())
+            redraw(module.eval())
     pipe.set_progress_bar_config(disable=True)
 
     def run(**changes):

@@ -3,77 +3,37 @@
 python -m tests.models.test_transformer_table      # rewrites the page, and the families in other pages
 """
 
-import inspect
+import json
 import re
-import textwrap
-import warnings
-from collections import defaultdict
 from pathlib import Path
 
 import diffusers
 import pytest
-import torch
 
-from dit_accel import accelerated, load_preset
-from dit_accel.errors import UnsupportedError
-from dit_accel.loop.controller import Controller
-from dit_accel.loop.runs import Runs
-from dit_accel.loop.tracker import TimestepClock
-from dit_accel.models import denoisers
 from dit_accel.models.families import FAMILIES, known_family
-from dit_accel.models.transformer import TransformerDriver
-from tests.models import tiny
+from scripts.checks.class_study import report
+from scripts.checks.class_study.cases import STEPS
+from scripts.checks.every_class import classes, is_wrong
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "transformers.md"
-TINY = [
-    *("flux", "sd3", "mochi", "ltx", "qwen-image", "wan", "hunyuan", "framepack", "hunyuan15"),
-    *tiny.PIPELINES,
-    *tiny.others.OTHERS,
-]
-INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}
-STEPS = 8
+RESULT = ROOT / "docs" / "results" / "every-class.json"
 HEAD = """# Transformers of diffusers
 
-What level `output` makes of every transformer class of diffusers {version}. *Ran* means that a tiny pipeline of it ran
-in our tests, with forecasts in some of its steps. The last column has the name by which presets call a family whose
-[facts](adding_a_model.md) are known, and the further levels that it has; there computed steps can also skip tiles. The
-test of this page writes it (`tests/models/test_transformer_table.py`).
+A small model of every transformer class of diffusers {version}, with random weights, ran plainly and accelerated for
+{steps} steps on a CPU, with guidance where it has it, for one sample and a batch of two
+([JSON](../results/every-class.json), `scripts/checks/every_class.py`). *Run in* names the pipeline, or the denoising
+blocks of a modular one; a class *alone* ran in a loop of its own. Errors are the relative change of all outputs
+against the plain run, the larger one of both batches, and *far* above 50%; random weights make them larger than those
+of trained models. *Equal* is equal bit for bit, and *plain* says why no step could be forecast. The last column has
+the name by which presets call a family whose [facts](adding_a_model.md) are known, and the further levels that it has;
+there computed steps can also skip tiles.
 
-| class | outcome | family, and levels inside of it |
-|---|---|---|
 {rows}
-**Accepted**: these classes take a timestep, but no pipeline of them was run here; the
-[rules](concepts.md#branches-runs-and-what-ends-them) decide in their runs. Steps that can't be told apart run
-plainly, and the report says why.
+**Refused**, or not run:
 
-{accepted}
-
-**Refused** by `accelerate_pipeline`, because they take no timestep:
-
-{refused}
+{others}
 """
-
-
-def classes() -> dict[str, type[torch.nn.Module]]:
-    named = inspect.getmembers(diffusers.models.transformers, inspect.isclass)
-    return {name: cls for name, cls in named if issubclass(cls, torch.nn.Module)}
-
-
-def outcomes_of_runs() -> dict[str, list[str]]:
-    """Outcomes by class, from the reports of tiny pipelines."""
-    found = defaultdict(list)
-    for name in TINY:
-        pipe = tiny.pipeline(name)
-        with accelerated(pipe, "balanced", **INTERVAL), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tiny.output(name, STEPS)
-            report = pipe.dit_accel.report()
-        forecasts = report.steps_by_mode.get("dispatch", 0) > 0
-        how = "ran" if forecasts else f"ran plainly: {report.notes[-1]}"
-        for kind in {type(each).__name__ for each in denoisers(pipe).values()}:
-            found[kind].append(f"{how} ({type(pipe).__name__})")
-    return found
 
 
 def inside(cls: type) -> str:
@@ -85,30 +45,20 @@ def inside(cls: type) -> str:
 
 
 def page() -> str:
-    ran, rows = outcomes_of_runs(), ""
-    accepted, refused = [], []
-    runs = Runs(lambda _: Controller(load_preset("balanced"), TimestepClock([1.0]), "any"))
-    for name, cls in classes().items():
-        try:
-            TransformerDriver(cls.__new__(cls), runs, "transformer", lambda: None)
-        except UnsupportedError:
-            refused.append(name)
-            continue
-        if name in ran or inside(cls) != "–":
-            rows += f"| {name} | {'; '.join(ran.get(name, ['accepted']))} | {inside(cls)} |\n"
-        else:
-            accepted.append(name)
-    lists = ["\n".join(textwrap.wrap(", ".join(names), 120)) for names in (accepted, refused)]
-    return HEAD.format(version=diffusers.__version__, rows=rows, accepted=lists[0], refused=lists[1])
+    document = json.loads(RESULT.read_text(encoding="utf-8"))
+    head, *rows = report.rows(document)
+    whole = [[*head, "family, and levels inside of it"], *([*cells, inside(classes()[cells[0]])] for cells in rows)]
+    version, others = document["run"]["diffusers"], report.left_out(document)
+    return HEAD.format(version=version, steps=STEPS, rows=report.table(whole), others=others)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_table_is_right():
-    """Every class of the page's version has a row, and outcomes equal those of current runs."""
-    text = PAGE.read_text(encoding="utf-8")
-    if re.search(r"of diffusers (\S+)\. ", text).group(1) != diffusers.__version__:
-        pytest.skip("the page is about another version of diffusers")
-    assert text == page()
+    """The page shows the results of the script, which has a row for every class of its diffusers."""
+    document = json.loads(RESULT.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page()
+    assert not [name for name, found in document["classes"].items() if is_wrong(found)]
+    if document["run"]["diffusers"] == diffusers.__version__:
+        assert [*document["classes"]] == sorted(classes())
 
 
 def rows() -> dict[str, list[tuple[str, str, str]]]:

@@ -19,7 +19,8 @@ from tests.tiny.flux import tiny_flux_lora
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["TINY_PIPELINES", "VIDEO_PIPELINES", "tiny_flux_lora", "tiny_inputs", "tiny_output", "tiny_pipeline"]
+__all__ = ["TINY_PIPELINES", "VIDEO_PIPELINES", "redraw", "smooth_in_time", "tiny_flux_lora", "tiny_inputs"]
+__all__ += ["tiny_output", "tiny_pipeline"]
 
 # name: (builds the pipeline, makes the keyword arguments that are its own)
 _PIPELINES = {
@@ -80,7 +81,7 @@ def tiny_pipeline(name: str, *, seed: int = 0) -> "DiffusionPipeline":
         pipe = build()
         for component in sorted(pipe.components):
             if isinstance(module := getattr(pipe, component), torch.nn.Module):
-                _redraw(module.eval())
+                redraw(module.eval())
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -135,7 +136,7 @@ def _named(name: str):
 
 
 @torch.no_grad()
-def _redraw(module: torch.nn.Module) -> None:
+def redraw(module: torch.nn.Module) -> None:
     """Randomise matrices from N(0, 1/fan_in), which keeps activations' size, and add N(0, 0.1²) to vectors."""
     from diffusers.models.embeddings import TimestepEmbedding
 
@@ -147,10 +148,10 @@ def _redraw(module: torch.nn.Module) -> None:
             parameter.copy_(noise / parameter[0].numel() ** 0.5)
     for part in module.modules():
         if isinstance(part, TimestepEmbedding):
-            _smooth_in_time(part.linear_1)
+            smooth_in_time(part.linear_1)
 
 
-def _smooth_in_time(linear: torch.nn.Linear) -> None:
+def smooth_in_time(linear: torch.nn.Linear) -> None:
     """Damp the fast sinusoids of the timestep, as training does; else no forecast over steps could be any good.
 
     Features of angular frequency w (per timestep, of 1000; both halves of the features hold the same ones) weigh

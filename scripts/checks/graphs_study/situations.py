@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.presets import Preset
-from tests.tiny import _redraw, tiny_output, tiny_pipeline
+from tests.tiny import redraw, tiny_output, tiny_pipeline
 
 BUILDING = threading.Lock()  # building uses the process's only random generator
 STEPS = 5
@@ -238,7 +238,7 @@ def build(situation: Situation, device: str, dtype: torch.dtype) -> Any:
             torch.manual_seed(1)
             kind = type(pipe.transformer)
             pipe.transformer = kind.from_config({**pipe.transformer.config, **situation.config}).eval()
-            _redraw(pipe.transformer)
+            redraw(pipe.transformer)
     return pipe.to(device, dtype)
 
 

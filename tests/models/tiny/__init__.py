@@ -46,10 +46,14 @@ def built(name: str):
 
 
 def call(name: str, **changes) -> torch.Tensor:
-    pipe, arguments = built(name)
+    return outputs(*built(name), **changes)[0]
+
+
+def outputs(pipe, arguments: dict, **changes) -> tuple:
+    """All outputs of a pipeline of :func:`built`."""
     generator = torch.Generator().manual_seed(0)
     size = {"height": 96, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
-    return pipe(**{**size, **arguments, **changes}, generator=generator, return_dict=False)[0]
+    return pipe(**{**size, **arguments, **changes}, generator=generator, return_dict=False)
 
 
 pipeline_of_testing = functools.cache(tiny_pipeline)

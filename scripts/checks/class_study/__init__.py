@@ -1,0 +1,1 @@
+"""Parts of ``scripts/checks/every_class.py``."""

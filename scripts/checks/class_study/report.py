@@ -1,0 +1,52 @@
+"""Tables of the results of ``scripts/checks/every_class.py``."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+KINDS = {"exact": "`exact`", "balanced": "`balanced`", "forecast": "every second step"}
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """A row for each run, and the classes that did not run."""
+    return f"{table(rows(document))}\n{left_out(document)}\n"
+
+
+def rows(document: dict[str, Any]) -> list[list[str]]:
+    """The head of the table, and a row for each run of a class."""
+    found = [["class", "run in", "batches", *KINDS.values()]]
+    for name, each in document["classes"].items():
+        for run in _ran(each):
+            batches = "1" if "batch" in run else "1, 2"
+            found.append([name, run["ran"], batches, *(_cell(run[kind]) for kind in KINDS)])
+    return found
+
+
+def table(rows: list[list[str]]) -> str:
+    head, *others = rows
+    lines = [head, ["---"] * len(head), *others]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def left_out(document: dict[str, Any]) -> str:
+    """A list of the classes that were refused or did not run, with the reasons."""
+    told = []
+    for name, each in document["classes"].items():
+        refused = [run for run in each.get("runs", []) if run["exact"][0]["is"] == "refused"]
+        told += [f"- {name} ({run['ran']}): {run['exact'][0]['reason']}" for run in refused]
+        if "runs" not in each:
+            told.append(f"- {name}: {each.get('refused', each.get('not run'))}")
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in told)
+
+
+def _ran(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run for run in found.get("runs", []) if run["exact"][0]["is"] != "refused"]
+
+
+def _cell(runs: list[dict[str, Any]]) -> str:
+    """The outcome of a kind for all batches, with the largest error."""
+    worst = max(runs, key=lambda run: run.get("error", 0.0))
+    if "error" in worst:
+        return f"{'far: ' if worst['is'] == 'beyond the bound' else ''}{worst['error']:.1%}"
+    return f"{worst['is']}: {worst['reason']}" if worst.get("reason") else worst["is"]

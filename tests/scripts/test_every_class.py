@@ -1,0 +1,91 @@
+"""scripts/checks/every_class.py: small models of denoiser classes, some of which run here."""
+
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+
+from scripts.checks import every_class
+from scripts.checks.class_study import cases, modular
+
+TINY = ("qwen-image-21", "ltx2")
+ALONE = ("Kandinsky6Transformer3DModel",)
+BLOCKS = ("Flux3Transformer2DModel",)
+
+
+def assert_near(found: dict, batches: int = 2) -> None:
+    assert [each["is"] for each in found["exact"]] == ["equal"] * batches
+    assert [each["is"] for each in found["forecast"]] == ["within the bound"] * batches
+    assert all(each["forecasts"] > 0 for each in found["forecast"])
+    assert all(each["is"] in ("equal", "within the bound") for each in found["balanced"])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_pipelines_run(name):
+    """`exact` equals the plain run, and forecasts are near it, in all outputs and in a batch of two."""
+    assert_near(every_class.study(every_class.tiny_case(name)))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_transformers_run_alone(name):
+    (make,) = cases.alone_of_small(name)
+    assert_near(every_class.study(make()))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_modular_pipelines_run(name):
+    if not hasattr(diffusers, name):
+        pytest.skip(f"diffusers has no {name}")
+    (make,) = modular.makers(name, cases.small_transformer(None, name))
+    assert_near(every_class.study(make()), batches=1 if name.startswith("MiniMax") else 2)
+
+
+def test_outputs_of_one_pipeline_are_all_compared():
+    """LTX-2 makes a video and its sound."""
+    assert len(every_class.tiny_case("ltx2").run(1)) == 2
+
+
+def case(accelerated: torch.Tensor) -> cases.Case:
+    """A case whose accelerated run gives these values instead of ones, and makes no batch."""
+    is_accelerated = []
+    report = SimpleNamespace(steps_by_mode={"dispatch": 1}, notes=[])
+
+    def run(batch: int) -> list[torch.Tensor]:
+        if batch > 1:
+            raise cases.NotRun("it takes one prompt")
+        return [accelerated if is_accelerated else torch.ones(4)]
+
+    def accelerate(kind: str) -> tuple:
+        is_accelerated.append(kind)
+        return lambda: report, is_accelerated.clear
+
+    return cases.Case("alone", [], run, accelerate)
+
+
+@pytest.mark.parametrize(
+    ("values", "exact", "forecast"),
+    [
+        pytest.param(torch.ones(4), "equal", "equal", id="same"),
+        pytest.param(torch.full((4,), 1.1), "differs", "within the bound", id="near"),
+        pytest.param(torch.zeros(4), "differs", "beyond the bound", id="far"),
+        pytest.param(torch.full((4,), torch.nan), "differs", "differs", id="not-finite"),
+        pytest.param(torch.ones(5), "differs", "differs", id="other-shape"),
+    ],
+)
+def test_verdicts(values, exact, forecast):
+    found = every_class.study(case(values))
+    assert (found["exact"][0]["is"], found["forecast"][0]["is"]) == (exact, forecast)
+    assert found["batch"] == "it takes one prompt"
+    assert every_class.is_wrong({"runs": [found]}) == (exact == "differs")
+
+
+def test_a_class_without_a_timestep_is_refused():
+    assert "takes no 'timestep'" in every_class.why_refused(diffusers.models.transformers.T5FilmDecoder)
+
+
+def test_wrong_arguments_are_refused(tmp_path, capsys):
+    """The error names the argument."""
+    with pytest.raises(SystemExit):
+        every_class.main([str(tmp_path), "--output", str(tmp_path / "found")])
+    assert "checkout must hold tests/pipelines" in capsys.readouterr().err
