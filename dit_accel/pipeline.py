@@ -356,9 +356,11 @@ def _attach(
 
 
 def _further_schedulers(pipe: Any) -> dict[str, Any]:
-    """Return the schedulers of a pipeline's further outputs by name: "audio" for ``audio_scheduler``."""
+    """Return the schedulers of further outputs by name: "audio" for ``audio_scheduler`` and ``audio_hidden_states``."""
     suffix = "_scheduler"
-    return {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
+    inputs = {name for each in denoisers(pipe).values() for name in inspect.signature(type(each).forward).parameters}
+    named = {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
+    return {part: each for part, each in named.items() if any(name.startswith(f"{part}_") for name in inputs)}
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:

@@ -60,7 +60,10 @@ def causal_norm(
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     batch, channels, time, height, width = x.shape
     checks.require_shape("weight", weight, (channels,))
+    if input_bias is not None:
+        checks.require_shape("input_bias", input_bias, (channels,))
     if past is not None:
+        checks.require_same("past", past, "x", x)
         checks.require_shape("past", past, (batch, channels, "P", height, width))
         if past.shape[2] > frames:
             raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
@@ -70,6 +73,7 @@ def causal_norm(
         out = x.new_empty(batch, frames + time, height + 2 * border, width + 2 * border, channels)
         kept = x.new_empty(batch, min(2, frames + time), height, width, channels)
         past = None if past is None else past.contiguous(memory_format=LAST)
+        weight, input_bias = (each if each is None else each.contiguous() for each in (weight, input_bias))
         norm_into(x.contiguous(memory_format=LAST), weight, silu, input_bias, past, out, kept, border)
         return out.permute(0, 4, 1, 2, 3), kept.permute(0, 4, 1, 2, 3)
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]

@@ -58,6 +58,7 @@ def convolution(
     shape = _shape_behind(x, weight, padding)
     if residual is not None:
         checks.require_shape("residual", residual, shape)
+        checks.require_same("residual", residual, "x", x)
     outputs = weight.shape[0]
     is_faster = outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
     if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
@@ -65,6 +66,7 @@ def convolution(
 
         out = _empty(x, shape)
         residual = None if residual is None else residual.contiguous(memory_format=LAST)
+        bias = None if bias is None else bias.contiguous()
         convolve_into(x.contiguous(memory_format=LAST), weight[None], bias, residual, out)
         return out
     zeros = (0, padding, padding)
@@ -108,6 +110,7 @@ def upsampled_convolution(
     if _takes_kernel(backend, x, outputs, is_faster=True):  # cuDNN's phases are moved in another pass
         from dit_accel.kernels._triton.convolution import convolve_into
 
+        bias = None if bias is None else bias.contiguous()
         convolve_into(x.contiguous(memory_format=LAST), weight, bias, None, out)
         return out
     rows, columns = shape[3] // 2, shape[4] // 2

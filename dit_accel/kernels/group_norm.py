@@ -77,10 +77,12 @@ def group_norm(
         batch, _, *sides = shape = _shape(x, before, border, frames)
         out = x.new_empty(batch, *sides, channels).movedim(-1, 1)
         start = 0 if frames is None else frames.start
-        padding = None if shape == tuple(x.shape) and scale is None else (start - before, border)
+        is_same = shape == tuple(x.shape) and scale is None and start == before
+        padding = None if is_same else (start - before, border)
         x, scale, shift = (
             each if each is None else each.contiguous(memory_format=LAST[x.ndim]) for each in (x, scale, shift)
         )
+        weight, bias, input_bias = (each if each is None else each.contiguous() for each in (weight, bias, input_bias))
         group_norm_into(x, weight, bias, scale, shift, groups, eps, silu, input_bias, out, padding)
         return out
     values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)

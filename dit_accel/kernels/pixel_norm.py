@@ -77,8 +77,7 @@ def pixel_norm(
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.pixel_norm import pixel_norm_into
 
-        shift, scale = (each if each is None else each.contiguous() for each in (shift, scale))
-        vectors = weight, shift, scale, input_bias
+        vectors = tuple(each if each is None else each.contiguous() for each in (weight, shift, scale, input_bias))
         pixel_norm_into(x.contiguous(memory_format=LAST), vectors, eps, before, border, reflect, silu, out)
         return out
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]

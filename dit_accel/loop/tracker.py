@@ -165,13 +165,17 @@ class SchedulerClock:
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
         # A call after the last step, outside of a pipeline's loop, counts as the last step.
-        index = self._index(scheduler, timestep) if place is None else self._first + place.step
+        index = self._index(scheduler, timestep) if place is None else self._offset(place) + place.step
         index = min(index, self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
             self._start(scheduler, index)
         self._guessed = self._guessed and getattr(scheduler, "step_index", None) is None
         self._latest = index
         return replace(self._begun, step=index - self._first)
+
+    def _offset(self, place: Place) -> int:
+        """Return the index of a loop's first step, which is a later one if the loop has fewer steps."""
+        return self._end - place.steps if place.steps and place.steps <= self._end else self._first
 
     def _begin(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
         """Start the run of new timesteps at the scheduler's ``begin_index``, otherwise at the first timestep."""
@@ -361,7 +365,7 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
 def _has_steps(scheduler: Any, count: int) -> bool:
     """Return True if a scheduler was given this number of timesteps."""
     timesteps = getattr(scheduler, "timesteps", None)
-    return timesteps is not None and len(timesteps) == count
+    return isinstance(timesteps, torch.Tensor) and timesteps.ndim == 1 and len(timesteps) == count
 
 
 def _why_plain(scheduler: Any) -> str | None:

@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Event, Thread
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dit_accel.errors import BatchError, DitAccelError
-from dit_accel.presets import Preset
 from dit_accel.serving.engine import Made
 from dit_accel.serving.prompts import Job
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
 
 logger = logging.getLogger(__name__)
 

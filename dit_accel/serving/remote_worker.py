@@ -14,10 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import BatchError, DitAccelError
-from dit_accel.presets import Preset
 from dit_accel.serving.dispatcher import Cancelled
 from dit_accel.serving.engine import Made
 from dit_accel.serving.pipelines import Setup
@@ -28,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # for each job
 LAST_SECONDS = 2.0  # that an idle process has to end
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
 
 
 class RemoteWorker:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dit_accel.errors import OptionError, PresetError, UnsupportedError
-from dit_accel.pipeline import restore_pipeline
 from dit_accel.serving.engine import Made, Progress, made_alone
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.processes import ranks
@@ -131,6 +130,8 @@ class Worker:
         if preset == self.preset_in_use:
             return
         if preset is None:
+            from dit_accel.pipeline import restore_pipeline
+
             restore_pipeline(self._pipe)
         else:
             try:

@@ -318,7 +318,15 @@ class FusedDecode:
     ) -> torch.Tensor | tuple:
         """The output of a first call of a form, which decides about the later ones."""
         copied, named = _copied(args, kwargs)  # decoders of videos keep frames in lists
-        own = original(*args, **kwargs)
+        try:
+            own = original(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not named or getattr(self._current, "decode", None) is None:
+                raise
+            own = None
+        if own is None:  # the frames of the past that the comparison keeps were too much
+            del copied, named
+            raise _GivenUp("no memory to compare with the decoder's own output")
         size = _images(own).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = self._own("its output is no image")

@@ -59,12 +59,12 @@ class Store:
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: OrderedDict[tuple, tuple[KeptOutput, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage inside may close a stage
 
     @property
     def size(self) -> int:
         """Bytes of all outputs."""
-        return sum(size for _, size in self._kept.values())
+        return sum(size for _, size in list(self._kept.values()))
 
     def get(self, key: tuple) -> KeptOutput | None:
         """Return a kept output, or None."""
@@ -125,7 +125,7 @@ class KeepingEntry:
         run = encoder._call_impl if self._replaced is None else self._replaced
         if torch.compiler.is_compiling() or not self.stages:
             return run(*args, **kwargs)
-        elapsed = {stage: stopwatch_on(stage.parts.device) for stage in self.stages}
+        elapsed = {stage: stopwatch_on(stage.parts.device) for stage in tuple(self.stages)}
         inputs = _Inputs(args, kwargs)
         found = self._find(encoder, inputs)
         if not isinstance(found, str) and (kept := found[1]) is not None:
@@ -319,6 +319,7 @@ def _modes(tensors: list[torch.Tensor]) -> tuple:
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         (cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()),
         torch.get_default_dtype(),
+        torch.nn.functional.scaled_dot_product_attention,  # SageAttention's readme has users replace it
         *(torch.cuda.current_stream(device).cuda_stream for device in range(streams)),
     )
 

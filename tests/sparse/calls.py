@@ -14,7 +14,7 @@ def controller_of(preset):
     """For calls that no model makes; the timestep is the step."""
     steps = 12
     clock = SimpleNamespace(
-        read=lambda step: Tick("run", step, steps, range(steps), [1 - i / steps for i in range(steps)])
+        read=lambda step, place=None: Tick("run", step, steps, range(steps), [1 - i / steps for i in range(steps)])
     )
     controller = Controller(preset, clock, "any")
     controller.add_transformer("transformer", ["first", "second"])

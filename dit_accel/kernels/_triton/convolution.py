@@ -76,6 +76,7 @@ def _convolve(
     if PHASES == 8:
         frame, first_frame = 2 * frame - 1 + phase // 4, 2 * first_frame - 1 + phase // 4
         inside &= frame >= 0  # the first frame is not repeated
+        frame = frame.to(tl.int64)  # a tile may cover two frames, which are four of the output
     apart = (frame - first_frame) * height + row - first_row  # lines, so few that offsets have 32 bits
     at = (apart * width + column) * OUTPUTS + first_channel
     start = ((sample * out_frames + first_frame).to(tl.int64) * height + first_row) * width * OUTPUTS

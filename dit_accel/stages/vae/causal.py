@@ -72,7 +72,7 @@ def decode(
     x = x if bands is None else bands.own(x)
     x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
     for stage in decoder.up_blocks:
-        before = x
+        before = x if getattr(stage, "avg_shortcut", None) is not None else None
         for block in stage.resnets:
             x = run.block(block, x)
         for resample in parts_of(stage, "upsampler", "upsamplers"):

@@ -67,7 +67,7 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str) -> Iterator[Descr
     if name != "exact" and call.schedule is not None:
         warmup, interval = call.schedule
         schedule = {"schedule": {"control": "interval", "warmup": warmup, "interval": interval, "cooldown": 1}}
-    preset = preset_for(pipe, name, **schedule)
+    preset = preset_for(pipe, name, **schedule, **{"stages.prompts": False})  # as with a new prompt in each call
 
     def describe() -> Row:
         report = pipe.dit_accel.report()

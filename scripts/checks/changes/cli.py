@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "laptops-are-cards",
-        f"{CLI}/recommend.py",
+        "dit_accel/tools/cards.py",
         '{"laptop", "ti",',
         '{"ti",',
         "a laptop's GPU is not the desktop card of the same name",

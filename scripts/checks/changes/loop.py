@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "response-points-away",
         f"{LOOP}/growth.py",
-        "sigmas[-1] - sigmas[0])",
-        "sigmas[0] - sigmas[-1])",
+        "response = math.copysign(RESPONSE, sum(moves[-1])) if moves else -RESPONSE",
+        "response = math.copysign(RESPONSE, -sum(moves[-1])) if moves else RESPONSE",
         "the model's response to a shift of the latents reduces the shift",
         f"{TEST_LOOP}/test_growth.py",
     ),
