@@ -10,7 +10,7 @@ from dit_accel import accelerated
 from dit_accel.loop.outputs import FIRST
 from dit_accel.models import denoisers
 from tests.models.tiny import built, videos
-from tests.tiny import _redraw
+from tests.tiny import redraw
 
 STEPS = 20
 
@@ -20,7 +20,7 @@ def minimax_h3(name):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe, arguments = videos.minimax_h3(name)
-        _redraw(getattr(pipe, name).eval())
+        redraw(getattr(pipe, name).eval())
     pipe.set_progress_bar_config(disable=True)
 
     def run(steps=STEPS):
