@@ -225,9 +225,7 @@ class FusedDecode:
         self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
     ) -> torch.Tensor | tuple:
         """The output of a call that is not shared, or of one whose rows are."""
-        form = _form(args, kwargs)
-        if form not in decode.reasons:
-            decode.reasons[form] = self._why_not(module, args, kwargs)
+        form = self._checked_form(module, decode, args, kwargs)
         reason = decode.given_up or decode.reasons[form]
         if decode.bands is not None:
             if self._shares_rows(decode, decode.bands, reason, args):
@@ -285,9 +283,7 @@ class FusedDecode:
             made = calls.output(partial(self._unit, original, module, decode))
             self._remark_shared(str(self.remark), decode)
             return made
-        form = _form(args, kwargs)
-        if form not in decode.reasons:
-            decode.reasons[form] = self._why_not(module, args, kwargs)
+        form = self._checked_form(module, decode, args, kwargs)
         if form not in self._outputs:
             given, named = on_meta((args, kwargs))
             self._outputs[form] = meta_copy(module).forward(*given, **named)
@@ -352,6 +348,13 @@ class FusedDecode:
 
     def _own(self, reason: str) -> str:
         return f"{OWN} {self.part}: {reason}"
+
+    def _checked_form(self, module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Return a call's form, which is checked once in a decode."""
+        form = _form(args, kwargs)
+        if form not in decode.reasons:
+            decode.reasons[form] = self._why_not(module, args, kwargs)
+        return form
 
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Why the decoder's own forward must run, or None."""
