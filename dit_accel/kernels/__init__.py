@@ -33,6 +33,7 @@ from dit_accel.kernels.pixel_norm import pad_video, pixel_norm
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.quantized_linear import quantize_rows, quantized_linear
 from dit_accel.kernels.selection import select_rows, select_tiles
+from dit_accel.kernels.single_head_attention import single_head_attention
 from dit_accel.kernels.swiglu import swiglu
 from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from dit_accel.kernels.transpose import transpose_lists
@@ -73,6 +74,7 @@ __all__ = [
     "select_keys",
     "select_rows",
     "select_tiles",
+    "single_head_attention",
     "swiglu",
     "symbols_from_intervals",
     "symbols_from_mask",

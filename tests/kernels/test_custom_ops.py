@@ -111,6 +111,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
         (VIDEO, None, CHANNELS[None], CHANNELS[None]),
         {"eps": 1e-8, "after": 1, "border": 1, "reflect": True},
     ),
+    "single_head_attention": (kernels.single_head_attention, (X, UPDATE, UPDATE), {}),
     "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
     "weighted_sum": (kernels.weighted_sum, ((Q, K), (1.5, -0.5)), {}),

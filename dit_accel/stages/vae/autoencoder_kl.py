@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
@@ -18,7 +19,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from dit_accel.kernels import add_residual, group_norm
-from dit_accel.stages.vae.layers import Layers
+from dit_accel.stages.vae.layers import Layers, attended
 
 LAST = torch.channels_last
 
@@ -88,8 +89,30 @@ def encode(encoder: Encoder, images: torch.Tensor, *, layers: Layers) -> torch.T
 def _middle(middle: UNetMidBlock2D, x: torch.Tensor, backend: str) -> torch.Tensor:
     x = residual_block(middle.resnets[0], x, backend)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = residual_block(block, x if attention is None else attention(x, temb=None), backend)
+        x = residual_block(block, x if attention is None else _attended(attention, x, backend), backend)
     return x
+
+
+def _attended(attention: Attention, x: torch.Tensor, backend: str) -> torch.Tensor:
+    if not has_one_head(attention):
+        return attention(x, temb=None)
+    norm = normed(attention.group_norm, x, backend, silu=False)
+    return x + attended(norm[:, :, None], *projections(attention), backend=backend)[:, :, 0]
+
+
+def has_one_head(attention: Attention) -> bool:
+    """Return True if it is a group norm, attention with one head by diffusers' usual processor, and a sum."""
+    return (
+        type(attention.processor) is AttnProcessor2_0
+        and (attention.heads, attention.rescale_output_factor, attention.residual_connection) == (1, 1.0, True)
+        and attention.spatial_norm is attention.norm_q is attention.norm_k is None
+        and attention.group_norm is not None
+    )
+
+
+def projections(attention: Attention) -> tuple[nn.Module, ...]:
+    """Return the layers that make query, key, value and the result."""
+    return attention.to_q, attention.to_k, attention.to_v, attention.to_out[0]
 
 
 def residual_block(block: nn.Module, x: torch.Tensor, backend: str) -> torch.Tensor:
@@ -105,9 +128,12 @@ def residual_block(block: nn.Module, x: torch.Tensor, backend: str) -> torch.Ten
     return add_residual(x, h, bias, backend=backend)
 
 
-def normed(norm: nn.GroupNorm, x: torch.Tensor, backend: str, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Normalised features, behind SiLU; ``bias`` is added to x before."""
-    return group_norm(x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, input_bias=bias, backend=backend)
+def normed(
+    norm: nn.GroupNorm, x: torch.Tensor, backend: str, bias: torch.Tensor | None = None, *, silu: bool = True
+) -> torch.Tensor:
+    """Normalised features, behind SiLU unless it is False; ``bias`` is added to x before."""
+    settings = {"groups": norm.num_groups, "eps": norm.eps, "silu": silu, "backend": backend}
+    return group_norm(x, norm.weight, norm.bias, input_bias=bias, **settings)
 
 
 def convolved(convolution: nn.Conv2d, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dit_accel.kernels import add_residual
 from dit_accel.stages.vae.autoencoder_kl import convolved, normed, residual_block
-from dit_accel.stages.vae.layers import Layers
+from dit_accel.stages.vae.layers import Layers, attended, point_projections
 
 PREFIX = "HunyuanImage"
 PARTS = ("Decoder2D", "MidBlock", "ResnetBlock", "AttentionBlock", "Upsample")  # by their names behind the prefix
@@ -43,11 +43,17 @@ def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torc
     x = add_residual(repeated, convolved(first, latents, biased=False), first.bias, backend=backend)
     x = residual_block(middle.resnets[0], x, backend)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = residual_block(block, attention(x), backend)
+        x = residual_block(block, _attended(attention, x, backend), backend)
     for block in decoder.up_blocks:
         is_upsampling = type(block).__name__ == f"{PREFIX}Upsample"
         x = _upsampled(block, x) if is_upsampling else residual_block(block, x, backend)
     return convolved(decoder.conv_out, normed(decoder.norm_out, x, backend))
+
+
+def _attended(attention: nn.Module, x: torch.Tensor, backend: str) -> torch.Tensor:
+    norm = normed(attention.norm, x, backend, silu=False)[:, :, None]
+    projections = point_projections(attention.to_q, attention.to_k, attention.to_v, attention.proj)
+    return x + attended(norm, *projections, backend=backend)[:, :, 0]
 
 
 def _upsampled(upsampling: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoDecoder3D,
     HunyuanVideoResnetBlockCausal3D,
@@ -20,7 +20,8 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 from torch import nn
 
 from dit_accel.kernels import group_norm, pad_video
-from dit_accel.stages.vae.layers import Layers, attended_by_frames
+from dit_accel.stages.vae.autoencoder_kl import has_one_head, normed, projections
+from dit_accel.stages.vae.layers import Layers, attended
 
 FACTORS = ((1, 2, 2), (2, 2, 2))
 
@@ -38,9 +39,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
             return f"it upsamples by {module.upsample_factor}"
         if getattr(module, "pad_mode", "replicate") != "replicate":
             return f"a convolution pads with {module.pad_mode}"
-        if isinstance(module, Attention) and (
-            type(module.processor) is not AttnProcessor2_0 or module.heads != 1 or module.rescale_output_factor != 1.0
-        ):
+        if isinstance(module, Attention) and not has_one_head(module):
             return "its attention is not that of diffusers, with one head"
     return None
 
@@ -50,7 +49,7 @@ def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Lay
     x = layers.convolved(decoder.conv_in.conv, pad_video(latents, before=2, border=1))
     for part in _in_order(decoder):
         if isinstance(part, Attention):
-            x = _attended(part, x, layers)
+            x = _attended(part, x, layers.backend)
         elif isinstance(part, HunyuanVideoUpsampleCausal3D):
             frames = part.upsample_factor[0] == 2
             x = layers.upsampled(part.conv.conv, pad_video(x, before=1 if frames else 2, border=1), frames=frames)
@@ -88,18 +87,15 @@ def _behind_norm(
 ) -> torch.Tensor:
     """Normalise, apply SiLU and convolve."""
 
-    def normed(frames: slice) -> torch.Tensor:
+    def some(frames: slice) -> torch.Tensor:
         return group_norm(
             x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, input_bias=input_bias, before=2, border=1,
             frames=frames, backend=layers.backend,
         )  # fmt: skip
 
-    return layers.convolved_by_frames(convolution.conv, x, normed, residual, biased=biased)
+    return layers.convolved_by_frames(convolution.conv, x, some, residual, biased=biased)
 
 
-def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    norm = attention.group_norm
-    normed = group_norm(
-        x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, silu=False, backend=layers.backend
-    )
-    return x + attended_by_frames(normed, attention.to_q, attention.to_k, attention.to_v, attention.to_out[0])
+def _attended(attention: Attention, x: torch.Tensor, backend: str) -> torch.Tensor:
+    norm = normed(attention.group_norm, x, backend, silu=False)
+    return x + attended(norm, *projections(attention), causal=True, backend=backend)

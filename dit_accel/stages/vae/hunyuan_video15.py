@@ -7,15 +7,13 @@ scores row by row. An upsampling moves channels into pixels and frames, in one c
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dit_accel.kernels import pad_video, pixel_norm
-from dit_accel.stages.vae.layers import Layers, attended_by_frames
+from dit_accel.stages.vae.layers import Layers, attended, point_projections
 
 PREFIX = "HunyuanVideo15"
 PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
@@ -84,9 +82,8 @@ def _behind_norm(
 
 def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     normed = pixel_norm(x, attention.norm.gamma.flatten(), silu=False, backend=layers.backend)
-    points = (attention.to_q, attention.to_k, attention.to_v, attention.proj_out)  # convolutions of one pixel
-    linear = [partial(F.linear, weight=each.weight.flatten(1), bias=each.bias) for each in points]
-    return x + attended_by_frames(normed, *linear)
+    projections = point_projections(attention.to_q, attention.to_k, attention.to_v, attention.proj_out)
+    return x + attended(normed, *projections, causal=True, backend=layers.backend)
 
 
 def _upsampled(upsampler: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dit_accel.kernels import convolution, fold_upsampling, upsampled_convolution
+from dit_accel.kernels import convolution, fold_upsampling, single_head_attention, upsampled_convolution
 
 LAST = torch.channels_last_3d
 BYTES = 2**30  # of normalised features at a time, at least one frame
@@ -147,23 +148,30 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=LAST)
 
 
-def attended_by_frames(x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return attention with one head over ``[B, C, T, H, W]``, each frame to the frames up to it.
-
-    A mask would hide almost half of all scores, which are not computed here.
+def attended(
+    x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor], causal: bool = False, backend: str = "auto"
+) -> torch.Tensor:
+    """Return attention with one head over ``[B, C, T, H, W]``, whose frames attend to themselves.
 
     Args:
-        projections: of tokens ``[B, T H W, C]`` to query, key and value, and of the result.
+        projections: of tokens ``[B, tokens, C]`` to query, key and value, in one or three, and of the result.
+        causal: frames attend to those before them too. A mask would hide almost half of the scores, which are not
+            computed here.
     """
     frames, pixels = x.shape[2], x.shape[3] * x.shape[4]
     tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
-    query, key, value = (project(tokens)[:, None] for project in projections[:3])
-    attended = [
-        F.scaled_dot_product_attention(query[:, :, end - pixels : end], key[:, :, :end], value[:, :, :end])
-        for end in range(pixels, frames * pixels + 1, pixels)
-    ]
-    made = projections[3](torch.cat(attended, 2)[:, 0])
-    return made.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+    inner = [project(tokens) for project in projections[:-1]]
+    query, key, value = inner if len(inner) == 3 else inner[0].chunk(3, -1)
+    made = query.new_empty(query.shape)
+    for end in range(pixels, frames * pixels + 1, pixels):
+        rows, keys = slice(end - pixels, end), slice(0 if causal else end - pixels, end)
+        made[:, rows] = single_head_attention(query[:, rows], key[:, keys], value[:, keys], backend=backend)
+    return projections[-1](made).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+
+
+def point_projections(*layers: nn.Conv2d | nn.Conv3d) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Return convolutions of one pixel as projections of tokens ``[B, tokens, C]``."""
+    return [partial(F.linear, weight=each.weight.flatten(1), bias=each.bias) for each in layers]
 
 
 def parts_of(stage: Any, single: str, several: str) -> list[nn.Module]:

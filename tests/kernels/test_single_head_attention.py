@@ -1,0 +1,62 @@
+"""Attention with one wide head equals its formula in float64."""
+
+import sys
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import single_head_attention
+
+SHAPES = {  # samples, queries, keys, features
+    "wide": (1, 70, 70, 320),
+    "batch": (2, 33, 50, 264),
+    "one": (1, 1, 1, 512),
+    "narrow": (2, 40, 40, 64),
+    "long": (1, 3, 9000, 272),
+}
+
+
+def exact(query, key, value):
+    scores = query.double() @ key.double().mT * query.shape[-1] ** -0.5
+    return scores.softmax(-1) @ value.double()
+
+
+def given(shape, dtype, make_tensor):
+    batch, queries, keys, features = shape
+    return [make_tensor(batch, tokens, features, dtype=dtype) for tokens in (queries, keys, keys)]
+
+
+def assert_close(out, expected):
+    bound = 2 * torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 1e-5
+    assert out.shape == expected.shape and out.is_contiguous()
+    assert (out.double() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
+def test_attends(shape, implementation, make_tensor):
+    backend, dtype = implementation
+    qkv = given(shape, dtype, make_tensor)
+    assert_close(single_head_attention(*qkv, backend=backend), exact(*qkv))
+
+
+def test_large_scores(implementation, make_tensor):
+    """Some weights are 0 and 1."""
+    backend, dtype = implementation
+    query, key, value = given(SHAPES["wide"], dtype, make_tensor)
+    assert_close(single_head_attention(30 * query, key, value, backend=backend), exact(30 * query, key, value))
+
+
+def test_some_queries_at_a_time(make_tensor, monkeypatch):
+    """The last ones are fewer; strided tensors."""
+    monkeypatch.setattr(sys.modules[single_head_attention.__module__], "SCORES", 70 * 32)
+    query, key, value = given((2, 70, 70, 3 * 320), torch.float16, make_tensor)[0].chunk(3, -1)
+    assert_close(single_head_attention(query, key, value, backend="triton"), exact(query, key, value))
+
+
+def test_errors_name_the_argument(make_tensor):
+    query, key = make_tensor(1, 4, 8), make_tensor(1, 5, 8)
+    with pytest.raises(ShapeError, match=r"value must have shape \[1, 5, 8\], got \[1, 4, 8\]"):
+        single_head_attention(query, key, query)
+    with pytest.raises(ShapeError, match="key must have query's dtype and device"):
+        single_head_attention(query, key.half(), key)
