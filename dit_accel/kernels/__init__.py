@@ -20,7 +20,7 @@ from dit_accel.kernels.convolution import convolution, fold_upsampling, upsample
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
 from dit_accel.kernels.gemm_q import gemm_q
-from dit_accel.kernels.group_norm import add_residual, group_norm
+from dit_accel.kernels.group_norm import add_residual, group_moments, group_norm
 from dit_accel.kernels.key_selection import select_keys
 from dit_accel.kernels.linear_attention import linear_attention
 from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention, linear_attention_backward
@@ -55,6 +55,7 @@ __all__ = [
     "gemm_o_dispatch",
     "gemm_o_update",
     "gemm_q",
+    "group_moments",
     "group_norm",
     "linear_attention",
     "linear_attention_backward",

@@ -22,6 +22,39 @@ from dit_accel.kernels.custom_ops import custom_op, like
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def _fake_moments(x: torch.Tensor, groups: int, **_) -> torch.Tensor:
+    return x.new_empty(x.shape[0], groups, 2, dtype=torch.float32)
+
+
+@custom_op(_fake_moments)
+def group_moments(
+    x: torch.Tensor, *, groups: int, input_bias: torch.Tensor | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """Return mean and variance of each group of channels, for :func:`group_norm`; for one norm of several parts of x.
+
+    Args:
+        x: ``[B, C, H, W]`` or ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
+        groups: number of groups, which must divide C.
+        input_bias: ``[C]``, added to x before; None = nothing.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        ``[B, groups, 2]``, float32: the mean over channels, frames and pixels, and the variance (divided by their
+        number).
+    """
+    _require_features(x, groups)
+    _require_channels(x, input_bias=input_bias)
+    if resolve_backend(backend, x) == "triton":
+        from dit_accel.kernels._triton.group_norm import moments_into
+
+        moments = _fake_moments(x, groups)
+        moments_into(x.contiguous(memory_format=LAST[x.ndim]), groups, _dense(input_bias), moments)
+        return moments
+    values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
+    variance, mean = torch.var_mean(values.reshape(x.shape[0], groups, -1), -1, correction=0)
+    return torch.stack([mean, variance], -1)
+
+
 def _fake(x: torch.Tensor, before: int = 0, border: int = 0, frames: slice | None = None, **_) -> torch.Tensor:
     return x.new_empty(_shape(x, before, border, frames))
 
@@ -38,6 +71,7 @@ def group_norm(
     eps: float,
     silu: bool = True,
     input_bias: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
     before: int = 0,
     border: int = 0,
     frames: slice | None = None,
@@ -54,6 +88,7 @@ def group_norm(
         eps: added to the variance.
         silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
+        moments: float32 ``[B, groups, 2]``, from :func:`group_moments` with the same bias; None = those of x.
         before: frames before the first one, which repeat the frames before it in x, or the first frame of x.
         border: pixels on each side that repeat the outermost ones; videos only.
         frames: start and stop of the frames to return; None = all. The moments are those of all frames.
@@ -62,31 +97,33 @@ def group_norm(
     Returns:
         ``[B, C, H, W]``, or ``[B, C, before + T, H + 2 border, W + 2 border]``, like x, in channels-last layout.
     """
-    _require_features(x)
-    channels = x.shape[1]
-    if groups < 1 or channels % groups:
-        raise ShapeError(f"groups must divide the {channels} channels of x, got {groups}")
+    _require_features(x, groups)
     if x.ndim == 4 and (before or border or frames is not None or scale is not None):
         raise ShapeError("before, border, frames and scale need x of shape [B, C, T, H, W], got an image")
     if scale is not None or shift is not None:
         _require_maps(x, scale, shift)
     _require_channels(x, weight=weight, bias=bias, input_bias=input_bias)
+    checks.require_typed("moments", moments, (x.shape[0], groups, 2), torch.float32, "x", x)
+    if moments is None:
+        moments = group_moments(x, groups=groups, input_bias=input_bias, backend=backend)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import group_norm_into
 
         batch, _, *sides = shape = _shape(x, before, border, frames)
-        out = x.new_empty(batch, *sides, channels).movedim(-1, 1)
+        out = x.new_empty(batch, *sides, x.shape[1]).movedim(-1, 1)
         start = 0 if frames is None else frames.start
         is_same = shape == tuple(x.shape) and scale is None and start == before
         padding = None if is_same else (start - before, border)
         x, scale, shift = (
             each if each is None else each.contiguous(memory_format=LAST[x.ndim]) for each in (x, scale, shift)
         )
-        weight, bias, input_bias = (each if each is None else each.contiguous() for each in (weight, bias, input_bias))
-        group_norm_into(x, weight, bias, scale, shift, groups, eps, silu, input_bias, out, padding)
+        vectors = tuple(map(_dense, (weight, bias, input_bias)))
+        group_norm_into(x, *vectors, moments.contiguous(), scale, shift, eps, silu, out, padding)
         return out
     values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
-    normed = F.group_norm(values, groups, weight.float(), bias.float(), eps)
+    mean, variance = moments[..., None].unbind(2)  # [B, groups, 1]
+    normed = (values.reshape(*moments.shape[:2], -1) - mean) * torch.rsqrt(variance + eps)
+    normed = normed.view(x.shape) * _by_channel(weight, x) + _by_channel(bias, x)
     if scale is not None:
         scale, shift = (F.interpolate(each.float(), size=x.shape[2:]) for each in (scale, shift))
         normed = normed * scale + shift
@@ -145,9 +182,15 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
-def _require_features(x: torch.Tensor) -> None:
+def _dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
+def _require_features(x: torch.Tensor, groups: int) -> None:
     checks.require_shape("x", x, ("B", "C", "T", "H", "W") if x.ndim == 5 else ("B", "C", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    if groups < 1 or x.shape[1] % groups:
+        raise ShapeError(f"groups must divide the {x.shape[1]} channels of x, got {groups}")
 
 
 def _require_maps(x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> None:

@@ -34,7 +34,7 @@ from dit_accel.stages.sharing import (
     meta_copy,
     on_meta,
 )
-from dit_accel.stages.vae import causal, cogvideox, page_of
+from dit_accel.stages.vae import page_of
 from dit_accel.stages.vae.layers import Layers
 
 # Relative error (L2) over the decoder's own output. Two orders of the same sums differ by up to half of it.
@@ -171,10 +171,10 @@ class FusedDecode:
         ranks = self._ranks(module, args)
         decode = _Decode(self._backend, ranks=ranks, form=() if ranks is None else _whole_form(module, args, kwargs))
         try:
-            if ranks is not None and self._page is causal:
-                decode.bands = Bands(ranks, self._page.decode)
-            elif ranks is not None:
+            if ranks is not None and "calls" in self._page.SHARED:
                 self._record(original, module, decode, args, kwargs)
+            if ranks is not None and decode.calls is None and "rows" in self._page.SHARED:
+                decode.bands = Bands(ranks, self._page.decode)
             made = self._attempt(original, decode, args, kwargs)
             if decode.bands is not None:
                 self._end_bands(decode)
@@ -196,7 +196,7 @@ class FusedDecode:
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
         """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
-        if self._has_failed or self._page is cogvideox or not (args and isinstance(args[0], torch.Tensor)):
+        if self._has_failed or not self._page.SHARED or not (args and isinstance(args[0], torch.Tensor)):
             return None
         if self._backend == "auto" and resolve_backend("auto", args[0]) != "triton":
             return None
@@ -231,7 +231,7 @@ class FusedDecode:
             if self._shares_rows(decode, decode.bands, reason, args):
                 self._remark_shared(FUSED, decode)
                 return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
-            decode.bands.heights.add(args[0].shape[3])
+            decode.bands.heights.add(args[0].shape[-2])
         if reason is None and form not in self._known:
             return self._tried(original, module, decode, form, args, kwargs)
         reason = reason or self._known[form]

@@ -1,11 +1,12 @@
 """Sharing of a decode among the ranks that make one image or video together; each gets the whole output.
 
-Rows: Wan and Qwen-Image decode frame by frame, so each rank decodes a band of rows. Before each 3 x 3 convolution
-neighbours exchange a row, and the middle block's attention and the output are gathered.
-
 Calls: tiles of pixels or frames, and the samples of a batch, are independent. Each rank decodes some and sends the
 output to the others. The autoencoder's ``_decode`` runs twice: first on meta tensors, which finds all inputs of the
 decoder, then with the outputs of all ranks.
+
+Rows: in a decode of fewer calls than ranks, and in those of Wan and Qwen-Image, whose calls follow from each other,
+each rank decodes a band of rows of each call. Before each 3 x 3 convolution neighbours exchange a row, moments of
+groups are added up, and the input of the middle block's attention and the output are gathered.
 
 Ranks vote before they share, so that all do or none does. A rank that fails goes on with empty tensors in all
 exchanges, so that no other rank waits for it; then all decode again by themselves.
@@ -106,13 +107,25 @@ class Rows:
         bands = self._gathered(F.pad(x, (0, 0, 0, scale * most - x.shape[3])))
         return torch.cat([band[..., : scale * rows, :] for band, rows in zip(bands, self._heights, strict=True)], 3)
 
+    def tallest(self, x: torch.Tensor) -> int:
+        """Return the number of rows of the tallest band of such features."""
+        return x.shape[3] // self._own * max(self._heights)
+
+    def merged(self, moments: torch.Tensor) -> torch.Tensor:
+        """Return the moments of whole features ``[B, groups, 2]``, mean and variance, from those of each band."""
+        mean, variance = self._gathered(moments).unbind(-1)
+        shares = mean.new_tensor(self._heights).view(-1, 1, 1) / self._ends[-1]
+        whole = (shares * mean).sum(0)
+        return torch.stack([whole, (shares * (variance + (mean - whole).square())).sum(0)], -1)
+
     def exchange_border(self, x: torch.Tensor) -> None:
         """Write the neighbours' rows into the border of ``[B, C, T, H + 2, W + 2]``; it stays at an image's border."""
-        edges = self._gathered(torch.stack([x[..., 1, :], x[..., -2, :]]))  # [ranks, 2, B, C, T, W + 2]
+        rows = x.permute(0, 2, 3, 4, 1)  # dense pixels
+        edges = self._gathered(torch.stack([rows[:, :, 1], rows[:, :, -2]]))  # [ranks, 2, B, T, W + 2, C]
         if self._ranks.rank > 0:
-            x[..., 0, :] = edges[self._ranks.rank - 1, 1]
+            rows[:, :, 0] = edges[self._ranks.rank - 1, 1]
         if self._ranks.rank < self._ranks.count - 1:
-            x[..., -1, :] = edges[self._ranks.rank + 1, 0]
+            rows[:, :, -1] = edges[self._ranks.rank + 1, 0]
 
     def bordered(self, x: torch.Tensor) -> torch.Tensor:
         """Return features with a border of neighbours' rows, and of zeros at the border of the image."""
@@ -132,10 +145,9 @@ class Rows:
         return made
 
     def _sent(self, own: torch.Tensor) -> torch.Tensor:
-        own = own.contiguous()
-        gathered = own.new_empty(self._ranks.count, *own.shape)
-        dist.all_gather(list(gathered), own, group=self._ranks.group)
-        return gathered
+        gathered = own.new_empty(self._ranks.count * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=self._ranks.group)
+        return gathered.unflatten(0, (self._ranks.count, -1))
 
 
 class Bands:
@@ -173,7 +185,7 @@ class Bands:
     def output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor:
         """Return the whole output of a call; once this rank has failed, zeros."""
         before = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # lists of their own
-        layers.bands = rows = Rows(self._ranks, args[0].shape[3])
+        layers.bands = rows = Rows(self._ranks, args[0].shape[-2])
         if self.failure is None:
             try:
                 return self._decode(module, *args, **kwargs, layers=layers)

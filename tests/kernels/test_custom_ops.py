@@ -91,6 +91,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "select_rows": (kernels.select_rows, (MAP, 0.3), {"text": LAST, "vision": slice(0, BLOCKS - 1)}),
     "select_tiles": (kernels.select_tiles, (MAP, 0.3), {"rows": MAP[..., 0] > 0.2}),
     "add_residual": (kernels.add_residual, (IMAGES, IMAGES, CHANNELS), {}),
+    "group_moments": (kernels.group_moments, (IMAGES,), {"groups": 2, "input_bias": CHANNELS}),
     "group_norm": (kernels.group_norm, (IMAGES, CHANNELS, CHANNELS), {"groups": 2, "eps": 1e-6}),
     "group_norm-padded": (
         kernels.group_norm,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels import add_residual, group_norm
+from dit_accel.kernels import add_residual, group_moments, group_norm
 
 LAST = torch.channels_last
 SHAPES = {"odd": (2, 24, 5, 7), "one-pixel": (1, 16, 1, 1), "chunks": (1, 64, 33, 65)}
@@ -33,6 +33,26 @@ def test_normalises_groups(shape, silu, has_bias, implementation, make_tensor):
     given = {"groups": 8, "eps": 1e-6, "silu": silu, "input_bias": input_bias if has_bias else None}
     out = group_norm(x.contiguous(memory_format=LAST), weight, bias, **given, backend=backend)
     assert_close(out, exact(x, weight, bias, *given.values()), dtype)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 8, 3, 5, 7)], ids=[*SHAPES, "video"])
+def test_moments_of_groups(shape, implementation, make_tensor):
+    """Of features behind a bias; a norm takes those of other features."""
+    backend, dtype = implementation
+    x, bias = make_tensor(*shape, dtype=dtype) * 3 + 1, make_tensor(shape[1], dtype=dtype)
+    moments = group_moments(x, groups=4, input_bias=bias, backend=backend)
+    values = (x.double().movedim(1, -1) + bias.double()).movedim(-1, 1).reshape(shape[0], 4, -1)
+    assert moments.shape == (shape[0], 4, 2) and moments.dtype == torch.float32
+    assert (moments[..., 0] - values.mean(-1)).abs().max() < 1e-4
+    assert (moments[..., 1] - values.var(-1, correction=0)).abs().max() < 1e-3
+
+
+def test_a_norm_takes_other_moments(backend, make_tensor):
+    x, weight, bias = make_tensor(2, 8, 6, 5), make_tensor(8), make_tensor(8)
+    given = {"groups": 4, "eps": 1e-6, "input_bias": bias, "backend": backend}
+    moments = group_moments(x, groups=4, input_bias=bias, backend=backend)
+    rows = [group_norm(part, weight, bias, moments=moments, **given) for part in x.split(4, 2)]
+    assert (torch.cat(rows, 2) - group_norm(x, weight, bias, **given)).abs().max() < 1e-5
 
 
 def test_a_mean_far_from_zero_costs_no_digits(backend, make_tensor):
@@ -89,6 +109,8 @@ def test_errors_name_the_argument(make_tensor):
     x, vector = make_tensor(1, 6, 2, 2), make_tensor(6)
     with pytest.raises(ShapeError, match=r"groups must divide the 6 channels of x, got 4"):
         group_norm(x, vector, vector, groups=4, eps=1e-6)
+    with pytest.raises(ShapeError, match=r"moments must have shape \[1, 2, 2\], got \[2, 2\]"):
+        group_norm(x, vector, vector, groups=2, eps=1e-6, moments=x[0, :2, :, 0])
     with pytest.raises(ShapeError, match=r"weight must have shape \[6\], got \[5\]"):
         group_norm(x, vector[:5], vector, groups=2, eps=1e-6)
     with pytest.raises(ShapeError, match=r"x must have shape \[B, C, H, W\], got \[6\]"):

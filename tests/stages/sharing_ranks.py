@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +19,9 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 from dit_accel.stages import sharing
 from dit_accel.stages.decode import FusedDecode
-from dit_accel.stages.vae import autoencoder_kl, causal
+from dit_accel.stages.vae import causal, layers
 from tests.stages.test_decode import RESIDUAL, autoencoder, hunyuan_autoencoder, latents, video_autoencoder
-from tests.stages.vae import test_ltx
+from tests.stages.vae import test_hunyuan_image, test_ltx
 
 LONGEST = 60  # seconds of one check
 RANKS = 3
@@ -66,7 +67,11 @@ def rows(group, **shapes) -> dict:
         "qwen-image": (AutoencoderKLQwenImage, {}, (1, 4, 1, 16, 5)),
     }.items():
         found[name] = compared(video_autoencoder(kind, **config), latents(*shape), group)
-    return found
+    found["hunyuan-video"] = compared(hunyuan_autoencoder(), latents(1, 4, 3, 19, 5), group)
+    with patch.object(layers, "BYTES", 4096):  # fewer frames at a time
+        found["hunyuan-video in parts"] = compared(hunyuan_autoencoder(), latents(1, 4, 3, 17, 5), group)
+    found["hunyuan-image"] = compared(test_hunyuan_image.autoencoder(), latents(1, 8, 17, 6), group)
+    return found | {"image": compared(autoencoder(), latents(1, 4, 17, 6), group)}
 
 
 @check(2)
@@ -141,16 +146,20 @@ def failure_in_rows(group) -> dict:
     """One rank's kernels fail at the start, in the middle and at the end of the first decode that is shared."""
     found = {}
     kernels = 3 * (2 * 7 + 1) - 1  # calls of the norm in three frames
-    for name, op, after in (
-        ("first norm", "causal_norm", 0),
-        ("a norm", "causal_norm", 7),
-        ("a later frame", "causal_norm", 20),
-        ("last norm", "causal_norm", kernels - 3),
+    wan = partial(video_autoencoder, AutoencoderKLWan)
+    for name, kind, page, op, after in (
+        ("first norm", wan, causal, "causal_norm", 0),
+        ("a norm", wan, causal, "causal_norm", 7),
+        ("a later frame", wan, causal, "causal_norm", 20),
+        ("last norm", wan, causal, "causal_norm", kernels - 3),
+        ("an image's moments", autoencoder, layers, "group_moments", 5),
+        ("a norm of frames", hunyuan_autoencoder, layers, "group_norm", 3),
     ):
-        made, given = video_autoencoder(AutoencoderKLWan), latents(1, 4, 3, 16, 6)
+        made = kind()
+        given = latents(1, 4, 16, 6) if kind is autoencoder else latents(1, 4, 3, 16, 6)
         hook = FusedDecode(made, "reference", group=group)
         alone = decoded(made, given)
-        with patch.object(causal, op, _failing(getattr(causal, op), 1, after)):
+        with patch.object(page, op, _failing(getattr(page, op), 1, after)):
             outputs, remarks = [decoded(made, given)], [hook.remark]
         outputs.append(decoded(made, given))
         remarks.append(hook.remark)
@@ -169,7 +178,7 @@ def failure_in_calls(group) -> dict:
         alone = decoded(made, given)
         decoder = made.decoder
         own = hook._unit
-        with patch.object(autoencoder_kl, "group_norm", _failing(autoencoder_kl.group_norm, 0, 9)):
+        with patch.object(layers, "group_norm", _failing(layers.group_norm, 0, 9)):
             if also:
                 hook._unit = lambda *args, own=own: own(*args) if RANK else 1 / 0
             output = decoded(made, given)

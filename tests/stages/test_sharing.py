@@ -11,7 +11,14 @@ from dit_accel.stages.decode import FUSED
 
 ROUNDING = 2e-5  # float32, absolute
 REPOSITORY = Path(__file__).parents[2]
-ROWS = ("wan-2.1", "wan-2.2", "qwen-image")
+ROWS = (
+    *("wan-2.1", "wan-2.2", "qwen-image", "hunyuan-video", "hunyuan-video in parts"),
+    *("hunyuan-image", "image"),
+)
+FAILURES = (
+    *("first norm", "a norm", "a later frame", "last norm"),
+    *("an image's moments", "a norm of frames"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,7 @@ def test_a_single_call_is_not_shared(found):
     require_shared(found, "calls", "single", 2, [FUSED, FUSED])
 
 
-@pytest.mark.parametrize("case", ["first norm", "a norm", "a later frame", "last norm"])
+@pytest.mark.parametrize("case", FAILURES)
 def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
     """No rank waits for it; it decodes by its own code, and later decodes are not shared."""
     well, failed = (row[case] for row in on(found, "failure_in_rows"))

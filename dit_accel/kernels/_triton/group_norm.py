@@ -46,7 +46,7 @@ def _chunk_sums(x, sums, pixels, chunks, channels, ROWS: tl.constexpr, STEPS: tl
 
 @triton.jit
 def _group_moments(
-    x, input_bias, sums, moments, pixels, chunks, channels, groups, eps,
+    x, input_bias, sums, moments, pixels, chunks, channels, groups,
     HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     image, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
@@ -70,13 +70,13 @@ def _group_moments(
     variance = tl.maximum(tl.sum(within + apart * apart, 0) / width, 0.0)
     moments += tl.program_id(0) * 2
     tl.store(moments, mean_of_group)
-    tl.store(moments + 1, tl.rsqrt(variance + eps))
+    tl.store(moments + 1, variance)
 
 
 @triton.jit
 def _normalise(
-    x, weight, bias, scale_map, shift_map, input_bias, moments, out, pixels, parts, channels, groups, out_pixels,
-    height, width, start, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PADDED: tl.constexpr, BORDER: tl.constexpr,
+    x, weight, bias, input_bias, moments, scale_map, shift_map, out, pixels, parts, channels, groups, out_pixels,
+    height, width, start, eps, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PADDED: tl.constexpr, BORDER: tl.constexpr,
     TIMES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     image = (tl.program_id(0) // parts).to(tl.int64)
@@ -93,10 +93,10 @@ def _normalise(
         pixel = (frame * height + row) * width + column
     at = (image * pixels + pixel.to(tl.int64))[:, None] * channels + channel[None, :]
     moments += (image * groups + channel // (channels // groups)) * 2
-    mean, inverse = tl.load(moments, has_channel, other=0.0), tl.load(moments + 1, has_channel, other=0.0)
+    mean, variance = tl.load(moments, has_channel, other=0.0), tl.load(moments + 1, has_channel, other=0.0)
     if HAS_BIAS:
         mean -= _load(input_bias, channel, has_channel)
-    scale = inverse * _load(weight, channel, has_channel)
+    scale = tl.rsqrt(variance + eps) * _load(weight, channel, has_channel)
     y = (tl.load(x + at, inside, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
     y += _load(bias, channel, has_channel)[None, :]
     if TIMES:
@@ -121,38 +121,46 @@ def _add(x, update, bias, out, pixels, channels, HAS_BIAS: tl.constexpr, ROWS: t
     tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 
-def group_norm_into(x, weight, bias, scale, shift, groups, eps, silu, input_bias, out, padding) -> None:
+def moments_into(x, groups, input_bias, moments) -> None:
+    """Fill ``moments`` ``[B, groups, 2]`` with means and variances of ``x``, dense in channels-last layout."""
+    images, channels = x.shape[:2]
+    pixels, padded = x[0, 0].numel(), next_power_of_2(channels)
+    rows = max(1, SUMMED // padded)
+    steps = max(1, triton.cdiv(pixels, rows * CHUNKS))
+    chunks = triton.cdiv(pixels, rows * steps)
+    sums = x.new_empty(images, chunks, 2, channels, dtype=torch.float32)
+    with on_device(x):
+        launch(
+            _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
+            ROWS=rows, STEPS=steps, CHANNELS=padded, num_warps=8,
+        )  # fmt: skip
+        launch(
+            _group_moments, images * groups, (x, input_bias, sums, moments),
+            (pixels, chunks, channels, groups), HAS_BIAS=input_bias is not None,
+            WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
+        )  # fmt: skip
+
+
+def group_norm_into(x, weight, bias, input_bias, moments, scale, shift, eps, silu, out, padding) -> None:
     """Fill ``out``; it and ``x`` are ``[B, C, H, W]`` or ``[B, C, T, H, W]`` in channels-last layout, as maps are.
 
     Args:
+        moments: ``[B, groups, 2]``, means and variances.
         scale, shift: ``[B, C, T, H / n, W / n]``, or None; with them there is a padding.
         padding: first frame of x in ``out``, which is negative where frames repeat the first one, and the border in
             pixels; None = ``out`` has the pixels of x.
     """
     images, channels, *_, height, width = x.shape
-    pixels, padded = x[0, 0].numel(), next_power_of_2(channels)
+    padded, groups = next_power_of_2(channels), moments.shape[1]
     out_pixels, (start, border) = out[0, 0].numel(), padding or (0, 0)
-    rows, summed = max(1, VALUES // padded), max(1, SUMMED // padded)
-    steps = max(1, triton.cdiv(pixels, summed * CHUNKS))
-    chunks = triton.cdiv(pixels, summed * steps)
-    sums = x.new_empty(images, chunks, 2, channels, dtype=torch.float32)
-    moments = x.new_empty(images, groups, 2, dtype=torch.float32)
-    parts, has_bias = triton.cdiv(out_pixels, rows), input_bias is not None
+    rows = max(1, VALUES // padded)
+    parts = triton.cdiv(out_pixels, rows)
     with on_device(x):
         launch(
-            _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
-            ROWS=summed, STEPS=steps, CHANNELS=padded, num_warps=8,
-        )  # fmt: skip
-        launch(
-            _group_moments, images * groups, (x, input_bias, sums, moments),
-            (pixels, chunks, channels, groups, float(eps)), HAS_BIAS=has_bias,
-            WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
-        )  # fmt: skip
-        launch(
-            _normalise, images * parts, (x, weight, bias, scale, shift, input_bias, moments, out),
-            (pixels, parts, channels, groups, out_pixels, height, width, start), HAS_BIAS=has_bias, SILU=silu,
-            PADDED=padding is not None, BORDER=border, TIMES=0 if scale is None else height // scale.shape[3],
-            ROWS=rows, CHANNELS=padded, num_warps=8,
+            _normalise, images * parts, (x, weight, bias, input_bias, moments, scale, shift, out),
+            (x[0, 0].numel(), parts, channels, groups, out_pixels, height, width, start, float(eps)),
+            HAS_BIAS=input_bias is not None, SILU=silu, PADDED=padding is not None, BORDER=border,
+            TIMES=0 if scale is None else height // scale.shape[3], ROWS=rows, CHANNELS=padded, num_warps=8,
         )  # fmt: skip
 
 

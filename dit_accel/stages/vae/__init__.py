@@ -1,4 +1,8 @@
-"""Decoders of autoencoders, a page for each class: why one can't run here, and its forward with fused kernels."""
+"""Decoders of autoencoders, a page for each class: why one can't run here, and its forward with fused kernels.
+
+A page's ``SHARED`` names what ranks may share of a decode (:mod:`dit_accel.stages.sharing`): "calls" of a decoder that
+keeps nothing from one call to the next, and "rows" of a call.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlo
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from dit_accel.kernels import add_residual, group_norm
+from dit_accel.kernels import add_residual
 from dit_accel.stages.vae.layers import Layers, attended
 
+SHARED = ("calls", "rows")
 LAST = torch.channels_last
 
 
@@ -64,40 +65,45 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
 
 def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    backend = layers.backend
-    x = _middle(decoder.mid_block, convolved(decoder.conv_in, latents), backend)
+    bands = layers.bands
+    x = latents if bands is None else bands.own(latents[:, :, None])[:, :, 0]
+    x = _middle(decoder.mid_block, convolved(decoder.conv_in, x, layers), layers)
     for stage in decoder.up_blocks:
         for block in stage.resnets:
-            x = residual_block(block, x, backend)
+            x = residual_block(block, x, layers)
         for upsampler in stage.upsamplers or ():
             x = layers.upsampled(upsampler.conv, x[:, :, None], padding=1)[:, :, 0]
-    return convolved(decoder.conv_out, normed(decoder.conv_norm_out, x, backend))
+    x = convolved(decoder.conv_out, layers.group_norm(decoder.conv_norm_out, x), layers)
+    return x if bands is None else bands.whole(x[:, :, None])[:, :, 0]
 
 
 def encode(encoder: Encoder, images: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Return moments of latents ``[B, 2C, h, w]`` of images ``[B, 3, H, W]``."""
-    x, backend = convolved(encoder.conv_in, images), layers.backend
+    x = convolved(encoder.conv_in, images, layers)
     for stage in encoder.down_blocks:
         for block in stage.resnets:
-            x = residual_block(block, x, backend)
+            x = residual_block(block, x, layers)
         for downsampler in stage.downsamplers or ():
-            x = convolved(downsampler.conv, x if downsampler.padding else F.pad(x, (0, 1, 0, 1)))
-    x = _middle(encoder.mid_block, x, backend)
-    return convolved(encoder.conv_out, normed(encoder.conv_norm_out, x, backend))
+            x = convolved(downsampler.conv, x if downsampler.padding else F.pad(x, (0, 1, 0, 1)), layers)
+    x = _middle(encoder.mid_block, x, layers)
+    return convolved(encoder.conv_out, layers.group_norm(encoder.conv_norm_out, x), layers)
 
 
-def _middle(middle: UNetMidBlock2D, x: torch.Tensor, backend: str) -> torch.Tensor:
-    x = residual_block(middle.resnets[0], x, backend)
+def _middle(middle: UNetMidBlock2D, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    x = residual_block(middle.resnets[0], x, layers)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = residual_block(block, x if attention is None else _attended(attention, x, backend), backend)
+        x = residual_block(block, x if attention is None else _attended(attention, x, layers), layers)
     return x
 
 
-def _attended(attention: Attention, x: torch.Tensor, backend: str) -> torch.Tensor:
+def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     if not has_one_head(attention):
-        return attention(x, temb=None)
-    norm = normed(attention.group_norm, x, backend, silu=False)
-    return x + attended(norm[:, :, None], *projections(attention), backend=backend)[:, :, 0]
+        bands = layers.bands
+        whole = x if bands is None else bands.whole(x[:, :, None])[:, :, 0]
+        made = attention(whole, temb=None)
+        return made if bands is None else bands.own(made[:, :, None])[:, :, 0]
+    norm = layers.group_norm(attention.group_norm, x, silu=False)
+    return x + attended(norm[:, :, None], *projections(attention), layers=layers)[:, :, 0]
 
 
 def has_one_head(attention: Attention) -> bool:
@@ -115,30 +121,24 @@ def projections(attention: Attention) -> tuple[nn.Module, ...]:
     return attention.to_q, attention.to_k, attention.to_v, attention.to_out[0]
 
 
-def residual_block(block: nn.Module, x: torch.Tensor, backend: str) -> torch.Tensor:
+def residual_block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     """Features behind a block of two norms and two convolutions, with or without a convolution as shortcut."""
-    h = convolved(block.conv1, normed(block.norm1, x, backend), biased=False)
-    h = normed(block.norm2, h, backend, block.conv1.bias)
-    h = convolved(block.conv2, h, biased=False)
+    h = convolved(block.conv1, layers.group_norm(block.norm1, x), layers, biased=False)
+    h = layers.group_norm(block.norm2, h, block.conv1.bias)
+    h = convolved(block.conv2, h, layers, biased=False)
     bias = block.conv2.bias
     if block.conv_shortcut is not None:
-        x = convolved(block.conv_shortcut, x, biased=False)
+        x = convolved(block.conv_shortcut, x, layers, biased=False)
         biases = [each for each in (bias, block.conv_shortcut.bias) if each is not None]
         bias = torch.stack(biases).sum(0, dtype=torch.float32) if biases else None
-    return add_residual(x, h, bias, backend=backend)
+    return add_residual(x, h, bias, backend=layers.backend)
 
 
-def normed(
-    norm: nn.GroupNorm, x: torch.Tensor, backend: str, bias: torch.Tensor | None = None, *, silu: bool = True
-) -> torch.Tensor:
-    """Normalised features, behind SiLU unless it is False; ``bias`` is added to x before."""
-    settings = {"groups": norm.num_groups, "eps": norm.eps, "silu": silu, "backend": backend}
-    return group_norm(x, norm.weight, norm.bias, input_bias=bias, **settings)
-
-
-def convolved(convolution: nn.Conv2d, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+def convolved(convolution: nn.Conv2d, x: torch.Tensor, layers: Layers, *, biased: bool = True) -> torch.Tensor:
     """A convolution in channels-last layout, with its bias or without."""
-    weight = convolution.weight.contiguous(memory_format=LAST)
+    weight, padding = convolution.weight.contiguous(memory_format=LAST), convolution.padding
     bias = convolution.bias if biased else None
     x = x.contiguous(memory_format=LAST)
-    return F.conv2d(x, weight, bias, convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
+    if layers.bands is not None and padding == (1, 1):
+        x, padding = layers.bands.bordered(x[:, :, None])[:, :, 0], 0
+    return F.conv2d(x, weight, bias, convolution.stride, padding, convolution.dilation, convolution.groups)

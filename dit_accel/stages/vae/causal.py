@@ -18,6 +18,7 @@ from torch import nn
 from dit_accel.kernels import causal_norm, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, dense, parts_of, point_projections
 
+SHARED = ("rows",)
 PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the coders, by their names behind the prefix
     *(
@@ -173,12 +174,9 @@ class _Call:
         return self.convolved(block.conv2, frames, x)
 
     def attended(self, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Attention inside each frame, which reads whole frames."""
-        bands, backend = self._layers.bands, self._layers.backend
-        whole = x if bands is None else bands.whole(x)
-        norm = pixel_norm(whole, attention.norm.gamma.flatten(), silu=False, backend=backend)
-        made = attended(norm, *point_projections(attention.to_qkv, attention.proj), backend=backend)
-        return x + (made if bands is None else bands.own(made))
+        """Attention inside each frame."""
+        norm = pixel_norm(x, attention.norm.gamma.flatten(), silu=False, backend=self._layers.backend)
+        return x + attended(norm, *point_projections(attention.to_qkv, attention.proj), layers=self._layers)
 
     def resampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Features at twice the width and height, and of twice as many frames where the module has that."""

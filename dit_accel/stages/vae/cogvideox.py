@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_accel.kernels import group_norm, pad_video
+from dit_accel.kernels import pad_video
 from dit_accel.stages.vae.layers import Layers
 
+SHARED = ()
 PREFIX = "CogVideoX"
 PARTS = (  # of the decoder, by their names behind the prefix
     *("Decoder3D", "MidBlock3D", "UpBlock3D", "ResnetBlock3D", "SpatialNorm3D", "Upsample3D"),
@@ -95,10 +96,8 @@ class _Call:
         for projection in (norm.conv_y, norm.conv_b):
             projected = self._layers.convolved(projection.conv, self._latents)
             maps.append(_nearest_frames(projected, x.shape[2]))
-        return group_norm(
-            x, groups.weight, groups.bias, *maps, groups=groups.num_groups, eps=groups.eps, input_bias=bias,
-            before=PAST, backend=self._layers.backend,
-        )  # fmt: skip
+        scale, shift = maps
+        return self._layers.group_norm(groups, x, bias, scale=scale, shift=shift, before=PAST)
 
     def block(
         self, block: nn.Module, x: torch.Tensor, past: dict[str, torch.Tensor]

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from dit_accel.kernels import add_residual
-from dit_accel.stages.vae.autoencoder_kl import convolved, normed, residual_block
+from dit_accel.stages.vae.autoencoder_kl import convolved, residual_block
 from dit_accel.stages.vae.layers import Layers, attended, point_projections
 
+SHARED = ("calls", "rows")
 PREFIX = "HunyuanImage"
 PARTS = ("Decoder2D", "MidBlock", "ResnetBlock", "AttentionBlock", "Upsample")  # by their names behind the prefix
 KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv2d", "GroupNorm", "SiLU"}
@@ -38,27 +39,29 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    first, middle, backend = decoder.conv_in, decoder.mid_block, layers.backend
+    first, middle, bands = decoder.conv_in, decoder.mid_block, layers.bands
+    latents = latents if bands is None else bands.own(latents[:, :, None])[:, :, 0]
     repeated = latents.repeat_interleave(decoder.repeat, dim=1)
-    x = add_residual(repeated, convolved(first, latents, biased=False), first.bias, backend=backend)
-    x = residual_block(middle.resnets[0], x, backend)
+    x = add_residual(repeated, convolved(first, latents, layers, biased=False), first.bias, backend=layers.backend)
+    x = residual_block(middle.resnets[0], x, layers)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = residual_block(block, _attended(attention, x, backend), backend)
+        x = residual_block(block, _attended(attention, x, layers), layers)
     for block in decoder.up_blocks:
         is_upsampling = type(block).__name__ == f"{PREFIX}Upsample"
-        x = _upsampled(block, x) if is_upsampling else residual_block(block, x, backend)
-    return convolved(decoder.conv_out, normed(decoder.norm_out, x, backend))
+        x = _upsampled(block, x, layers) if is_upsampling else residual_block(block, x, layers)
+    x = convolved(decoder.conv_out, layers.group_norm(decoder.norm_out, x), layers)
+    return x if bands is None else bands.whole(x[:, :, None])[:, :, 0]
 
 
-def _attended(attention: nn.Module, x: torch.Tensor, backend: str) -> torch.Tensor:
-    norm = normed(attention.norm, x, backend, silu=False)[:, :, None]
+def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    norm = layers.group_norm(attention.norm, x, silu=False)[:, :, None]
     projections = point_projections(attention.to_q, attention.to_k, attention.to_v, attention.proj)
-    return x + attended(norm, *projections, backend=backend)[:, :, 0]
+    return x + attended(norm, *projections, layers=layers)[:, :, 0]
 
 
-def _upsampled(upsampling: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _upsampled(upsampling: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     """Twice the height and width; channels are in the order ``[row, column, channel]`` of the result."""
-    y = convolved(upsampling.conv, x, biased=False).permute(0, 2, 3, 1)
+    y = convolved(upsampling.conv, x, layers, biased=False).permute(0, 2, 3, 1)
     y.unflatten(-1, (-1, upsampling.repeats)).add_(x.permute(0, 2, 3, 1)[..., None])
     y = y.unflatten(-1, (2, 2, -1)).transpose(2, 3)  # [B, H, 2, W, 2, C]
     bias = upsampling.conv.bias.unflatten(0, (2, 1, 2, -1))

@@ -19,10 +19,10 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 )
 from torch import nn
 
-from dit_accel.kernels import group_norm, pad_video
-from dit_accel.stages.vae.autoencoder_kl import has_one_head, normed, projections
+from dit_accel.stages.vae.autoencoder_kl import has_one_head, projections
 from dit_accel.stages.vae.layers import Layers, attended
 
+SHARED = ("calls", "rows")
 FACTORS = ((1, 2, 2), (2, 2, 2))
 
 
@@ -46,20 +46,22 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
-    x = layers.convolved(decoder.conv_in.conv, pad_video(latents, before=2, border=1))
+    bands = layers.bands
+    x = layers.convolved(decoder.conv_in.conv, layers.padded(latents if bands is None else bands.own(latents), 2))
     for part in _in_order(decoder):
         if isinstance(part, Attention):
-            x = _attended(part, x, layers.backend)
+            x = _attended(part, x, layers)
         elif isinstance(part, HunyuanVideoUpsampleCausal3D):
             frames = part.upsample_factor[0] == 2
-            x = layers.upsampled(part.conv.conv, pad_video(x, before=1 if frames else 2, border=1), frames=frames)
+            x = layers.upsampled(part.conv.conv, layers.padded(x, 1 if frames else 2), frames=frames)
         else:
             h = _behind_norm(part.norm1, part.conv1, x, layers)
             if part.conv_shortcut is not None:  # here, so that nothing holds the block's input, a third of the peak
                 x = layers.convolved(part.conv_shortcut.conv, x)
             x = _behind_norm(part.norm2, part.conv2, h, layers, x, input_bias=part.conv1.conv.bias, biased=True)
             del h
-    return _behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True)
+    x = _behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True)
+    return x if bands is None else bands.whole(x)
 
 
 def _in_order(decoder: HunyuanVideoDecoder3D) -> Iterator[nn.Module]:
@@ -86,16 +88,14 @@ def _behind_norm(
     biased: bool = False,
 ) -> torch.Tensor:
     """Normalise, apply SiLU and convolve."""
+    moments = layers.moments(norm, x, input_bias)
 
     def some(frames: slice) -> torch.Tensor:
-        return group_norm(
-            x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, input_bias=input_bias, before=2, border=1,
-            frames=frames, backend=layers.backend,
-        )  # fmt: skip
+        return layers.group_norm(norm, x, input_bias, moments, before=2, border=1, frames=frames)
 
     return layers.convolved_by_frames(convolution.conv, x, some, residual, biased=biased)
 
 
-def _attended(attention: Attention, x: torch.Tensor, backend: str) -> torch.Tensor:
-    norm = normed(attention.group_norm, x, backend, silu=False)
-    return x + attended(norm, *projections(attention), causal=True, backend=backend)
+def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    norm = layers.group_norm(attention.group_norm, x, silu=False)
+    return x + attended(norm, *projections(attention), layers=layers, causal=True)

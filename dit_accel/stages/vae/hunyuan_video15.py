@@ -15,6 +15,7 @@ from torch import nn
 from dit_accel.kernels import pad_video, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, point_projections
 
+SHARED = ("calls",)
 PREFIX = "HunyuanVideo15"
 PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
 KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv3d", "SiLU"}
@@ -83,7 +84,7 @@ def _behind_norm(
 def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     normed = pixel_norm(x, attention.norm.gamma.flatten(), silu=False, backend=layers.backend)
     projections = point_projections(attention.to_q, attention.to_k, attention.to_v, attention.proj_out)
-    return x + attended(normed, *projections, causal=True, backend=layers.backend)
+    return x + attended(normed, *projections, layers=layers, causal=True)
 
 
 def _upsampled(upsampler: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:

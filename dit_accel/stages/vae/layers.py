@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dit_accel.kernels import convolution, fold_upsampling, single_head_attention, upsampled_convolution
+from dit_accel.kernels import (
+    convolution,
+    fold_upsampling,
+    group_moments,
+    group_norm,
+    pad_video,
+    single_head_attention,
+    upsampled_convolution,
+)
 
 LAST = torch.channels_last_3d
 BYTES = 2**30  # of normalised features at a time, at least one frame
@@ -24,6 +32,12 @@ class Bands(Protocol):
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return whole features from the bands of all ranks."""
+
+    def tallest(self, x: torch.Tensor) -> int:
+        """Return the number of rows of the tallest band of such features."""
+
+    def merged(self, moments: torch.Tensor) -> torch.Tensor:
+        """Return the moments of whole features ``[B, groups, 2]`` from those of each band."""
 
     def exchange_border(self, x: torch.Tensor) -> None:
         """Write the neighbours' rows into the border of features."""
@@ -47,6 +61,43 @@ class Layers:
         self.bands: Bands | None = None
         self._convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
         self._converted: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return mean and variance of each group of whole features, ``[B, groups, 2]``."""
+        made = group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
+        return made if self.bands is None else self.bands.merged(made)
+
+    def group_norm(
+        self,
+        norm: nn.GroupNorm,
+        x: torch.Tensor,
+        input_bias: torch.Tensor | None = None,
+        moments: torch.Tensor | None = None,
+        *,
+        border: int = 0,
+        **settings: Any,
+    ) -> torch.Tensor:
+        """Normalise features, and apply SiLU unless ``silu`` is False.
+
+        Args:
+            input_bias: added to x before.
+            moments: those of whole features; None = they are computed.
+            border: pixels on each side, of neighbours' rows or repeated.
+            settings: of :func:`dit_accel.kernels.group_norm`.
+        """
+        moments = self.moments(norm, x, input_bias) if moments is None else moments
+        settings |= {"groups": norm.num_groups, "eps": norm.eps, "border": border, "backend": self.backend}
+        made = group_norm(x, norm.weight, norm.bias, input_bias=input_bias, moments=moments, **settings)
+        if border and self.bands is not None:
+            self.bands.exchange_border(made)
+        return made
+
+    def padded(self, x: torch.Tensor, before: int) -> torch.Tensor:
+        """Return x behind copies of its first frame, with a border of one pixel, of neighbours' rows or repeated."""
+        made = pad_video(x, before=before, border=1)
+        if self.bands is not None:
+            self.bands.exchange_border(made)
+        return made
 
     def convolved(
         self,
@@ -87,7 +138,8 @@ class Layers:
             biased: add the layer's bias.
         """
         batch, _, frames, height, width = x.shape
-        some = max(1, BYTES * frames // (x.numel() * x.element_size()))
+        rows = height if self.bands is None else self.bands.tallest(x)  # ranks take as many frames at a time
+        some = max(1, BYTES * frames * height // (x.numel() * rows * x.element_size()))
         if some >= frames:
             return self.convolved(layer, normed(slice(0, frames)), residual, biased=biased)
         out = x.new_empty(batch, frames, height, width, layer.out_channels).permute(0, 4, 1, 2, 3)
@@ -149,7 +201,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def attended(
-    x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor], causal: bool = False, backend: str = "auto"
+    x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor], layers: Layers, causal: bool = False
 ) -> torch.Tensor:
     """Return attention with one head over ``[B, C, T, H, W]``, whose frames attend to themselves.
 
@@ -158,14 +210,20 @@ def attended(
         causal: frames attend to those before them too. A mask would hide almost half of the scores, which are not
             computed here.
     """
-    frames, pixels = x.shape[2], x.shape[3] * x.shape[4]
-    tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
+    bands = layers.bands
+    whole = x if bands is None else bands.whole(x)
+    tokens = whole.permute(0, 2, 3, 4, 1).flatten(1, 3)
     inner = [project(tokens) for project in projections[:-1]]
     query, key, value = inner if len(inner) == 3 else inner[0].chunk(3, -1)
+    if bands is not None:
+        own = bands.own(query.unflatten(1, whole.shape[2:]).movedim(-1, 1))
+        query = own.permute(0, 2, 3, 4, 1).flatten(1, 3)
     made = query.new_empty(query.shape)
-    for end in range(pixels, frames * pixels + 1, pixels):
-        rows, keys = slice(end - pixels, end), slice(0 if causal else end - pixels, end)
-        made[:, rows] = single_head_attention(query[:, rows], key[:, keys], value[:, keys], backend=backend)
+    pixels, all_pixels = (each.shape[3] * each.shape[4] for each in (x, whole))
+    for frame in range(x.shape[2]):
+        rows = slice(frame * pixels, (frame + 1) * pixels)
+        keys = slice(0 if causal else frame * all_pixels, (frame + 1) * all_pixels)
+        made[:, rows] = single_head_attention(query[:, rows], key[:, keys], value[:, keys], backend=layers.backend)
     return projections[-1](made).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
