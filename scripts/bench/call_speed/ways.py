@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dit_accel import accelerated
 from dit_accel.errors import UnsupportedError
@@ -67,7 +68,8 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str) -> Iterator[Descr
     if name != "exact" and call.schedule is not None:
         warmup, interval = call.schedule
         schedule = {"schedule": {"control": "interval", "warmup": warmup, "interval": interval, "cooldown": 1}}
-    preset = preset_for(pipe, name, **schedule, **{"stages.prompts": False})  # as with a new prompt in each call
+    stages = {"prompts": False, "share": dist.is_initialized()}  # each call has a new prompt
+    preset = preset_for(pipe, name, **schedule, stages=stages)
 
     def describe() -> Row:
         report = pipe.dit_accel.report()
