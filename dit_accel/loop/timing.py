@@ -59,6 +59,7 @@ class CallParts:
     Attributes:
         remark_of: functions that say how a part has just run, by its name.
         remarks: what they said about the parts of the latest run.
+        at_beginning: called when a call begins.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class CallParts:
         self._thread: int | None = None  # of the call; None = a pipeline whose calls have no known beginning
         self.remark_of: dict[str, Callable[[], str]] = {}
         self.remarks: dict[str, str] = {}
+        self.at_beginning: list[Callable[[], None]] = []
         self.device = torch.device("cpu")
         self.begun = 0  # calls so far
 
@@ -84,6 +86,8 @@ class CallParts:
         self._times.clear()
         self._thread = threading.get_ident()
         self._stop = stopwatch_on(device)
+        for notify in self.at_beginning:
+            notify()
 
     def enter(self, name: str, elapsed: Stopwatch | None = None) -> None:
         """Begin a part, which may be inside of another part.

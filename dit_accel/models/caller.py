@@ -47,6 +47,16 @@ def direct_caller(module: torch.nn.Module) -> Any | None:
     return None
 
 
+def local_of(owner: Any, name: str) -> Any:
+    """Return a variable of the nearest running method of an object, such as an argument of its call, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is owner and name in frame.f_locals:
+            return frame.f_locals[name]
+        frame = frame.f_back
+    return None
+
+
 def _holds(owner: Any, transformer: torch.nn.Module) -> bool:
     """Return True if an object holds a transformer, or its wrapper from ``torch.compile``."""
     for held in getattr(owner, "__dict__", {}).values():

@@ -213,9 +213,9 @@ class Stages(Section):
     decode: bool = True
     """On a GPU, decode latents with fused kernels, within the rounding of the autoencoder's dtype. The decoder's own
     code runs where its class is not known or its output differs by more; the report says which one ran."""
-    share: bool = False
-    """Where several GPUs make an image or video together, each decodes a part of it with fused kernels. Then all
-    processes must decode at the end of a call."""
+    share: bool = True
+    """Where several GPUs make a large image or a video together, each decodes a band of its rows with fused kernels, if
+    no process asks for latents. All processes must have the same value."""
     prompts: bool = True
     """Keep the outputs of text encoders, bit for bit. An encoder that gets the same inputs again does not run, and is
     not moved to the GPU if it is offloaded."""
@@ -226,6 +226,6 @@ class Stages(Section):
     def _bounds_something(self) -> Stages:
         if not self.prompts and "prompts_mib" in self.model_fields_set:
             raise ValueError("prompts_mib has no effect without prompts: remove it, or set prompts to true")
-        if self.share and not self.decode:
+        if self.share and not self.decode and "share" in self.model_fields_set:
             raise ValueError("share has no effect without decode: remove it, or set decode to true")
         return self

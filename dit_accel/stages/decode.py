@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +26,11 @@ from dit_accel.models.caller import direct_caller
 from dit_accel.models.hooks import is_compiled, runs_known_code
 from dit_accel.stages.sharing import (
     Bands,
-    Calls,
     FailedError,
     Ranks,
+    all_decode,
     group_of,
-    meta_copy,
-    on_meta,
+    ranks_of,
 )
 from dit_accel.stages.vae import page_of
 from dit_accel.stages.vae.layers import Layers
@@ -93,24 +91,19 @@ class _Decode:
     Args:
         backend: of the kernels.
         given_up: why all calls are the decoder's own; None = they need not be.
-        ranks: ranks that may share the decode.
-        form: everything about the decode but the values of tensors.
 
     Attributes:
         reasons: why a call must be the decoder's own, by its form; None = it need not.
-        bands, calls: how ranks share the decode; None = they do not.
+        form: everything about a decode that ranks may share but the values of tensors.
+        bands: how ranks may share the decode; None = they do not.
     """
 
-    def __init__(
-        self, backend: str, given_up: str | None = None, *, ranks: Ranks | None = None, form: tuple = ()
-    ) -> None:
+    def __init__(self, backend: str, given_up: str | None = None) -> None:
         self.layers = Layers(backend)
         self.given_up = given_up
-        self.ranks = ranks
-        self.form = form
+        self.form: tuple = ()
         self.reasons: dict[tuple, str | None] = {}
         self.bands: Bands | None = None
-        self.calls: Calls | None = None
 
 
 class _GivenUp(Exception):
@@ -128,7 +121,7 @@ class FusedDecode:
     Attributes:
         remark: how the latest call ran; None = there was none.
         holders: accelerations that want it.
-        sharing: pipelines whose ranks share decodes.
+        sharing: stages of pipelines whose ranks share decodes.
     """
 
     part = "decoder"
@@ -137,12 +130,12 @@ class FusedDecode:
     def __init__(self, autoencoder: nn.Module, backend: str = "auto", group: dist.ProcessGroup | None = None) -> None:
         self.remark: str | None = None
         self.holders = 1
-        self.sharing: list[weakref.ref] = []
+        self.sharing: list[Decoding] = []
         self._group = group
         self._has_failed = False  # a rank in a shared decode
-        self._heights: dict[tuple, set[int]] = {}  # rows of latents, by forms of decodes that kernels can run
-        self._outputs: dict[tuple, Any] = {}  # on meta, by the form of a call
+        self._shapes: dict[tuple, set[tuple]] = {}  # of calls' latents, by forms of decodes that kernels can run
         self._page = page_of(autoencoder)
+        self._can_share = hasattr(self._page, "SHARED_FROM")
         self._backend = backend
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
         self._current = threading.local()
@@ -168,13 +161,11 @@ class FusedDecode:
         """A decode of the autoencoder, which may call its decoder several times."""
         if not self.holders or getattr(self._current, "decode", None) is not None:
             return original(*args, **kwargs)
-        ranks = self._ranks(module, args)
-        decode = _Decode(self._backend, ranks=ranks, form=() if ranks is None else _whole_form(module, args, kwargs))
+        ranks, decode = self._ranks(module, args), _Decode(self._backend)
+        if ranks is not None:
+            decode.form = _whole_form(module, args, kwargs)
+            decode.bands = Bands(ranks, self._page.decode, self._page.SHARED_FROM)
         try:
-            if ranks is not None and "calls" in self._page.SHARED:
-                self._record(original, module, decode, args, kwargs)
-            if ranks is not None and decode.calls is None and "rows" in self._page.SHARED:
-                decode.bands = Bands(ranks, self._page.decode)
             made = self._attempt(original, decode, args, kwargs)
             if decode.bands is not None:
                 self._end_bands(decode)
@@ -196,17 +187,14 @@ class FusedDecode:
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
         """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
-        if self._has_failed or not self._page.SHARED or not (args and isinstance(args[0], torch.Tensor)):
+        if self._has_failed or not self._can_share or not (args and isinstance(args[0], torch.Tensor)):
             return None
         if self._backend == "auto" and resolve_backend("auto", args[0]) != "triton":
             return None
         group, pipe = self._group, direct_caller(module) if self.sharing else None
-        if pipe is not None and any(each() is pipe for each in self.sharing):
+        if pipe is not None and any(each.all_decode and each.pipe() is pipe for each in self.sharing):
             group = group_of(pipe)
-        device = args[0].device
-        if group is None or not any(each.type == device.type for each in group._device_types):
-            return None
-        return Ranks(group, device)
+        return ranks_of(group, args[0].device)
 
     def _forward(
         self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -217,21 +205,13 @@ class FusedDecode:
         decode = getattr(self._current, "decode", None)
         if decode is None:
             decode = _Decode(self._backend, f"the {self.part} is called by itself" if _lists(kwargs) else None)
-        if decode.calls is not None:
-            return self._shared_call(original, module, decode, args, kwargs)
-        return self._decoded(original, module, decode, args, kwargs)
-
-    def _decoded(
-        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
-    ) -> torch.Tensor | tuple:
-        """The output of a call that is not shared, or of one whose rows are."""
         form = self._checked_form(module, decode, args, kwargs)
         reason = decode.given_up or decode.reasons[form]
         if decode.bands is not None:
             if self._shares_rows(decode, decode.bands, reason, args):
-                self._remark_shared(FUSED, decode)
+                self.remark = f"{FUSED}, shared by {decode.bands.ranks.count} ranks"
                 return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
-            decode.bands.heights.add(args[0].shape[-2])
+            decode.bands.shapes.add(tuple(args[0].shape))
         if reason is None and form not in self._known:
             return self._tried(original, module, decode, form, args, kwargs)
         reason = reason or self._known[form]
@@ -250,8 +230,8 @@ class FusedDecode:
     def _shares_rows(self, decode: _Decode, bands: Bands, reason: str | None, args: tuple) -> bool:
         """Return True if all ranks share the rows of a decode; its first call decides."""
         if bands.is_agreed is None:
-            heights = self._heights.get(decode.form, set()) if reason is None else set()
-            bands.agree(heights, decode.form[0])
+            shapes = self._shapes.get(decode.form, set()) if reason is None else set()
+            bands.agree(shapes, decode.form[0])
         return bool(bands.is_agreed)
 
     def _end_bands(self, decode: _Decode) -> None:
@@ -259,49 +239,7 @@ class FusedDecode:
         if decode.bands.is_agreed:
             decode.bands.end()
         elif all(self._known.get(form, OWN) is None and reason is None for form, reason in decode.reasons.items()):
-            self._heights[decode.form] = decode.bands.heights
-
-    def _record(
-        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
-    ) -> None:
-        """Record the calls of a decode, which ranks then share if all of them can."""
-        calls = decode.calls = Calls(decode.ranks)
-        try:
-            self._attempt(original, decode, args, kwargs)
-        except Exception as error:
-            calls.why_not = _raised(error)
-        is_fused = not any(decode.reasons.values())
-        if not calls.agree(is_fused and not any(self._known.get(_form(*unit)) for unit in calls.units)):
-            decode.calls = None
-
-    def _shared_call(
-        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
-    ) -> torch.Tensor | tuple:
-        """The output of a call that is recorded or replayed."""
-        calls = decode.calls
-        if calls.is_replay:
-            made = calls.output(partial(self._unit, original, module, decode))
-            self._remark_shared(str(self.remark), decode)
-            return made
-        form = self._checked_form(module, decode, args, kwargs)
-        if form not in self._outputs:
-            given, named = on_meta((args, kwargs))
-            self._outputs[form] = meta_copy(module).forward(*given, **named)
-        return calls.record(args, kwargs, self._outputs[form])
-
-    def _remark_shared(self, remark: str, decode: _Decode) -> None:
-        suffix = f", shared by {decode.ranks.count} ranks"
-        self.remark = remark.removesuffix(suffix) + suffix
-
-    def _unit(
-        self, original: Callable[..., Any], module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """The output of a sample of a call, by the decoder's own code if a kernel fails."""
-        try:
-            return self._decoded(original, module, decode, args, kwargs)
-        except _GivenUp as error:
-            decode.given_up = str(error)
-        return self._decoded(original, module, decode, args, kwargs)
+            self._shapes[decode.form] = decode.bands.shapes
 
     def _tried(
         self,
@@ -461,11 +399,16 @@ class Decoding:
         parts: parts of the pipeline's call in progress, which also keep how the decoder ran.
         wanted: fuse the decoder; False = only keep how it ran, for another pipeline may fuse it.
         shared: ranks that call the pipeline together share its decodes.
+
+    Attributes:
+        pipe: weak reference to the pipeline.
+        all_decode: several ranks make the call in progress together, and each decodes its result.
     """
 
     def __init__(self, pipe: Any, parts: CallParts, *, wanted: bool = True, shared: bool = True) -> None:
         self.parts = parts
-        self._pipe = weakref.ref(pipe)
+        self.pipe = weakref.ref(pipe)
+        self.all_decode = False
         self._watched = [weakref.ref(module) for module in _modules(pipe)]
         self._fused: list[FusedDecode] = []
         self._otherwise = OFF
@@ -486,18 +429,23 @@ class Decoding:
                     fused.holders += 1
                 self._fused.append(fused)
                 if shared and kind is FusedDecode:
-                    fused.sharing.append(self._pipe)
+                    fused.sharing.append(self)
+                    parts.at_beginning.append(self._begin)
 
     @property
     def remark(self) -> str | None:
         """How the pipeline's latest call decoded; None = it did not, or the pipeline has no autoencoder."""
-        remark, modules = self.parts.remarks.get(PART), _modules(self._pipe())
+        remark, modules = self.parts.remarks.get(PART), _modules(self.pipe())
         if remark is not None or not modules:
             return remark
         if [weakref.ref(module) for module in modules] != self._watched:
             return f"{OWN} decoder: it was replaced; call accelerate_pipeline(pipe) again"
         is_bypassed = "decode" in vars(modules[0]) or is_compiled(modules[1])
         return f"{OWN} decoder: its decode is replaced or compiled" if is_bypassed else None
+
+    def _begin(self) -> None:
+        """Begin a call of the pipeline."""
+        self.all_decode = all_decode(self.pipe(), self.parts.device)
 
     def _latest(self) -> str:
         """How the latest call of the decoder ran."""
@@ -507,9 +455,10 @@ class Decoding:
     def close(self) -> None:
         """Give the autoencoder its own methods back, unless another pipeline wants the fused ones."""
         self.parts.remark_of.pop(PART, None)
+        self.parts.at_beginning.clear()
         fused, self._fused = self._fused, []
         for each in fused:
-            each.sharing = [other for other in each.sharing if other is not self._pipe]
+            each.sharing = [other for other in each.sharing if other is not self]
             each.leave()
 
 

@@ -1,12 +1,7 @@
 """Sharing of a decode among the ranks that make one image or video together; each gets the whole output.
 
-Calls: tiles of pixels or frames, and the samples of a batch, are independent. Each rank decodes some and sends the
-output to the others. The autoencoder's ``_decode`` runs twice: first on meta tensors, which finds all inputs of the
-decoder, then with the outputs of all ranks.
-
-Rows: in a decode of fewer calls than ranks, and in those of Wan and Qwen-Image, whose calls follow from each other,
-each rank decodes a band of rows of each call. Before each 3 x 3 convolution neighbours exchange a row, moments of
-groups are added up, and the input of the middle block's attention and the output are gathered.
+Each rank decodes a band of rows. Before each 3 x 3 convolution neighbours exchange a row, moments of groups are added
+up, and the input of the middle block's attention and the output are gathered.
 
 Ranks vote before they share, so that all do or none does. A rank that fails goes on with empty tensors in all
 exchanges, so that no other rank waits for it; then all decode again by themselves.
@@ -15,6 +10,7 @@ exchanges, so that no other rank waits for it; then all decode again by themselv
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.models import denoisers
+from dit_accel.models.caller import local_of
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.models.parallel.context_parallel import config_of
 from dit_accel.stages.vae.layers import Layers, dense
@@ -42,6 +39,22 @@ def group_of(pipe: Any) -> dist.ProcessGroup | None:
         if group is not None and dist.get_world_size(group) > 1:
             return group
     return None
+
+
+def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks | None:
+    """Return the ranks of a group whose tensors are on this device; None = it has no backend for them."""
+    if group is None or not any(each.type == device.type for each in group._device_types):
+        return None
+    return Ranks(group, device)
+
+
+def all_decode(pipe: Any, device: torch.device) -> bool:
+    """Return True if several ranks make a call of this pipeline together and each will decode its result.
+
+    Every rank must ask, at the beginning of the call.
+    """
+    ranks = ranks_of(group_of(pipe), device)
+    return ranks is not None and ranks.vote(NO if local_of(pipe, "output_type") == "latent" else YES) == YES
 
 
 class Ranks:
@@ -156,36 +169,40 @@ class Bands:
     Args:
         ranks: of the decode.
         decode: of a page: it takes the decoder, its arguments and ``layers``.
+        least: number of latents (pixels of all frames) of a call from which sharing is faster.
 
     Attributes:
+        ranks: of the decode.
         is_agreed: all ranks share rows; None = they have not voted.
         failure: why this rank failed; None = it has not.
-        heights: rows of the latents of each call that was not shared.
+        shapes: of the latents of each call that was not shared.
     """
 
-    def __init__(self, ranks: Ranks, decode: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, ranks: Ranks, decode: Callable[..., torch.Tensor], least: int) -> None:
         self.is_agreed: bool | None = None
         self.failure: Exception | None = None
-        self.heights: set[int] = set()
-        self._ranks = ranks
+        self.shapes: set[tuple] = set()
+        self.ranks = ranks
         self._decode = decode
+        self._least = least
 
-    def agree(self, heights: set[int], about: Any) -> bool:
+    def agree(self, shapes: set[tuple], about: Any) -> bool:
         """Return True if all ranks want to share a decode.
 
         Args:
-            heights: rows of the latents of its calls; empty = this rank can't share it.
+            shapes: of the latents of its calls; empty = this rank can't share it.
             about: its latents.
         """
-        fits = bool(heights) and min(heights) >= self._ranks.count
-        is_able = fits and max(heights) // self._ranks.count >= LEAST_ROWS
-        self.is_agreed = self._ranks.vote(YES if is_able else NO, about) == YES
+        heights = [shape[-2] for shape in shapes] or [0]
+        is_able = min(heights) >= self.ranks.count and max(heights) // self.ranks.count >= LEAST_ROWS
+        is_large = max((math.prod(shape[2:]) for shape in shapes), default=0) >= self._least
+        self.is_agreed = self.ranks.vote(YES if is_able and is_large else NO, about) == YES
         return self.is_agreed
 
     def output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor:
         """Return the whole output of a call; once this rank has failed, zeros."""
         before = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # lists of their own
-        layers.bands = rows = Rows(self._ranks, args[0].shape[-2])
+        layers.bands = rows = Rows(self.ranks, args[0].shape[-2])
         if self.failure is None:
             try:
                 return self._decode(module, *args, **kwargs, layers=layers)
@@ -198,7 +215,7 @@ class Bands:
         for name, kept in kwargs.items():
             if isinstance(kept, list):
                 kept[:] = named[name]
-        return torch.zeros(form.shape, dtype=form.dtype, device=self._ranks.device)
+        return torch.zeros(form.shape, dtype=form.dtype, device=self.ranks.device)
 
     def end(self) -> None:
         """End a shared decode.
@@ -206,94 +223,8 @@ class Bands:
         Raises:
             FailedError: a rank has failed, with the reason if it is this one.
         """
-        if self._ranks.vote(YES if self.failure is None else FAILED) == FAILED:
+        if self.ranks.vote(YES if self.failure is None else FAILED) == FAILED:
             raise FailedError from self.failure
-
-
-class Calls:
-    """The calls of a stateless decoder in one decode: recorded, then decoded by all ranks, then replayed.
-
-    Args:
-        ranks: of the decode.
-
-    Attributes:
-        is_replay: return outputs instead of recording inputs.
-        why_not: why the calls can't be shared; None = they can.
-        units: inputs of each sample of each call.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.is_replay = False
-        self.why_not: str | None = None
-        self.units: list[tuple[tuple, dict[str, Any]]] = []
-        self._ranks = ranks
-        self._forms: list[torch.Tensor] = []  # of the outputs of the calls, on meta
-        self._made: list[torch.Tensor] = []  # outputs of the units that are not returned yet
-        self._place = 0
-
-    def record(self, args: tuple, kwargs: dict[str, Any], form: torch.Tensor | tuple) -> torch.Tensor | tuple:
-        """Keep a call's inputs, by sample, and return its output on meta."""
-        batch = len(args[0])
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not isinstance(form, torch.Tensor) or any(each.ndim == 0 or len(each) != batch for each in (form, *leaves)):
-            self.why_not = "a call of the decoder is not of samples"
-            return form
-        self._forms.append(form)
-        for sample in range(batch):
-            part = slice(sample, sample + 1)
-            self.units.append(pytree.tree_map_only(torch.Tensor, lambda leaf, part=part: leaf[part], (args, kwargs)))
-        return form
-
-    def agree(self, is_wanted: bool) -> bool:
-        """Return True if all ranks want to share these calls."""
-        shapes = [tuple(args[0].shape) for args, _ in self.units]
-        is_able = is_wanted and self.why_not is None and len(shapes) >= self._ranks.count
-        self.is_replay = self._ranks.vote(YES if is_able else NO, shapes) == YES
-        return self.is_replay
-
-    def output(self, decode: Callable[[tuple, dict[str, Any]], torch.Tensor]) -> torch.Tensor:
-        """Return the output of the next call; the first decodes this rank's units and receives the others.
-
-        Args:
-            decode: returns the decoder's output for a unit.
-
-        Raises:
-            FailedError: a rank could not decode its units.
-        """
-        if self._place == 0:
-            self._made = self._decoded(decode)
-        form = self._forms[self._place]
-        self._place += 1
-        parts, self._made = self._made[: len(form)], self._made[len(form) :]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decoded(self, decode: Callable[[tuple, dict[str, Any]], torch.Tensor]) -> list[torch.Tensor]:
-        owners = self._owners()
-        forms = [form[:1] for form in self._forms for _ in form]
-        made: list[torch.Tensor] = []
-        failure: Exception | None = None
-        try:
-            for unit, owner, form in zip(self.units, owners, forms, strict=True):
-                is_own = owner == self._ranks.rank
-                empty = torch.empty(form.shape, dtype=form.dtype, device=self._ranks.device)
-                made.append(decode(*unit).contiguous() if is_own else empty)
-        except Exception as error:  # memory, a compiler or a kernel: the others must know
-            failure = error
-        if self._ranks.vote(YES if failure is None else FAILED) == FAILED:
-            made.clear()
-            raise FailedError from failure
-        for output, owner in zip(made, owners, strict=True):
-            dist.broadcast(output, dist.get_global_rank(self._ranks.group, owner), group=self._ranks.group)
-        return made
-
-    def _owners(self) -> list[int]:
-        """Return the rank that decodes each unit, so that ranks decode about equally many pixels."""
-        sizes = [args[0].numel() for args, _ in self.units]
-        loads, owners = [0] * self._ranks.count, [0] * len(sizes)
-        for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-            owners[place] = loads.index(min(loads))
-            loads[owners[place]] += sizes[place]
-        return owners
 
 
 class FailedError(Exception):

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,16 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
-from dit_accel.stages import sharing
+from dit_accel import accelerated
+from dit_accel.stages import decode, sharing
 from dit_accel.stages.decode import FusedDecode
-from dit_accel.stages.vae import causal, layers
+from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, layers
 from tests.stages.test_decode import RESIDUAL, autoencoder, hunyuan_autoencoder, latents, video_autoencoder
-from tests.stages.vae import test_hunyuan_image, test_ltx
+from tests.stages.vae import test_hunyuan_image
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 LONGEST = 60  # seconds of one check
+SHARING = (autoencoder_kl, causal, hunyuan_image, hunyuan_video)  # pages
 RANKS = 3
 RANK = 0  # set in each process
 CHECKS: dict[str, tuple[int, Callable]] = {}
@@ -39,20 +43,15 @@ def check(ranks: int) -> Callable:
     return register
 
 
-def decoded(made, given: torch.Tensor) -> torch.Tensor:
-    timestep = [torch.full((len(given),), 0.05)] if made.config.get("timestep_conditioning") else []
-    return made.decode(given, *timestep).sample
-
-
 def compared(made, given: torch.Tensor, group: dist.ProcessGroup, calls: int = 2, alone=None) -> list[dict]:
     """Decodes of the same latents by the group, over the decode of one rank."""
     hook = FusedDecode(made, "reference")
-    alone = [decoded(made, given) for _ in range(2)][-1] if alone is None else alone
+    alone = [made.decode(given).sample for _ in range(2)][-1] if alone is None else alone
     hook.leave()
     hook = FusedDecode(made, "reference", group=group)
     found = []
     for _ in range(calls):
-        output = decoded(made, given)
+        output = made.decode(given).sample
         error = (output - alone).abs().max().item()
         found.append({"error": error, "sum": output.double().sum().item(), "remark": hook.remark})
     hook.leave()
@@ -102,27 +101,21 @@ def too_few_rows(group) -> dict:
 
 
 @check(2)
-def calls(group) -> dict:
-    frames, both = hunyuan_autoencoder(), hunyuan_autoencoder()
-    for made in (frames, both):
-        made.tile_sample_min_num_frames, made.tile_sample_stride_num_frames = 8, 4
-    both.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
-    timed = test_ltx.autoencoder(*test_ltx.CASES["ltx-0.9.5"])
-    return images(group) | {
-        "frames": compared(frames, latents(1, 4, 4, 3, 4), group),
-        "tiles of frames": compared(both, latents(1, 4, 4, 3, 3), group),
-        "timestep": compared(timed, latents(2, 6, 2, 2, 3), group),
-        "single": compared(autoencoder(), latents(1, 4, 6, 8), group),
-    }
+def few_latents(group) -> dict:
+    """Of which each rank decodes all sooner."""
+    with patch.object(autoencoder_kl, "SHARED_FROM", 17 * 6 + 1):
+        return {"image": compared(autoencoder(), latents(1, 4, 17, 6), group)}
 
 
-@check(3)
-def images(group) -> dict:
-    tiled = autoencoder(sample_size=16)
-    tiled.enable_tiling()
+@check(2)
+def tiles(group) -> dict:
+    """Rows of tiles of an image, and of a video's tiles of frames."""
+    image, video = autoencoder(sample_size=32), hunyuan_autoencoder()
+    image.enable_tiling()
+    video.tile_sample_min_num_frames, video.tile_sample_stride_num_frames = 8, 4
     return {
-        "tiles": compared(tiled, latents(1, 4, 16, 12), group),
-        "batch": compared(autoencoder(), latents(3, 4, 6, 8), group),
+        "image": compared(image, latents(2, 4, 24, 20), group),
+        "video": compared(video, latents(1, 4, 4, 16, 4), group),
     }
 
 
@@ -158,39 +151,19 @@ def failure_in_rows(group) -> dict:
         made = kind()
         given = latents(1, 4, 16, 6) if kind is autoencoder else latents(1, 4, 3, 16, 6)
         hook = FusedDecode(made, "reference", group=group)
-        alone = decoded(made, given)
+        alone = made.decode(given).sample
         with patch.object(page, op, _failing(getattr(page, op), 1, after)):
-            outputs, remarks = [decoded(made, given)], [hook.remark]
-        outputs.append(decoded(made, given))
+            outputs, remarks = [made.decode(given).sample], [hook.remark]
+        outputs.append(made.decode(given).sample)
         remarks.append(hook.remark)
         found[name] = {"errors": [(each - alone).abs().max().item() for each in outputs], "remarks": remarks}
     return found
 
 
 @check(2)
-def failure_in_calls(group) -> dict:
-    """One rank's kernels fail, and then also its decoder's own code, once."""
-    found = {}
-    for name, also in (("kernels", False), ("all", True)):
-        made, given = autoencoder(sample_size=16), latents(1, 4, 24, 20)
-        made.enable_tiling()
-        hook = FusedDecode(made, "reference", group=group)
-        alone = decoded(made, given)
-        decoder = made.decoder
-        own = hook._unit
-        with patch.object(layers, "group_norm", _failing(layers.group_norm, 0, 9)):
-            if also:
-                hook._unit = lambda *args, own=own: own(*args) if RANK else 1 / 0
-            output = decoded(made, given)
-        found[name] = {"errors": [(output - alone).abs().max().item()], "remarks": [hook.remark]}
-        assert made.decoder is decoder
-    return found
-
-
-@check(2)
 def other_latents(group) -> dict:
     """Ranks whose latents differ in shape decode their own."""
-    made, given = autoencoder(), latents(2, 4, 6 + RANK, 8)
+    made, given = autoencoder(), latents(2, 4, 16 + RANK, 8)
     video = video_autoencoder(AutoencoderKLWan)
     frames = latents(1, 4, 2, 16, 6 + RANK)
     return {"images": compared(made, given, group), "videos": compared(video, frames, group)}
@@ -201,12 +174,31 @@ def one_that_cannot(group) -> dict:
     """A rank whose decoder has a hook runs it, and the other decodes with kernels."""
     found = {}
     for name, made, given in (
-        ("images", autoencoder(), latents(2, 4, 6, 8)),
+        ("images", autoencoder(), latents(2, 4, 16, 8)),
         ("videos", video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 16, 6)),
     ):
         if RANK == 1:
             made.decoder.mid_block.register_forward_hook(lambda *_: None)
         found[name] = compared(made, given, group)
+    return found
+
+
+@check(2)
+def pipelines(group) -> dict:
+    """Ranks that share a pipeline's calls: all want frames, or one wants latents."""
+    found = {}
+    for name, wanted in {"frames": ("pt", "pt"), "latents": ("pt", "latent")}.items():
+        pipe = tiny_pipeline("wan")
+        with (
+            accelerated(pipe, "exact"),
+            patch.object(sharing, "LEAST_ROWS", 1),
+            patch.object(sharing, "group_of", lambda _: group),
+            patch.object(decode, "group_of", lambda _: group),
+        ):
+            FusedDecode.on(pipe.vae)._backend = "reference"
+            outputs = [pipe(**tiny_inputs("wan", steps=2) | {"output_type": wanted[RANK]})[0] for _ in range(2)]
+            sums = [each.double().sum().item() for each in outputs]
+            found[name] = {"remark": pipe.dit_accel.report().decoding, "sums": sums}
     return found
 
 
@@ -237,7 +229,10 @@ def run(rank: int) -> None:
         faulthandler.dump_traceback_later(LONGEST, exit=True)
         if ranks > RANK:
             try:
-                found[name] = function(groups[ranks])
+                with ExitStack() as small:
+                    for page in SHARING:
+                        small.enter_context(patch.object(page, "SHARED_FROM", 1))
+                    found[name] = function(groups[ranks])
             except Exception:
                 found[name] = {"failed": traceback.format_exc()}
     (folder / f"{RANK}.json").write_text(json.dumps(found))

@@ -70,19 +70,13 @@ def test_few_rows_are_not_shared(found):
     require_shared(found, "too_few_rows", "wan", 2, [FUSED, FUSED])
 
 
-@pytest.mark.parametrize("case", ["frames", "tiles of frames", "timestep", "tiles", "batch"])
-def test_calls_make_the_output_of_one_rank(found, case):
-    """Tiles of pixels and of frames, and samples, from the first decode on."""
-    require_shared(found, "calls", case, 2, [shared_by(2)] * 2)
+def test_few_latents_are_not_shared(found):
+    require_shared(found, "few_latents", "image", 2, [FUSED, FUSED])
 
 
-@pytest.mark.parametrize("case", ["tiles", "batch"])
-def test_calls_of_three_ranks_make_the_output_of_one(found, case):
-    require_shared(found, "images", case, 3, [shared_by(3)] * 2)
-
-
-def test_a_single_call_is_not_shared(found):
-    require_shared(found, "calls", "single", 2, [FUSED, FUSED])
+@pytest.mark.parametrize("case", ["image", "video"])
+def test_rows_of_each_tile_are_shared(found, case):
+    require_shared(found, "tiles", case, 2, [FUSED, shared_by(2)])
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -92,19 +86,6 @@ def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
     assert max(well["errors"] + failed["errors"]) < ROUNDING
     assert well["remarks"] == [FUSED, FUSED]
     assert "out of luck" in failed["remarks"][0] and failed["remarks"][1] == FUSED
-
-
-def test_a_rank_whose_kernels_fail_decodes_its_calls_by_its_own_code(found):
-    failed, well = (row["kernels"] for row in on(found, "failure_in_calls"))
-    assert max(well["errors"] + failed["errors"]) < ROUNDING
-    assert well["remarks"] == [shared_by(2)]
-    assert "out of luck, shared by 2 ranks" in failed["remarks"][0]
-
-
-def test_ranks_decode_again_if_one_fails_in_its_calls(found):
-    failed, well = (row["all"] for row in on(found, "failure_in_calls"))
-    assert max(well["errors"] + failed["errors"]) < ROUNDING
-    assert well["remarks"] == [FUSED] and "ZeroDivisionError" in failed["remarks"][0]
 
 
 @pytest.mark.parametrize("case", ["images", "videos"])
@@ -118,3 +99,15 @@ def test_all_decode_by_themselves_if_one_cannot_share(found, case):
     well, other = (row[case] for row in on(found, "one_that_cannot"))
     assert [each["remark"] for each in well] == [FUSED] * 2
     assert all("mid_block has hooks" in each["remark"] for each in other)
+
+
+def test_ranks_share_the_decode_of_a_pipeline(found):
+    first, second = (row["frames"] for row in on(found, "pipelines"))
+    assert first == second and first["remark"] == shared_by(2)
+    assert first["sums"][0] == pytest.approx(first["sums"][1])
+
+
+def test_a_rank_that_wants_latents_keeps_no_other_waiting(found):
+    """The others decode by themselves."""
+    frames, latents = (row["latents"] for row in on(found, "pipelines"))
+    assert frames["remark"] == FUSED and latents["remark"] is None

@@ -1,7 +1,6 @@
 """Decoders of autoencoders, a page for each class: why one can't run here, and its forward with fused kernels.
 
-A page's ``SHARED`` names what ranks may share of a decode (:mod:`dit_accel.stages.sharing`): "calls" of a decoder that
-keeps nothing from one call to the next, and "rows" of a call.
+On a page with ``SHARED_FROM``, ranks share calls with at least as many latents (:mod:`dit_accel.stages.sharing`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import nn
 from dit_accel.kernels import causal_norm, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, dense, parts_of, point_projections
 
-SHARED = ("rows",)
+SHARED_FROM = 2**12  # latents
 PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the coders, by their names behind the prefix
     *(

@@ -17,7 +17,6 @@ from torch import nn
 from dit_accel.kernels import pad_video
 from dit_accel.stages.vae.layers import Layers
 
-SHARED = ()
 PREFIX = "CogVideoX"
 PARTS = (  # of the decoder, by their names behind the prefix
     *("Decoder3D", "MidBlock3D", "UpBlock3D", "ResnetBlock3D", "SpatialNorm3D", "Upsample3D"),

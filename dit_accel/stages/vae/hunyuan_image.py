@@ -15,7 +15,7 @@ from dit_accel.kernels import add_residual
 from dit_accel.stages.vae.autoencoder_kl import convolved, residual_block
 from dit_accel.stages.vae.layers import Layers, attended, point_projections
 
-SHARED = ("calls", "rows")
+SHARED_FROM = 2**12  # latents
 PREFIX = "HunyuanImage"
 PARTS = ("Decoder2D", "MidBlock", "ResnetBlock", "AttentionBlock", "Upsample")  # by their names behind the prefix
 KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv2d", "GroupNorm", "SiLU"}

@@ -22,7 +22,7 @@ from torch import nn
 from dit_accel.stages.vae.autoencoder_kl import has_one_head, projections
 from dit_accel.stages.vae.layers import Layers, attended
 
-SHARED = ("calls", "rows")
+SHARED_FROM = 2**12  # latents
 FACTORS = ((1, 2, 2), (2, 2, 2))
 
 

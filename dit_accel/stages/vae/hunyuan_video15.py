@@ -15,7 +15,6 @@ from torch import nn
 from dit_accel.kernels import pad_video, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, point_projections
 
-SHARED = ("calls",)
 PREFIX = "HunyuanVideo15"
 PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
 KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv3d", "SiLU"}

@@ -18,7 +18,6 @@ from torch import nn
 from dit_accel.kernels import pad_video, pixel_norm
 from dit_accel.stages.vae.layers import LAST, Layers
 
-SHARED = ("calls",)
 PREFIXES = ("LTX", "LTX2")
 PARTS = (  # of the decoder, by their names behind the prefix
     *("VideoDecoder3d", "VideoMidBlock3d", "VideoUpBlock3d", "VideoResnetBlock3d", "VideoUpsampler3d"),
