@@ -138,6 +138,7 @@ class FusedDecode:
         self._can_share = hasattr(self._page, "SHARED_FROM")
         self._backend = backend
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
+        self._too_large: set[tuple] = set()  # forms of calls whose comparison had no memory
         self._current = threading.local()
         self._stand_ins = (
             StandIn(autoencoder, f"_{self.method}", self._whole),
@@ -255,7 +256,7 @@ class FusedDecode:
         try:
             own = original(*args, **kwargs)
         except torch.OutOfMemoryError:
-            if not named or getattr(self._current, "decode", None) is None:
+            if not _lists(kwargs) or getattr(self._current, "decode", None) is None:
                 raise
             own = None
         if own is None:  # the frames of the past that the comparison keeps were too much
@@ -268,10 +269,13 @@ class FusedDecode:
         is_final = True
         try:
             made = _contiguous(self._run(module, *copied, **named, layers=decode.layers))
-            reason = why_other(_images(made), _images(own))
+            reason = _why_others((made, _lists(named)), (own, _lists(kwargs)))
         except Exception as error:
             reason = _raised(error)
-            is_final = not isinstance(error, torch.OutOfMemoryError)  # another call may have the memory
+            is_final = (
+                not isinstance(error, torch.OutOfMemoryError) or form in self._too_large
+            )  # it may fit later, once
+            self._too_large.add(form)
         if is_final:
             self._known[form] = reason
         self.remark = FUSED if reason is None else self._own(reason)
@@ -376,6 +380,19 @@ def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:
     if error <= BOUNDS[own.dtype]:
         return None
     return f"fused kernels differ from the decoder by {error:.2g}, more than {BOUNDS[own.dtype]:g} in {own.dtype}"
+
+
+def _why_others(made: tuple, own: tuple) -> str | None:
+    """Why an output and the lists of a call can't stand for the decoder's own, or None.
+
+    What both keep for the next call in the same form is compared too; a page may keep fewer frames, or more.
+    """
+    if (reason := why_other(_images(made[0]), _images(own[0]))) is not None:
+        return reason
+    kept, known = dict(pytree.tree_leaves_with_path(made)), pytree.tree_leaves_with_path(own)
+    pairs = [(kept.get(place), leaf) for place, leaf in known if isinstance(leaf, torch.Tensor)]
+    reasons = (why_other(*pair) for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
+    return next((f"for the next call {reason}" for reason in reasons if reason is not None), None)
 
 
 def _lists(kwargs: dict[str, Any]) -> dict[str, list]:

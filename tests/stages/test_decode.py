@@ -212,6 +212,22 @@ def test_a_frame_that_differs_ends_it_in_the_middle(hooked, monkeypatch):
 
 
 @torch.no_grad()
+def test_frames_kept_for_the_next_call_are_compared(hooked, monkeypatch):
+    made, given = video_autoencoder(AutoencoderKLWan), latents(1, 4, 4, 5, 6)
+    own, fused = made.decode(given).sample, causal.decode
+
+    def keeps_others(decoder, x, *, feat_cache, **more):
+        output = fused(decoder, x, feat_cache=feat_cache, **more)
+        feat_cache[:] = [2 * each if isinstance(each, torch.Tensor) else each for each in feat_cache]
+        return output
+
+    monkeypatch.setattr(causal, "decode", keeps_others)
+    hook = hooked(made)
+    assert (made.decode(given).sample - own).abs().max() < 5e-5
+    assert "for the next call fused kernels differ from the decoder" in hook.remark
+
+
+@torch.no_grad()
 def test_half_precision_errs_no_more_than_the_decoder(hooked):
     """Over the same weights in float64."""
     made, given = autoencoder(torch.float16), latents(1, 4, 16, 16, dtype=torch.float16)
@@ -343,6 +359,22 @@ def test_a_lack_of_memory_costs_no_image(place, hooked, monkeypatch):
     assert "fused kernels raised OutOfMemoryError: no memory" in hook.remark
     made.decode(given)
     assert hook.remark == FUSED
+
+
+@torch.no_grad()
+def test_a_lasting_lack_of_memory_is_met_twice(hooked, monkeypatch):
+    made, given, calls = autoencoder(), latents(1, 4, 8, 8), []
+
+    def decode(*_, **more):
+        calls.append(None)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(autoencoder_kl, "decode", decode)
+    hook = hooked(made)
+    for _ in range(4):
+        made.decode(given)
+        assert "no memory" in hook.remark
+    assert len(calls) == 2
 
 
 @torch.no_grad()
