@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from dit_accel.tools.extras import EXTRAS
 
+if TYPE_CHECKING:
+    import torch
+
+    from dit_accel.tools.timing import Output
+
 PACKAGES = ("torch", "diffusers", "transformers", "triton", *EXTRAS)
+CALL = {"prompt": "two pink stars over the sea at sunset", "height": 256, "width": 256, "num_inference_steps": 8}
+CHECKED = ("exact", "balanced", "flux-sparge")  # presets
 
 
-def command() -> None:
+def command(
+    check: Annotated[bool, typer.Option("--check", help="Also make images on each device with demo-flux.")] = False,
+) -> None:
     """Print versions, devices, and which kernel backends work here."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
@@ -37,3 +49,47 @@ def command() -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         typer.echo(f"{name:<{width}}  {value}")
+    for line in _check() if check else ():
+        typer.echo(line)
+
+
+def _check() -> Iterator[str]:
+    """Yield a line about a call on each device and in each dtype, plain and accelerated."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    cases = [("cpu", torch.float32)]
+    if accelerator is not None:
+        cases += [(accelerator.type, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    for device, dtype in cases:
+        what = f"{device}, {str(dtype).removeprefix('torch.')}"
+        try:
+            yield from (f"{what}: {line}" for line in _images(device, dtype))
+        except Exception as error:  # of a device that was never tried; the others may run
+            yield f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _images(device: str, dtype: torch.dtype) -> Iterator[str]:
+    """Yield a line about each way to make an image."""
+    from diffusers import DiffusionPipeline
+
+    from dit_accel import accelerated
+    from dit_accel.tools.demo import DEFAULT_MODEL, demo_path
+    from dit_accel.tools.metrics import psnr
+    from dit_accel.tools.timing import timed_output
+
+    pipe = DiffusionPipeline.from_pretrained(demo_path(DEFAULT_MODEL), dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+
+    def call() -> Output:
+        timed_output(pipe, CALL | {"num_inference_steps": 1}, seed=0)  # kernels are compiled here
+        return timed_output(pipe, CALL, seed=0)
+
+    plain = call()
+    yield f"plain {plain.seconds:.2f} s"
+    for name in CHECKED:
+        with accelerated(pipe, name):
+            made, report = call(), pipe.dit_accel.report()
+        like = psnr(made.results[0], plain.results[0])
+        yield f"{name} {made.seconds:.2f} s, PSNR {like:.1f} dB, computed {report.computed_fraction:.2f}"
+        yield from (f"{name}: {note}" for note in (*report.notes, *report.fallbacks))

@@ -410,6 +410,23 @@ def test_env_reports_versions_and_backends(run):
     assert {"kernels: reference", "kernels: triton"} <= set(rows)
 
 
+def test_env_checks_devices(run, monkeypatch):
+    """Images by some presets on each device; a device that fails does not end it."""
+    from dit_accel.cli import env
+
+    monkeypatch.setattr(env, "CALL", env.CALL | {"height": 64, "width": 64})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
+    lines = [line for line in run("env", "--check").stdout.splitlines() if line.startswith(("cpu, ", "hpu, "))]
+    assert [line.split()[2] for line in lines if line.startswith("cpu, float32: ")][:3] == [
+        "plain",
+        "exact",
+        "balanced",
+    ]
+    assert "PSNR inf dB, computed 1.00" in lines[1]
+    assert any(line.startswith("hpu, bfloat16: ") and "Error" in line for line in lines)
+
+
 def test_version(run):
     """--version names the program and its version."""
     assert run("--version").stdout.strip() == f"dit-accel {dit_accel.__version__}"
