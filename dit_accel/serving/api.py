@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from asyncio import CancelledError
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,11 +49,11 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         status: int = 400,
-        wait: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status
-        self.headers = {} if wait is None else {"Retry-After": str(wait)}
+        self.headers = headers
 
     def to_json(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -166,9 +167,9 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
         case RequestError():
             return error
         case Busy():
-            return RequestError(str(error), code="busy", status=503, wait=error.wait)
+            return RequestError(str(error), code="busy", status=503, headers=_retry_after(error.wait))
         case Cancelled() | CancelledError():
-            return RequestError("the server is shutting down", code="busy", status=503, wait=10)
+            return RequestError("the server is shutting down", code="busy", status=503, headers=_retry_after(10))
         case TimeoutError():
             return RequestError(f"not finished after {limits.seconds:g} seconds", code="timeout", status=504)
         case OptionError():
@@ -181,6 +182,10 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
         case DitAccelError():
             return RequestError(str(error), code="failed", status=500)
     return RequestError("the request failed; the server's log has the reason", code="failed", status=500)
+
+
+def _retry_after(seconds: int) -> dict[str, str]:
+    return {"Retry-After": str(seconds)}
 
 
 def _fields(text: str) -> str:

@@ -14,11 +14,12 @@ import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -29,7 +30,7 @@ from starlette.exceptions import HTTPException as RoutingError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import OptionError
+from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.presets import Preset
 from dit_accel.serving.api import ImageRequest, Limits, RequestError, answered, read_request, requested_preset
 from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Step, Task
@@ -73,12 +74,15 @@ class ImageServer:
 
     Args:
         keys: accepted API keys; empty = requests need none.
+        hosts: without keys, names that ``Host`` and ``Origin`` may have; empty = any ``Host``, and its ``Origin``.
     """
 
-    def __init__(self, dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str], hosts: Collection[str]
+    ) -> None:
         self.dispatcher, self.served, self.limits = dispatcher, served, limits
         self.metrics = Metrics(dispatcher)
-        self._keys = [key.encode() for key in keys]
+        self._keys, self._hosts = [key.encode() for key in keys], frozenset(hosts)
         self._started = int(time.time())
 
     def require_key(self, request: Request) -> None:
@@ -87,6 +91,19 @@ class ImageServer:
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if self._keys and not (scheme.lower() == "bearer" and any(matches)):
             raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
+
+    def require_host(self, request: Request) -> None:
+        """Without keys, refuse requests that pages of other sites send through a user's browser, also those of sites
+        whose name leads to this server (DNS rebinding).
+        """
+        if self._keys:
+            return
+        headers = request.headers
+        host, origin = _host_of(f"//{headers.get('host', '')}"), headers.get("origin")
+        if self._hosts and host not in self._hosts:
+            raise _foreign("Host", headers.get("host", ""), host)
+        if origin is not None and (name := _host_of(origin)) not in (self._hosts or {host} - {""}):
+            raise _foreign("Origin", origin, name)
 
     async def generate(self, request: Request) -> Response:
         """Make images: one JSON answer, or server-sent events with ``stream``."""
@@ -230,11 +247,13 @@ class _EventStream(StreamingResponse):
             self._task.cancel()
 
 
-def build_app(dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = ()) -> FastAPI:
+def build_app(
+    dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = (), hosts: Collection[str] = ()
+) -> FastAPI:
     """Return the ASGI application; see :class:`ImageServer`."""
-    server = ImageServer(dispatcher, served, limits, keys)
-    app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None)
-    protected = APIRouter(dependencies=[Depends(server.require_key)])
+    server = ImageServer(dispatcher, served, limits, keys, hosts)
+    app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    protected = APIRouter(dependencies=[Depends(server.require_host), Depends(server.require_key)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
     protected.add_api_route("/v1/models", server.models, methods=["GET"])
     protected.add_api_route("/metrics", server.read_metrics, methods=["GET"])
@@ -248,7 +267,13 @@ def build_app(dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequ
     @app.exception_handler(RoutingError)
     async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
         message = f"{error.detail}: see /v1/images/generations, /v1/models, /health and /metrics"
-        return await refuse(request, RequestError(message, code="not_found", status=error.status_code))
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        answer = RequestError(message, code=code, status=error.status_code, headers=error.headers)
+        return await refuse(request, answer)
+
+    @app.exception_handler(Exception)  # uvicorn logs it
+    async def fail(request: Request, error: Exception) -> JSONResponse:
+        return await refuse(request, answered(error, limits))
 
     return app
 
@@ -273,18 +298,29 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def serve(
     app: FastAPI, dispatcher: Dispatcher, bound: socket.socket, limits: Limits, ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then refuse waiting requests and finish running ones.
+    """Serve until a signal of :func:`ended_by_signals`; then refuse waiting requests and finish running ones.
 
     Args:
         ready: called when the server listens.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     own_log: dict[str, Any] = {"access_log": False, "log_level": "error", "server_header": False, "lifespan": "off"}
     server = _Server(uvicorn.Config(app, timeout_graceful_shutdown=round(limits.seconds) + 1, **own_log))
     server.dispatcher, server.ready = dispatcher, ready
-    with suppress(KeyboardInterrupt):  # which uvicorn raises again after its end
-        server.run(sockets=[bound])
-    dispatcher.stop(LAST_STEPS)
+    try:
+        server.run(sockets=[bound])  # which raises KeyboardInterrupt again after its end
+    finally:
+        dispatcher.stop(LAST_STEPS)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """End the block at SIGTERM or Ctrl-C, with its ``finally`` clauses."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Server(uvicorn.Server):
@@ -301,6 +337,20 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self.dispatcher.close()
         await super().shutdown(sockets)
+
+
+def _host_of(url: str) -> str:
+    """Return the name or address in a URL; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _foreign(header: str, value: str, host: str) -> RequestError:
+    allow = f" or --allow-host {shortened(host)}" if host else ""
+    message = f"{header} {shown(value)} is not allowed: start the server with --api-key-file{allow}"
+    return RequestError(message, code="host_not_allowed", status=403)
 
 
 def _event(kind: str, content: dict[str, Any]) -> str:
