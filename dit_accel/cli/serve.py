@@ -44,6 +44,9 @@ class Options(RunOptions):
     max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
     max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
     max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
+    max_upload: int = option(
+        "Most bytes of a request's body that holds an image.", default=20 * 2**20, min=1024, max=2**30
+    )
     max_seconds: float = option(
         "Most seconds from a request to its answer, including the time in the queue.", default=600.0, min=1, max=86_400
     )
@@ -69,7 +72,7 @@ class Options(RunOptions):
     def limits(self) -> Limits:
         from dit_accel.serving.api import Limits
 
-        return Limits(self.max_side, self.max_steps, self.max_images, self.max_body, self.max_seconds)
+        return Limits(self.max_side, self.max_steps, self.max_images, self.max_body, self.max_seconds, self.max_upload)
 
 
 @takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
@@ -82,7 +85,7 @@ def command(given: Options) -> None:
     """
     from rich.console import Console
 
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
     from dit_accel.serving import server
     from dit_accel.serving.dispatcher import Dispatcher

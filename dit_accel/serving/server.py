@@ -14,7 +14,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -27,12 +27,22 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.presets import Preset
-from dit_accel.serving.api import ImageRequest, Limits, RequestError, answered, read_request, requested_preset
+from dit_accel.serving.api import (
+    EditRequest,
+    ImageRequest,
+    Limits,
+    RequestError,
+    answered,
+    read_edit,
+    read_request,
+    requested_preset,
+)
 from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Step, Task
 from dit_accel.serving.engine import Made
 
@@ -106,9 +116,39 @@ class ImageServer:
             raise _foreign("Origin", origin, name)
 
     async def generate(self, request: Request) -> Response:
-        """Make images: one JSON answer, or server-sent events with ``stream``."""
+        """Make images of a prompt."""
+        return await self._answer(request, self._read_json)
+
+    async def edit(self, request: Request) -> Response:
+        """Make images of a prompt and an image."""
+        return await self._answer(request, self._read_form)
+
+    async def _read_json(self, request: Request) -> ImageRequest:
+        return read_request(await self._body(request, self.limits.body), self.limits, self.served.model)
+
+    async def _read_form(self, request: Request) -> EditRequest:
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            yield await self._body(request, self.limits.upload)
+
         try:
-            wanted = read_request(await self._body(request), self.limits, self.served.model)
+            if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+                raise MultiPartException("Content-Type is another one.")
+            form = await MultiPartParser(request.headers, chunks(), max_files=2, max_fields=100).parse()
+        except (MultiPartException, ValueError) as error:
+            message = f"the body must be multipart/form-data: {shortened(str(error))}"
+            raise RequestError(message, code="invalid_form") from None
+        try:
+            fields = [
+                (name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()
+            ]
+        finally:
+            await form.close()
+        return await asyncio.to_thread(read_edit, fields, self.limits, self.served.model)
+
+    async def _answer(self, request: Request, read: Callable[[Request], Awaitable[ImageRequest]]) -> Response:
+        """Run a request: one JSON answer, or server-sent events with ``stream``."""
+        try:
+            wanted = await read(request)
             task = Task(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
             self.dispatcher.add(task)
         except (RequestError, Busy, Cancelled) as error:
@@ -137,12 +177,12 @@ class ImageServer:
                 async for event in task:
                     if isinstance(event, Step):
                         step = {"index": event.job.index, "step": event.done, "steps": event.steps}
-                        yield _event("image_generation.progress", step)
+                        yield _event(f"{wanted.event}.progress", step)
                         continue
                     image = self._image(wanted, task, len(made), event)
                     made.append(event)
                     whole = {"created_at": int(time.time()), **common, "index": len(made) - 1, **image}
-                    yield _event("image_generation.completed", whole)
+                    yield _event(f"{wanted.event}.completed", whole)
         except Exception as error:
             yield _event("error", self._counted(error).to_json())
         except BaseException as error:  # the client has closed the stream
@@ -170,9 +210,9 @@ class ImageServer:
         finally:
             client.cancel()
 
-    async def _body(self, request: Request) -> bytes:
-        """Read a body up to the limit."""
-        body, most = bytearray(), self.limits.body
+    async def _body(self, request: Request, most: int) -> bytes:
+        """Read a body of up to ``most`` bytes."""
+        body = bytearray()
         too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
         if request.headers.get("content-length", "0").isdecimal():
             declared = request.headers.get("content-length", "0")
@@ -255,6 +295,7 @@ def build_app(
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     protected = APIRouter(dependencies=[Depends(server.require_host), Depends(server.require_key)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
+    protected.add_api_route("/v1/images/edits", server.edit, methods=["POST"])
     protected.add_api_route("/v1/models", server.models, methods=["GET"])
     protected.add_api_route("/metrics", server.read_metrics, methods=["GET"])
     app.include_router(protected)
@@ -266,7 +307,7 @@ def build_app(
 
     @app.exception_handler(RoutingError)
     async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
-        message = f"{error.detail}: see /v1/images/generations, /v1/models, /health and /metrics"
+        message = f"{error.detail}: see /v1/images/generations, /v1/images/edits, /v1/models, /health and /metrics"
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         answer = RequestError(message, code=code, status=error.status_code, headers=error.headers)
         return await refuse(request, answer)

@@ -185,6 +185,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--max-steps": Acts(("--max-steps", 30), {"steps": 30}),
         "--max-images": Acts(("--max-images", 1), {"images": 1}),
         "--max-body": Acts(("--max-body", 2048), {"body": 2048}),
+        "--max-upload": Acts(("--max-upload", 2048), {"upload": 2048}),
         "--max-seconds": Acts(("--max-seconds", 60), {"seconds": 60.0}),
         "--max-step-seconds": Acts(("--max-step-seconds", 60), {"patience": 60.0}),
     },

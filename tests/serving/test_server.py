@@ -27,7 +27,7 @@ dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 server = pytest.importorskip("dit_accel.serving.server")
 
 PATH = "/v1/images/generations"
-LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0)
+LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0, upload=16_384)
 GOOD = {"prompt": "a fox", "size": "32x48", "steps": 6, "seed": 3}
 KEYS = ["a-long-enough-key", "another-long-key-ü"]
 
@@ -319,7 +319,8 @@ def is_valid(body):
     [
         ("GET", PATH, 405),
         ("DELETE", "/health", 405),
-        ("POST", "/v1/images/edits", 404),
+        ("GET", "/v1/images/edits", 405),
+        ("POST", "/v1/images/variations", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/../../etc/passwd", 404),
         ("GET", "/docs", 404),
