@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import json
 import signal
 import socket
@@ -19,7 +18,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -31,8 +29,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import OptionError, shortened
 from dit_accel.presets import Preset
+from dit_accel.serving.access import Access
 from dit_accel.serving.api import (
     EditRequest,
     ImageRequest,
@@ -80,40 +79,12 @@ class Metrics:
 
 
 class ImageServer:
-    """Handlers of the routes.
+    """Handlers of the routes."""
 
-    Args:
-        keys: accepted API keys; empty = requests need none.
-        hosts: without keys, names that ``Host`` and ``Origin`` may have; empty = any ``Host``, and its ``Origin``.
-    """
-
-    def __init__(
-        self, dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str], hosts: Collection[str]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, served: Served, limits: Limits) -> None:
         self.dispatcher, self.served, self.limits = dispatcher, served, limits
         self.metrics = Metrics(dispatcher)
-        self._keys, self._hosts = [key.encode() for key in keys], frozenset(hosts)
         self._started = int(time.time())
-
-    def require_key(self, request: Request) -> None:
-        """Check the API key of a request; every comparison takes the same time."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
-        if self._keys and not (scheme.lower() == "bearer" and any(matches)):
-            raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
-
-    def require_host(self, request: Request) -> None:
-        """Without keys, refuse requests that pages of other sites send through a user's browser, also those of sites
-        whose name leads to this server (DNS rebinding).
-        """
-        if self._keys:
-            return
-        headers = request.headers
-        host, origin = _host_of(f"//{headers.get('host', '')}"), headers.get("origin")
-        if self._hosts and host not in self._hosts:
-            raise _foreign("Host", headers.get("host", ""), host)
-        if origin is not None and (name := _host_of(origin)) not in (self._hosts or {host} - {""}):
-            raise _foreign("Origin", origin, name)
 
     async def generate(self, request: Request) -> Response:
         """Make images of a prompt."""
@@ -290,10 +261,10 @@ class _EventStream(StreamingResponse):
 def build_app(
     dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = (), hosts: Collection[str] = ()
 ) -> FastAPI:
-    """Return the ASGI application; see :class:`ImageServer`."""
-    server = ImageServer(dispatcher, served, limits, keys, hosts)
+    """Return the ASGI application; ``keys`` and ``hosts`` are those of :class:`~dit_accel.serving.access.Access`."""
+    server = ImageServer(dispatcher, served, limits)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    protected = APIRouter(dependencies=[Depends(server.require_host), Depends(server.require_key)])
+    protected = APIRouter(dependencies=[Depends(Access(keys, hosts).require)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
     protected.add_api_route("/v1/images/edits", server.edit, methods=["POST"])
     protected.add_api_route("/v1/models", server.models, methods=["GET"])
@@ -378,20 +349,6 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self.dispatcher.close()
         await super().shutdown(sockets)
-
-
-def _host_of(url: str) -> str:
-    """Return the name or address in a URL; empty if there is none."""
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
-
-
-def _foreign(header: str, value: str, host: str) -> RequestError:
-    allow = f" or --allow-host {shortened(host)}" if host else ""
-    message = f"{header} {shown(value)} is not allowed: start the server with --api-key-file{allow}"
-    return RequestError(message, code="host_not_allowed", status=403)
 
 
 def _event(kind: str, content: dict[str, Any]) -> str:
