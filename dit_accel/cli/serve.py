@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dit_accel.cli.options import MOST_IMAGES, MOST_PIXELS, MOST_STEPS, RunOptions, option, parse_call, takes_options
-from dit_accel.errors import OptionError, UnsupportedError, shortened
+from dit_accel.errors import OptionError, UnsupportedError, shortened, shown
 from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import RemoteWorker
@@ -33,19 +34,45 @@ class Options(RunOptions):
         "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",
         show_default="no key is needed",
     )
+    allow_host: list[str] | None = option(
+        "Further host name that requests and web pages may have if there are no keys. Repeatable.",
+        metavar="NAME",
+        show_default="localhost, 127.0.0.1 and ::1; any with another --host",
+    )
     queue: int = option("Maximum number of waiting requests; more get status 503.", default=16, min=0, max=100_000)
     max_side: int = option("Largest height or width of a request.", default=2048, min=16, max=MOST_PIXELS)
     max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
     max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
     max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
+    max_upload: int = option(
+        "Most bytes of a request's body that holds an image.", default=20 * 2**20, min=1024, max=2**30
+    )
     max_seconds: float = option(
         "Most seconds from a request to its answer, including the time in the queue.", default=600.0, min=1, max=86_400
     )
 
+    max_step_seconds: float = option(
+        "Most seconds of one step, of encoding the prompt and of decoding. A process that takes longer is replaced.",
+        default=300.0,
+        min=1,
+        max=86_400,
+    )
+
+    @property
+    def hosts(self) -> set[str]:
+        """Names that requests without keys may address; empty = any."""
+        for name in self.allow_host or ():
+            if set("/*@ ") & set(name) or name.count(":") == 1:
+                rule = "must be a name without scheme, port and *, such as images.example.com"
+                raise OptionError("--allow-host", f"{rule}, got {shown(name)}")
+        if self.host not in LOOPBACK and not self.allow_host:
+            return set()
+        return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
+
     def limits(self) -> Limits:
         from dit_accel.serving.api import Limits
 
-        return Limits(self.max_side, self.max_steps, self.max_images, self.max_body, self.max_seconds)
+        return Limits(self.max_side, self.max_steps, self.max_images, self.max_body, self.max_seconds, self.max_upload)
 
 
 @takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
@@ -58,12 +85,12 @@ def command(given: Options) -> None:
     """
     from rich.console import Console
 
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
     from dit_accel.serving import server
     from dit_accel.serving.dispatcher import Dispatcher
 
-    keys, limits = read_keys(given.api_key_file), given.limits()
+    keys, hosts, limits = read_keys(given.api_key_file), given.hosts, given.limits()
     preset, overrides, loading = given.preset_and_loading()
     setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
     bound = server.bound_socket(given.host, given.port)
@@ -72,19 +99,21 @@ def command(given: Options) -> None:
         console.out(f"note: {given.host} needs no API key; --api-key-file restricts access", highlight=False)
     where = f"[{given.host}]" if ":" in given.host else given.host
     ready = f"ready at http://{where}:{given.port} (stop with Ctrl-C)"
-    workers = [RemoteWorker(replace(setup, loading=replace(loading, device=each))) for each in _devices(given)]
-    try:
+    devices = _devices(given)
+    with server.ended_by_signals(), ExitStack() as closing:
+        workers = []
+        for device in devices:
+            own = replace(setup, loading=replace(loading, device=device))
+            workers.append(RemoteWorker(own, given.max_step_seconds))
+            closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(given.model)}"):
             opened = [worker.wait() for worker in workers]
         suffix, in_use = opened[0]
         if suffix != Pictures.default_output.suffix:
             raise UnsupportedError(f"{shortened(given.model)} makes videos, which dit-accel serve does not serve yet")
         dispatcher = Dispatcher(workers, given.queue)
-        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys)
+        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys, hosts)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
-    finally:
-        for worker in workers:
-            worker.close()
 
 
 def _devices(given: Options) -> list[str | None]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 from asyncio import CancelledError
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from dit_accel.errors import DitAccelError, OptionError, PresetError, UnsupportedError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
@@ -28,7 +31,8 @@ class Limits:
     Args:
         side: pixels of a side.
         images: images per request.
-        body: bytes.
+        body: bytes of a JSON body.
+        upload: bytes of a body with an image.
         seconds: from the request to its answer, including the time in the queue.
     """
 
@@ -37,6 +41,7 @@ class Limits:
     images: int = 4
     body: int = 65_536
     seconds: float = 600.0
+    upload: int = 20 * 2**20
 
 
 class RequestError(Exception):
@@ -48,11 +53,11 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         status: int = 400,
-        wait: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status
-        self.headers = {} if wait is None else {"Retry-After": str(wait)}
+        self.headers = headers
 
     def to_json(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -65,6 +70,7 @@ class ImageRequest(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    event: ClassVar[str] = "image_generation"  # beginning of the names of its server-sent events
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
     model: str | None = None
     n: int = Field(1, ge=1)
@@ -108,8 +114,23 @@ class ImageRequest(BaseModel):
         return [Job(index, {**given, "seed": first + index}) for index in range(self.n)]
 
 
+AnyRequest = TypeVar("AnyRequest", bound=ImageRequest)
+
+
+class EditRequest(ImageRequest):
+    """Form of ``POST /v1/images/edits``: the fields of :class:`ImageRequest`, ``strength``, and the input image."""
+
+    event: ClassVar[str] = "image_edit"
+    image: InstanceOf[Image.Image]
+    strength: float | None = Field(None, gt=0, le=1)
+
+    def jobs(self) -> list[Job]:
+        own = {"image": self.image} | ({} if self.strength is None else {"strength": self.strength})
+        return [replace(job, settings=job.settings | own) for job in super().jobs()]
+
+
 def read_request(body: bytes, limits: Limits, model: str) -> ImageRequest:
-    """Parse and check a body.
+    """Parse and check a JSON body.
 
     Args:
         model: name of the only model.
@@ -120,7 +141,52 @@ def read_request(body: bytes, limits: Limits, model: str) -> ImageRequest:
     try:
         request = ImageRequest.model_validate_json(body)
     except ValidationError as failure:
-        raise _explained(failure.errors()[0]) from None
+        raise _explained(failure.errors()[0], ImageRequest) from None
+    return _within(request, limits, model)
+
+
+def read_edit(fields: Sequence[tuple[str, str | bytes]], limits: Limits, model: str) -> EditRequest:
+    """Check the fields of a form, and decode its image.
+
+    Args:
+        fields: names and values; those of files are bytes.
+        model: name of the only model.
+
+    Raises:
+        RequestError: as in :func:`read_request`; or the image can't be read or is too large.
+    """
+    values: dict[str, Any] = {}
+    for name, value in fields:
+        name = "image" if name == "image[]" else name  # which OpenAI's client sends for a list
+        if name in values:
+            raise RequestError(f"{shortened(name)} must be given once", shortened(name), "invalid_value")
+        if isinstance(value, bytes) != (name == "image") and name in EditRequest.model_fields:
+            kind = "a file" if name == "image" else "text, not a file"
+            raise RequestError(f"{name} must be {kind}", name, "invalid_value")
+        values[name] = _decoded(value, limits) if isinstance(value, bytes) and name == "image" else value
+    try:
+        request = EditRequest.model_validate(values, strict=False)  # numbers of a form are text
+    except ValidationError as failure:
+        raise _explained(failure.errors()[0], EditRequest) from None
+    return _within(request, limits, model)
+
+
+def _decoded(file: bytes, limits: Limits) -> Image.Image:
+    try:
+        with Image.open(BytesIO(file), formats=[name.upper() for name in SUFFIXES]) as image:
+            if max(image.size) > limits.side:
+                size = "x".join(map(str, image.size))
+                message = f"image must have sides of at most {limits.side:,} pixels, got {size}"
+                raise RequestError(message, "image", "limit_exceeded")
+            return image.convert("RGB")
+    except RequestError:
+        raise
+    except Exception:  # decoders raise errors of any type for broken files
+        raise RequestError(f"image must be a {', '.join(SUFFIXES)} file", "image", "invalid_value") from None
+
+
+def _within(request: AnyRequest, limits: Limits, model: str) -> AnyRequest:
+    """Return the request; raise a ``RequestError`` if it is for another model, or beyond the limits."""
     if request.model not in (None, model):
         message = f"model {shown(request.model)} does not exist; this server has {model}"
         raise RequestError(message, "model", "model_not_found", 404)
@@ -166,9 +232,9 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
         case RequestError():
             return error
         case Busy():
-            return RequestError(str(error), code="busy", status=503, wait=error.wait)
+            return RequestError(str(error), code="busy", status=503, headers=_retry_after(error.wait))
         case Cancelled() | CancelledError():
-            return RequestError("the server is shutting down", code="busy", status=503, wait=10)
+            return RequestError("the server is shutting down", code="busy", status=503, headers=_retry_after(10))
         case TimeoutError():
             return RequestError(f"not finished after {limits.seconds:g} seconds", code="timeout", status=504)
         case OptionError():
@@ -183,18 +249,22 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
     return RequestError("the request failed; the server's log has the reason", code="failed", status=500)
 
 
+def _retry_after(seconds: int) -> dict[str, str]:
+    return {"Retry-After": str(seconds)}
+
+
 def _fields(text: str) -> str:
     """Replace names of options in a message by names of fields: ``--negative-prompt`` by ``negative_prompt``."""
     return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
 
 
-def _explained(error: Any) -> RequestError:
+def _explained(error: Any, kind: type[ImageRequest]) -> RequestError:
     """Return the answer to a failed validation."""
     param = shortened(str(error["loc"][0])) if error["loc"] else None
     match error["type"]:
         case "extra_forbidden":
-            meant = did_you_mean(param or "", ImageRequest.model_fields)
-            names = ", ".join(ImageRequest.model_fields)
+            meant = did_you_mean(param or "", kind.model_fields)
+            names = ", ".join(kind.model_fields)
             return RequestError(f"unknown field {param!r}{meant}; fields are {names}", param, "unknown_parameter")
         case "missing":
             return RequestError(f"{param} is required", param, "missing_required_parameter")

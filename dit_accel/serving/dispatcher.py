@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LAST_SECONDS = 1.0  # that all threads have to end; one that restarts its worker goes on
+
 
 class Busy(Exception):
     """Error of a full queue, or of a server that shuts down; ``wait`` is an estimate of the seconds until a retry."""
@@ -44,10 +46,13 @@ class Step:
 
 
 class JobWorker(Protocol):
-    """A :class:`~dit_accel.serving.worker.Worker`, in this process or in another one."""
+    """A :class:`~dit_accel.serving.remote_worker.RemoteWorker`."""
 
     def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
         """Run a job; raise ``BatchError`` if the worker is broken."""
+
+    def restart(self) -> None:
+        """Make a broken worker ready for jobs; raise ``BatchError`` if that fails."""
 
 
 class Task:
@@ -103,7 +108,7 @@ class Dispatcher:
     """
 
     def __init__(self, workers: Sequence[JobWorker], most: int) -> None:
-        self._failures: dict[JobWorker, str] = {}  # of workers that could not run their last job
+        self._failures: dict[JobWorker, str] = {}  # of workers that could not restart
         self._most, self._count = most, len(workers)
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -163,7 +168,9 @@ class Dispatcher:
         self.close()
         for task in list(self._running):
             task.cancel()
-        ends = time.monotonic() + patience
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, patience)
+        ends = time.monotonic() + LAST_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
 
@@ -177,11 +184,14 @@ class Dispatcher:
         while (task := self._next()) is not None:
             started = time.monotonic()
             try:
-                self._run(worker, task)
+                is_broken = not self._run(worker, task)
             finally:
                 with self._changed:
                     self._running.remove(task)
                     self._seconds += 0.2 * (time.monotonic() - started - self._seconds)
+                    self._changed.notify_all()
+            if is_broken and not self._closed:
+                self._restart(worker)
 
     def _next(self) -> Task | None:
         """Wait for a task; None once the queue is closed."""
@@ -193,7 +203,16 @@ class Dispatcher:
             self._running.append(task := self._waiting.popleft())
             return task
 
-    def _run(self, worker: JobWorker, task: Task) -> None:
+    def _restart(self, worker: JobWorker) -> None:
+        try:
+            worker.restart()
+        except BatchError as error:
+            self._failures[worker] = str(error)
+        else:
+            self._failures.pop(worker, None)
+
+    def _run(self, worker: JobWorker, task: Task) -> bool:
+        """Run a task; return False if the worker broke."""
         end: BaseException | None = None
         try:
             for job in task.jobs:
@@ -203,12 +222,10 @@ class Dispatcher:
 
                 task.tell(worker.make_one(job, task.preset, task.suffix, tell))
             self._failures.pop(worker, None)
-        except BatchError as error:
-            self._failures[worker] = str(error)
-            end = error
         except (Cancelled, DitAccelError) as error:
             end = error
         except Exception as error:
             logger.exception("a request failed")
             end = error
         task.tell(end)
+        return not isinstance(end, BatchError)

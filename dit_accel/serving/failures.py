@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, shortened
 
-CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that check a user's arguments
+CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess"}  # functions of diffusers that check a user's arguments
 
 
 @contextlib.contextmanager

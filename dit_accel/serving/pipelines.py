@@ -130,7 +130,7 @@ def call_arguments(
             f"this {type(pipe).__name__} has no guidance embedding; add --negative-prompt to run a second branch",
         )
     if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-        raise OptionError("--image", f"{type(pipe).__name__} needs an input image: give its path")
+        raise OptionError("--image", f"{type(pipe).__name__} needs an input image; give one")
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies.
+"""A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies or hangs.
 
 The process receives ``(job, preset, suffix)`` and sends ``(finished steps, all steps)`` after each step, which the
 server answers with True, or False to end the run. Then it sends the :class:`Made`, or the error.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import BatchError, DitAccelError
@@ -26,27 +27,37 @@ from dit_accel.serving.worker import Worker
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # for each job
-LAST_SECONDS = 2.0  # that an idle process has to end
+LAST_SECONDS = 2.0  # that an idle process has to end, or a killed one
+LONGEST_LOAD = 1800.0  # seconds that a new process has to load the pipeline again
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
 
 
 class RemoteWorker:
-    """A :class:`Worker` in its own process; its errors are raised here."""
+    """A :class:`Worker` in its own process; its errors are raised here.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup, self._is_closed = setup, False
+    Args:
+        patience: most seconds of a step, of the time before the first one, and of the time after the last one.
+    """
+
+    def __init__(self, setup: Setup, patience: float) -> None:
+        self._setup, self._patience = setup, patience
+        self._is_closed, self._changing = False, Lock()
         self._start()
 
-    def wait(self) -> tuple[str, Preset | None]:
+    def wait(self, patience: float | None = None) -> tuple[str, Preset | None]:
         """Wait until the pipeline is loaded; return the suffix of its files and its preset.
+
+        Args:
+            patience: most seconds; None = no limit.
 
         Raises:
             BatchError: the process died.
+            TimeoutError: it takes longer.
         """
         try:
-            return self._receive()
+            return self._receive(patience)
         except EOFError:
             raise BatchError(f"the process that loads {self._setup.model} died; its log is above") from None
 
@@ -54,55 +65,84 @@ class RemoteWorker:
         """Run a job; see :meth:`Worker.make_one`. If the process dies, the job runs again in a new process.
 
         Raises:
-            BatchError: the process died in every attempt, or can't load the pipeline again.
+            BatchError: the process hangs, died in every attempt, or can't load the pipeline again.
         """
         for attempt in range(1, ATTEMPTS + 1):
+            if attempt > 1:
+                self.restart()
             try:
-                self._link.send((job, preset, suffix))
+                self._send((job, preset, suffix))
                 return self._follow(tell)
+            except TimeoutError:
+                logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
+                raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
             except (EOFError, OSError):
                 logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, ATTEMPTS)
-            if self._is_closed:
-                break
-            self._end()
-            self._start()
-            try:
-                self.wait()
-            except Exception as error:
-                logger.exception("%s can't be loaded again", self._setup.model)
-                raise BatchError("the pipeline can't be loaded again") from error
         raise BatchError("the process that ran the request died")
 
+    def restart(self) -> None:
+        """Kill the process, and load the pipeline in a new one.
+
+        Raises:
+            BatchError: the pipeline can't be loaded again, or the worker is closed.
+        """
+        try:
+            with self._changing:
+                self._end()
+                if self._is_closed:
+                    raise BatchError("the server is shutting down")
+                self._start()
+            self.wait(LONGEST_LOAD)
+        except Exception as error:
+            if not self._is_closed:
+                logger.exception("%s can't be loaded again", self._setup.model)
+            with self._changing:
+                self._end()
+            raise BatchError("the pipeline can't be loaded again") from error
+
     def close(self) -> None:
-        """End the process, which is idle, loads or does not respond."""
+        """End the process: an idle one may end by itself, one that loads or runs is killed."""
         self._is_closed = True
-        self._end()
+        with self._changing:
+            self._end()
 
     def _end(self) -> None:
-        self._link.close()
+        if self._is_idle:
+            self._link.close()
+            self._process.join(LAST_SECONDS)
+        self._process.kill()  # before its connection is closed, which another thread may read
         self._process.join(LAST_SECONDS)
-        self._process.kill()
+        self._link.close()
 
     def _start(self) -> None:
         context = get_context("spawn")  # a forked process can't use CUDA
-        self._link, link = context.Pipe()
-        self._process = context.Process(target=_run, args=(link, self._setup), daemon=True)
-        self._process.start()
+        own, link = context.Pipe()
+        process = context.Process(target=_run, args=(link, self._setup), daemon=True)
+        process.start()
         link.close()
+        self._link, self._process = own, process
+        self._is_idle = False  # True while the process waits for a message
 
     def _follow(self, tell: Callable[[int, int], None]) -> Made:
         """Answer the steps of a run until it ends."""
-        while not isinstance(event := self._receive(), Made):
+        while not isinstance(event := self._receive(self._patience), Made):
             try:
                 tell(*event)
             except Cancelled:
-                self._link.send(False)
+                self._send(False)
             else:
-                self._link.send(True)
+                self._send(True)
         return event
 
-    def _receive(self) -> Any:
+    def _send(self, message: Any) -> None:
+        self._is_idle = False
+        self._link.send(message)
+
+    def _receive(self, patience: float | None) -> Any:
+        if not self._link.poll(patience):
+            raise TimeoutError
         event = self._link.recv()
+        self._is_idle = True
         if isinstance(event, Exception):
             raise event
         return event

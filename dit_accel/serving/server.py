@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -26,12 +25,23 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import OptionError
+from dit_accel.errors import OptionError, shortened
 from dit_accel.presets import Preset
-from dit_accel.serving.api import ImageRequest, Limits, RequestError, answered, read_request, requested_preset
+from dit_accel.serving.access import Access
+from dit_accel.serving.api import (
+    EditRequest,
+    ImageRequest,
+    Limits,
+    RequestError,
+    answered,
+    read_edit,
+    read_request,
+    requested_preset,
+)
 from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Step, Task
 from dit_accel.serving.engine import Made
 
@@ -69,29 +79,47 @@ class Metrics:
 
 
 class ImageServer:
-    """Handlers of the routes.
+    """Handlers of the routes."""
 
-    Args:
-        keys: accepted API keys; empty = requests need none.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str]) -> None:
+    def __init__(self, dispatcher: Dispatcher, served: Served, limits: Limits) -> None:
         self.dispatcher, self.served, self.limits = dispatcher, served, limits
         self.metrics = Metrics(dispatcher)
-        self._keys = [key.encode() for key in keys]
         self._started = int(time.time())
 
-    def require_key(self, request: Request) -> None:
-        """Check the API key of a request; every comparison takes the same time."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
-        if self._keys and not (scheme.lower() == "bearer" and any(matches)):
-            raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
-
     async def generate(self, request: Request) -> Response:
-        """Make images: one JSON answer, or server-sent events with ``stream``."""
+        """Make images of a prompt."""
+        return await self._answer(request, self._read_json)
+
+    async def edit(self, request: Request) -> Response:
+        """Make images of a prompt and an image."""
+        return await self._answer(request, self._read_form)
+
+    async def _read_json(self, request: Request) -> ImageRequest:
+        return read_request(await self._body(request, self.limits.body), self.limits, self.served.model)
+
+    async def _read_form(self, request: Request) -> EditRequest:
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            yield await self._body(request, self.limits.upload)
+
         try:
-            wanted = read_request(await self._body(request), self.limits, self.served.model)
+            if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+                raise MultiPartException("Content-Type is another one.")
+            form = await MultiPartParser(request.headers, chunks(), max_files=2, max_fields=100).parse()
+        except (MultiPartException, ValueError) as error:
+            message = f"the body must be multipart/form-data: {shortened(str(error))}"
+            raise RequestError(message, code="invalid_form") from None
+        try:
+            fields = [
+                (name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()
+            ]
+        finally:
+            await form.close()
+        return await asyncio.to_thread(read_edit, fields, self.limits, self.served.model)
+
+    async def _answer(self, request: Request, read: Callable[[Request], Awaitable[ImageRequest]]) -> Response:
+        """Run a request: one JSON answer, or server-sent events with ``stream``."""
+        try:
+            wanted = await read(request)
             task = Task(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
             self.dispatcher.add(task)
         except (RequestError, Busy, Cancelled) as error:
@@ -120,12 +148,12 @@ class ImageServer:
                 async for event in task:
                     if isinstance(event, Step):
                         step = {"index": event.job.index, "step": event.done, "steps": event.steps}
-                        yield _event("image_generation.progress", step)
+                        yield _event(f"{wanted.event}.progress", step)
                         continue
                     image = self._image(wanted, task, len(made), event)
                     made.append(event)
                     whole = {"created_at": int(time.time()), **common, "index": len(made) - 1, **image}
-                    yield _event("image_generation.completed", whole)
+                    yield _event(f"{wanted.event}.completed", whole)
         except Exception as error:
             yield _event("error", self._counted(error).to_json())
         except BaseException as error:  # the client has closed the stream
@@ -153,9 +181,9 @@ class ImageServer:
         finally:
             client.cancel()
 
-    async def _body(self, request: Request) -> bytes:
-        """Read a body up to the limit."""
-        body, most = bytearray(), self.limits.body
+    async def _body(self, request: Request, most: int) -> bytes:
+        """Read a body of up to ``most`` bytes."""
+        body = bytearray()
         too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
         if request.headers.get("content-length", "0").isdecimal():
             declared = request.headers.get("content-length", "0")
@@ -230,12 +258,15 @@ class _EventStream(StreamingResponse):
             self._task.cancel()
 
 
-def build_app(dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = ()) -> FastAPI:
-    """Return the ASGI application; see :class:`ImageServer`."""
-    server = ImageServer(dispatcher, served, limits, keys)
-    app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None)
-    protected = APIRouter(dependencies=[Depends(server.require_key)])
+def build_app(
+    dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = (), hosts: Collection[str] = ()
+) -> FastAPI:
+    """Return the ASGI application; ``keys`` and ``hosts`` are those of :class:`~dit_accel.serving.access.Access`."""
+    server = ImageServer(dispatcher, served, limits)
+    app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    protected = APIRouter(dependencies=[Depends(Access(keys, hosts).require)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
+    protected.add_api_route("/v1/images/edits", server.edit, methods=["POST"])
     protected.add_api_route("/v1/models", server.models, methods=["GET"])
     protected.add_api_route("/metrics", server.read_metrics, methods=["GET"])
     app.include_router(protected)
@@ -247,8 +278,14 @@ def build_app(dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequ
 
     @app.exception_handler(RoutingError)
     async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
-        message = f"{error.detail}: see /v1/images/generations, /v1/models, /health and /metrics"
-        return await refuse(request, RequestError(message, code="not_found", status=error.status_code))
+        message = f"{error.detail}: see /v1/images/generations, /v1/images/edits, /v1/models, /health and /metrics"
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        answer = RequestError(message, code=code, status=error.status_code, headers=error.headers)
+        return await refuse(request, answer)
+
+    @app.exception_handler(Exception)  # uvicorn logs it
+    async def fail(request: Request, error: Exception) -> JSONResponse:
+        return await refuse(request, answered(error, limits))
 
     return app
 
@@ -273,18 +310,29 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def serve(
     app: FastAPI, dispatcher: Dispatcher, bound: socket.socket, limits: Limits, ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then refuse waiting requests and finish running ones.
+    """Serve until a signal of :func:`ended_by_signals`; then refuse waiting requests and finish running ones.
 
     Args:
         ready: called when the server listens.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     own_log: dict[str, Any] = {"access_log": False, "log_level": "error", "server_header": False, "lifespan": "off"}
     server = _Server(uvicorn.Config(app, timeout_graceful_shutdown=round(limits.seconds) + 1, **own_log))
     server.dispatcher, server.ready = dispatcher, ready
-    with suppress(KeyboardInterrupt):  # which uvicorn raises again after its end
-        server.run(sockets=[bound])
-    dispatcher.stop(LAST_STEPS)
+    try:
+        server.run(sockets=[bound])  # which raises KeyboardInterrupt again after its end
+    finally:
+        dispatcher.stop(LAST_STEPS)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """End the block at SIGTERM or Ctrl-C, with its ``finally`` clauses."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Server(uvicorn.Server):

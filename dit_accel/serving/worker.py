@@ -147,7 +147,7 @@ class Worker:
         own = {key: value for key, value in batch[0].settings.items() if key != "seed"}
         if len(batch) > 1:
             own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
-        return call_arguments(self._pipe, self._setup.model, {**own, "image": self._picture}, self._setup.call)
+        return call_arguments(self._pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)
 
 
 def _decided_apart(preset: Preset, console: Console) -> Preset:

@@ -16,6 +16,7 @@ EXTRAS = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "python_multipart": "serve",
 }
 
 

@@ -161,8 +161,8 @@ def reached(monkeypatch, made, tmp_path):
     )
 
     class Serving:
-        def __init__(self, setup):
-            put(**setup.call)
+        def __init__(self, setup, patience):
+            put(patience=patience, **setup.call)
             self.setup = setup
 
         def wait(self):
@@ -179,7 +179,7 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(serve, "RemoteWorker", Serving)
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
-    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3]))
+    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3], hosts=_[4]))
     monkeypatch.setattr(server, "serve", listen)
     return seen
 

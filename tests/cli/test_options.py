@@ -175,7 +175,8 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
     }
     | {
         "--model": Acts(("--model", "other/pictures"), {"model": "other/pictures", "served": "other/pictures"}),
-        "--host": Acts(("--host", "0.0.0.0"), {"server_name": "0.0.0.0"}),
+        "--host": Acts(("--host", "0.0.0.0"), {"server_name": "0.0.0.0", "hosts": set()}),
+        "--allow-host": Acts(("--allow-host", "Here"), {"hosts": {"127.0.0.1", "localhost", "::1", "here"}}),
         "--port": Acts(("--port", 8123), {"server_port": 8123}),
         "--gpus": "tests/cli/test_serve.py::test_each_gpu_has_a_process",
         "--api-key-file": Acts(("--api-key-file", "keys.txt"), {"keys": ["a-long-enough-key", "another-long-key"]}),
@@ -184,7 +185,9 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--max-steps": Acts(("--max-steps", 30), {"steps": 30}),
         "--max-images": Acts(("--max-images", 1), {"images": 1}),
         "--max-body": Acts(("--max-body", 2048), {"body": 2048}),
+        "--max-upload": Acts(("--max-upload", 2048), {"upload": 2048}),
         "--max-seconds": Acts(("--max-seconds", 60), {"seconds": 60.0}),
+        "--max-step-seconds": Acts(("--max-step-seconds", 60), {"patience": 60.0}),
     },
     "presets list": {
         "--model": f"{COMMAND}presets_list_filters_by_model",

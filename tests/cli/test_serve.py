@@ -24,24 +24,35 @@ GOOD = {"prompt": "a fox", "size": "32x32", "steps": 4, "seed": 3}
 LONG = GOOD | {"size": "64x64", "steps": 100, "preset": "none"}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A server in its own process; stopped by SIGTERM at the end."""
-    folder = tmp_path_factory.mktemp("serving")
-    tiny_pipeline("flux").save_pretrained(folder / "flux")
-    (folder / "keys.txt").write_text(f"{KEY}\n")
+def start(folder, *options):
+    """A server of the folder's model in its own process, and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--model", "flux", "--port", str(port), "--api-key-file", "keys.txt", "--queue", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dit_accel", "serve", *options],
+        [sys.executable, "-m", "dit_accel", "serve", "--model", "flux", "--port", str(port), *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         stderr=(folder / "errors.txt").open("w"),
         text=True,
     )
+    return process, port
+
+
+def processes_of(server):
+    """The processes that load the pipeline."""
+    psutil = pytest.importorskip("psutil")
+    return [each for each in psutil.Process(server.pid).children() if "spawn_main" in str(each.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A server in its own process; stopped by SIGTERM at the end."""
+    folder = tmp_path_factory.mktemp("serving")
+    tiny_pipeline("flux").save_pretrained(folder / "flux")
+    (folder / "keys.txt").write_text(f"{KEY}\n")
+    process, port = start(folder, "--api-key-file", "keys.txt", "--queue", "1")
     try:
         lines = [process.stdout.readline()]
         assert lines == [f"ready at http://127.0.0.1:{port} (stop with Ctrl-C)\n"], (folder / "errors.txt").read_text()
@@ -101,16 +112,14 @@ def test_a_stream_arrives_step_by_step_and_its_end_cancels(http):
 
 def test_a_process_that_dies_costs_no_request(site, http):
     """The running request and a waiting one get their images from a new process."""
-    psutil = pytest.importorskip("psutil")
     answers = []
     ask = lambda: answers.append(http.post("/v1/images/generations", json=LONG).json())  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for place, thread in enumerate(threads):
         thread.start()
         until(lambda place=place: running(http) == (1, place))
-    workers = [each for each in psutil.Process(site.process.pid).children() if "spawn_main" in str(each.cmdline())]
-    assert len(workers) == 1
-    workers[0].kill()
+    (worker,) = processes_of(site.process)
+    worker.kill()
     for thread in threads:
         thread.join()
     first, second = (answer["data"][0]["b64_json"] for answer in answers)
@@ -135,6 +144,26 @@ def test_sigterm_ends_it_after_the_running_request(site, http):
     assert answers == {"running": 200, "waiting": 503}
     assert site.process.wait(timeout=30) == 0
     assert KEY not in site.errors.read_text() + site.process.stdout.read()
+
+
+def test_sigterm_ends_it_while_the_model_loads(tmp_path):
+    """Both processes end within seconds, with status 0."""
+    tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
+    server, _ = start(tmp_path)
+    try:
+        until(lambda: processes_of(server))
+        (worker,) = processes_of(server)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=10) == 0 and not worker.is_running()
+        assert server.stdout.read() + (tmp_path / "errors.txt").read_text() == ""
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("name", ["http://here", "here:80", "*.example.com"])
+def test_a_host_has_no_scheme_and_no_port(run, name):
+    result = run("serve", "--model", "missing", "--allow-host", name)
+    assert result.exit_code == 2 and "without scheme, port and *" in result.stderr and name in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -183,7 +212,9 @@ def test_each_gpu_has_a_process(run, reached, monkeypatch, given, there, devices
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     opened, worker = [], serve.RemoteWorker
-    monkeypatch.setattr(serve, "RemoteWorker", lambda setup: opened.append(setup.loading.device) or worker(setup))
+    monkeypatch.setattr(
+        serve, "RemoteWorker", lambda setup, seconds: opened.append(setup.loading.device) or worker(setup, seconds)
+    )
     result = run("serve", "-m", "pictures", *given)
     assert result.exit_code == 0, result.output
     assert opened == devices and reached["closed"]

@@ -27,7 +27,7 @@ dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 server = pytest.importorskip("dit_accel.serving.server")
 
 PATH = "/v1/images/generations"
-LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0)
+LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0, upload=16_384)
 GOOD = {"prompt": "a fox", "size": "32x48", "steps": 6, "seed": 3}
 KEYS = ["a-long-enough-key", "another-long-key-ü"]
 
@@ -42,8 +42,13 @@ def worker(tmp_path_factory):
 class Held:
     """Worker whose steps follow each other until it is released or cancelled, and fail for some prompts."""
 
-    def __init__(self):
+    def __init__(self, restarts=True):
+        self.restarts = restarts
         self.release, self.begun, self.made = threading.Event(), threading.Event(), []
+
+    def restart(self):
+        if not self.restarts:
+            raise BatchError("the pipeline can't be loaded again")
 
     def make_one(self, job, preset, suffix, tell):
         self.begun.set()
@@ -65,12 +70,12 @@ class Held:
 
 
 @contextmanager
-def running(worker, *, most=4, limits=LIMITS, keys=(), preset="balanced"):
+def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced"):
     """An application and its dispatcher; ends its thread afterwards."""
     dispatcher = dispatching.Dispatcher([worker], most)
     served = server.Served("tiny", preset and load_preset(preset))
     try:
-        yield server.build_app(dispatcher, served, limits, keys), dispatcher
+        yield server.build_app(dispatcher, served, limits, keys, hosts), dispatcher
     finally:
         dispatcher.stop(10.0)
         assert not any(thread.is_alive() for thread in dispatcher._threads)
@@ -311,7 +316,15 @@ def is_valid(body):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", PATH, 405), ("POST", "/v1/images/edits", 404), ("GET", "/../../etc/passwd", 404), ("GET", "/docs", 404)],
+    [
+        ("GET", PATH, 405),
+        ("DELETE", "/health", 405),
+        ("GET", "/v1/images/edits", 405),
+        ("POST", "/v1/images/variations", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", "/docs", 404),
+    ],
 )
 def test_unknown_routes_have_errors_in_the_same_shape(method, path, status):
     async def ask(app):
@@ -320,7 +333,10 @@ def test_unknown_routes_have_errors_in_the_same_shape(method, path, status):
 
     with running(Held()) as (app, _):
         answer = asyncio.run(ask(app))
-    assert answer.status_code == status and answer.json()["error"]["code"] == "not_found"
+    error, is_known = answer.json()["error"], status == 405
+    assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == ("method_not_allowed" if is_known else "not_found") and error["param"] is None
+    assert ("allow" in answer.headers) == is_known
 
 
 async def until(condition):
@@ -446,21 +462,93 @@ def test_time_is_limited():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message", "health"),
+    ("prompt", "message"),
     [
-        ("memory", "out of memory: use less", 200),
-        ("secret", "the server's log has the reason", 200),
-        ("broken", "the process died", 503),
+        ("memory", "out of memory: use less"),
+        ("secret", "the server's log has the reason"),
+        ("broken", "the process died"),
     ],
 )
-def test_a_failure_has_status_500(prompt, message, health):
-    """Errors of the library are shown; others only in the log. A server with a broken worker is not healthy."""
+def test_a_failure_has_status_500(prompt, message):
+    """Errors of the library are shown; others only in the log. The server stays healthy."""
     with running(Held()) as (app, _):
         answer = post(app, GOOD | {"prompt": prompt})
-        assert get(app, "/health").status_code == health
+        assert get(app, "/health").status_code == 200
         assert metric(app, 'dit_accel_requests_total{outcome="failed"}') == 1
     assert answer.status_code == 500 and message in answer.json()["error"]["message"]
     assert "path" not in answer.text
+
+
+def test_a_worker_that_cannot_restart_is_not_healthy_until_it_makes_an_image():
+    held = Held(restarts=False)
+    held.release.set()
+    with running(held) as (app, dispatcher):
+        assert post(app, GOOD | {"prompt": "broken"}).status_code == 500
+        asyncio.run(until(lambda: dispatcher.failure))
+        health = get(app, "/health")
+        assert health.status_code == 503 and health.json()["status"] == "the pipeline can't be loaded again"
+        assert post(app, GOOD).status_code == 200 and get(app, "/health").status_code == 200
+
+
+def test_an_unexpected_error_has_openais_shape(monkeypatch):
+    """An image that can't be read is a mistake of the server."""
+
+    async def ask(app):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.post(PATH, json=GOOD)
+
+    held = Held()
+    held.release.set()
+    monkeypatch.setattr(server.Image, "open", lambda file: 1 / 0)
+    with running(held) as (app, _):
+        answer = asyncio.run(ask(app))
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+
+
+HOSTS = ("localhost", "127.0.0.1", "::1", "images.example.com")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", PATH])
+@pytest.mark.parametrize(
+    ("hosts", "headers", "name"),
+    [
+        (HOSTS, {"Host": "localhost:8000"}, None),
+        (HOSTS, {"Host": "[::1]:8000", "Origin": "http://LOCALHOST:3000"}, None),
+        (HOSTS, {"Host": "images.example.com", "Origin": "https://images.example.com"}, None),
+        (HOSTS, {"Host": "evil.com:8000"}, "Host 'evil.com:8000'"),
+        (HOSTS, {"Host": "localhost.evil.com"}, "Host 'localhost.evil.com'"),
+        (HOSTS, {"Host": "localhost@evil.com"}, "Host 'localhost@evil.com'"),
+        (HOSTS, {"Host": "[::1"}, "Host '[::1'"),
+        (HOSTS, {"Host": ""}, "Host ''"),
+        (HOSTS, {"Host": "localhost", "Origin": "https://evil.com"}, "Origin 'https://evil.com'"),
+        (HOSTS, {"Host": "localhost", "Origin": "null"}, "Origin 'null'"),
+        ((), {"Host": "10.0.0.5:8000"}, None),
+        ((), {"Host": "10.0.0.5:8000", "Origin": "http://10.0.0.5:8000"}, None),
+        ((), {"Host": "10.0.0.5:8000", "Origin": "https://evil.com"}, "Origin 'https://evil.com'"),
+        ((), {"Host": "", "Origin": "null"}, "Origin 'null'"),
+    ],
+    ids=str,
+)
+def test_pages_of_other_sites_are_refused_without_keys(hosts, headers, name, path):
+    """The worker gets no request of a browser's page of another site, and no site can pass as localhost."""
+    held = Held()
+    held.release.set()
+    with running(held, hosts=hosts) as (app, _):
+        answer = post(app, GOOD, **headers) if path == PATH else get(app, path, **headers)
+        assert get(app, "/health", Host="10.0.0.5").status_code == 200
+    assert answer.status_code == (200 if name is None else 403)
+    if name is not None:
+        error = answer.json()["error"]
+        assert error["message"].startswith(f"{name} is not allowed: ") and error["code"] == "host_not_allowed"
+        assert "--api-key-file" in error["message"] and held.made == []
+
+
+def test_a_key_allows_every_host():
+    """A page of another site knows no key."""
+    with running(Held(), keys=KEYS, hosts=HOSTS) as (app, _):
+        headers = {"Authorization": f"Bearer {KEYS[0]}", "Host": "evil.com", "Origin": "null"}
+        assert get(app, "/v1/models", **headers).status_code == 200
 
 
 def events(text):

@@ -1,0 +1,64 @@
+"""Access to a server: API keys, or without keys the hosts and web pages that may send requests."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit
+
+from fastapi import Request
+
+from dit_accel.errors import shortened, shown
+from dit_accel.serving.api import RequestError
+
+
+class Access:
+    """Check of each request.
+
+    Args:
+        keys: accepted API keys; empty = requests need none.
+        hosts: without keys, names that ``Host`` and ``Origin`` may have; empty = any ``Host``, and its ``Origin``.
+    """
+
+    def __init__(self, keys: Sequence[str], hosts: Collection[str]) -> None:
+        self._keys, self._hosts = [key.encode() for key in keys], frozenset(hosts)
+
+    def require(self, request: Request) -> None:
+        """Check a request's key, or its ``Host`` and ``Origin``; a page of another site knows no key.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        if self._keys:
+            self._require_key(request.headers.get("authorization", ""))
+        else:
+            self._require_host(request.headers.get("host", ""), request.headers.get("origin"))
+
+    def _require_key(self, authorization: str) -> None:
+        """Compare with each key; every comparison takes the same time."""
+        scheme, _, given = authorization.partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        if not (scheme.lower() == "bearer" and any(matches)):
+            raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
+
+    def _require_host(self, host: str, origin: str | None) -> None:
+        """Refuse pages of other sites in a user's browser, also if the site's name leads here (DNS rebinding)."""
+        name = _name_in(f"//{host}")
+        if self._hosts and name not in self._hosts:
+            raise _refusal("Host", host, name)
+        if origin is not None and (page := _name_in(origin)) not in (self._hosts or {name} - {""}):
+            raise _refusal("Origin", origin, page)
+
+
+def _name_in(url: str) -> str:
+    """Return the host name or address in a URL; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _refusal(header: str, value: str, name: str) -> RequestError:
+    allow = f" or --allow-host {shortened(name)}" if name else ""
+    message = f"{header} {shown(value)} is not allowed: start the server with --api-key-file{allow}"
+    return RequestError(message, code="host_not_allowed", status=403)

@@ -1,0 +1,155 @@
+"""`POST /v1/images/edits`: forms with an image, as OpenAI's client sends them, and their errors."""
+
+import asyncio
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_accel import accelerate_pipeline
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.worker import Worker
+from tests.serving.test_server import LIMITS, Held, client, events, httpx, image, running
+from tests.tiny import tiny_pipeline
+
+PATH = "/v1/images/edits"
+FORM = {"prompt": "a fox", "size": "32x48", "steps": "6", "seed": "3"}
+
+
+def file(side=(40, 24), form="png"):
+    pixels = np.random.default_rng(0).integers(0, 256, (side[1], side[0], 3), np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, form)
+    return data.getvalue()
+
+
+PNG = ("in.png", file())
+
+
+def post(app, **request):
+    async def ask():
+        async with client(app) as http:
+            return await http.post(PATH, **request)
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "editor"
+    tiny_pipeline("flux-img2img").save_pretrained(folder)
+    return Worker(Setup(str(folder)))
+
+
+@pytest.mark.parametrize("preset", ["none", "balanced"])
+def test_an_edit_equals_the_pipelines_image(editor, preset):
+    """Fields of the form have the meaning of those in JSON, and `strength` reaches the pipeline."""
+    with running(editor) as (app, _):
+        answer = post(app, data=FORM | {"preset": preset, "strength": "0.5"}, files={"image": PNG})
+    assert answer.status_code == 200, answer.text
+    pipe = tiny_pipeline("flux-img2img")
+    if preset != "none":
+        accelerate_pipeline(pipe, preset)
+    arguments = {"prompt": "a fox", "num_inference_steps": 6, "width": 32, "height": 48, "strength": 0.5}
+    given = Image.open(io.BytesIO(file()))
+    expected = pipe(**arguments, image=given, generator=torch.Generator().manual_seed(3)).images[0]
+    (entry,) = answer.json()["data"]
+    np.testing.assert_array_equal(image(entry), np.asarray(expected))
+
+
+def test_a_stream_of_an_edit_has_openais_events(editor):
+    with running(editor) as (app, _):
+        answer = post(app, data=FORM | {"stream": "true"}, files={"image": PNG})
+    *steps, (last, content) = events(answer.text)
+    assert {name for name, _ in steps} == {"image_edit.progress"} and last == "image_edit.completed"
+    assert base64.b64decode(content["b64_json"]).startswith(b"\x89PNG")
+
+
+def test_a_pipeline_that_takes_an_image_needs_one(editor):
+    async def ask(app):
+        async with client(app) as http:
+            return await http.post("/v1/images/generations", json={"prompt": "a fox"})
+
+    with running(editor) as (app, _):
+        error = asyncio.run(ask(app)).json()["error"]
+    assert error["code"] == "unsupported" and "FluxImg2ImgPipeline rejects its arguments" in error["message"]
+
+
+def test_a_pipeline_that_takes_no_image_refuses_one(tmp_path):
+    tiny_pipeline("flux").save_pretrained(tmp_path)
+    with running(Worker(Setup(str(tmp_path)))) as (app, _):
+        answer = post(app, data=FORM, files={"image": PNG})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
+    assert "FluxPipeline takes no image" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "param", "message"),
+    [
+        (FORM, {"image": PNG, "other": PNG}, "other", "unknown field 'other'"),
+        (FORM, {"image": PNG, "mask": PNG}, "mask", "unknown field 'mask'"),
+        (FORM, [("image[]", PNG), ("image[]", PNG)], "image", "must be given once"),
+        (FORM, {"prompt": PNG}, "prompt", "must be given once"),
+        ({}, {"image": PNG, "prompt": PNG}, "prompt", "must be text, not a file"),
+        (FORM | {"image": "in.png"}, {"user": ("", b"")}, "image", "must be a file"),
+        (FORM, {"image": ("in.png", b"GIF89a")}, "image", "must be a png, jpeg, webp file"),
+        (FORM, {"image": ("in.png", PNG[1][:200])}, "image", "must be a png, jpeg, webp file"),
+        (FORM, {"image": ("in.png", file((65, 8)))}, "image", "at most 64 pixels, got 65x8"),
+        ({"size": "32x32"}, {"image": PNG}, "prompt", "prompt is required"),
+        (FORM | {"strength": "1.5"}, {"image": PNG}, "strength", "less than or equal to 1"),
+        (FORM | {"steps": "many"}, {"image": PNG}, "steps", "valid integer"),
+        (FORM | {"steps": "13"}, {"image": PNG}, "steps", "at most 12"),
+        (FORM | {"strenght": "1"}, {"image": PNG}, "strenght", "did you mean 'strength'?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_field_of_a_form_is_named(fields, files, param, message):
+    held = Held()
+    with running(held) as (app, _):
+        answer = post(app, data=fields, files=files)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param and message in error["message"] and held.made == []
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "code"),
+    [
+        (b"{}", "application/json", 400, "invalid_form"),
+        (b"prompt=a", "application/x-www-form-urlencoded", 400, "invalid_form"),
+        (b"--x\r\n", "multipart/form-data", 400, "invalid_form"),
+        (b"no form", "multipart/form-data; boundary=x", 400, "invalid_form"),
+        (b"--x\r\n\r\nvalue\r\n--x--", "multipart/form-data; boundary=x", 400, "invalid_form"),
+        (b"", "multipart/form-data; boundary=x", 400, "missing_required_parameter"),
+        (b" " * (LIMITS.upload + 1), "multipart/form-data; boundary=x", 413, "body_too_large"),
+    ],
+    ids=["JSON", "another form", "no boundary", "no parts", "no name", "empty", "too large"],
+)
+def test_a_body_that_is_no_form_is_refused(content, kind, status, code):
+    with running(Held()) as (app, _):
+        answer = post(app, content=content, headers={"Content-Type": kind})
+    assert answer.status_code == status and answer.json()["error"]["code"] == code
+
+
+def test_openais_client_edits_an_image(editor):
+    """The client's own form, with further fields in `extra_body`, reaches the application."""
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+
+    async def ask(app):
+        own = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here/v1")
+        async with openai.AsyncOpenAI(base_url="http://here/v1", api_key="none", http_client=own) as http:
+            given = {"prompt": "a fox", "size": "32x48", "extra_body": {"steps": 6, "seed": 3}}
+            one = await http.images.edit(image=PNG, n=1, **given)
+            several = await http.images.edit(image=[PNG], **given)
+            with pytest.raises(openai.BadRequestError, match="unknown field 'mask'") as failure:
+                await http.images.edit(image=PNG, mask=PNG, **given)
+            return one, several, failure.value.param
+
+    with running(editor) as (app, _):
+        one, several, param = asyncio.run(ask(app))
+        (entry,) = post(app, data=FORM, files={"image": PNG}).json()["data"]
+    assert one.data[0].b64_json == entry["b64_json"] == several.data[0].b64_json
+    assert param == "mask"

@@ -1,0 +1,98 @@
+"""Processes of workers that hang or die: the request gets an error, and a new process makes the next image."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.prompts import Job
+from tests.tiny import tiny_pipeline
+
+pytest.importorskip("fastapi")
+dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
+remote = pytest.importorskip("dit_accel.serving.remote_worker")
+
+JOB = Job(0, {"prompt": "a fox", "steps": 3, "height": 32, "width": 32, "seed": 1})
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    tiny_pipeline("flux").save_pretrained(folder)
+    worker = remote.RemoteWorker(Setup(str(folder), "none"), 60.0)
+    try:
+        worker.wait()
+        yield worker
+    finally:
+        worker.close()
+        assert not worker._process.is_alive()
+
+
+class Struck:
+    """A worker whose process gets a signal in each step; the steps of a stopped one then take too long."""
+
+    def __init__(self, worker, number, monkeypatch):
+        self.restart, self._worker, self._number, self._monkeypatch = worker.restart, worker, number, monkeypatch
+        self.struck = []
+
+    def make_one(self, job, preset, suffix, tell):
+        def strike(done, steps):
+            tell(done, steps)
+            self.struck.append(self._worker._process)
+            os.kill(self._worker._process.pid, self._number)
+            if self._number == signal.SIGSTOP:
+                self._monkeypatch.setattr(self._worker, "_patience", 0.2)
+
+        return self._worker.make_one(job, preset, suffix, strike)
+
+
+@pytest.mark.parametrize(
+    ("number", "attempts", "message"),
+    [
+        (signal.SIGSTOP, 1, "a step of the request took more than 0.2 seconds"),
+        (signal.SIGKILL, 2, "the process that ran the request died"),
+    ],
+    ids=["hangs", "dies"],
+)
+def test_a_process_that_hangs_or_dies_is_replaced(worker, monkeypatch, number, attempts, message):
+    """The request gets the error at once; the old processes are gone, and the server is healthy once more."""
+    struck = Struck(worker, number, monkeypatch)
+    dispatcher = dispatching.Dispatcher([struck], 1)
+
+    async def ask():
+        task = dispatching.Task([JOB], None, ".png")
+        dispatcher.add(task)
+        with pytest.raises(dispatching.BatchError, match=message):
+            async for _ in task:
+                pass
+        monkeypatch.undo()
+        async with asyncio.timeout(120):
+            while worker._process in struck.struck or not worker._is_idle:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(ask())
+    dispatcher.stop(10.0)
+    assert dispatcher.failure is None
+    assert len(struck.struck) == attempts and not any(process.is_alive() for process in struck.struck)
+    assert worker.make_one(JOB, None, ".png", lambda done, steps: None).data.startswith(b"\x89PNG")
+
+
+def test_a_process_that_loads_is_ended_at_once(worker):
+    """Its server need not wait for the weights, and a closed worker starts no process."""
+    loading = remote.RemoteWorker(worker._setup, 60.0)
+    loading.close()
+    assert not loading._process.is_alive()
+    with pytest.raises(remote.BatchError, match="can't be loaded again"):
+        loading.restart()
+    assert not loading._process.is_alive()
+
+
+def test_a_process_that_takes_too_long_to_load_again_is_an_error(worker, monkeypatch):
+    monkeypatch.setattr(remote, "LONGEST_LOAD", 0.01)
+    with pytest.raises(remote.BatchError, match="can't be loaded again"):
+        worker.restart()
+    assert not worker._process.is_alive()
+    monkeypatch.undo()
+    assert worker.make_one(JOB, None, ".png", lambda done, steps: None).data.startswith(b"\x89PNG")
