@@ -232,7 +232,7 @@ class FusedDecode:
         """Return True if all ranks share the rows of a decode; its first call decides."""
         if bands.is_agreed is None:
             shapes = self._shapes.get(decode.form, set()) if reason is None else set()
-            bands.agree(shapes, decode.form[0])
+            bands.agree(shapes, decode.form[:2])
         return bool(bands.is_agreed)
 
     def _end_bands(self, decode: _Decode) -> None:

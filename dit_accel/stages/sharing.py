@@ -29,6 +29,7 @@ from dit_accel.stages.vae.layers import Layers, dense
 
 LEAST_ROWS = 8  # of latents, in a band
 FAILED, NO, YES = -1, 0, 1  # votes
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the former from torch 2.13 on
 
 
 def group_of(pipe: Any) -> dist.ProcessGroup | None:
@@ -51,10 +52,13 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks | N
 def all_decode(pipe: Any, device: torch.device) -> bool:
     """Return True if several ranks make a call of this pipeline together and each will decode its result.
 
-    Every rank must ask, at the beginning of the call.
+    Every rank must ask, at the beginning of the call. Outside of a call, as where one rank alone encodes a prompt, no
+    rank is asked.
     """
-    ranks = ranks_of(group_of(pipe), device)
-    return ranks is not None and ranks.vote(NO if local_of(pipe, "output_type") == "latent" else YES) == YES
+    ranks, wanted = ranks_of(group_of(pipe), device), local_of(pipe, "output_type")
+    if ranks is None or wanted is None:
+        return False
+    return ranks.vote(NO if wanted == "latent" else YES) == YES
 
 
 class Ranks:
@@ -159,7 +163,7 @@ class Rows:
 
     def _sent(self, own: torch.Tensor) -> torch.Tensor:
         gathered = own.new_empty(self._ranks.count * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, own.contiguous(), group=self._ranks.group)
+        _all_gather(gathered, own.contiguous(), group=self._ranks.group)
         return gathered.unflatten(0, (self._ranks.count, -1))
 
 
@@ -191,7 +195,7 @@ class Bands:
 
         Args:
             shapes: of the latents of its calls; empty = this rank can't share it.
-            about: its latents.
+            about: its latents, and the settings of the autoencoder.
         """
         heights = [shape[-2] for shape in shapes] or [0]
         is_able = min(heights) >= self.ranks.count and max(heights) // self.ranks.count >= LEAST_ROWS

@@ -170,6 +170,15 @@ def other_latents(group) -> dict:
 
 
 @check(2)
+def other_tiles(group) -> dict:
+    """Ranks whose tiles differ decode their own."""
+    made, given = autoencoder(sample_size=32), latents(1, 4, 24, 20)
+    made.enable_tiling()
+    made.tile_overlap_factor = 0.25 * (1 + RANK)
+    return {"images": compared(made, given, group)}
+
+
+@check(2)
 def one_that_cannot(group) -> dict:
     """A rank whose decoder has a hook runs it, and the other decodes with kernels."""
     found = {}

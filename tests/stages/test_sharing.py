@@ -94,6 +94,11 @@ def test_ranks_with_other_latents_decode_their_own(found, case):
         assert [(each["remark"], each["error"]) for each in row[case]] == [(FUSED, 0.0)] * 2
 
 
+def test_ranks_with_other_tiles_decode_their_own(found):
+    for row in on(found, "other_tiles"):
+        assert [(each["remark"], each["error"]) for each in row["images"]] == [(FUSED, 0.0)] * 2
+
+
 @pytest.mark.parametrize("case", ["images", "videos"])
 def test_all_decode_by_themselves_if_one_cannot_share(found, case):
     well, other = (row[case] for row in on(found, "one_that_cannot"))
