@@ -3,8 +3,8 @@
     out = softmax(Q K^T / sqrt(D)) V
 
 No flash kernel takes heads of more than 256 features. Here scores go through memory, some rows of queries at a time:
-a product with sums in float32, their softmax by a kernel, and a product with the values. Above 256 features that is
-faster than torch's own attention, whose kernel for such heads does not use the tensor cores of recent GPUs well.
+a product with sums in float32, their exponentials by a kernel, and a product with the values. Above 256 features that
+is faster than torch's own attention, whose kernel for such heads does not use the tensor cores of recent GPUs well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def single_head_attention(
 
 
 def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    from dit_accel.kernels._triton.softmax import softmax_into
+    from dit_accel.kernels._triton.softmax import exponentials_into
 
     batch, tokens, features = query.shape
     rows = max(1, SCORES // key.shape[1])
@@ -58,14 +58,15 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     for sample in range(batch):
         keys, values = key[sample].T, value[sample]
         for start in range(0, tokens, rows):
-            scores = _scores(query[sample, start : start + rows], keys)
-            weights = query.new_empty(scores.shape)
-            softmax_into(scores, features**-0.5, weights)
-            torch.mm(weights, values, out=out[sample, start : start + rows])
+            scores = _product(query[sample, start : start + rows], keys)
+            weights, sums = query.new_empty(scores.shape), scores.new_empty(len(scores))
+            exponentials_into(scores, features**-0.5, weights, sums)
+            out[sample, start : start + rows] = _product(weights, values).div_(sums[:, None])
     return out
 
 
-def _scores(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    if query.device.type != "cuda":  # in Triton's interpreter
-        return query.float() @ keys.float()
-    return torch.mm(query, keys, out_dtype=torch.float32)
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a matrix product in float32."""
+    if a.device.type != "cuda":  # in Triton's interpreter
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)

@@ -213,7 +213,7 @@ class Stages(Section):
     decode: bool = True
     """On a GPU, decode latents with fused kernels, within the rounding of the autoencoder's dtype. The decoder's own
     code runs where its class is not known or its output differs by more; the report says which one ran."""
-    share: bool = True
+    share: bool = False
     """Where several GPUs make a large image or a video together, each decodes a band of its rows with fused kernels, if
     no process asks for latents. All processes must have the same value."""
     prompts: bool = True
@@ -226,6 +226,6 @@ class Stages(Section):
     def _bounds_something(self) -> Stages:
         if not self.prompts and "prompts_mib" in self.model_fields_set:
             raise ValueError("prompts_mib has no effect without prompts: remove it, or set prompts to true")
-        if self.share and not self.decode and "share" in self.model_fields_set:
+        if self.share and not self.decode:
             raise ValueError("share has no effect without decode: remove it, or set decode to true")
         return self

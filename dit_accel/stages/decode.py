@@ -9,6 +9,7 @@ Ranks that make an image or video together share its decode (:mod:`dit_accel.sta
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,14 +25,7 @@ from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
 from dit_accel.models.caller import direct_caller
 from dit_accel.models.hooks import is_compiled, runs_known_code
-from dit_accel.stages.sharing import (
-    Bands,
-    FailedError,
-    Ranks,
-    all_decode,
-    group_of,
-    ranks_of,
-)
+from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, group_of, ranks_of
 from dit_accel.stages.stand_in import StandIn
 from dit_accel.stages.vae import page_of
 from dit_accel.stages.vae.layers import Layers
@@ -42,6 +36,7 @@ FUSED = "with fused kernels"
 OWN = "by the autoencoder's own"
 PART = "vae.decoder"  # of a pipeline's call
 OFF = f"{OWN} decoder: stages.decode is false"
+_NUMBERS = itertools.count()
 
 
 class _Decode:
@@ -52,12 +47,14 @@ class _Decode:
         given_up: why all calls are the decoder's own; None = they need not be.
 
     Attributes:
+        number: which no other decode has.
         reasons: why a call must be the decoder's own, by its form; None = it need not.
         form: everything about a decode that ranks may share but the values of tensors.
         bands: how ranks may share the decode; None = they do not.
     """
 
     def __init__(self, backend: str, given_up: str | None = None) -> None:
+        self.number = next(_NUMBERS)
         self.layers = Layers(backend)
         self.given_up = given_up
         self.form: tuple = ()
@@ -81,6 +78,7 @@ class FusedDecode:
         remark: how the latest call ran; None = there was none.
         holders: accelerations that want it.
         sharing: stages of pipelines whose ranks share decodes.
+        can_share: its page can decode rows.
     """
 
     part = "decoder"
@@ -94,10 +92,10 @@ class FusedDecode:
         self._has_failed = False  # a rank in a shared decode
         self._shapes: dict[tuple, set[tuple]] = {}  # of calls' latents, by forms of decodes that kernels can run
         self._page = page_of(autoencoder)
-        self._can_share = hasattr(self._page, "SHARED_FROM")
+        self.can_share = hasattr(self._page, "SHARED_FROM")
         self._backend = backend
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
-        self._too_large: set[tuple] = set()  # forms of calls whose comparison had no memory
+        self._too_large: dict[tuple, int] = {}  # number of the first decode whose comparison had no memory, by form
         self._current = threading.local()
         self._stand_ins = (
             StandIn(autoencoder, f"_{self.method}", self._whole),
@@ -147,13 +145,14 @@ class FusedDecode:
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
         """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
-        if self._has_failed or not self._can_share or not (args and isinstance(args[0], torch.Tensor)):
+        if self._has_failed or not self.can_share or not (args and isinstance(args[0], torch.Tensor)):
             return None
         if self._backend == "auto" and resolve_backend("auto", args[0]) != "triton":
             return None
         group, pipe = self._group, direct_caller(module) if self.sharing else None
-        if pipe is not None and any(each.all_decode and each.pipe() is pipe for each in self.sharing):
-            group = group_of(pipe)
+        stage = next((each for each in self.sharing if pipe is not None and each.pipe() is pipe), None)
+        if stage is not None and stage.all_decode:
+            group, stage.all_decode = group_of(pipe), False  # a later decode may be of one rank alone
         return ranks_of(group, args[0].device)
 
     def _forward(
@@ -231,10 +230,8 @@ class FusedDecode:
             reason = _why_others((made, _lists(named)), (own, _lists(kwargs)))
         except Exception as error:
             reason = _raised(error)
-            is_final = (
-                not isinstance(error, torch.OutOfMemoryError) or form in self._too_large
-            )  # it may fit later, once
-            self._too_large.add(form)
+            is_lack = isinstance(error, torch.OutOfMemoryError)  # it may fit in the next decode
+            is_final = not is_lack or self._too_large.setdefault(form, decode.number) != decode.number
         if is_final:
             self._known[form] = reason
         self.remark = FUSED if reason is None else self._own(reason)
@@ -385,6 +382,8 @@ class Decoding:
         self._fused: list[FusedDecode] = []
         self._otherwise = OFF
         parts.remark_of[PART] = self._latest
+        if shared:
+            parts.at_beginning.append(self._begin)
         if not wanted or not self._watched:
             return
         autoencoder = _modules(pipe)[0]
@@ -402,7 +401,6 @@ class Decoding:
                 self._fused.append(fused)
                 if shared and kind is FusedDecode:
                     fused.sharing.append(self)
-                    parts.at_beginning.append(self._begin)
 
     @property
     def remark(self) -> str | None:
@@ -416,8 +414,9 @@ class Decoding:
         return f"{OWN} decoder: its decode is replaced or compiled" if is_bypassed else None
 
     def _begin(self) -> None:
-        """Begin a call of the pipeline."""
-        self.all_decode = all_decode(self.pipe(), self.parts.device)
+        """Begin a call of the pipeline, as each rank does that shares decodes."""
+        can_share = any(each.can_share for each in self._fused)
+        self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
 
     def _latest(self) -> str:
         """How the latest call of the decoder ran."""

@@ -49,16 +49,19 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks | N
     return Ranks(group, device)
 
 
-def all_decode(pipe: Any, device: torch.device) -> bool:
+def all_decode(pipe: Any, device: torch.device, *, can_share: bool) -> bool:
     """Return True if several ranks make a call of this pipeline together and each will decode its result.
 
     Every rank must ask, at the beginning of the call. Outside of a call, as where one rank alone encodes a prompt, no
     rank is asked.
+
+    Args:
+        can_share: this rank has an autoencoder whose decodes can be shared.
     """
     ranks, wanted = ranks_of(group_of(pipe), device), local_of(pipe, "output_type")
     if ranks is None or wanted is None:
         return False
-    return ranks.vote(NO if wanted == "latent" else YES) == YES
+    return ranks.vote(YES if can_share and wanted != "latent" else NO) == YES
 
 
 class Ranks:

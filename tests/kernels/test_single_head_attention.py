@@ -47,6 +47,14 @@ def test_large_scores(implementation, make_tensor):
     assert_close(single_head_attention(30 * query, key, value, backend=backend), exact(30 * query, key, value))
 
 
+def test_many_equal_weights_keep_their_sum(make_tensor):
+    """Each is too small for the digits of float16."""
+    query = make_tensor(1, 1, 264, dtype=torch.float16)
+    key, value = (torch.zeros(1, 300_000, 264, dtype=torch.float16, device=query.device) for _ in range(2))
+    out = single_head_attention(query, key, value + 1, backend="triton")
+    assert (out - 1).abs().max() < 1e-3
+
+
 def test_some_queries_at_a_time(make_tensor, monkeypatch):
     """The last ones are fewer; strided tensors."""
     monkeypatch.setattr(sys.modules[single_head_attention.__module__], "SCORES", 70 * 32)

@@ -147,7 +147,7 @@ CHANGES = {  # by key: another value
     },
     "linear": {"dtype": "float8", "exclude": ["*.to_out.0"]},
     "memory": {"budget_gib": 0.0005, "history_dtype": "float8", "offload": True},
-    "stages": {"decode": False, "share": False, "prompts": False, "prompts_mib": 0.001},
+    "stages": {"decode": False, "share": True, "prompts": False, "prompts_mib": 0.001},
 }
 SAME = {
     "skip.static.refresh",  # masks that do not depend on queries or keys are the same, made again or kept

@@ -194,17 +194,21 @@ def one_that_cannot(group) -> dict:
 
 @check(2)
 def pipelines(group) -> dict:
-    """Ranks that share a pipeline's calls: all want frames, or one wants latents."""
+    """Ranks that share a pipeline's calls: all want frames, one wants latents, one has no autoencoder."""
     found = {}
-    for name, wanted in {"frames": ("pt", "pt"), "latents": ("pt", "latent")}.items():
+    cases = {"frames": ("pt", "pt"), "latents": ("pt", "latent"), "without": ("pt", "latent")}
+    for name, wanted in cases.items():
         pipe = tiny_pipeline("wan")
+        if name == "without" and RANK == 1:
+            pipe.vae = None
         with (
-            accelerated(pipe, "exact"),
+            accelerated(pipe, "exact", **{"stages.share": True}),
             patch.object(sharing, "LEAST_ROWS", 1),
             patch.object(sharing, "group_of", lambda _: group),
             patch.object(decode, "group_of", lambda _: group),
         ):
-            FusedDecode.on(pipe.vae)._backend = "reference"
+            if pipe.vae is not None:
+                FusedDecode.on(pipe.vae)._backend = "reference"
             outputs = [pipe(**tiny_inputs("wan", steps=2) | {"output_type": wanted[RANK]})[0] for _ in range(2)]
             sums = [each.double().sum().item() for each in outputs]
             found[name] = {"remark": pipe.dit_accel.report().decoding, "sums": sums}

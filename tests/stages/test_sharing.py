@@ -112,7 +112,8 @@ def test_ranks_share_the_decode_of_a_pipeline(found):
     assert first["sums"][0] == pytest.approx(first["sums"][1])
 
 
-def test_a_rank_that_wants_latents_keeps_no_other_waiting(found):
-    """The others decode by themselves."""
-    frames, latents = (row["latents"] for row in on(found, "pipelines"))
+@pytest.mark.parametrize("case", ["latents", "without"])
+def test_a_rank_that_wants_latents_keeps_no_other_waiting(found, case):
+    """With or without an autoencoder. The others decode by themselves."""
+    frames, latents = (row[case] for row in on(found, "pipelines"))
     assert frames["remark"] == FUSED and latents["remark"] is None

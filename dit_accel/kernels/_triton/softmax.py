@@ -1,4 +1,4 @@
-"""Softmax of rows: a program reads a row three times, twice of it from the cache, and writes it once."""
+"""Exponentials of rows and their sums: a program reads a row three times, twice from the cache, and writes it once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PART = 4096  # of a row at a time
 
 
 @triton.jit
-def _softmax(scores, out, columns, scale, PART: tl.constexpr):
+def _exponentials(scores, out, sums, columns, scale, PART: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * columns
     place = tl.arange(0, PART)
     top = tl.full([PART], float("-inf"), tl.float32)
@@ -27,16 +27,24 @@ def _softmax(scores, out, columns, scale, PART: tl.constexpr):
         inside = start + place < columns
         score = tl.load(scores + row + start + place, inside, other=float("-inf"))
         total += tl.exp2((score - top) * scale)
-    factor = 1.0 / tl.sum(total, 0)
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
     for start in range(0, columns, PART):
         inside = start + place < columns
         score = tl.load(scores + row + start + place, inside, other=0.0)
-        weight = tl.exp2((score - top) * scale) * factor
+        weight = tl.exp2((score - top) * scale)
         tl.store(out + row + start + place, weight.to(out.dtype.element_ty), inside)
 
 
-def softmax_into(scores: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Fill ``out`` ``[R, K]`` with the softmax of ``scale * scores``, float32 ``[R, K]``, over K; both contiguous."""
+def exponentials_into(scores: torch.Tensor, scale: float, out: torch.Tensor, sums: torch.Tensor) -> None:
+    """Fill ``out`` ``[R, K]`` with ``exp(scale * (scores - their maximum))``, and ``sums`` ``[R]`` with their sums.
+
+    Divided by its sum, a small weight of many would lose digits in float16.
+
+    Args:
+        scores: float32 ``[R, K]``; all tensors are contiguous, and sums are float32.
+    """
     rows, columns = scores.shape
     with on_device(scores):
-        launch(_softmax, rows, (scores, out), (columns, scale * math.log2(math.e)), PART=PART, num_warps=8)
+        launch(
+            _exponentials, rows, (scores, out, sums), (columns, scale * math.log2(math.e)), PART=PART, num_warps=8
+        )  # fmt: skip
