@@ -30,6 +30,7 @@ from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.stages import sharing
 from dit_accel.stages.decode import FusedDecode
+from dit_accel.stages.vae import autoencoder_kl, causal
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import redraw, tiny_output, tiny_pipeline
@@ -402,9 +403,11 @@ def decoding() -> dict:
             FusedDecode.on(pipe.vae)._backend = "reference"
             for call in range(2):
                 given = {"output_type": "pt", "callback_on_step_end": preview if call else None}
-                if name == "flux":
-                    given["num_images_per_prompt"] = 2
-                with patch.object(sharing, "LEAST_ROWS", 1):
+                with (
+                    patch.object(sharing, "LEAST_ROWS", 1),
+                    patch.object(autoencoder_kl, "SHARED_FROM", 1),
+                    patch.object(causal, "SHARED_FROM", 1),
+                ):
                     videos.append(output(pipe, name, **given))
                 remarks.append(pipe.dit_accel.report().decoding)
         errors = [(each - videos[-1]).abs().max().item() for each in videos]

@@ -196,7 +196,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
     "presets schema": {"--output": f"{COMMAND}schema_is_json_and_can_be_written", "--force": FORCED},
     "presets show": {},
     "presets check": {},
-    "env": {},
+    "env": {"--check": f"{COMMAND}env_checks_devices"},
 }
 ACTING = {
     f"{command} {option}": (command, acts)

@@ -59,7 +59,7 @@ def test_gpu_that_is_there_is_the_default(run, monkeypatch):
         "NVIDIA H200 NVL": "on your GPU",
         "NVIDIA RTX A1000": "on your GPU",
         "NVIDIA H100 PCIe": "on your GPU",
-        "NVIDIA H100 80GB HBM3": "on the H100",
+        "NVIDIA H100 80GB HBM3": "1 x H100",
         "NVIDIA RTX 6000 Ada Generation": "on the RTX 6000 Ada",
     }
     for name, said in cards.items():
