@@ -118,9 +118,11 @@ def test_calls_without_a_timestep_run_plainly():
     pipe = Pipe()
     pipe.transformer, pipe.scheduler = Transformer(), flow()
     accelerate_pipeline(pipe, "turbo")
+    assert pipe.dit_accel.report().computed_fraction is None
     with pytest.warns(UserWarning, match="without a timestep"):
         assert pipe.transformer(torch.ones(2)).tolist() == [2, 2]
-    assert pipe.dit_accel.report().notes == [NO_TIMESTEP]
+    report = pipe.dit_accel.report()
+    assert report.notes == [NO_TIMESTEP] and report.computed_fraction == 1.0
 
 
 class Pipe:
