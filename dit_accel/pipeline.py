@@ -49,6 +49,7 @@ class Acceleration:
         drivers: one driver a transformer.
         owners: the pipelines that have this object.
         net: ControlNet that is called before the transformers, and our hook on it, or None.
+        plain: transformers of the owners that run unaccelerated.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Acceleration:
         drivers: list[TransformerDriver],
         owners: Sequence[Any] = (),
         net: tuple[torch.nn.Module, ControlNetHook] | None = None,
+        plain: Sequence[torch.nn.Module] = (),
     ) -> None:
         self._runs = runs
+        self._plain = plain
         self._drivers = drivers
         self._owners = [weakref.ref(owner) for owner in owners]
         self._net = net
@@ -152,10 +155,10 @@ class Acceleration:
 
     def _why_not_in_effect(self) -> str | None:
         """Return why the pipeline is no longer accelerated, or None."""
-        driven = [driver.transformer for driver in self._drivers]
+        known = [*self._plain, *(driver.transformer for driver in self._drivers)]
         for owner in self.owners:
             for name, transformer in denoisers(owner).items():
-                if not any(transformer is each for each in driven):
+                if not any(transformer is each for each in known):
                     return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
         if not all(driver.is_attached for driver in self._drivers):
             return "its hook on the transformer was removed; call accelerate_pipeline(pipe) again"
@@ -205,7 +208,8 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     Raises:
         PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline lacks.
         UnsupportedError: the pipeline has no transformer, the preset is for another model family, or a transformer has
-            another cache (of diffusers or cache-dit).
+            another cache (of diffusers or cache-dit). Where other transformers can be accelerated, one of an unknown
+            class is left plain instead, and a warning and the report give the reason.
     """
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
@@ -312,23 +316,32 @@ def _attach(
     net: torch.nn.Module | None,
     owner: Any = None,
 ) -> Acceleration:
-    family = known_family(next(iter(transformers.values())))
+    family = next(filter(None, map(known_family, transformers.values())), None)
     drivers: list[TransformerDriver] = []
-    plain: list[str] = []
+    plain: dict[str, str] = {}  # reasons by name
 
     def introduce(controller: Controller) -> Controller:
         for driver in drivers:
             controller.add_transformer(driver.name, driver.layers())
-        for name in plain:
-            controller.warn_of_all_runs(f"pipe.{name} is not accelerated: {ONLY_KNOWN}")
+        for name, reason in plain.items():
+            controller.warn_of_all_runs(f"pipe.{name} is not accelerated: {reason}")
         return controller
 
     name = "any" if family is None else family.name
     runs = Runs(lambda pipeline: introduce(Controller(preset, clock(pipeline), name)), owner)
-    drivers += [drive(transformer, runs, name, called[name]) for name, transformer in transformers.items()]
-    for driver in drivers:
-        refuse_other_cache(driver.transformer, driver.name)
-        _check_family(preset, driver)
+    refusals: dict[str, UnsupportedError] = {}
+    for each, transformer in transformers.items():
+        refuse_other_cache(transformer, each)
+        try:
+            driver = drive(transformer, runs, each, called[each])
+            _check_family(preset, driver)
+            drivers.append(driver)
+        except UnsupportedError as error:
+            if known_family(transformer) is not None:
+                raise
+            refusals[each] = error
+    if not drivers:
+        raise next(iter(refusals.values()))
     _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
     for driver in drivers:
         driver.prepare()
@@ -340,12 +353,13 @@ def _attach(
             earlier.leave(owner)
     # At other levels every step runs blocks, which read the net's output.
     watched = None if net is None else (net, watch_net(net, defers=preset.forecast.level == "output"))
-    acceleration = Acceleration(runs, drivers, owners, watched)
+    acceleration = Acceleration(runs, drivers, owners, watched, [transformers[each] for each in refusals])
     try:
         for driver in drivers:
             driver.net = net
             driver.attach(acceleration)
-        plain += left_plain(owner) if owner is not None else []
+        plain |= {each: str(error) for each, error in refusals.items()}
+        plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
         introduce(runs.current)
         for each in owners:
             each.dit_accel = acceleration

@@ -138,7 +138,7 @@ def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
         "plain_stages": plain and plain.output.stages,
         "accelerated_stages": fast and fast.output.stages,
         **quality,
-        "computed_fraction": report.computed_fraction if report else 1.0,
+        "computed_fraction": (report and report.computed_fraction) or 1.0,
         "report": report.to_json() if report else None,
     }
 

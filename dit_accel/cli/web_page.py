@@ -201,7 +201,7 @@ class _View:
         kept = " (cached)" if self._made["plain"].kept else ""
         target = getattr(end.preset.schedule, "target_error", None)
         settings = end.preset.name if target is None else f"{end.preset.name}, target_error {target:g}"
-        computed = f"{end.report.computed_fraction:.0%}"
+        computed = f"{end.report.computed_fraction or 1.0:.0%}"
         columns = [*plain.stages, "whole call"]
         speedups = {"denoising": end.speedup, "whole call": plain.seconds / fast.seconds}
         rows = [["seconds", *columns], ["---"] * (1 + len(columns))]

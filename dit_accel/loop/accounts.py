@@ -30,10 +30,16 @@ class Accounts:
         self._computed = self._plain = 0.0
         self._computed_of: list[float] = []  # FLOPs by prompt
 
+    def begin(self) -> None:
+        """Record that there is a call; what runs without the loop is computed in full."""
+        if self.report.computed_fraction is None:
+            self.report.computed_fraction = 1.0
+
     def start_step(self, tick: Tick) -> None:
         """Open the record of a step."""
         self.step = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
         self.report.steps.append(self.step)
+        self.begin()
         self._layers: dict[str, tuple[float, float]] = {}  # computed and plain FLOPs of this step's calls
         self._pairs = 0.0, 0.0  # computed and plain FLOPs of query-key pairs
         for layer in self.report.density:

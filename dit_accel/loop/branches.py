@@ -127,10 +127,9 @@ class Branches:
             renewed = self._new(key, request)  # the records of other branches stay valid
             renewed.conditioning = known.conditioning  # it knows which items held their value
             self._states[key] = renewed
-        elif known is not None and known.conditioning.has_new_mode:  # computes, because its output may change shape
+        elif known is not None and known.conditioning.new_modes:  # computes, because its output may change shape
             self.settle()
-            for loop in known.loops:
-                loop.restart()
+            self._restart(known)
         self._called[key] = None
         if key not in self._states:
             self._drop_resting()
@@ -183,6 +182,16 @@ class Branches:
             own = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
             loops.append(LoopPerOutput(own) if self.course.further else own[FIRST])
         return BranchState(key[1], request.shapes, size, memory, loops)
+
+    def _restart(self, branch: BranchState) -> None:
+        """Restart the loops of a branch; the report notes it if the step would have been forecast."""
+        step = self._report.steps[-1].index
+        planned = [loop.mode(step, branch.updated) for loop in branch.loops]
+        for loop in branch.loops:
+            loop.restart()
+        if planned != [loop.mode(step, branch.updated) for loop in branch.loops]:
+            changed = ", ".join(branch.conditioning.new_modes)
+            self._report.note(f"steps computed when {changed} changed: the output may then have another shape")
 
     def _note_dropped(self, why: str) -> None:
         self._report.note(f"{why} at step {self._report.steps[-1].index}: caches dropped")

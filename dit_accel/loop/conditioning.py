@@ -53,14 +53,14 @@ class Conditioning:
     """Conditioning of one branch of guidance at its latest call.
 
     Attributes:
-        has_new_mode: a string or bool of the latest call differs from the call before, for example "extract" and then
-            "cached" for a key-value cache; the output may then have another shape.
+        new_modes: names of the strings and bools of the latest call that differ from the call before, for example
+            "extract" and then "cached" for a key-value cache; the output may then have another shape.
     """
 
     def __init__(self) -> None:
         self._items: dict[str, _Item] = {}
         self._calls = 0
-        self.has_new_mode = False
+        self.new_modes: list[str] = []
 
     def changed(self, items: Mapping[str, Any]) -> list[str]:
         """Compare the items of a call with the items of the call before, and record them.
@@ -77,7 +77,7 @@ class Conditioning:
             tensors that changed between the first two calls and hold since; items that were added or removed.
         """
         differ = self._differing(items)
-        self.has_new_mode = any(type(items[name]) in MODES for name in differ)
+        self.new_modes = sorted(name for name in differ if type(items[name]) in MODES)
         found = [name for name, item in self._items.items() if name in items and _is_change(item, name in differ)]
         if self._calls > 1:
             found += sorted(self._items.keys() ^ items.keys())

@@ -152,6 +152,7 @@ class Controller:
             if timestep is not None:
                 self._follow(timestep)
                 self._accounts.step.mode = StepMode.FULL.value
+        self._accounts.begin()
         self.branches.drop()
         self.report.warn(reason)
 

@@ -83,7 +83,7 @@ class RunReport:
         density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None = its
             transformer was not called in the step. An UPDATE that also refreshes cached biases computes slightly more
             than 1.
-        computed_fraction: FLOPs of the blocks, the probe included, over the FLOPs of a plain run.
+        computed_fraction: FLOPs of the blocks, the probe included, over the FLOPs of a plain run; None = no call yet.
         attentions: density and probe error of the sparse attentions in computed steps, in order of calls.
         fallbacks: ``{"site", "reason"}`` of each site that used dense attention although the preset asks for sparse.
         seconds: time inside the transformer.
@@ -107,7 +107,7 @@ class RunReport:
     layers: list[str]
     steps: list[StepRecord] = field(default_factory=list)
     density: list[list[float | None]] = field(default_factory=list)
-    computed_fraction: float = 1.0
+    computed_fraction: float | None = None
     attentions: list[AttentionRecord] = field(default_factory=list)
     fallbacks: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
@@ -179,23 +179,8 @@ class RunReport:
         return {**asdict(self), "steps_by_mode": self.steps_by_mode}
 
     def __str__(self) -> str:
-        sparsity = self.attention_sparsity
-        modes = ", ".join(f"{count} {mode}" for mode, count in self.steps_by_mode.items()) or "none"
         lines = [f"dit-accel {self.preset} on {self.family}"]
-        run = [
-            f"  steps              {len(self.steps)} ({modes})",
-            f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
-            *(
-                []
-                if sparsity is None
-                else [f"  attention sparsity {sparsity:.3f} of the run's pairs of queries and keys"]
-            ),
-            f"  transformer time   {self.seconds:.2f} s{self._seconds_by_kind()}",
-            *([f"  whole call         {self._seconds_by_part()}"] if self.parts else []),
-            f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
-            + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
-        ]
-        lines += run if self.steps else ["  no accelerated call yet"]
+        lines += self._figures() if self.steps else ["  no accelerated call yet"]
         lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
         if self.encoding is not None:
             lines.append(f"  encoding           {self.encoding}")
@@ -228,6 +213,24 @@ class RunReport:
             shown = ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
             lines.append(f"  dense fallback     {shown}: {reason}")
         return "\n".join(lines)
+
+    def _figures(self) -> list[str]:
+        """Return lines on the steps, FLOPs, time and memory of a run with steps."""
+        sparsity = self.attention_sparsity
+        modes = ", ".join(f"{count} {mode}" for mode, count in self.steps_by_mode.items())
+        return [
+            f"  steps              {len(self.steps)} ({modes})",
+            f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
+            *(
+                []
+                if sparsity is None
+                else [f"  attention sparsity {sparsity:.3f} of the run's pairs of queries and keys"]
+            ),
+            f"  transformer time   {self.seconds:.2f} s{self._seconds_by_kind()}",
+            *([f"  whole call         {self._seconds_by_part()}"] if self.parts else []),
+            f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
+            + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
+        ]
 
     def _seconds_by_kind(self) -> str:
         """Return the seconds of computed and of forecast steps; empty unless the run has both."""

@@ -75,7 +75,7 @@ class Metrics:
     def count(self, made: Made) -> None:
         for stage, seconds in made.stages.items():
             self.stages.labels(stage).inc(seconds)
-        self.computed.observe(1.0 if made.report is None else made.report["computed_fraction"])
+        self.computed.observe(_computed_fraction(made))
 
 
 class ImageServer:
@@ -223,7 +223,7 @@ class ImageServer:
             "size": f"{width}x{height}",
             "seed": task.jobs[index].settings["seed"],
             "preset": "none" if task.preset is None else task.preset.name,
-            "computed_fraction": 1.0 if made.report is None else made.report["computed_fraction"],
+            "computed_fraction": _computed_fraction(made),
             "seconds": made.stages,
         }
 
@@ -353,3 +353,8 @@ class _Server(uvicorn.Server):
 
 def _event(kind: str, content: dict[str, Any]) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
+
+
+def _computed_fraction(made: Made) -> float:
+    """Return the share of the FLOPs that ran; 1 if nothing was accelerated."""
+    return (made.report or {}).get("computed_fraction") or 1.0

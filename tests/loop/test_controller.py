@@ -65,11 +65,12 @@ class Loop:
         context: str | None = "cond",
         shapes: tuple = ((1, 4),),
         work: dict[str, tuple[float, float]] | None = None,
+        conditions: dict[str, object] | None = None,
         error: BaseException | None = None,
     ) -> tuple[Call, torch.Tensor]:
         """One transformer call that computes ``value``; returns it with its output, computed or forecast."""
         controller = self.controller
-        with controller.calling("transformer", context, step, shapes) as call:
+        with controller.calling("transformer", context, step, shapes, conditions=lambda: conditions or {}) as call:
             if error is not None:
                 raise error
             if call.mode is DISPATCH:
@@ -448,6 +449,16 @@ def test_changed_shape_drops_caches_and_is_noted():
     assert len(call.branch.loops[0].outputs) == 1
     assert loop.controller.report.notes == ["shapes or return_dict changed at step 3: caches dropped"]
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
+
+
+def test_changed_mode_computes_and_is_noted():
+    """A step that would have been forecast computes, and the report says why, once."""
+    loop = Loop()
+    modes = [loop.call(step, conditions={"cache": str(step)})[0].mode for step in range(3)]
+    assert modes == [FULL, FULL, UPDATE] and loop.controller.report.notes == []
+    modes = [loop.call(step, conditions={"cache": str(step)})[0].mode for step in range(3, STEPS)]
+    assert DISPATCH not in modes
+    assert loop.controller.report.notes == ["steps computed when cache changed: the output may then have another shape"]
 
 
 def test_changed_shape_keeps_unnamed_branches_apart():

@@ -100,4 +100,4 @@ def test_text_of_a_run_without_steps():
     report = RunReport("exact", "any", [])
     text = str(report)
     assert text.splitlines() == ["dit-accel exact on any", "  no accelerated call yet"]
-    assert report.left_out == 0.0
+    assert report.left_out == 0.0 and report.computed_fraction is None

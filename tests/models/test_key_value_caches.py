@@ -88,7 +88,9 @@ def test_no_forecast_has_another_shape(keeps):
     shapes, plain = outputs(pipe, run, use_kv_cache=keeps)
     with accelerated(pipe, "balanced", schedule={"control": "interval", "warmup": 0, "interval": 3}):
         accelerated_shapes, latents = outputs(pipe, run, use_kv_cache=keeps)
-        modes = [step.mode for step in pipe.dit_accel.report().steps]
+        report = pipe.dit_accel.report()
+        modes = [step.mode for step in report.steps]
+    assert any(note.startswith("steps computed when") for note in report.notes) is keeps
     assert accelerated_shapes == shapes
     assert modes[1] == ("update" if keeps else "dispatch") and modes.count("dispatch") > STEPS / 3
     assert 0 < relative_error(latents, plain) < 0.05

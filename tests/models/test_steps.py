@@ -7,6 +7,7 @@ import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
 
 from dit_accel import accelerate_pipeline, accelerated, restore_pipeline
+from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import STUCK
 from dit_accel.models.transformer import NO_TIMESTEP
 from dit_accel.pipeline import ONLY_KNOWN
@@ -110,6 +111,65 @@ def test_unknown_denoisers_are_named():
         assert f"pipe.refiner is not accelerated: {ONLY_KNOWN}" in pipe.dit_accel.report().notes
 
 
+class Unnamed(torch.nn.Module):
+    """An expert of an unknown class, whose forward does not name its arguments."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config, self.cache_context = inner, inner.config, inner.cache_context
+        self.dtype, self.device = inner.dtype, inner.device
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+class Unknown(Unnamed):
+    """An expert of an unknown class that names its timestep."""
+
+    def forward(self, hidden_states, timestep, **kwargs):
+        return self.inner(hidden_states, timestep, **kwargs)
+
+
+TILES = {"skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64}}
+
+
+@pytest.mark.parametrize("place", ["transformer", "transformer_2"])
+@pytest.mark.parametrize(
+    "kind, preset, keys, reason",
+    [
+        (Unnamed, "balanced", {}, "transformer Unnamed takes no 'timestep'"),
+        (Unknown, "exact", INTERVAL | {"forecast.level": "layer"}, "level 'layer' of preset"),
+        (Unknown, "balanced", TILES, "can't run on Unknown, whose blocks are not known"),
+        (Unknown, "wan21-sparge", {}, "preset 'wan21-sparge' is for wan models, and Unknown is not one"),
+    ],
+    ids=["no-timestep", "level", "tiles", "family"],
+)
+def test_a_denoiser_of_an_unknown_class_is_left_plain(place, kind, preset, keys, reason):
+    """The known one is accelerated; a warning and every report name the other's class and the reason."""
+    pipe = tiny_pipeline("wan22")
+    plain = tiny_output(pipe, "wan22", steps=STEPS)
+    setattr(pipe, place, kind(getattr(pipe, place)))
+    with pytest.warns(UserWarning, match=rf"pipe\.{place} is not accelerated: .*{kind.__name__}"):
+        accelerate_pipeline(pipe, preset, **keys)
+    for _ in range(2):
+        assert not torch.equal(tiny_output(pipe, "wan22", steps=STEPS), plain) or place == "transformer_2"
+        report = pipe.dit_accel.report()
+        assert any(note.startswith(f"pipe.{place} is not accelerated") and reason in note for note in report.notes)
+        assert not any("not in effect" in note for note in report.notes)
+    assert report.family == "wan" and not any(layer.startswith(f"{place}.") for layer in report.layers)
+    restore_pipeline(pipe)
+    assert torch.equal(tiny_output(pipe, "wan22", steps=STEPS), plain)
+
+
+def test_known_denoisers_are_needed():
+    """Without one that can be accelerated the reason is an error, and nothing is changed."""
+    pipe = tiny_pipeline("wan22")
+    pipe.transformer, pipe.transformer_2 = Unnamed(pipe.transformer), Unnamed(pipe.transformer_2)
+    with pytest.raises(UnsupportedError, match="Unnamed takes no 'timestep'"):
+        accelerate_pipeline(pipe, "balanced")
+    assert not hasattr(pipe, "dit_accel")
+
+
 def test_calls_without_a_timestep_run_plainly():
     class Transformer(torch.nn.Module):
         def forward(self, x, t=None):
@@ -118,9 +178,11 @@ def test_calls_without_a_timestep_run_plainly():
     pipe = Pipe()
     pipe.transformer, pipe.scheduler = Transformer(), flow()
     accelerate_pipeline(pipe, "turbo")
+    assert pipe.dit_accel.report().computed_fraction is None
     with pytest.warns(UserWarning, match="without a timestep"):
         assert pipe.transformer(torch.ones(2)).tolist() == [2, 2]
-    assert pipe.dit_accel.report().notes == [NO_TIMESTEP]
+    report = pipe.dit_accel.report()
+    assert report.notes == [NO_TIMESTEP] and report.computed_fraction == 1.0
 
 
 class Pipe:
