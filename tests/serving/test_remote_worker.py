@@ -90,9 +90,8 @@ def test_a_process_that_loads_is_ended_at_once(worker):
 
 
 def test_a_process_that_takes_too_long_to_load_again_is_an_error(worker, monkeypatch):
+    """The last test of this worker."""
     monkeypatch.setattr(remote, "LONGEST_LOAD", 0.01)
     with pytest.raises(remote.BatchError, match="can't be loaded again"):
         worker.restart()
     assert not worker._process.is_alive()
-    monkeypatch.undo()
-    assert worker.make_one(JOB, None, ".png", lambda done, steps: None).data.startswith(b"\x89PNG")

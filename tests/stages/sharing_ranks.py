@@ -81,8 +81,10 @@ def bands_of_two(group) -> dict:
 @check(3)
 def bands_of_three(group) -> dict:
     with patch.object(sharing, "LEAST_ROWS", 1):
-        return rows(group) | {
-            "one row each": compared(video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 4, 6), group)
+        return {
+            "wan-2.2": compared(video_autoencoder(AutoencoderKLWan, **RESIDUAL), latents(1, 4, 3, 17, 6), group),
+            "image": compared(autoencoder(), latents(1, 4, 17, 6), group),
+            "one row each": compared(video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 4, 6), group),
         }
 
 

@@ -50,8 +50,10 @@ def require_shared(found, check, case, ranks, expected):
     assert all(each == first for each in others)
 
 
-@pytest.mark.parametrize(("check", "ranks"), [("bands_of_two", 2), ("bands_of_three", 3)])
-@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize(
+    ("check", "ranks", "case"),
+    [*(("bands_of_two", 2, case) for case in ROWS), *(("bands_of_three", 3, case) for case in ("wan-2.2", "image"))],
+)
 def test_bands_of_rows_make_the_video_of_one_rank(found, check, ranks, case):
     """Also of odd heights; the first decode of a shape is each rank's own, because it is compared."""
     require_shared(found, check, case, ranks, [FUSED, shared_by(ranks)])
