@@ -80,3 +80,8 @@ def shortened(text: str, most: int = 200) -> str:
     """Return a text as messages show it: in one line, and at most ``most`` characters of it."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= most else f"{text[: most // 2]}… ({len(text):,} characters)"
+
+
+def headline(error: BaseException) -> str:
+    """Return the type of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

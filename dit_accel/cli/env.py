@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dit_accel.errors import headline
 from dit_accel.tools.extras import EXTRAS
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _check() -> Iterator[str]:
         try:
             yield from (f"{what}: {line}" for line in _images(device, dtype))
         except Exception as error:  # of a device that was never tried; the others may run
-            yield f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            yield f"{what}: {headline(error)}"
 
 
 def _images(device: str, dtype: torch.dtype) -> Iterator[str]:

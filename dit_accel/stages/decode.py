@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel.errors import headline
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
@@ -357,7 +358,7 @@ def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
 
 
 def _raised(error: BaseException) -> str:
-    return f"fused kernels raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"fused kernels raised {headline(error)}"
 
 
 class Decoding:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from dit_accel.errors import headline
 from dit_accel.loop.accounts import distinct_bytes
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_on
@@ -158,7 +159,7 @@ class KeepingEntry:
             kept = self.store.get(key)
             return key, None if kept is None else kept.copy(), stamp.is_offloaded
         except Exception as error:  # of weights or inputs of an unknown kind, or of memory: the encoder may still run
-            return f"reading it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return f"reading it raised {headline(error)}"
 
     def _keep(self, key: tuple, output: Any, on_host: bool) -> str | None:
         """Keep an output; return why not, or None."""

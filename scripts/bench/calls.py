@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import UnsupportedError, headline
 from dit_accel.models.families import known_family
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.models.parallel.context_parallel import config_of
@@ -76,7 +76,7 @@ def time_calls(name: str, options: argparse.Namespace, ranks: int) -> Iterator[R
                 shared = _share(pipe, call, ranks) if ranks > 1 else {}
                 row = shared | measure(pipe, case, call, way, options.runs, tiny=tiny)
             except Exception as problem:  # of a compiler, a kernel or another package; the other rows may still run
-                row = {"error": f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"}
+                row = {"error": headline(problem)}
             if ranks > 1 and on_any("error" in row) and "error" not in row:
                 row = {"error": "another process failed"}
             yield {**facts, "way": way, **row}

@@ -19,6 +19,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
@@ -203,7 +204,7 @@ class StepGraphs:
             while first.__context__ is not None:  # ending a failed capture raises too
                 first = first.__context__
             self.clear()
-            self._failed = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
+            self._failed = headline(first)
             return self._failed
         inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         return Captured(graph, inputs, *made, (capture.held, self._driver.shared_tensors()))

@@ -65,16 +65,13 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
 
 def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    bands = layers.bands
-    x = latents if bands is None else bands.own(latents[:, :, None])[:, :, 0]
-    x = _middle(decoder.mid_block, convolved(decoder.conv_in, x, layers), layers)
+    x = _middle(decoder.mid_block, convolved(decoder.conv_in, layers.own(latents), layers), layers)
     for stage in decoder.up_blocks:
         for block in stage.resnets:
             x = residual_block(block, x, layers)
         for upsampler in stage.upsamplers or ():
             x = layers.upsampled(upsampler.conv, x[:, :, None], padding=1)[:, :, 0]
-    x = convolved(decoder.conv_out, layers.group_norm(decoder.conv_norm_out, x), layers)
-    return x if bands is None else bands.whole(x[:, :, None])[:, :, 0]
+    return layers.whole(convolved(decoder.conv_out, layers.group_norm(decoder.conv_norm_out, x), layers))
 
 
 def encode(encoder: Encoder, images: torch.Tensor, *, layers: Layers) -> torch.Tensor:
@@ -98,10 +95,7 @@ def _middle(middle: UNetMidBlock2D, x: torch.Tensor, layers: Layers) -> torch.Te
 
 def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     if not has_one_head(attention):
-        bands = layers.bands
-        whole = x if bands is None else bands.whole(x[:, :, None])[:, :, 0]
-        made = attention(whole, temb=None)
-        return made if bands is None else bands.own(made[:, :, None])[:, :, 0]
+        return layers.own(attention(layers.whole(x), temb=None))
     norm = layers.group_norm(attention.group_norm, x, silu=False)
     return x + attended(norm[:, :, None], *projections(attention), layers=layers)[:, :, 0]
 

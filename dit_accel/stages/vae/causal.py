@@ -69,8 +69,7 @@ def decode(
     layers: Layers,
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
-    run, bands = _Call(feat_cache, feat_idx, layers), layers.bands
-    x = x if bands is None else bands.own(x)
+    run, x = _Call(feat_cache, feat_idx, layers), layers.own(x)
     x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
     for stage in decoder.up_blocks:
         before = x if getattr(stage, "avg_shortcut", None) is not None else None
@@ -80,8 +79,7 @@ def decode(
             x = run.resampled(resample, x)
         if getattr(stage, "avg_shortcut", None) is not None:
             x = x + stage.avg_shortcut(before, first_chunk=first_chunk)
-    x = run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x))
-    return x if bands is None else bands.whole(x)
+    return layers.whole(run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x)))
 
 
 def encode(

@@ -39,8 +39,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    first, middle, bands = decoder.conv_in, decoder.mid_block, layers.bands
-    latents = latents if bands is None else bands.own(latents[:, :, None])[:, :, 0]
+    first, middle, latents = decoder.conv_in, decoder.mid_block, layers.own(latents)
     repeated = latents.repeat_interleave(decoder.repeat, dim=1)
     x = add_residual(repeated, convolved(first, latents, layers, biased=False), first.bias, backend=layers.backend)
     x = residual_block(middle.resnets[0], x, layers)
@@ -49,8 +48,7 @@ def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torc
     for block in decoder.up_blocks:
         is_upsampling = type(block).__name__ == f"{PREFIX}Upsample"
         x = _upsampled(block, x, layers) if is_upsampling else residual_block(block, x, layers)
-    x = convolved(decoder.conv_out, layers.group_norm(decoder.norm_out, x), layers)
-    return x if bands is None else bands.whole(x[:, :, None])[:, :, 0]
+    return layers.whole(convolved(decoder.conv_out, layers.group_norm(decoder.norm_out, x), layers))
 
 
 def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:

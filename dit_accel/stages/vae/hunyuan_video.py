@@ -46,8 +46,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
-    bands = layers.bands
-    x = layers.convolved(decoder.conv_in.conv, layers.padded(latents if bands is None else bands.own(latents), 2))
+    x = layers.convolved(decoder.conv_in.conv, layers.padded(layers.own(latents), 2))
     for part in _in_order(decoder):
         if isinstance(part, Attention):
             x = _attended(part, x, layers)
@@ -60,8 +59,7 @@ def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Lay
                 x = layers.convolved(part.conv_shortcut.conv, x)
             x = _behind_norm(part.norm2, part.conv2, h, layers, x, input_bias=part.conv1.conv.bias, biased=True)
             del h
-    x = _behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True)
-    return x if bands is None else bands.whole(x)
+    return layers.whole(_behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True))
 
 
 def _in_order(decoder: HunyuanVideoDecoder3D) -> Iterator[nn.Module]:

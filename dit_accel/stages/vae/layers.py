@@ -62,6 +62,14 @@ class Layers:
         self._convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
         self._converted: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's band of whole features, or all of them."""
+        return x if self.bands is None else self.bands.own(x)
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return whole features."""
+        return x if self.bands is None else self.bands.whole(x)
+
     def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return mean and variance of each group of whole features, ``[B, groups, 2]``."""
         made = group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
@@ -210,13 +218,12 @@ def attended(
         causal: frames attend to those before them too. A mask would hide almost half of the scores, which are not
             computed here.
     """
-    bands = layers.bands
-    whole = x if bands is None else bands.whole(x)
+    whole = layers.whole(x)
     tokens = whole.permute(0, 2, 3, 4, 1).flatten(1, 3)
     inner = [project(tokens) for project in projections[:-1]]
     query, key, value = inner if len(inner) == 3 else inner[0].chunk(3, -1)
-    if bands is not None:
-        own = bands.own(query.unflatten(1, whole.shape[2:]).movedim(-1, 1))
+    if layers.bands is not None:
+        own = layers.own(query.unflatten(1, whole.shape[2:]).movedim(-1, 1))
         query = own.permute(0, 2, 3, 4, 1).flatten(1, 3)
     made = query.new_empty(query.shape)
     pixels, all_pixels = (each.shape[3] * each.shape[4] for each in (x, whole))

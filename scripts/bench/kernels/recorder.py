@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dit_accel.errors import BackendError, UnsupportedError
+from dit_accel.errors import BackendError, UnsupportedError, headline
 from dit_accel.kernels.symbols import AttentionPlan
 from scripts.bench.kernels.cases import Case
 from scripts.bench.kernels.clock import Timer, median_ms
@@ -131,7 +131,7 @@ class Recorder:
                     continue
                 reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
             except Exception as error:  # third-party packages: any exception is a reason to note
-                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                reason = headline(error)
             self._leave_out(place, name, reason)
         return times
 

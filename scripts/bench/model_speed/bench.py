@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.attention_dispatch import attention_backend
 
 from dit_accel import Preset, accelerate_pipeline, restore_pipeline
+from dit_accel.errors import headline
 from dit_accel.pipeline import Acceleration
 
 from .forced import forced_density
@@ -273,7 +274,7 @@ def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failed[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        failed[what] = headline(error)
 
 
 @contextmanager
