@@ -6,8 +6,9 @@
     python -m scripts.bench.calls --tiny                              # the same paths on the CPU, at toy size
 
 The ways of a call: diffusers as it is, with compiled blocks, with cache-dit and compiled blocks, and accelerated by
-preset `exact` or `balanced`; several GPUs run only the presets. Errors of forecasts mean nothing with random weights,
-so the computed steps are fixed, and are the same for `balanced` and cache-dit. Each call is checked: its latents are
+preset `exact` or `balanced`, and for videos by one that leaves out half of the attention tiles; several GPUs run only
+the presets. Errors of forecasts and attention maps mean nothing with random weights, so the computed steps are fixed,
+and are the same for `balanced` and cache-dit, and the tiles are random. Each call is checked: its latents are
 finite, and its result has the right sides.
 
 The JSON is written after each row. Rows of earlier commands stay in the file unless they are measured again.
@@ -121,7 +122,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=_names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
     parser.add_argument("--ways", type=_names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
-    parser.add_argument("--runs", type=int, default=2, help="whole calls of exact, balanced and cache-dit; default 2")
+    parser.add_argument("--runs", type=int, default=2, help="whole calls of cache-dit and the presets; default 2")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()

@@ -8,7 +8,7 @@ import pytest
 from scripts.bench import calls
 from scripts.bench.call_speed.pipelines import CASES, Tokenizer, build
 from scripts.bench.call_speed.table import markdown, measured
-from scripts.bench.call_speed.ways import WAYS, ways_of
+from scripts.bench.call_speed.ways import OURS, WAYS, ways_of
 from scripts.tables import rendered
 
 
@@ -23,12 +23,14 @@ def run(monkeypatch, file, *options):
     [
         ("flux2-klein-4b", {("exact", 4): 4}),
         ("z-image-turbo", {("exact", 8): 8, ("balanced", 8): 6}),
-        ("wan-1.3b", {("balanced", 12): 7}),
+        ("wan-1.3b", {("balanced", 12): 7, ("sparse", 12): 7}),
+        ("hunyuan", {("balanced", 12): 7, ("sparse", 12): 7}),
     ],
 )
 def test_stages_make_up_the_call(monkeypatch, tmp_path, model, computed):
     """Every row has the seconds of each stage, and a preset's row the number of computed steps and how it decoded."""
-    (facts,) = run(monkeypatch, tmp_path / "deep" / "calls.json", "--models", model, "--ways", "eager,exact,balanced")
+    ways = ",".join(way for way in ("eager", *OURS) if way in ways_of(CASES[model].calls[0], alone=True))
+    (facts,) = run(monkeypatch, tmp_path / "deep" / "calls.json", "--models", model, "--ways", ways)
     rows = facts["rows"]
     for row in rows:
         assert list(row["stages"]) == ["text encoding", "denoising", "decoding", "other"]
@@ -76,6 +78,7 @@ def test_default_ways():
     assert shown["flux-schnell"] == ["eager", "compiled", "exact"]
     assert shown["z-image-turbo"] == ["eager", "compiled", "exact", "balanced", "cache-dit"]
     assert ways_of(CASES["flux"].calls[0], alone=False) == ["balanced"]
+    assert ways_of(CASES["hunyuan"].calls[0], alone=False) == ["balanced", "sparse"]
 
 
 @pytest.mark.parametrize("option, name", [("--models", "fluxx"), ("--ways", "quick")])

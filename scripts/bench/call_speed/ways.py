@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dit_accel import accelerated
+from dit_accel import Preset, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.tools.compare.dbcache import DBCACHES
@@ -19,12 +19,16 @@ from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.timing import Output, timed_output
 from scripts.bench.model_speed.bench import OF_REPORT, compiled_blocks, peak_memory
+from scripts.bench.model_speed.forced import forced_density
+from scripts.bench.model_speed.models import MODELS
 
 from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
 
 Row = dict[str, Any]
 Describe = Callable[[], Row]  # facts of the latest call
-WHOLE = ("cache-dit", "exact", "balanced")  # ways whose kernels only a whole call compiles
+OURS = ("exact", "balanced", "sparse")
+WHOLE = ("cache-dit", *OURS)  # ways whose kernels only a whole call compiles
+TILES = 0.5  # computed share of the tiles of way `sparse`
 
 
 @contextmanager
@@ -63,7 +67,7 @@ def _cache_dit(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
 
 
 @contextmanager
-def _accelerated(pipe: Any, call: Call, count: int, name: str) -> Iterator[Describe]:
+def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset) -> Iterator[Describe]:
     schedule = {}
     if name != "exact" and call.schedule is not None:
         warmup, interval = call.schedule
@@ -86,18 +90,30 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str) -> Iterator[Descr
         yield describe
 
 
+@contextmanager
+def _sparse(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+    """Leave random tiles out of computed steps after the warm-up: attention maps of random weights are noise."""
+    if not call.sparse:
+        raise UnsupportedError("no preset leaves tiles out of this model")
+    sparse = MODELS[call.sparse].sparse
+    with forced_density(1.0, TILES, 1.0), _accelerated(pipe, call, count, sparse) as describe:
+        yield lambda: {"tile_density": TILES, **describe()}
+
+
 WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = {
     "eager": _eager,
     "compiled": _compiled,
     "exact": partial(_accelerated, name="exact"),
     "balanced": partial(_accelerated, name="balanced"),
+    "sparse": _sparse,
     "cache-dit": _cache_dit,  # last, because it leaves attributes behind
 }
 
 
 def ways_of(call: Call, *, alone: bool) -> list[str]:
     """Return the ways that are timed by default: ``exact`` where steps are few; only ours on several GPUs."""
-    ours = (["exact"] if call.steps <= FEW_STEPS else []) + (["balanced"] if call.schedule else [])
+    which = {"exact": call.steps <= FEW_STEPS, "balanced": call.schedule is not None, "sparse": bool(call.sparse)}
+    ours = [way for way in OURS if which[way]]
     return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
 
 
@@ -111,7 +127,8 @@ def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: boo
         RuntimeError: the result has other sides than asked for, or values that are not finite.
     """
     given, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
-    with WAYS[way](pipe, call, count) as describe:
+    tiled = _in_tiles(pipe.vae) if case.tiles and way not in OURS else nullcontext()
+    with tiled, WAYS[way](pipe, call, count) as describe:
         _checked(pipe, case, given | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
         with peak_memory(pipe.device) as memory:
             made = [_checked(pipe, case, given, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
@@ -125,6 +142,15 @@ def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: boo
         "computed_steps": count,
         **facts,
     }
+
+
+@contextmanager
+def _in_tiles(autoencoder: Any) -> Iterator[None]:
+    autoencoder.enable_tiling()
+    try:
+        yield
+    finally:
+        autoencoder.disable_tiling()
 
 
 def _checked(pipe: Any, case: Case, given: dict[str, Any], *, tiny: bool) -> Output:
