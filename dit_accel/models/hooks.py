@@ -51,6 +51,12 @@ class Hook(ModelHook):
         )
 
 
+def watching(hook: Callable) -> Callable:
+    """Mark a torch hook that only watches: a transformer that carries it can run as a CUDA graph."""
+    hook.only_watches = True
+    return hook
+
+
 def parameter_names(module: torch.nn.Module) -> list[str]:
     """Names of the parameters of a module's forward, without ``*args`` and ``**kwargs``."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

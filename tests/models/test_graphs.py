@@ -14,6 +14,7 @@ from dit_accel.models import transformer
 from dit_accel.models.graphs.cuda_graph import Trial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
+from dit_accel.tools.timing import transformer_clock
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -186,6 +187,14 @@ def test_values_of_weights_may_change(graph):
     assert graph.captures == 1 and torch.equal(changed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
 
 
+def test_timed_calls_are_captured(graph):
+    """The hooks of a comparison only watch, so it times what users run."""
+    pipe = accelerated("flux", "exact")
+    with transformer_clock(pipe) as clock:
+        tiny_output(pipe, "flux", steps=4)
+    assert (graph.captures, graph.replays, clock.calls) == (1, 2, 4)
+
+
 def test_restoring_drops_them(graph):
     """Their memory is freed."""
     pipe = accelerated("flux", "exact")
@@ -194,6 +203,10 @@ def test_restoring_drops_them(graph):
     assert len(kept) == 1
     restore_pipeline(pipe)
     assert len(kept) == 0 and kept._pool is None and kept._state is None
+
+
+def watched(pipe):
+    pipe.transformer.register_forward_pre_hook(lambda *_: None)
 
 
 def hooked(pipe):
@@ -207,6 +220,7 @@ def compiled(pipe):
 REFUSALS = {
     "masks-kept": ({"skip": {**TILES, "refresh": 2}}, None, {}, "masks are kept from step to step"),
     "probe": ({"skip": {**TILES, "probe_blocks": 1}}, None, {}, "the probe looks at other queries"),
+    "hook-outside": ({}, watched, {}, "FluxTransformer2DModel carries hooks"),
     "hooks": ({}, hooked, {}, "transformer_blocks.1 carries hooks"),
     "compiled": ({}, compiled, {}, "transformer_blocks.0 is compiled"),
     "prompts-apart": ({"schedule.per_prompt": True}, None, {"prompt": ["a", "b"]}, "prompts of a batch are computed"),

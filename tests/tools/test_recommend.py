@@ -123,7 +123,8 @@ def call_table(found: list[dict]) -> str:
         return "Whole calls of full-size models were not measured yet."
     stages = list(found[0]["stages"])
     others = ("eager", "compiled", "cache-dit")
-    titles = ("call", "GPUs", "diffusers, s", "compiled blocks, s", "cache-dit, s", "dit-accel, s", "computed")
+    titles = ("call", "GPUs", "diffusers, s", "compiled blocks, s", "cache-dit, s", "dit-accel, s", "half the tiles, s")
+    titles += ("computed",)
     lines = [
         f"| {' | '.join((*titles, *(f'{name}, s' for name in stages)))} |",
         f"|{'---|' * (len(titles) + len(stages))}",
@@ -131,7 +132,9 @@ def call_table(found: list[dict]) -> str:
     for row in found:
         cells = [name_of(row), f"{row['gpus']} × {CARDS[card_of(row['device'])].title}"]
         cells += [f"{row['others'][way]:.2f}" if way in row["others"] else "" for way in others]
-        cells += [f"{row['seconds']:.2f}", f"{row['computed_steps']} of {row['steps']}"]
+        sparse = row["others"].get("sparse")
+        cells += [f"{row['seconds']:.2f}", f"{sparse:.2f}" if sparse else ""]
+        cells += [f"{row['computed_steps']} of {row['steps']}"]
         cells += [f"{seconds:.2f}" for seconds in row["stages"].values()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Source: [calls](../results/calls.json)."])
@@ -194,7 +197,7 @@ def test_whole_calls_are_told(monkeypatch):
     run = [CALL | {"way": "eager", "seconds": 90.0}, CALL | {"way": "exact", "seconds": 70.0}, faster]
     run += [faster | {"gpus": 2, "parallel": "branches=2", "seconds": 15.0}, CALL | {"way": "compiled", "error": "no"}]
     found = fastest({"runs": [{"device": "NVIDIA H100 80GB HBM3", "rows": run}]})
-    expected = "480 × 832 × 81, 50 steps, guidance | 1 × H100 | 90.00 |  |  | 24.00 | 14 of 50 | 1.00 | 20.00 | 2.00 |"
+    expected = "480 × 832 × 81, 50 steps, guidance | 1 × H100 | 90.00 |  |  | 24.00 |  | 14 of 50 | 1.00 | 20.00 | 2.00 |"
     assert expected in call_table(found)
     data = json.loads(json.dumps(recommended(found)))
     monkeypatch.setattr(module, "WHOLE", tuple(Whole(**row) for row in data))

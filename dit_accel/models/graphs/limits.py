@@ -63,7 +63,10 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
     """
     where, registry = name or type(module).__name__, vars(module).get("_diffusers_hook")
     hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
-    if hooks or hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+    around = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if not name:  # they run before and after the graph
+        around = [hook for hook in around if not getattr(hook, "only_watches", False)]
+    if hooks or around or hasattr(module, "_hf_hook"):
         return f"{where} carries hooks (offload, layerwise casting, …)"
     if is_compiled(module):
         return f"{where} is compiled"

@@ -38,7 +38,10 @@ def fastest(document: dict[str, Any]) -> list[dict[str, Any]]:
     rows, found = list(measured(document)), {}
     for row in sorted(rows, key=lambda row: row["seconds"]):
         if row["way"] in ("exact", "balanced") and "plain_seconds" in row:
-            others = {each["way"]: each["seconds"] for each in rows if (*_call(each), each["gpus"]) == (*_call(row), 1)}
+            same = [each for each in rows if _call(each) == _call(row)]
+            others = {each["way"]: each["seconds"] for each in same if each["gpus"] == 1}
+            others |= {each["way"]: each["seconds"] for each in same if each["gpus"] == row["gpus"]}
+            others["eager"] = row["plain_seconds"]
             found.setdefault((*_call(row), row["gpus"]), row | {"others": others})
     return sorted(found.values(), key=_order)
 
