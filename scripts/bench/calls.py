@@ -105,13 +105,14 @@ def _earlier(file: Path | None) -> list[Row]:
 
 
 def _write(document: Row, file: Path | None) -> None:
-    """Write the document without rows that the latest run has measured again."""
+    """Write the document without rows that the latest run has measured again on the same device."""
     if file is None:
         return
     *earlier, latest = document["runs"]
-    again = {tuple(row[key] for key in KEY) for row in latest["rows"]}
+    again = {(latest["device"], *(row[key] for key in KEY)) for row in latest["rows"]}
     kept = [
-        {**run, "rows": [row for row in run["rows"] if tuple(row[key] for key in KEY) not in again]} for run in earlier
+        {**run, "rows": [row for row in run["rows"] if (run["device"], *(row[key] for key in KEY)) not in again]}
+        for run in earlier
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     written = {"runs": [*(run for run in kept if run["rows"]), latest]}
