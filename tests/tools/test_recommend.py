@@ -122,20 +122,15 @@ def call_table(found: list[dict]) -> str:
     if not found:
         return "Whole calls of full-size models were not measured yet."
     stages = list(found[0]["stages"])
-    others = ("eager", "compiled", "cache-dit")
-    titles = ("call", "GPUs", "diffusers, s", "compiled blocks, s", "cache-dit, s", "dit-accel, s", "half the tiles, s")
-    titles += ("computed",)
-    lines = [
-        f"| {' | '.join((*titles, *(f'{name}, s' for name in stages)))} |",
-        f"|{'---|' * (len(titles) + len(stages))}",
-    ]
+    others = {"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"}
+    titles = ("call", "GPUs", "computed", *(f"{name}, s" for name in (*stages, "whole call", *others.values())))
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for row in found:
         cells = [name_of(row), f"{row['gpus']} × {CARDS[card_of(row['device'])].title}"]
+        cells.append(f"{row['computed_steps']} of {row['steps']}")
+        cells += [f"{row['plain']['stages'][name]:.2f} → {seconds:.2f}" for name, seconds in row["stages"].items()]
+        cells.append(f"{row['plain']['seconds']:.2f} → **{row['seconds']:.2f}**")
         cells += [f"{row['others'][way]:.2f}" if way in row["others"] else "" for way in others]
-        sparse = row["others"].get("sparse")
-        cells += [f"{row['seconds']:.2f}", f"{sparse:.2f}" if sparse else ""]
-        cells += [f"{row['computed_steps']} of {row['steps']}"]
-        cells += [f"{seconds:.2f}" for seconds in row["stages"].values()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Source: [calls](../results/calls.json)."])
 
@@ -157,7 +152,7 @@ def recommended(found: list[dict]) -> list[dict]:
             "way": row.get("parallel", ""),
             "preset": row["setting"],
             "computed": row["computed_steps"],
-            "plain": round(row["plain_seconds"], 2),
+            "plain": round(row["plain"]["seconds"], 2),
             "seconds": [round(row["seconds"], 2), *(round(each, 2) for each in list(row["stages"].values())[:3])],
             "source": CALLS.stem,
         }
@@ -197,7 +192,9 @@ def test_whole_calls_are_told(monkeypatch):
     run = [CALL | {"way": "eager", "seconds": 90.0}, CALL | {"way": "exact", "seconds": 70.0}, faster]
     run += [faster | {"gpus": 2, "parallel": "branches=2", "seconds": 15.0}, CALL | {"way": "compiled", "error": "no"}]
     found = fastest({"runs": [{"device": "NVIDIA H100 80GB HBM3", "rows": run}]})
-    expected = "480 × 832 × 81, 50 steps, guidance | 1 × H100 | 90.00 |  |  | 24.00 |  | 14 of 50 | 1.00 | 20.00 | 2.00 |"
+    expected = (
+        "guidance | 1 × H100 | 14 of 50 | 1.00 → 1.00 | 20.00 → 20.00 | 2.00 → 2.00 | 1.00 → 1.00 | 90.00 → **24.00** |"
+    )
     assert expected in call_table(found)
     data = json.loads(json.dumps(recommended(found)))
     monkeypatch.setattr(module, "WHOLE", tuple(Whole(**row) for row in data))

@@ -24,10 +24,12 @@ diffusers decodes HunyuanVideo in tiles, as the model's page advises, and dit-ac
 def measured(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the rows with times of all runs, with the device, and the speed-up over diffusers if that was timed."""
     rows = [row | {"device": run["device"]} for run in document["runs"] for row in run["rows"] if "error" not in row]
-    plain = {_call(row): row["seconds"] for row in rows if row["way"] == "eager"}
+    plain = {_call(row): row for row in rows if row["way"] == "eager"}
     for row in rows:
-        over = plain.get(_call(row))
-        yield row | ({} if over is None else {"speed_up": over / row["seconds"], "plain_seconds": over})
+        if (over := plain.get(_call(row))) is None:
+            yield row
+        else:
+            yield row | {"speed_up": over["seconds"] / row["seconds"], "plain": over}
 
 
 def fastest(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -37,11 +39,10 @@ def fastest(document: dict[str, Any]) -> list[dict[str, Any]]:
     """
     rows, found = list(measured(document)), {}
     for row in sorted(rows, key=lambda row: row["seconds"]):
-        if row["way"] in ("exact", "balanced") and "plain_seconds" in row:
+        if row["way"] in ("exact", "balanced") and "plain" in row:
             same = [each for each in rows if _call(each) == _call(row)]
             others = {each["way"]: each["seconds"] for each in same if each["gpus"] == 1}
             others |= {each["way"]: each["seconds"] for each in same if each["gpus"] == row["gpus"]}
-            others["eager"] = row["plain_seconds"]
             found.setdefault((*_call(row), row["gpus"]), row | {"others": others})
     return sorted(found.values(), key=_order)
 

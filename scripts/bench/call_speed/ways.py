@@ -120,6 +120,8 @@ def ways_of(call: Call, *, alone: bool) -> list[str]:
 def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: bool) -> Row:
     """Time a call: a warm-up, of two steps where these compile all kernels, then whole calls.
 
+    Processes that share a call warm up twice, because each decodes the first latents by itself, to compare.
+
     Args:
         runs: number of whole calls of the ways in ``WHOLE``; other ways get one.
 
@@ -129,7 +131,8 @@ def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: boo
     given, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
     tiled = _in_tiles(pipe.vae) if case.tiles and way not in OURS else nullcontext()
     with tiled, WAYS[way](pipe, call, count) as describe:
-        _checked(pipe, case, given | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
+        for _ in range(1 + dist.is_initialized()):
+            _checked(pipe, case, given | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
         with peak_memory(pipe.device) as memory:
             made = [_checked(pipe, case, given, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
         facts = describe()
