@@ -11,8 +11,9 @@ not import ComfyUI.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,14 +109,14 @@ class SampledModel:
         with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size, conditions=conditions) as call:
             noise = sigma.view(-1, *[1] * (latents.ndim - 1))
             if call.forecasts_output:
-                denoised = latents - noise * self._controller.forecast_output(call)[0]
+                denoised = latents - noise * torch.cat(self._controller.forecast_output(call), dim=-1)
             else:
                 denoised = plainly()
-                output = ((latents - denoised) / noise,)
+                output = _streams((latents - denoised) / noise, arguments["c"].get("latent_shapes"))
                 going_on = self._controller.observe(call, output, lambda slope, rows: slope)
                 self._controller.read(call)
                 if going_on is not output:
-                    denoised = latents - noise * going_on[0]
+                    denoised = latents - noise * torch.cat(going_on, dim=-1)
                 call.work[MODEL] = call.branch.plain[MODEL] = 1.0, 0.0
         return denoised
 
@@ -132,6 +133,18 @@ class SampledModel:
         conditions = " ".join(map(str, options.get("uuids", arguments["cond_or_uncond"])))
         self._called[conditions] += 1
         return f"{conditions} {self._called[conditions]}"
+
+
+def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tuple[torch.Tensor, ...]:
+    """Return the streams of latents, such as video and audio, that ComfyUI packs into one tensor ``[B, 1, N]``.
+
+    The error of each is measured, and the largest decides; together the many numbers of a video would hide a sound's.
+
+    Args:
+        shapes: of the streams, batch first; None = the latents are one stream.
+    """
+    sizes = [math.prod(shape[1:]) for shape in shapes or ()]
+    return packed.split(sizes, dim=-1) if sum(sizes) == packed.shape[-1] else (packed,)
 
 
 def _conditions(apply_model: Apply, given: dict[str, Any]) -> dict[str, Any]:

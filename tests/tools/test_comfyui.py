@@ -181,14 +181,14 @@ def schedule(sigma_max=FLOW, first=0, steps=STEPS):
     return torch.cat([torch.logspace(math.log10(sigma_max), -1.5, steps), torch.zeros(1)])[first:]
 
 
-def run(patcher, sampler=euler, sigmas=None, guider=None, seed=3):
+def run(patcher, sampler=euler, sigmas=None, guider=None, seed=3, shape=(1, 4, 6, 6)):
     """Latents of one run, as ComfyUI's guider begins it."""
     sigmas = schedule(float(patcher.model.model_sampling.sigma_max)) if sigmas is None else sigmas
     guider = guider or Guider(patcher)
     options = copy.copy(patcher.model_options)
     options["transformer_options"] = {**options["transformer_options"], "sample_sigmas": sigmas}
     torch.manual_seed(seed)
-    noise = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     wrappers = [each for keys in patcher.wrappers.get("sampler_sample", {}).values() for each in keys]
     patcher.model.calls.clear()
     with torch.inference_mode():
@@ -241,6 +241,42 @@ def test_target_error_decides_between_work_and_quality(flow):
         computed.append(len(flow.model.calls))
         assert [step.mode for step in report_of(accelerated).steps[:3]] == ["full"] * 3
     assert errors[0] > errors[1] and computed[0] < computed[1]
+
+
+class VideoWithSound(Model):
+    """Two streams in one tensor ``[B, 1, N]``: a video whose slope is constant, and a short sound whose slope bends."""
+
+    SHAPES = ((1, 4, 6, 5), (1, 4, 6))  # of the streams
+
+    def apply_model(self, latents, sigma, latent_shapes=None, **others):
+        self.calls.append(len(latents))
+        video, sound = latents.view(len(latents), 1, -1).split([120, 24], dim=-1)
+        noise = sigma.view(-1, 1, 1)
+        slopes = (self.pictures[:1].reshape(1, 1, -1)[..., :120], torch.sin(9 * noise) * torch.ones_like(sound))
+        denoised = [stream - noise * slope for stream, slope in zip((video, sound), slopes, strict=True)]
+        return torch.cat(denoised, dim=-1).view(latents.shape)
+
+
+@pytest.mark.parametrize("preset", ["exact", "balanced"])
+def test_streams_of_a_packed_tensor_are_judged_apart(preset):
+    """A long video that is easy to forecast hides no error of the short sound with it."""
+    patcher = Patcher(VideoWithSound(FLOW))
+
+    def told(model, conditions, sigma):
+        conditions["latent_shapes"] = VideoWithSound.SHAPES
+
+    shape = (1, 1, 144)
+    plain = run(patcher, shape=shape)
+    accelerated, whole = accelerate_model(patcher, preset), accelerate_model(patcher, preset)
+    latents, together = (
+        run(accelerated, guider=Guider(accelerated, change=told), shape=shape),
+        run(whole, guider=Guider(whole), shape=shape),
+    )
+    if preset == "exact":
+        assert torch.equal(latents, plain)
+        return
+    assert report_of(accelerated).computed_fraction < 1
+    assert off(latents[..., 120:], plain[..., 120:]) < 0.3 * off(together[..., 120:], plain[..., 120:])
 
 
 def test_flows_are_corrected_and_others_say_that_they_are_not(patcher):
