@@ -2,7 +2,8 @@
 
     x' = x + gate * update          y = LayerNorm(x') * (1 + scale) + shift
 
-Each works on rows of a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times
+Some models (Z-Image) have RMSNorm, u / sqrt(mean(u^2) + eps), for LayerNorm, and normalise the update by it too. Each
+works on rows of a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times
 instead of once.
 """
 
@@ -21,37 +22,50 @@ MAX_WIDTH_TRITON = 16384  # features of a row; one program holds a row
 
 @custom_op(like("x"))
 def norm_modulate(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto"
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    rms: bool = False,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``LayerNorm(x) * (1 + scale) + shift``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
         x: ``[B, S, C]``, float16, bfloat16 or float32; copied if the last stride is not 1.
-        scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype.
-        eps: added to the variance.
+        scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype; no shift = 0.
+        eps: added to the variance, or to the mean square.
+        rms: normalise by the root mean square instead, and leave the mean.
         backend: "auto", "reference" or "triton" (at most 16384 features).
 
     Returns:
         ``[B, S, C]`` like x.
     """
-    return _rows(x, None, None, scale, shift, eps, backend)[1]
+    return _rows(x, None, None, scale, shift, eps, backend, rms=rms)[1]
 
 
 @custom_op(like("x"))
 def add_gated(
-    x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None, *, backend: str = "auto"
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor | None,
+    *,
+    update_eps: float | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``x + gate * update``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
         x, update: ``[B, S, C]``, of the same dtype: float16, bfloat16 or float32; copied if the last stride is not 1.
         gate: ``[B or 1, S or 1, C]``, floating; None = 1.
+        update_eps: ``RMSNorm(update)`` is added, with this eps; None = the update itself.
         backend: as for :func:`norm_modulate`, which also lists the errors.
 
     Returns:
         ``[B, S, C]`` like x.
     """
-    return _rows(x, update, gate, None, None, 0.0, backend)[0]
+    return _rows(x, update, gate, None, None, 0.0, backend, update_eps=update_eps)[0]
 
 
 @custom_op(like("x", "x"))
@@ -60,9 +74,11 @@ def add_gated_norm_modulate(
     update: torch.Tensor,
     gate: torch.Tensor | None,
     scale: torch.Tensor,
-    shift: torch.Tensor,
+    shift: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
+    rms: bool = False,
+    update_eps: float | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_gated`, and :func:`norm_modulate` of its result, in one pass.
@@ -70,10 +86,12 @@ def add_gated_norm_modulate(
     Returns:
         x' and y, ``[B, S, C]`` like x.
     """
-    return _rows(x, update, gate, scale, shift, eps, backend)
+    return _rows(x, update, gate, scale, shift, eps, backend, rms=rms, update_eps=update_eps)
 
 
-def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _rows(
+    x, update, gate, scale, shift, eps, backend, *, rms=False, update_eps=None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return x' if there is an update, and y if there is a scale."""
     checks.require_shape("x", x, ("B", "S", "C"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
@@ -83,7 +101,7 @@ def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | N
     if gate is not None:
         _require_modulation(x, gate=gate)
     if scale is not None:
-        _require_modulation(x, scale=scale, shift=shift)
+        _require_modulation(x, scale=scale, **({} if shift is None else {"shift": shift}))
     width = x.shape[-1]
     limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {width}" if width > MAX_WIDTH_TRITON else None
     summed = normed = None
@@ -94,14 +112,15 @@ def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | N
             summed = torch.empty_like(x, memory_format=torch.contiguous_format)
         if scale is not None:
             normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows_into(x, update, gate, scale, shift, eps, summed, normed)
+        rows_into(x, update, gate, scale, shift, eps, summed, normed, rms=rms, update_eps=update_eps)
         return summed, normed
     if update is not None:
-        update = update.float() if gate is None else gate.float() * update.float()
-        x = summed = (x.float() + update).to(x.dtype)
+        update = update.float() if update_eps is None else F.rms_norm(update.float(), update.shape[-1:], eps=update_eps)
+        x = summed = (x.float() + (update if gate is None else gate.float() * update)).to(x.dtype)
     if scale is not None:
-        unit = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
-        normed = (unit * (1 + scale.float()) + shift.float()).to(x.dtype)
+        unit = (F.rms_norm if rms else F.layer_norm)(x.float(), x.shape[-1:], eps=eps)
+        normed = unit * (1 + scale.float())
+        normed = (normed if shift is None else normed + shift.float()).to(x.dtype)
     return summed, normed
 
 

@@ -1,6 +1,6 @@
 """Gate of an MLP: SiLU of one half of its inner features times the other half.
 
-    y = x_0 sigmoid(x_0) x_1          x = [x_0 | x_1]
+    y = x_0 sigmoid(x_0) x_1          x = [x_0 | x_1], or x_0 = x and x_1 apart
 
 This is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the matrix products before and after it.
 """
@@ -16,33 +16,37 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
 
 
-def _empty(x: torch.Tensor, **_) -> torch.Tensor:
-    return x.new_empty(*x.shape[:2], x.shape[2] // 2)
+def _empty(x: torch.Tensor, value: torch.Tensor | None = None, **_) -> torch.Tensor:
+    return x.new_empty(*x.shape[:2], x.shape[2] // 2 if value is None else x.shape[2])
 
 
 @custom_op(_empty, writes=["out"])
-def swiglu(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+def swiglu(
+    x: torch.Tensor, value: torch.Tensor | None = None, *, out: torch.Tensor | None = None, backend: str = "auto"
+) -> torch.Tensor:
     """``SiLU(x_0) * x_1``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
-        x: ``[B, S, 2 * M]``, float16, bfloat16 or float32, the last stride being 1.
+        x: ``[B, S, 2 * M]``, or ``[B, S, M]`` with a value; float16, bfloat16 or float32, the last stride being 1.
+        value: x_1, ``[B, S, M]`` like x, of a projection of its own; None = the second half of x.
         out: ``[B, S, M]`` like x, for example some features of a wider tensor; None = allocated.
         backend: "auto", "reference" or "triton".
 
     Returns:
         ``out``.
     """
-    checks.require_floats("x", x, ("B", "S", "2 * M"))
-    batch, tokens, features = x.shape
-    if features % 2:
+    checks.require_floats("x", x, ("B", "S", "2 * M" if value is None else "M"))
+    checks.require_like("value", value, tuple(x.shape), "x", x)
+    _batch, _tokens, features = x.shape
+    if value is None and features % 2:
         raise ShapeError(f"x must have an even number of features, got {features}")
-    checks.require_like("out", out, (batch, tokens, features // 2), "x", x)
-    out = _empty(x) if out is None else out
+    x, value = x.chunk(2, dim=-1) if value is None else (x, value)
+    checks.require_like("out", out, tuple(x.shape), "x", x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.swiglu import swiglu_into
 
-        swiglu_into(x, out)
+        swiglu_into(x, value, out)
     else:
-        gate, value = x.float().chunk(2, dim=-1)
-        out.copy_(F.silu(gate) * value)
+        out.copy_(F.silu(x.float()) * value.float())
     return out

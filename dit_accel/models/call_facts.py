@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, Family, Tokens
+from dit_accel.models.families.family import Arguments, Family, Tokens, latents_of
 from dit_accel.models.kernel_limits import can_fuse_kernels
 from dit_accel.models.parallel.context_parallel import Exchange, Exchanges, config_of, parallel_degree, shares_layers
 from dit_accel.models.samples import TextLengths, TextMasks
@@ -77,8 +77,8 @@ class CallReader:
             is_compiled: True if the transformer is compiled whole.
         """
         arguments, text = self.cut(arguments, is_compiled=is_compiled)
-        latents, tokens = arguments.get("hidden_states"), self.family.tokens(self.transformer, arguments)
-        can_fuse = self._has_fused and isinstance(latents, torch.Tensor) and not is_compiled
+        latents, tokens = next(iter(latents_of(arguments)), None), self.family.tokens(self.transformer, arguments)
+        can_fuse = self._has_fused and latents is not None and not is_compiled
         self._grid = None if self.order is None else tokens.grid
         is_parallel, exchange = config_of(self.transformer) is not None, None
         if is_parallel:

@@ -67,6 +67,36 @@ def test_both_in_one_pass_equal_the_two_one_after_the_other(modulation, implemen
     torch.testing.assert_close(normed, expected)  # another compilation, with another order of sums
 
 
+def rms(x, eps):
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("width", [WIDTH, 128])
+def test_root_mean_square_leaves_the_mean(width, modulation, implementation, make_tensor):
+    """With and without a shift."""
+    backend, dtype = implementation
+    x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulation(width, 2)
+    exact = rms(x, 1e-5) * (1 + scale.double())
+    options = {"eps": 1e-5, "rms": True, "backend": backend}
+    assert_rounded_once(norm_modulate(x, scale, **options), exact, dtype, exact.abs() + 10)
+    exact = exact + shift.double()
+    assert_rounded_once(norm_modulate(x, scale, shift, **options), exact, dtype, exact.abs() + 10)
+
+
+def test_an_update_may_be_normalised(modulation, implementation, make_tensor):
+    """As in Z-Image: the update's norm, the sum, and the norm of the sum."""
+    backend, dtype = implementation
+    x, update = make_tensor(2, 7, WIDTH, dtype=dtype), make_tensor(2, 7, WIDTH, dtype=dtype) * 4
+    gate, scale = modulation(WIDTH, 2)
+    exact = x.double() + gate.double() * rms(update, 1e-4)
+    summed = add_gated(x, update, gate, update_eps=1e-4, backend=backend)
+    assert_rounded_once(summed, exact, dtype, x.double().abs() + exact.abs() + 10)
+    options = {"eps": 1e-5, "rms": True, "backend": backend}
+    both = add_gated_norm_modulate(x, update, gate, scale, update_eps=1e-4, **options)
+    assert torch.equal(both[0], summed)
+    torch.testing.assert_close(both[1], norm_modulate(summed, scale, **options))
+
+
 def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):
     """Slices along tokens have the joint sequence's batch stride."""
     joint, gate = make_tensor(2, 9, 64), make_tensor(2, 1, 64)

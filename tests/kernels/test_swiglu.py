@@ -27,6 +27,15 @@ def test_gate_times_value(width, implementation, make_tensor):
     assert_rounded_once(swiglu(x, backend=backend), x)
 
 
+def test_gate_and_value_may_lie_apart(implementation, make_tensor):
+    """The gate is part of a wider tensor, the value has a projection of its own."""
+    backend, dtype = implementation
+    wide, value = make_tensor(2, 7, 80, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
+    gate = wide[..., 16:64]
+    y = swiglu(gate, value, backend=backend)
+    assert y.is_contiguous() and torch.equal(y, swiglu(torch.cat([gate, value], dim=-1), backend=backend))
+
+
 def test_of_features_of_a_wide_tensor_into_features_of_another(implementation, make_tensor):
     backend, dtype = implementation
     x = make_tensor(2, 7, 200, dtype=dtype)[:, 1:, 40:136]
@@ -42,5 +51,7 @@ def test_errors_name_the_argument(make_tensor):
         swiglu(make_tensor(2, 3, 33))
     with pytest.raises(ShapeError, match=r"x must have shape \[B, S, 2 \* M\], got \[2, 32\]"):
         swiglu(make_tensor(2, 32))
+    with pytest.raises(ShapeError, match=r"value must have shape \[2, 3, 33\], got \[2, 3, 32\]"):
+        swiglu(make_tensor(2, 3, 33), make_tensor(2, 3, 32))
     with pytest.raises(ShapeError, match=r"out must have shape \[2, 3, 16\], got \[2, 3, 32\]"):
         swiglu(make_tensor(2, 3, 32), out=make_tensor(2, 3, 32))

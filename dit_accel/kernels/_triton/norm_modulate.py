@@ -1,4 +1,4 @@
-"""Gate, residual, LayerNorm and modulation: one program per token, which holds its row in registers.
+"""Gate, residual, LayerNorm or RMSNorm, and modulation: one program per token, which holds its row in registers.
 
 Mean and variance are computed from the rounded sum, as if the two steps were separate, in two passes over the
 registers. Several tokens per program would load their shared modulations once, but this gains nothing, because
@@ -23,8 +23,9 @@ def _load_row(base, offset, feature, inside):
 @triton.jit
 def _gate_norm_modulate(
     x, update, gate, scale, shift, summed, normed, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
-    modulation_batch, modulation_token, tokens, width, eps,
-    HAS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr, FEATURES: tl.constexpr,
+    modulation_batch, modulation_token, tokens, width, eps, update_eps,
+    HAS_UPDATE: tl.constexpr, NORMS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
+    RMS: tl.constexpr, HAS_SHIFT: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     batch, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     feature = tl.arange(0, FEATURES)
@@ -33,6 +34,8 @@ def _gate_norm_modulate(
     written = (batch * tokens + token) * width + feature
     if HAS_UPDATE:
         updates = _load_row(update, batch * update_batch + token * update_token, feature, inside)
+        if NORMS_UPDATE:
+            updates *= tl.rsqrt(tl.sum(updates * updates, 0) / width + update_eps)
         if HAS_GATE:
             updates *= _load_row(gate, batch * gate_batch + token * gate_token, feature, inside)
         rounded = (row + updates).to(summed.dtype.element_ty)
@@ -40,25 +43,29 @@ def _gate_norm_modulate(
         row = rounded.to(tl.float32)
     if HAS_NORM:
         modulation = batch * modulation_batch + token * modulation_token
-        scales, shifts = _load_row(scale, modulation, feature, inside), _load_row(shift, modulation, feature, inside)
-        centred = tl.where(inside, row - tl.sum(row, 0) / width, 0.0)
-        unit = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
-        tl.store(normed + written, (unit * (1.0 + scales) + shifts).to(normed.dtype.element_ty), inside)
+        if not RMS:
+            row = tl.where(inside, row - tl.sum(row, 0) / width, 0.0)
+        unit = row * tl.rsqrt(tl.sum(row * row, 0) / width + eps)
+        y = unit * (1.0 + _load_row(scale, modulation, feature, inside))
+        if HAS_SHIFT:
+            y += _load_row(shift, modulation, feature, inside)
+        tl.store(normed + written, y.to(normed.dtype.element_ty), inside)
 
 
-def rows_into(x, update, gate, scale, shift, eps, summed, normed) -> None:
+def rows_into(x, update, gate, scale, shift, eps, summed, normed, *, rms, update_eps) -> None:
     """Fill ``summed`` if there is an update, and ``normed`` if there is a scale; both are contiguous ``[B, S, C]``."""
     batch, tokens, width = x.shape
     features = next_power_of_2(width)
     x, update, gate, scale, shift = (_side_by_side(tensor) for tensor in (x, update, gate, scale, shift))
-    if scale is not None and scale.stride() != shift.stride():
+    if shift is not None and scale.stride() != shift.stride():
         scale, shift = scale.contiguous(), shift.contiguous()
     strides = (*x.stride()[:2], *_strides(update), *_strides(gate), *_strides(scale))
     with on_device(x):
         launch(
             _gate_norm_modulate, batch * tokens, (x, update, gate, scale, shift, summed, normed),
-            (*strides, tokens, width, float(eps)),
-            HAS_UPDATE=update is not None, HAS_GATE=gate is not None, HAS_NORM=scale is not None, FEATURES=features,
+            (*strides, tokens, width, float(eps), float(update_eps or 0.0)),
+            HAS_UPDATE=update is not None, NORMS_UPDATE=update_eps is not None, HAS_GATE=gate is not None,
+            HAS_NORM=scale is not None, RMS=rms, HAS_SHIFT=shift is not None, FEATURES=features,
             num_warps=min(max(features // 512, 1), 8),
         )  # fmt: skip
 

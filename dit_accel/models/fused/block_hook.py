@@ -82,6 +82,10 @@ class BlockHook(Hook, ABC):
                 return f"attention processor {type(processor).__name__}"
         return self._why_not_shared()
 
+    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        """Why the block's own forward must run now, or None."""
+        return None
+
     # Shared by all families.
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +97,7 @@ class BlockHook(Hook, ABC):
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
         reason = self._why_other or why_not_replaceable(module) or why_called(module, self.norms)
-        reason = reason or why_no_kernels(given.hidden_states)
+        reason = reason or why_no_kernels(given.hidden_states) or self.why_own(module, given)
         forecasts_whole = reason is None and level == "layer"  # with any attention
         if reason is None and self.attends:
             reason = self._why_dense(module, given)
@@ -124,7 +128,7 @@ class BlockHook(Hook, ABC):
         """Return True if attention runs here: at the site, or as dense attention after fused kernels."""
         if self.attends or not self.driver.facts.fuses:
             return self.attends
-        return why_called(block, "attn") is None and self.why_dense(block, given) is None
+        return why_called(block, self.attentions) is None and self.why_dense(block, given) is None
 
     def attend_whole(
         self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arranged: bool
@@ -194,7 +198,7 @@ class BlockHook(Hook, ABC):
         call, device = self.controller.call, given.hidden_states.device
         if torch.is_autocast_enabled(device.type):  # it casts inputs of modules, and sites call no modules
             return "autocast"
-        reason = why_called(module, "attn") or self.why_dense(module, given)
+        reason = why_called(module, self.attentions) or self.why_dense(module, given)
         if reason is not None or self.controller.preset.forecast.level != "head":
             return reason
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))

@@ -1,4 +1,4 @@
-"""Blocks of Qwen-Image and FLUX.2: level head against naive attention with overwriting, and their special features."""
+"""Blocks of Qwen-Image, FLUX.2 and Z-Image: level head against naive overwriting, and their special features."""
 
 import copy
 from contextlib import contextmanager
@@ -17,8 +17,12 @@ from tests.models.naive_tiles import Sequence, overwritten_rows
 
 STEPS = 8
 ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn"
-SEQUENCES = {"qwen-image": Sequence(ATTENTIONS, 132), "flux2": Sequence(ATTENTIONS, 144)}
-ONE_BRANCH = {"qwen-image": {"true_cfg_scale": 1.0}, "flux2": {}}
+SEQUENCES = {
+    "qwen-image": Sequence(ATTENTIONS, 132),
+    "flux2": Sequence(ATTENTIONS, 144),
+    "z-image": Sequence(r"layers\.\d+\.attention", 160, text_first=False),
+}
+ONE_BRANCH = {"qwen-image": {"true_cfg_scale": 1.0}, "flux2": {}, "z-image": {"guidance_scale": 0.0}}
 
 
 def at_heads(name, **overrides):

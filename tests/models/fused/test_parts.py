@@ -80,7 +80,7 @@ def own_forward(block):
 
 
 @pytest.mark.parametrize("change", [own_class, own_forward], ids=["class", "forward"])
-@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan", "z-image"])
 def test_blocks_that_are_not_diffusers_own_run_themselves(name, change, as_on_a_gpu, monkeypatch):
     """A class derived from diffusers', or a forward that was put in its place, may do anything."""
     pipe, plain = copy.deepcopy(tiny.pipeline(name)), tiny.output(name, steps=2)
@@ -88,7 +88,8 @@ def test_blocks_that_are_not_diffusers_own_run_themselves(name, change, as_on_a_
     if name in tiny.PIPELINES:
         arguments = tiny.built(name)[1]
         monkeypatch.setattr(tiny, "built", lambda _: (pipe, arguments))
-    change((pipe.transformer.blocks if name == "wan" else pipe.transformer.transformer_blocks)[0])
+    blocks = {"wan": "blocks", "z-image": "layers"}.get(name, "transformer_blocks")
+    change(getattr(pipe.transformer, blocks)[0])
     accelerate_pipeline(pipe, "exact")
     assert distance(tiny.output(name, steps=2), plain) < 1e-5
     (fallback,) = pipe.dit_accel.report().fallbacks

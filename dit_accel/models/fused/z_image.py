@@ -1,0 +1,133 @@
+"""Z-Image's block over the joint sequence: each part has an RMSNorm before it, and another one behind it.
+
+    x' = x + tanh(g) RMSNorm(attention(RMSNorm(x) s))          x'' = x' + tanh(g_2) RMSNorm(mlp(RMSNorm(x') s_2))
+
+The weights of the norms are multiplied into scales and gates. Tokens of the Omni model that are given pictures have
+modulations of their own; its blocks run as diffusers has them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_z_image import FeedForward, ZSingleStreamAttnProcessor
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, swiglu
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.models.beside.quantized_linears import project_together
+from dit_accel.models.fused.block_hook import BlockHook
+from dit_accel.models.fused.parts import Rotary, heads_of, is_hooked, normalise_heads, normalise_pair
+from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.tile_site import Inputs, TileSite
+
+_TABLES = WeakTensorKeyDictionary()  # RoPE tables of a call's samples, which all blocks share
+
+
+class ZImageBlockHook(BlockHook):
+    """``ZImageTransformerBlock``."""
+
+    processor = ZSingleStreamAttnProcessor
+    attentions = ("attention",)
+    norms = ("attention_norm", "ffn_norm")
+
+    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        is_omni = getattr(given, "noise_mask", None) is not None
+        return "given pictures have modulations of their own" if is_omni else None
+
+    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, given)) is not None:
+            return reason
+        if given.attn_mask is not None:
+            return "a mask hides padding behind shorter sequences"
+        if block.attention.norm_q is None:
+            return "queries have no norm"
+        alone = self.controller.preset.forecast.level != "head" or len(given.x) == 1
+        return None if alone else "tokens of each sample have positions of their own"
+
+    def sliced(self, block: nn.Module) -> list[nn.Module]:
+        return [block.attention.to_q, block.attention.to_out[0]]
+
+    def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+        x = given.hidden_states
+        scale, gate, mlp_scale, mlp_gate = _modulation(block, given)
+        norm_x = norm_modulate(x, scale, eps=block.attention_norm1.eps, rms=True)
+        if self.runs_attention(block, given):
+            attended = self.attend(block.attention, norm_x, _tables(given.freqs_cis))
+        else:
+            attended = block.attention(norm_x, attention_mask=given.attn_mask, freqs_cis=given.freqs_cis)
+        eps = {"eps": block.ffn_norm1.eps, "update_eps": block.attention_norm2.eps}
+        x, norm_x = add_gated_norm_modulate(x, attended, gate, mlp_scale, rms=True, **eps)
+        mlp = _feed_forward(block.feed_forward, norm_x)
+        self.remember("attention and mlp", (attended, mlp))
+        return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
+
+    def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+        """Attention and MLP from the cache; their norms and gates are fresh."""
+        _, gate, _, mlp_gate = _modulation(block, given)
+        attended, mlp = self.recall("attention and mlp")
+        x = add_gated(given.hidden_states, attended, gate, update_eps=block.attention_norm2.eps)
+        return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
+
+    def attend(self, attn: nn.Module, x: torch.Tensor, rotary: list[Rotary]) -> torch.Tensor:
+        """Attention ``[B, S, C]`` with its output projection."""
+        site, out, norms = self.site(), attn.to_out[0], (attn.norm_q, attn.norm_k)
+        if site.dispatches:
+            k, v = (heads_of(attn, layer(x)) for layer in (attn.to_k, attn.to_v))
+            q, k = torch.empty_like(v), normalise_heads(attn.norm_k, k, rotary[0])
+            site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary[0], out=q, offset=0)
+            o = site.attend(q, k, v)
+        else:
+            q, k, v = (heads_of(attn, made) for made in project_together((attn.to_q, attn.to_k, attn.to_v), x))
+            turned = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k)]
+            for sample, tables in enumerate(rotary):
+                of_sample = slice(sample, sample + 1)
+                own = tuple(each[of_sample] for each in turned)
+                normalise_pair(norms, q[of_sample], k[of_sample], tables, out=own)
+            o = self.attend_whole(partial(self._attend_computed, site, attn), *turned, v, arranged=self.attends)
+        projected = site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
+        return projected if len(attn.to_out) == 1 else attn.to_out[1](projected)
+
+    def _attend_computed(
+        self, site: TileSite | HeadSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        joint = self.driver.facts.joint
+        text = 0 if joint is None else joint.text
+        layout = TokenLayout(text, q.shape[1] - text, self.controller.preset.blocks.size, text_first=False)
+        backend = attn.processor._attention_backend
+        return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_dense(q, k, v, backend)))
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
+        given = super()._bind(args, kwargs)
+        given.hidden_states = given.x
+        return given
+
+
+def _modulation(block: nn.Module, given: SimpleNamespace) -> list[torch.Tensor]:
+    """Return scale and gate of attention, then of the MLP, with the norms' weights in them: float32 ``[B, 1, C]``."""
+    scale, gate, mlp_scale, mlp_gate = block.adaLN_modulation(given.adaln_input).float().unsqueeze(1).chunk(4, dim=2)
+    norms = (block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2)
+    before, behind, mlp_before, mlp_behind = (norm.weight.float() for norm in norms)
+    scales = (before * (1 + scale) - 1, mlp_before * (1 + mlp_scale) - 1)
+    return [scales[0], behind * gate.tanh(), scales[1], mlp_behind * mlp_gate.tanh()]
+
+
+def _feed_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if type(mlp) is not FeedForward or is_hooked(mlp):
+        return mlp(x)
+    return mlp.w2(swiglu(*project_together((mlp.w1, mlp.w3), x)))
+
+
+def _tables(turns: torch.Tensor) -> list[Rotary]:
+    """Cosines and sines of each sample, float32 ``[S, D]``, from complex ``[B, S, D / 2]``."""
+    if (found := _TABLES.get(turns)) is None:
+        cos, sin = (part.float().repeat_interleave(2, dim=2) for part in (turns.real, turns.imag))
+        found = _TABLES[turns] = list(zip(cos, sin, strict=True))
+    return found
+
+
+BLOCKS = {"layers": ZImageBlockHook}
