@@ -1,7 +1,4 @@
-"""Every program in examples/ runs as its docstring says, and the notebook cell by cell, here with few steps.
-
-The exception is serve_ray.py, which runs until it is stopped: see tests/scripts/test_serve_load.py.
-"""
+"""Every program in examples/ runs as its docstring says, and the notebook cell by cell, here with few steps."""
 
 import ast
 import json
@@ -16,7 +13,7 @@ import pytest
 from dit_accel.tools import demo
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "serve_ray")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FEW = {"--steps": "2", "--tokens": "512"}  # instead of the docstring's values
 PRINTS = {  # and the files that it leaves
     "compare_methods": ("flux-taylorseer", set()),

@@ -118,6 +118,8 @@ def command(given: Options) -> None:
 
 def _devices(given: Options) -> list[str | None]:
     """Return the device of each worker."""
+    if given.device not in (None, "cuda") and given.gpus is None:
+        return [given.device]
     import torch
 
     if given.device not in (None, "cuda") or not torch.cuda.is_available():

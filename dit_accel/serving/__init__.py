@@ -1,4 +1,4 @@
-"""Engines that generate images and videos for many prompts; used by the commands and ``examples/serve_ray.py``.
+"""Engines that generate images and videos for many prompts; used by the commands.
 
     setup = Setup("demo-flux", preset="balanced", batch_size=2)
     worker = Worker(setup)

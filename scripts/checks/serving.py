@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Load test of examples/serve_ray.py: its capacity, latencies at half of the capacity, and behaviour under overload.
+"""Load test of `dit-accel serve`: its capacity, latencies at half of the capacity, and behaviour under overload.
 
 Starts the server with a shipped model and sends HTTP requests: first from enough clients to keep it busy, to measure
 its capacity; then at random times at half of the capacity; then at `--factor` times the capacity. The memory of all its
-processes is read once a second. Finally the server is stopped while requests wait.
+processes is read once a second; in an overload of a minute or more the process that runs the model is killed after a
+quarter of the time. Finally the server is stopped while requests wait.
 
     python -m scripts.checks.serving --output docs/results/serving.json --overload 300
     python -m scripts.checks.serving --output serving.json --capacity 5 --half 5 --overload 10 --steps 2
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import random
@@ -31,13 +33,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import psutil
-import ray
 
 from dit_accel.tools.origin import describe_run
 
-SERVER = Path(__file__).parents[2] / "examples" / "serve_ray.py"
+OUTCOMES = {"ok": "200", "busy": "503"}  # of the server's metrics, and the status of their answers
 CLIENTS = 8  # enough to keep it busy
 IMAGE, BUSY, NOTHING = "200", "503", "no answer"
 PROMPTS = ("a yellow ring over the sea", "two pink stars at sunset", "a red square over the hills")
@@ -64,30 +65,26 @@ class Phase:
 
 
 class Load:
-    """Requests for images of `--size` or twice that.
+    """Requests for images of `--size` or twice that."""
 
-    Args:
-        url: address of the server.
-    """
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, options: argparse.Namespace) -> None:
-        self.session, self.url, self.draw = session, url, random.Random(0)
+    def __init__(self, session: httpx.AsyncClient, options: argparse.Namespace) -> None:
+        self.session, self.draw = session, random.Random(0)
         self.sizes, self.steps = (options.size, 2 * options.size), options.steps
         self.answers: Counter[str] = Counter()  # over all phases
 
     async def ask(self, phase: Phase) -> None:
         side, prompt, seed = self.draw.choice(self.sizes), self.draw.choice(PROMPTS), self.draw.randrange(2**32)
-        wanted = {"prompt": prompt, "seed": seed, "steps": self.steps, "height": side, "width": side}
+        wanted = {"prompt": prompt, "seed": seed, "steps": self.steps, "size": f"{side}x{side}"}
         started = time.monotonic()
         try:
-            async with self.session.post(f"{self.url}/generate", json=wanted) as reply:
-                body = await reply.read()
-                answer = str(reply.status)
-        except (aiohttp.ClientError, TimeoutError):
+            reply = await self.session.post("/v1/images/generations", json=wanted)
+            answer, body = str(reply.status_code), reply.content
+        except httpx.HTTPError:
             answer, body = NOTHING, b""
         if answer == IMAGE:
             phase.latencies.append(time.monotonic() - started)
-            assert body.startswith(b"\x89PNG"), "an answer of 200 is an image"
+            made = base64.b64decode(json.loads(body)["data"][0]["b64_json"])
+            assert made.startswith(b"\x89PNG"), "an answer of 200 is an image"
         phase.answers[answer] += 1
         self.answers[answer] += 1
 
@@ -113,9 +110,9 @@ class Load:
 
     async def counted(self) -> dict[str, int]:
         """Answers by status, as counted by the server."""
-        async with self.session.get(f"{self.url}/metrics") as reply:
-            found = re.findall(r'answers_total{status="(\d+)"} ([\d.]+)', await reply.text())
-        return {status: int(float(number)) for status, number in found}
+        metrics = (await self.session.get("/metrics")).text
+        found = re.findall(r'requests_total{outcome="(\w+)"} ([\d.]+)', metrics)
+        return {OUTCOMES.get(outcome, outcome): int(float(number)) for outcome, number in found}
 
     async def _timed(self, phase: Phase, tasks: Any, started: float | None = None) -> Phase:
         started = started or time.monotonic()
@@ -154,9 +151,9 @@ class Memory:
 
 async def measure(server: subprocess.Popen[str], url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run all phases one after the other."""
-    timeout = aiohttp.ClientTimeout(total=PATIENCE)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        load = Load(session, url, options)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as session:
+        load = Load(session, options)
         warm_up = await load.busy(options.capacity / 2)
         capacity = await load.busy(options.capacity)
         print("capacity", capacity.to_json(), flush=True)
@@ -164,7 +161,9 @@ async def measure(server: subprocess.Popen[str], url: str, options: argparse.Nam
         half = await load.random(rate / 2, options.half)
         print("half", half.to_json(), flush=True)
         async with Memory(server) as memory:
+            killing = asyncio.create_task(kill_a_worker(server, options.overload / 4))
             overload = await load.random(options.factor * rate, options.overload)
+            killing.cancel()
         print("overload", overload.to_json(), flush=True)
         counted, answered = await load.counted(), dict(load.answers)
         processes = psutil.Process(server.pid).children(recursive=True)
@@ -182,6 +181,14 @@ async def measure(server: subprocess.Popen[str], url: str, options: argparse.Nam
         "exit_code": code,
         "processes_left": [process.name() for process in left],
     }
+
+
+async def kill_a_worker(server: subprocess.Popen[str], seconds: float) -> None:
+    """Kill a process that runs the model after some seconds of a long overload."""
+    await asyncio.sleep(seconds)
+    if seconds >= LONG / 4:
+        workers = [each for each in psutil.Process(server.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+        workers[0].kill()
 
 
 def failures(found: dict[str, Any]) -> list[str]:
@@ -210,13 +217,24 @@ def start() -> tuple[subprocess.Popen[str], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, str(SERVER), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "dit_accel",
+        "serve",
+        "--model",
+        "demo-flux",
+        "--device",
+        "cpu",
+        "--port",
+        str(port),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     for line in server.stdout:
         if line.startswith("ready at "):
-            return server, line.removeprefix("ready at ").strip()
-    raise SystemExit(f"{SERVER.name} ended with {server.wait()}")
+            return server, line.split()[2]
+    raise SystemExit(f"the server ended with {server.wait()}")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -239,7 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         server.kill()
     wrong = failures(found)
-    told = {**describe_run("cpu"), "cores": os.cpu_count(), "ray": ray.__version__}
+    told = {**describe_run("cpu"), "cores": os.cpu_count()}
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     options.output.write_text(json.dumps({"run": told, **settings, **found, "failures": wrong}, indent=1) + "\n")
     if wrong:

@@ -1,5 +1,7 @@
 """Presets named `quality`, plainly and `turbo` are in that order in work and in quality, on a trained model."""
 
+import functools
+
 import pytest
 import torch
 from diffusers import FluxPipeline
@@ -21,6 +23,7 @@ def made():
     pipe.set_progress_bar_config(disable=True)
     size = {"height": 256, "width": 256, "num_inference_steps": 24, "max_sequence_length": 64}
 
+    @functools.cache
     def make(name):
         finer = {"blocks.size": 64} if "flashomni" in name else {}  # the image has 256 tokens
         accelerate_pipeline(pipe, load_preset(name, model="flux", **finer))
