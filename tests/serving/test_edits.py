@@ -136,7 +136,7 @@ def test_a_body_that_is_no_form_is_refused(content, kind, status, code):
 
 def test_openais_client_edits_an_image(editor):
     """The client's own form, with further fields in `extra_body`, reaches the application."""
-    openai = pytest.importorskip("openai", reason="openai is not installed")
+    openai = pytest.importorskip("openai")
 
     async def ask(app):
         own = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here/v1")
