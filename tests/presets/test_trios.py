@@ -1,5 +1,7 @@
 """Presets named `quality`, plainly and `turbo` are in that order in work and in quality, on a trained model."""
 
+import functools
+
 import pytest
 import torch
 from diffusers import FluxPipeline
@@ -16,11 +18,12 @@ PROMPT = "a yellow ring over the sea"
 
 @pytest.fixture(scope="module")
 def made():
-    """Make an image with a preset, and return its work too."""
+    """Make an image with a preset, once, and return its work too."""
     pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     size = {"height": 256, "width": 256, "num_inference_steps": 24, "max_sequence_length": 64}
 
+    @functools.cache
     def make(name):
         finer = {"blocks.size": 64} if "flashomni" in name else {}  # the image has 256 tokens
         accelerate_pipeline(pipe, load_preset(name, model="flux", **finer))
