@@ -1,6 +1,6 @@
-"""Checks that two processes run together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER``, with
-torchrun's variables set. Each writes its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` starts the
-processes and reads them."""
+"""Checks that two processes run together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER``. Each writes
+its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` reads them. The ranks are forked, because imports take
+much of the time."""
 
 import faulthandler
 import json
@@ -31,10 +31,12 @@ from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.stages import sharing
 from dit_accel.stages.decode import FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal
+from tests.forked import run_forked
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import redraw, tiny_output, tiny_pipeline
 
+RANKS = 2
 STEPS = 6
 LONGEST = 180  # seconds of one check
 TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
@@ -179,16 +181,16 @@ def graphs() -> dict:
         pipe = parallelize_pipeline(pipeline(name), ulysses=2)
         for fuses, preset in product((False, True), ("exact", "balanced")):
             counted = type("Counted", (RecordedGraph,), {})
-            outputs = []
             with (
                 patch.object(CallReader, "fuses_kernels", lambda *_, fuses=fuses: fuses),
                 patch.object(transformer, "StepGraphs", partial(StepGraphs, graph=counted)),
             ):
-                for wanted in ("never", "auto" if dist.get_rank() == 0 else "never"):
-                    accelerate(pipe, preset, name, **{"kernels.graphs": wanted})
-                    outputs.append([output(pipe, name) for _ in range(2)])
+                accelerate(pipe, preset, name, **{"kernels.graphs": "never"})
+                expected = output(pipe, name)
+                accelerate(pipe, preset, name, **{"kernels.graphs": "auto" if dist.get_rank() == 0 else "never"})
+                outputs = [output(pipe, name) for _ in range(2)]
             found[f"{name}, {preset}, {'fused' if fuses else 'plain'} blocks"] = {
-                "equal": all(map(torch.equal, *outputs)),
+                "equal": all(torch.equal(each, expected) for each in outputs),
                 "parts": counted.parts,
                 "replays": counted.replays,
                 "notes": pipe.dit_accel.report().notes,
@@ -425,12 +427,16 @@ def speed_script() -> dict:
         return {"code": ranks.main()}
 
 
-def main() -> None:
+def run(rank: int) -> None:
+    """Run the checks as one rank."""
     folder, chosen = Path(sys.argv[1]), sys.argv[2:] or list(CHECKS)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST))
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    timeout = timedelta(seconds=LONGEST)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
     found = {}
     for name in chosen:
         faulthandler.dump_traceback_later(LONGEST, exit=True)  # a rank that waits for ever would not say where
@@ -438,8 +444,8 @@ def main() -> None:
             found[name] = CHECKS[name]()
         except Exception:
             found[name] = {"failed": traceback.format_exc()}
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_forked(RANKS, run))

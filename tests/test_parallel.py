@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,22 +20,10 @@ REPOSITORY = Path(__file__).parents[1]
 def found(tmp_path_factory):
     """Results of each rank, by check; both run all checks, in one go."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel_ranks", folder],
-            cwd=REPOSITORY,
-            env=os.environ | shared | {"RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / f"{rank}.log").open("w"),
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(ranks):
-        assert process.wait(timeout=600) == 0, (folder / f"{rank}.log").read_text()[-4000:]
+    command = [sys.executable, "-m", "tests.parallel_ranks", folder]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    made = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)] + [folder]
 
 

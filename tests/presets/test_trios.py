@@ -18,7 +18,7 @@ PROMPT = "a yellow ring over the sea"
 
 @pytest.fixture(scope="module")
 def made():
-    """Make an image with a preset, and return its work too."""
+    """Make an image with a preset, once, and return its work too."""
     pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     size = {"height": 256, "width": 256, "num_inference_steps": 24, "max_sequence_length": 64}

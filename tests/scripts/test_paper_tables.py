@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scripts.research import paper_tables
+from scripts.research.paper_study import tuned
 from scripts.research.paper_study.flips import SLICES, Flips
 from scripts.research.paper_study.settings import MODELS, rows
 
@@ -49,6 +50,8 @@ def test_branches_are_not_compared_with_each_other():
 def test_a_small_run_writes_tables(tmp_path, monkeypatch):
     arguments = ["--model", "demo-wan", "--prompts", "1", "--steps", "6", "--height", "64", "--width", "64"]
     only = ["--only", "FG-Attn", "SpargeAttn", "--output", str(tmp_path / "papers")]
+    monkeypatch.setattr(tuned, "SAMPLES", 1)
+    monkeypatch.setattr(tuned, "UNTUNED", tuned.UNTUNED[:2])
     monkeypatch.setattr(sys, "argv", ["paper_tables.py", *arguments, *only])
     paper_tables.main()
     document = json.loads((tmp_path / "papers.json").read_text())

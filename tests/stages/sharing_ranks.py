@@ -4,7 +4,6 @@ leave the third out. The ranks are forked, because imports take most of the time
 
 import faulthandler
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from dit_accel import accelerated
 from dit_accel.stages import decode, sharing
 from dit_accel.stages.decode import FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, layers
+from tests.forked import run_forked
 from tests.stages.test_decode import RESIDUAL, autoencoder, hunyuan_autoencoder, latents, video_autoencoder
 from tests.stages.vae import test_hunyuan_image
 from tests.tiny import tiny_inputs, tiny_pipeline
@@ -217,17 +217,6 @@ def pipelines(group) -> dict:
     return found
 
 
-def main() -> int:
-    processes = []
-    for rank in range(RANKS):
-        process = os.fork()
-        if process == 0:
-            run(rank)
-            os._exit(0)
-        processes.append(process)
-    return max(os.waitpid(process, 0)[1] for process in processes)
-
-
 def run(rank: int) -> None:
     """Run the checks as one rank."""
     global RANK
@@ -254,4 +243,4 @@ def run(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_forked(RANKS, run))
