@@ -6,6 +6,7 @@ second step forecast, for one sample and a batch of two, with guidance where the
 `tests/tiny`, `tests/models/tiny` and diffusers' own tests, of which it needs a checkout.
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
+    pip install parameterized requests_mock                        # which diffusers' tests import
     python -m scripts.checks.every_class diffusers --output docs/results/every-class
     python -m scripts.checks.every_class diffusers --output docs/results/every-class --only Krea2Transformer2DModel
     python -m tests.models.test_transformer_table          # then writes the page of the table

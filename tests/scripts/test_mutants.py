@@ -33,13 +33,21 @@ def test_a_change_that_a_test_notices_is_told(capfd):
     assert file.read_bytes() == before
 
 
-def test_a_change_that_makes_no_difference_is_not_noticed(tmp_path):
-    """A copy is restored after each change, so that the next one is tried alone."""
+def test_a_copy_is_restored_after_each_change(monkeypatch, tmp_path):
+    """So the next change is tried alone; the tests see the change."""
     (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == TINY)
-    mutants.copy_checkout(tmp_path)
-    same = replace(mutant, new=mutant.old + "  # as before")
-    assert mutants.try_out(same, tmp_path) == mutants.PASSED
-    assert (tmp_path / mutant.file).read_bytes() == (mutants.ROOT / mutant.file).read_bytes()
+    copy, seen = tmp_path / mutant.file, []
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes((mutants.ROOT / mutant.file).read_bytes())
+
+    def passing(tree, tests, limit):
+        seen.append((tree / mutant.file).read_text(encoding="utf-8"))
+        return mutants.PASSED, ""
+
+    monkeypatch.setattr(mutants, "run_tests", passing)
+    assert mutants.try_out(mutant, tmp_path) == mutants.PASSED
+    assert seen == [mutant.of(copy.read_text(encoding="utf-8"))]
+    assert copy.read_bytes() == (mutants.ROOT / mutant.file).read_bytes()
 
 
 def test_tests_that_are_not_there_are_an_error(tmp_path):
