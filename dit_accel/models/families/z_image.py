@@ -47,7 +47,7 @@ FAMILY = Family(
     name="z_image",
     title="Z-Image",
     model="ZImageTransformer2DModel",
-    stacks=(Stack("layers", features=2),),
+    stacks=(Stack("layers", features=2, joint=True),),
     tokens=tokens,
     heads=lambda transformer: (transformer.config.n_heads, transformer.config.dim // transformer.config.n_heads),
     attentions={"attention": True},

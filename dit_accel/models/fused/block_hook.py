@@ -190,7 +190,7 @@ class BlockHook(Hook, ABC):
             return RING
         if self.controller.preset.forecast.level == "head":
             return "level head needs all heads of a token on one GPU, and context parallelism distributes them"
-        heads = self.driver.transformer.config.num_attention_heads
+        heads, _ = self.driver.family.heads(self.driver.transformer)
         return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
     def _why_dense(self, module: nn.Module, given: SimpleNamespace) -> str | None:

@@ -93,7 +93,7 @@ def normalise_heads(
         x: ``[B, S, H, D]``.
         out: tensor for the result, ``[B, S, H, D]``; None = allocated.
     """
-    if _is_plain_norm(norm, x.device):
+    if is_plain_norm(norm, x.device):
         return norm_rope(x, norm.weight, rotary, eps=norm.eps, out=out)
     width = norm.weight.shape[0] if getattr(norm, "weight", None) is not None else x.shape[-1]
     normed = norm(x) if width == x.shape[-1] else norm(x.flatten(2)).view(x.shape)
@@ -111,7 +111,7 @@ def normalise_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`normalise_heads` of queries and keys, each with its norm, in one pass if both norms are plain."""
     norm_q, norm_k = norms
-    if all(_is_plain_norm(norm, q.device) for norm in norms) and norm_q.eps == norm_k.eps:
+    if all(is_plain_norm(norm, q.device) for norm in norms) and norm_q.eps == norm_k.eps:
         return norm_rope_pair(q, k, (norm_q.weight, norm_k.weight), rotary, eps=norm_q.eps, out=out)
     out_q, out_k = out or (None, None)
     return normalise_heads(norm_q, q, rotary, out=out_q), normalise_heads(norm_k, k, rotary, out=out_k)
@@ -164,8 +164,9 @@ def _is_tanh_gelu(activation: nn.Module) -> bool:
     return getattr(activation, "approximate", "none") == "tanh" and not is_hooked(activation)
 
 
-def _is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
-    return isinstance(norm, (nn.RMSNorm, RMSNorm)) and why_not_plain(norm, device) is None
+def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
+    """Return True for an RMSNorm whose weight kernels can read."""
+    return isinstance(norm, (nn.RMSNorm, RMSNorm)) and norm.eps is not None and why_not_plain(norm, device) is None
 
 
 def is_hooked(module: nn.Module) -> bool:

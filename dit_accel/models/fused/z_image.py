@@ -2,12 +2,13 @@
 
     x' = x + tanh(g) RMSNorm(attention(RMSNorm(x) s))          x'' = x' + tanh(g_2) RMSNorm(mlp(RMSNorm(x') s_2))
 
-The weights of the norms are multiplied into scales and gates. Tokens of the Omni model that are given pictures have
-modulations of their own; its blocks run as diffusers has them.
+The weights of the norms are multiplied into scales and gates. In the Omni model tokens of given pictures have
+modulations of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,18 @@ from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate,
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import Rotary, heads_of, is_hooked, normalise_heads, normalise_pair
+from dit_accel.models.fused.parts import (
+    Rotary,
+    heads_of,
+    is_hooked,
+    is_plain_norm,
+    normalise_heads,
+    normalise_pair,
+)
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import Inputs, TileSite
 
+NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")  # in the order of their modulations
 _TABLES = WeakTensorKeyDictionary()  # RoPE tables of a call's samples, which all blocks share
 
 
@@ -36,41 +45,44 @@ class ZImageBlockHook(BlockHook):
     norms = ("attention_norm", "ffn_norm")
 
     def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        is_omni = getattr(given, "noise_mask", None) is not None
-        return "given pictures have modulations of their own" if is_omni else None
+        norms = (getattr(block, name) for name in NORMS)
+        return None if all(is_plain_norm(norm, given.x.device) for norm in norms) else "a norm is no plain RMSNorm"
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         if (reason := super().why_dense(block, given)) is not None:
             return reason
-        if given.attn_mask is not None:
+        is_one = len(given.x) == 1
+        if given.attn_mask is not None and not is_one:  # older versions pass a mask of ones
             return "a mask hides padding behind shorter sequences"
         if block.attention.norm_q is None:
             return "queries have no norm"
-        alone = self.controller.preset.forecast.level != "head" or len(given.x) == 1
-        return None if alone else "tokens of each sample have positions of their own"
+        if not is_one and self.controller.preset.forecast.level == "head":
+            return "tokens of each sample have positions of their own"
+        return None
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [block.attention.to_q, block.attention.to_out[0]]
 
     def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
-        x = given.hidden_states
-        scale, gate, mlp_scale, mlp_gate = _modulation(block, given)
+        x = given.x
+        scale, gate, mlp_scale, mlp_gate = _modulation(block, given, NORMS)
         norm_x = norm_modulate(x, scale, eps=block.attention_norm1.eps, rms=True)
         if self.runs_attention(block, given):
             attended = self.attend(block.attention, norm_x, _tables(given.freqs_cis))
         else:
             attended = block.attention(norm_x, attention_mask=given.attn_mask, freqs_cis=given.freqs_cis)
+        attended = attended.to(x.dtype)  # under autocast it has another one
         eps = {"eps": block.ffn_norm1.eps, "update_eps": block.attention_norm2.eps}
         x, norm_x = add_gated_norm_modulate(x, attended, gate, mlp_scale, rms=True, **eps)
-        mlp = _feed_forward(block.feed_forward, norm_x)
+        mlp = _feed_forward(block.feed_forward, norm_x).to(x.dtype)
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
 
     def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
         """Attention and MLP from the cache; their norms and gates are fresh."""
-        _, gate, _, mlp_gate = _modulation(block, given)
+        gate, mlp_gate = _modulation(block, given, NORMS[1::2])
         attended, mlp = self.recall("attention and mlp")
-        x = add_gated(given.hidden_states, attended, gate, update_eps=block.attention_norm2.eps)
+        x = add_gated(given.x, attended, gate, update_eps=block.attention_norm2.eps)
         return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
 
     def attend(self, attn: nn.Module, x: torch.Tensor, rotary: list[Rotary]) -> torch.Tensor:
@@ -95,9 +107,8 @@ class ZImageBlockHook(BlockHook):
     def _attend_computed(
         self, site: TileSite | HeadSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        joint = self.driver.facts.joint
-        text = 0 if joint is None else joint.text
-        layout = TokenLayout(text, q.shape[1] - text, self.controller.preset.blocks.size, text_first=False)
+        joint, block = self.driver.facts.joint, self.controller.preset.blocks.size
+        layout = TokenLayout(0, q.shape[1], block) if joint is None else joint.layout(block)
         backend = attn.processor._attention_backend
         return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_dense(q, k, v, backend)))
 
@@ -107,13 +118,26 @@ class ZImageBlockHook(BlockHook):
         return given
 
 
-def _modulation(block: nn.Module, given: SimpleNamespace) -> list[torch.Tensor]:
-    """Return scale and gate of attention, then of the MLP, with the norms' weights in them: float32 ``[B, 1, C]``."""
-    scale, gate, mlp_scale, mlp_gate = block.adaLN_modulation(given.adaln_input).float().unsqueeze(1).chunk(4, dim=2)
-    norms = (block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2)
-    before, behind, mlp_before, mlp_behind = (norm.weight.float() for norm in norms)
-    scales = (before * (1 + scale) - 1, mlp_before * (1 + mlp_scale) - 1)
-    return [scales[0], behind * gate.tanh(), scales[1], mlp_behind * mlp_gate.tanh()]
+def _modulation(block: nn.Module, given: SimpleNamespace, names: Sequence[str]) -> list[torch.Tensor]:
+    """Return what follows some of the norms, with their weights in it: float32 ``[B, 1 or S, C]``.
+
+    Behind a norm before a part that is its scale minus 1, behind the others the gate. With given pictures each token
+    has its own values.
+    """
+
+    def values(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(NORMS, block.adaLN_modulation(embedding).float().unsqueeze(1).chunk(4, dim=2), strict=True))
+
+    if (noisy := getattr(given, "noise_mask", None)) is None:
+        found = values(given.adaln_input)
+    else:
+        own, clean = values(given.adaln_noisy), values(given.adaln_clean)
+        found = {name: torch.where(noisy.unsqueeze(-1) == 1, own[name], clean[name]) for name in names}
+    weights = {name: getattr(block, name).weight.float() for name in names}
+    return [
+        weights[name] * (1 + found[name]) - 1 if name.endswith("1") else weights[name] * found[name].tanh()
+        for name in names
+    ]
 
 
 def _feed_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
