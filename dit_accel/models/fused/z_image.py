@@ -2,7 +2,7 @@
 
     x' = x + tanh(g) RMSNorm(attention(RMSNorm(x) s))          x'' = x' + tanh(g_2) RMSNorm(mlp(RMSNorm(x') s_2))
 
-The weights of the norms are multiplied into scales and gates. In the Omni model tokens of given pictures have
+The weights of the norms are multiplied into scales and gates. In the Omni model tokens of input images have
 modulations of their own.
 """
 
@@ -121,7 +121,7 @@ class ZImageBlockHook(BlockHook):
 def _modulation(block: nn.Module, given: SimpleNamespace, names: Sequence[str]) -> list[torch.Tensor]:
     """Return what follows some of the norms, with their weights in it: float32 ``[B, 1 or S, C]``.
 
-    Behind a norm before a part that is its scale minus 1, behind the others the gate. With given pictures each token
+    Behind a norm before a part that is its scale minus 1, behind the others the gate. With input images each token
     has its own values.
     """
 
