@@ -119,10 +119,10 @@ class ZImageBlockHook(BlockHook):
 
 
 def _modulation(block: nn.Module, given: SimpleNamespace, names: Sequence[str]) -> list[torch.Tensor]:
-    """Return what follows some of the norms, with their weights in it: float32 ``[B, 1 or S, C]``.
+    """Return the modulations that follow some of the norms, times the norms' weights: float32 ``[B, 1 or S, C]``.
 
-    Behind a norm before a part that is its scale minus 1, behind the others the gate. With input images each token
-    has its own values.
+    A norm before a part has a scale, of which 1 is subtracted; a norm behind a part has a gate. With input images
+    each token has its own values.
     """
 
     def values(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
