@@ -324,15 +324,28 @@ def serve(
         dispatcher.stop(LAST_STEPS)
 
 
+class _Ended(KeyboardInterrupt):
+    """A signal ended the server.
+
+    Not a plain KeyboardInterrupt: if one leaves an ``exec`` of text, such as a dataclass that is being imported, Python
+    ends the process by SIGINT in the end, even if the exception was caught.
+    """
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """End the block at SIGTERM or Ctrl-C, with its ``finally`` clauses."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def end(*_: Any) -> None:
+        raise _Ended
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with suppress(KeyboardInterrupt):
             yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Server(uvicorn.Server):

@@ -5,6 +5,8 @@ import base64
 import io
 import json
 import random
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -615,3 +617,16 @@ def test_metrics_have_seconds_by_stage_and_the_computed_share(worker):
         for stage, seconds in entry["seconds"].items():
             assert metric(app, f'dit_accel_stage_seconds_total{{stage="{stage}"}}') == pytest.approx(seconds)
         assert metric(app, "dit_accel_request_seconds_count") == 1
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_during_an_import_ends_the_process_well(number):
+    """Python runs the text of a dataclass then; a KeyboardInterrupt that leaves it would decide the exit status."""
+    program = f"""
+import signal
+from dit_accel.serving.server import ended_by_signals
+with ended_by_signals():
+    exec("signal.raise_signal(signal.{number})")
+"""
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (made.returncode, made.stderr) == (0, "")
