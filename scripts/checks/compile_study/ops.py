@@ -83,9 +83,13 @@ def _block() -> None:
     x, one = inputs.normal(1, TOKENS, WIDTH), inputs.normal(1, 1, WIDTH)
     kernels.norm_modulate(x, one, one, backend="triton")
     kernels.add_gated_norm_modulate(x, x, one, one, one, backend="triton")
+    kernels.norm_modulate(x, one, rms=True, backend="triton")
+    kernels.add_gated_norm_modulate(x, x, one, one, rms=True, update_eps=1e-5, backend="triton")
+    kernels.add_gated(x, x, one, update_eps=1e-5, backend="triton")
     given = inputs.norm_and_rope()
     kernels.norm_rope(inputs.features(), given["norm_weight"], given["rope"], backend="triton")
     kernels.swiglu(x, backend="triton")
+    kernels.swiglu(x, x, backend="triton")
 
 
 def _symbols() -> None:
