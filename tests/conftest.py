@@ -12,6 +12,15 @@ if not torch.cuda.is_available():
     spare_repetition()
 
 
+# Fixtures of these start several processes. Workers share the last tests among them, so each would start its own.
+FIRST = ("tests/test_parallel.py", "tests/stages/test_sharing.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Run tests with costly fixtures first, where one worker has them all."""
+    items.sort(key=lambda item: item.location[0] not in FIRST)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs dit-accel with arguments, inside an empty folder."""
