@@ -118,16 +118,16 @@ def command(given: Options) -> None:
 
 def _devices(given: Options) -> list[str | None]:
     """Return the device of each worker."""
-    if given.device not in (None, "cuda") and given.gpus is None:
-        return [given.device]
-    import torch
+    there = 0
+    if given.device in (None, "cuda"):
+        import torch  # takes seconds, and another device needs it in its own process only
 
-    if given.device not in (None, "cuda") or not torch.cuda.is_available():
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there == 0:
         if given.gpus is not None:
             found = "there is none" if given.device in (None, "cuda") else f"--device is {given.device}"
             raise OptionError("--gpus", f"needs CUDA GPUs, but {found}")
         return [given.device]
-    there = torch.cuda.device_count()
     if given.gpus is not None and given.gpus > there:
         raise OptionError("--gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
     return [f"cuda:{index}" for index in range(given.gpus or there)]

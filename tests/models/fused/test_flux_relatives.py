@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.call_facts import CallReader
 from dit_accel.models.families import require_family
 from dit_accel.models.fused import flux2
 from tests.models import tiny
@@ -66,12 +65,6 @@ def test_heads_equal_naive_overwriting(name, backend):
     assert report.fallbacks == [] and report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 3}
     assert report.computed_fraction < 1
     assert torch.equal(tiny.output(name, STEPS, **ONE_BRANCH[name]), plain), "restored"
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Blocks run through the fused ops, whose references run on the CPU."""
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
 
 
 def test_pictures_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from dit_accel import load_preset
 from dit_accel.models import drive
 from tests.models import tiny
-from tests.models.fused.test_flux_relatives import accelerated, as_on_a_gpu, at_heads, distance  # noqa: F401
+from tests.models.fused.test_flux_relatives import accelerated, at_heads, distance
 
 
 def prompt(tokens, seed):
@@ -21,7 +21,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
-def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu):  # noqa: F811
+def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu):
     """With a mask for prompts of unequal length the attention runs by its own processor."""
     plain = tiny.output("z-image", 4, **given)
     with accelerated("z-image", "exact") as pipe:
@@ -32,7 +32,7 @@ def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu):  # noqa: 
 
 
 @pytest.mark.parametrize("part", ["attention_norm1", "ffn_norm2", "feed_forward", "attention.norm_k"])
-def test_parts_that_somebody_watches_are_called(part, as_on_a_gpu):  # noqa: F811
+def test_parts_that_somebody_watches_are_called(part, as_on_a_gpu):
     """A norm's hook leaves the block to diffusers; a hook of the MLP, or in the attention, leaves that part to it."""
     plain, calls = tiny.output("z-image", 2, **CASES["turbo"]), []
     module = tiny.pipeline("z-image").transformer.layers[1].get_submodule(part)
@@ -54,7 +54,7 @@ def omni():
     return given | {"siglip_feats": [None]}
 
 
-def test_given_pictures_have_modulations_of_their_own(as_on_a_gpu):  # noqa: F811
+def test_given_pictures_have_modulations_of_their_own(as_on_a_gpu):
     transformer = tiny.pipeline("z-image").transformer
     with torch.no_grad():
         (plain,) = transformer(**omni(), return_dict=False)[0]
@@ -63,7 +63,7 @@ def test_given_pictures_have_modulations_of_their_own(as_on_a_gpu):  # noqa: F81
     assert 0 < distance(fused, plain) < 1e-5
 
 
-def test_a_mask_of_one_sample_hides_nothing(as_on_a_gpu, monkeypatch):  # noqa: F811
+def test_a_mask_of_one_sample_hides_nothing(as_on_a_gpu, monkeypatch):
     """Older versions of diffusers always pass one."""
     transformer = tiny.pipeline("z-image").transformer
     build = type(transformer)._build_unified_sequence
@@ -82,7 +82,7 @@ def test_a_mask_of_one_sample_hides_nothing(as_on_a_gpu, monkeypatch):  # noqa: 
 
 
 @pytest.mark.parametrize("name", ["attention_norm2", "ffn_norm1"])
-def test_a_norm_of_another_kind_is_called(name, as_on_a_gpu, monkeypatch):  # noqa: F811
+def test_a_norm_of_another_kind_is_called(name, as_on_a_gpu, monkeypatch):
     block = tiny.pipeline("z-image").transformer.layers[1]
     monkeypatch.setitem(block._modules, name, torch.nn.LayerNorm(64))
     plain = tiny.output("z-image", 2, **CASES["turbo"])
