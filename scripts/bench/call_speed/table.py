@@ -18,7 +18,7 @@ LABELS = {
 MEANING = """\
 Seconds of one call with random weights in bf16. Denoising: from the first to the last transformer call. Speed-up: of
 the whole call, over diffusers on one GPU of the same kind. Computed steps are fixed; tiles left out are random.
-diffusers decodes HunyuanVideo in tiles, as the model's page advises, and dit-accel in one piece, in less memory."""
+diffusers decodes HunyuanVideo in tiles, as the model's page advises, and dit-accel in one piece."""
 
 
 def measured(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
