@@ -6,10 +6,10 @@
     python -m scripts.bench.calls --tiny                              # the same paths on the CPU, at toy size
 
 The ways of a call: diffusers as it is, with compiled blocks, with cache-dit and compiled blocks, and accelerated by
-preset `exact` or `balanced`, and for videos by one that leaves out half of the attention tiles; several GPUs run only
-the presets. Errors of forecasts and attention maps mean nothing with random weights, so the computed steps are fixed,
-and are the same for `balanced` and cache-dit, and the tiles are random. Each call is checked: its latents are
-finite, and its result has the right sides.
+preset `exact` or `balanced`, for few steps with layers in 8 bits, and for videos by one that leaves out half of the
+attention tiles; several GPUs run only the presets. Errors of forecasts and attention maps mean nothing with random
+weights, so the computed steps are fixed, and are the same for `balanced` and cache-dit, and the tiles are random. Each
+call is checked: its latents are finite, and its result has the right sides.
 
 The JSON is written after each row. Rows of earlier commands stay in the file unless they are measured again.
 """

@@ -207,7 +207,10 @@ CASES = {
         {"": ("qwen2.5-vl-7b", 34 + 128)},  # the pipeline drops 34 tokens of its template
         "qwen-image",
         _shifting(base_shift=0.5, max_shift=0.9, shift_terminal=0.02),
-        (Call(50, EVERY_FIFTH, 2, {"true_cfg_scale": 4.0, "negative_prompt": " "}),),
+        (
+            Call(50, EVERY_FIFTH, 2, {"true_cfg_scale": 4.0, "negative_prompt": " "}),
+            Call(4, None, arguments={"true_cfg_scale": 1.0}),  # as with a LoRA for four steps
+        ),
     ),
     "z-image-turbo": Case(
         "z-image-turbo",

@@ -26,7 +26,7 @@ from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
 
 Row = dict[str, Any]
 Describe = Callable[[], Row]  # facts of the latest call
-OURS = ("exact", "balanced", "sparse")
+OURS = ("exact", "balanced", "float8", "sparse")
 WHOLE = ("cache-dit", *OURS)  # ways whose kernels only a whole call compiles
 TILES = 0.5  # computed share of the tiles of way `sparse`
 
@@ -67,13 +67,13 @@ def _cache_dit(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
 
 
 @contextmanager
-def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset) -> Iterator[Describe]:
+def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset, **sections: Any) -> Iterator[Describe]:
     schedule = {}
     if name != "exact" and call.schedule is not None:
         warmup, interval = call.schedule
         schedule = {"schedule": {"control": "interval", "warmup": warmup, "interval": interval, "cooldown": 1}}
     stages = {"prompts": False, "share": dist.is_initialized()}  # each call has a new prompt
-    preset = preset_for(pipe, name, **schedule, stages=stages)
+    preset = preset_for(pipe, name, **schedule, **sections, stages=stages)
 
     def describe() -> Row:
         report = pipe.dit_accel.report()
@@ -91,6 +91,14 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset) -> Itera
 
 
 @contextmanager
+def _float8(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+    """Compute linear layers in 8 bits, on the steps of `balanced` where it leaves steps out."""
+    name = "exact" if call.schedule is None else "balanced"
+    with _accelerated(pipe, call, count, name, linear={"dtype": "float8"}) as describe:
+        yield lambda: {"linear": "float8", **describe()}
+
+
+@contextmanager
 def _sparse(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
     """Leave random tiles out of computed steps after the warm-up: attention maps of random weights are noise."""
     if not call.sparse:
@@ -105,14 +113,16 @@ WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = 
     "compiled": _compiled,
     "exact": partial(_accelerated, name="exact"),
     "balanced": partial(_accelerated, name="balanced"),
+    "float8": _float8,
     "sparse": _sparse,
     "cache-dit": _cache_dit,  # last, because it leaves attributes behind
 }
 
 
 def ways_of(call: Call, *, alone: bool) -> list[str]:
-    """Return the ways that are timed by default: ``exact`` where steps are few; only ours on several GPUs."""
-    which = {"exact": call.steps <= FEW_STEPS, "balanced": call.schedule is not None, "sparse": bool(call.sparse)}
+    """Return the ways that are timed by default: ``exact`` and 8 bits where steps are few; ours on several GPUs."""
+    few = call.steps <= FEW_STEPS
+    which = {"exact": few, "balanced": call.schedule is not None, "float8": few, "sparse": bool(call.sparse)}
     ours = [way for way in OURS if which[way]]
     return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
 
