@@ -75,8 +75,8 @@ def test_default_ways():
     """Few steps are all computed, in 8 bits too; several GPUs run only the presets."""
     shown = {name: ways_of(case.calls[0], alone=True) for name, case in CASES.items()}
     assert shown["flux"] == ["eager", "compiled", "balanced", "cache-dit"]
-    assert shown["flux-schnell"] == ["eager", "compiled", "exact", "float8"]
-    assert shown["z-image-turbo"] == ["eager", "compiled", "exact", "balanced", "float8", "cache-dit"]
+    assert shown["flux-schnell"] == ["eager", "compiled", "exact", "int8", "float8"]
+    assert shown["z-image-turbo"] == ["eager", "compiled", "exact", "balanced", "int8", "float8", "cache-dit"]
     assert ways_of(CASES["flux"].calls[0], alone=False) == ["balanced"]
     assert ways_of(CASES["hunyuan"].calls[0], alone=False) == ["balanced", "sparse"]
 

@@ -122,7 +122,8 @@ def call_table(found: list[dict]) -> str:
     if not found:
         return "Whole calls of full-size models were not measured yet."
     stages = list(found[0]["stages"])
-    others = {"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles", "float8": "float8"}
+    others = {"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"}
+    others |= {"int8": "int8", "float8": "float8"}
     titles = ("call", "GPUs", "computed", *(f"{name}, s" for name in (*stages, "whole call", *others.values())))
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for row in found:

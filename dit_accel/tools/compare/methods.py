@@ -104,7 +104,8 @@ def of_preset(series: str, name: str, preset: Preset) -> Method:
             yield {}
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
-    reports_work = preset.forecast.level != "output" or leaves_tiles_out
+    bypasses_leaves = preset.linear.dtype is not None  # whose FLOPs would not be counted
+    reports_work = preset.forecast.level != "output" or leaves_tiles_out or bypasses_leaves
     return Method(series, name, put_on, reports_work, _digest(preset))
 
 

@@ -13,6 +13,7 @@ LABELS = {
     "cache-dit": "cache-dit, compiled blocks",
     "exact": "dit-accel `exact`",
     "balanced": "dit-accel `balanced`",
+    "int8": "dit-accel, layers in int8",
     "float8": "dit-accel, layers in float8",
     "sparse": "dit-accel, half of the tiles left out",
 }

@@ -26,7 +26,7 @@ from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
 
 Row = dict[str, Any]
 Describe = Callable[[], Row]  # facts of the latest call
-OURS = ("exact", "balanced", "float8", "sparse")
+OURS = ("exact", "balanced", "int8", "float8", "sparse")
 WHOLE = ("cache-dit", *OURS)  # ways whose kernels only a whole call compiles
 TILES = 0.5  # computed share of the tiles of way `sparse`
 
@@ -91,11 +91,11 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset, **sectio
 
 
 @contextmanager
-def _float8(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+def _in_8_bits(pipe: Any, call: Call, count: int, dtype: str) -> Iterator[Describe]:
     """Compute linear layers in 8 bits, on the steps of `balanced` where it leaves steps out."""
     name = "exact" if call.schedule is None else "balanced"
-    with _accelerated(pipe, call, count, name, linear={"dtype": "float8"}) as describe:
-        yield lambda: {"linear": "float8", **describe()}
+    with _accelerated(pipe, call, count, name, linear={"dtype": dtype}) as describe:
+        yield lambda: {"linear": dtype, **describe()}
 
 
 @contextmanager
@@ -113,7 +113,8 @@ WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = 
     "compiled": _compiled,
     "exact": partial(_accelerated, name="exact"),
     "balanced": partial(_accelerated, name="balanced"),
-    "float8": _float8,
+    "int8": partial(_in_8_bits, dtype="int8"),
+    "float8": partial(_in_8_bits, dtype="float8"),
     "sparse": _sparse,
     "cache-dit": _cache_dit,  # last, because it leaves attributes behind
 }
@@ -122,7 +123,8 @@ WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = 
 def ways_of(call: Call, *, alone: bool) -> list[str]:
     """Return the ways that are timed by default: ``exact`` and 8 bits where steps are few; ours on several GPUs."""
     few = call.steps <= FEW_STEPS
-    which = {"exact": few, "balanced": call.schedule is not None, "float8": few, "sparse": bool(call.sparse)}
+    which = {"exact": few, "balanced": call.schedule is not None, "sparse": bool(call.sparse)}
+    which |= {"int8": few, "float8": few}
     ours = [way for way in OURS if which[way]]
     return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
 

@@ -105,15 +105,22 @@ def low_settings(pipe: Any, steps: int, peers: Sequence[str]) -> list[Method]:
 
 
 def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str, Any]) -> list[Method]:
-    """Settings on top of runs with few steps: our presets, the closed loop over targets, some of each other method."""
+    """Settings on top of runs with few steps.
+
+    These are our presets, the closed loop over targets, all steps with layers in 8 bits, and some of each other method.
+    """
     presets = [_loop(pipe, name, OURS, name=name, **changes) for name in ("quality", "balanced", "turbo")]
     swept = [
         _loop(pipe, "turbo", series, target_error=target, **LOOPS[series], **changes)
         for series in LOOPS
         for target in FEW_TARGETS
     ]
+    narrow = [
+        replace(our_methods(pipe, [preset_for(pipe, "exact", linear={"dtype": dtype})])[0], name=f"layers in {dtype}")
+        for dtype in ("int8", "float8")
+    ]
     others = [method for name in peers for method in spread(PEERS[name].methods(steps), 4)]
-    return _distinct([*presets, *swept, *_intervals(pipe, FEW_INTERVALS), *others])
+    return _distinct([*presets, *swept, *narrow, *_intervals(pipe, FEW_INTERVALS), *others])
 
 
 def _loop(pipe: Any, preset: str, series: str, *, name: str | None = None, **changes: Any) -> Method:
