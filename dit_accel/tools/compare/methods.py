@@ -36,7 +36,7 @@ class Method:
         name: unique name of the setting.
         put_on: context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
         reports_work: whether the computed fraction comes from the run's own report. True for our presets that skip
-            rows or tiles, whose kernels skip work that the layers don't show.
+            rows or tiles or multiply in 8 bits, because their kernels replace the layers whose FLOPs are counted.
         digest: hash of the preset's values, which detects an edited preset; empty for other methods, whose names hold
             all values.
     """
@@ -104,8 +104,7 @@ def of_preset(series: str, name: str, preset: Preset) -> Method:
             yield {}
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
-    bypasses_leaves = preset.linear.dtype is not None  # whose FLOPs would not be counted
-    reports_work = preset.forecast.level != "output" or leaves_tiles_out or bypasses_leaves
+    reports_work = preset.forecast.level != "output" or leaves_tiles_out or preset.linear.dtype is not None
     return Method(series, name, put_on, reports_work, _digest(preset))
 
 

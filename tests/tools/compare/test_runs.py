@@ -134,10 +134,15 @@ def test_a_method_that_fails_is_a_row_with_its_error(bench):
 
 
 def test_our_presets_and_a_sweep_of_the_target(bench):
-    """Closed-loop presets are ours, fixed schedules on our engine are other methods; head levels report their work."""
+    """Closed-loop presets are ours, fixed schedules on our engine are other methods.
+
+    Head levels and layers in 8 bits report their work.
+    """
     methods = our_methods(bench.pipe, ["turbo", "flux-flashomni-paper", "flux-taylorseer"], "balanced")
     assert [method.ours for method in methods[:3]] == [True, False, False]
     assert [method.reports_work for method in methods[:3]] == [False, True, True]
+    (narrow,) = our_methods(bench.pipe, [load_preset("exact", linear={"dtype": "int8"})])
+    assert narrow.reports_work
     assert all(method.ours and "target_error=" in method.name for method in methods[3:])
     assert not any(method.ours for method in fixed_schedules(bench.pipe))
     row = bench.measure(methods[1])
