@@ -111,7 +111,7 @@ def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str,
     """
     presets = [_loop(pipe, name, OURS, name=name, **changes) for name in ("quality", "balanced", "turbo")]
     swept = [
-        _loop(pipe, "turbo", series, target_error=target, **LOOPS[series], **changes)
+        _loop(pipe, "turbo", series, **{"target_error": target, **LOOPS[series], **changes})
         for series in LOOPS
         for target in FEW_TARGETS
     ]
