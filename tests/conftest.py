@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 
 # Fixtures of these start several processes. Workers share the last tests among them, so each would start its own.
-FIRST = ("tests/test_parallel.py", "tests/stages/test_sharing.py")
+FIRST = ("tests/test_parallel.py", "tests/stages/test_sharing.py", "tests/test_site.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -77,7 +77,9 @@ def test_settings_are_measured_beside_the_plain_run(tmp_path, mode, monkeypatch)
     """Rows of the loop, brought to the fraction by its target, and of its rivals; tables, a figure and a sheet."""
     few = mode == "few"
     options = ["--smoke", "--models", "demo-flux", "--output", str(tmp_path / "found")]
-    monkeypatch.setattr(sys, "argv", ["low_work.py", *options, *(["--few-steps", "8"] if few else [])])
+    monkeypatch.setattr(
+        sys, "argv", ["low_work.py", *options, *(["--few-steps", "8", "--set", "warmup=3"] if few else [])]
+    )
     low_work.main()
     found = json.loads((tmp_path / "found.json").read_text())
     rows = [row for row in found["rows"] if row["series"] != "plain"]
