@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from dit_accel.tools.demo import demo_path
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.metrics import IDENTICAL, psnr
 from scripts.demo_training.drawing import draw_bank
 from scripts.demo_training.exporting import paint, write_folder
 from scripts.demo_training.flow import PromptedFlow, compile_blocks, image_positions
@@ -68,10 +69,9 @@ def main() -> None:
 
 def sigmas_of(pipe: FluxPipeline, steps: int, size: int) -> torch.Tensor:
     """Noise levels of a call, float32 ``[steps + 1]`` from 1 to 0."""
-    config, tokens = pipe.scheduler.config, (size // 16) ** 2
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-    scheduler = copy.deepcopy(pipe.scheduler)
-    shift = config.base_shift + slope * (tokens - config.base_image_seq_len)
+    scheduler, config = copy.deepcopy(pipe.scheduler), pipe.scheduler.config
+    ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+    shift = calculate_shift((size // 16) ** 2, *ends)
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
     return scheduler.sigmas
 
@@ -99,12 +99,13 @@ def distil(
     pace = Pace("distilled", options.seconds, options.rate, most_steps=2 if options.smoke else None)
     generator = torch.Generator(device).manual_seed(3)
     positions = image_positions(size, device)
+    stride = SOLVED_IN // options.steps
+    levels = sigmas[::stride]
     while pace.spent < 1:
         rows = torch.randint(len(text[0]), (options.batch,), device=device, generator=generator)
         given = (text[0][rows], text[1][rows], positions)
         noise = torch.randn(len(rows), len(positions), 64, device=device, generator=generator)
-        path = _solve(teacher, noise, sigmas, given)[:: SOLVED_IN // options.steps]
-        levels = sigmas[:: SOLVED_IN // options.steps]
+        path = _solve(teacher, noise, sigmas, given)[::stride]
         total = torch.zeros((), device=device)
         for start in range(options.steps):
             velocity = _velocity(flow, path[start], levels[start], given)
@@ -142,7 +143,7 @@ def fidelity(demo: ImageDemo, teacher: FluxPipeline, student: FluxPipeline, step
     scenes = [item.scene for item in prompts]
     return {
         name: {
-            "psnr": [round(min(100.0, psnr(*pair)), 2) for pair in zip(whole, painted, strict=True)],
+            "psnr": [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(whole, painted, strict=True)],
             **demo.agreement(demo.read(painted.to(teacher.device)), scenes),
         }
         for name, painted in runs.items()
