@@ -337,10 +337,11 @@ def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
+    rest = "by forecasts; fused kernels and --set linear.dtype=int8 remain (docs/guide/choosing.md, Few steps)."
     if steps <= NOTHING_TO_SKIP:
-        return [f"balanced computes all or nearly all of {steps} steps: no speed-up."]
+        return [f"balanced computes all or nearly all of {steps} steps: no speed-up {rest}"]
     if steps <= FEW_STEPS:
-        return [f"Most or all of {steps} steps are computed: expect little or no speed-up."]
+        return [f"Most or all of {steps} steps are computed: expect little or no speed-up {rest}"]
     return []
 
 
