@@ -18,28 +18,10 @@ if TYPE_CHECKING:
 
 DISTILLED = ("turbo", "lightning", "hyper", "lightx2v", "distill")  # parts of ids; family files have more
 WITH_UNET = (  # parts of names of models that denoise with a UNet
-    *(
-        "sdxl",
-        "stablediffusionxl",
-        "stablediffusionv1",
-        "stablediffusion2",
-        "stablediffusionv2",
-        "stablevideodiffusion",
-    ),
-    *("sdturbo", "ssd1b", "playgroundv2", "animatediff", "animagine", "juggernautxl", "realvisxl", "dreamshaper"),
+    *("sdxl", "stablediffusionxl", "stablediffusionv1", "stablediffusion2", "stablediffusionv2", "sdturbo", "ssd1b"),
+    *("stablevideodiffusion", "playgroundv2", "animatediff", "animagine", "juggernautxl", "realvisxl", "dreamshaper"),
     *("kandinsky2", "kandinsky3", "kolors", "stablecascade", "wuerstchen", "deepfloyd", "audioldm", "musicldm"),
-)
-_UNET = (  # parts of names of models that denoise with a UNet
-    *(
-        "sdxl",
-        "stablediffusionxl",
-        "stablediffusionv1",
-        "stablediffusion2",
-        "stablediffusionv2",
-        "stablevideodiffusion",
-    ),
-    *("sdturbo", "ssd1b", "playgroundv2", "animatediff", "animagine", "juggernautxl", "kandinsky2", "kandinsky3"),
-    *("stablecascade", "wuerstchen", "koloradiffusers", "kolors", "ifixl", "latentconsistency", "dreamshaper"),
+    *("ifixl", "latentconsistency"),
 )
 _UNET = "model must be a diffusion transformer, got {}, which denoises with a UNet; a UNet can't be accelerated"
 
@@ -53,7 +35,7 @@ class Identity:
         family: name of the family in presets; ``any`` for an unknown family.
         is_video: whether the model makes videos.
         is_distilled: whether its name says that it is distilled for few steps.
-        is_loadable: whether the name can be loaded; False for the name of a family.
+        is_loadable: whether the name can be loaded; False for a family's name and an id without its owner.
         steps: number of steps that the model is distilled for, if its name says so.
     """
 
@@ -89,7 +71,8 @@ def identify(model: str) -> Identity:
     """Find the family of a model.
 
     Args:
-        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
+        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub; of a known
+            family also without its owner, such as ``qwen-image``.
 
     Raises:
         UnsupportedError: ``model`` is none of these, or denoises with a UNet.
@@ -114,15 +97,23 @@ def identify(model: str) -> Identity:
         name = next((name for name, family in families.items() if family.model in classes), "any")
         is_video = _makes_videos(name) or any("Video" in each for each in classes)
         return Identity(model, name, is_video, is_distilled, steps=steps)
-    if model.count("/") != 1 or folder.exists():
+    words = {
+        word: name
+        for name, family in families.items()
+        for word in (*family.words, *family.distilled)
+        if word in squeezed
+    }
+    has_owner = model.count("/") == 1
+    is_bare = "/" not in model and not model.startswith("demo-")
+    if folder.exists() or not (has_owner or (is_bare and words)):
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
             f"({', '.join(demo_names())}) or a family ({', '.join([*families, 'any'])}), got {shown(model)}"
         )
-    words = {word: name for name, family in families.items() for word in family.words if word in squeezed}
     # The longest word wins; for equal lengths the last family, which is the most specific.
     name = words[max(reversed(words), key=len)] if words else "any"
-    return Identity(model, name, _makes_videos(name) or "video" in squeezed, is_distilled, steps=steps)
+    is_video = _makes_videos(name) or "video" in squeezed
+    return Identity(model, name, is_video, is_distilled, is_loadable=has_owner, steps=steps)
 
 
 @cache

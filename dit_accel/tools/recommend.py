@@ -242,7 +242,7 @@ def recommend(
         if (run.family, run.card, run.size) == (identity.family, name, size)
         and not (run.without and run.without in model.lower())
     ]
-    choices = _choices(identity, size)
+    choices = _choices(identity, size, steps)
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
     notes = [
         *(run.sentence for run in timed),
@@ -317,8 +317,13 @@ def _not_measured(
     return f"Speed was not measured{length} for {model.name}{kind} on {where}{asked}."
 
 
-def _choices(model: Identity, size: tuple[int | None, ...]) -> tuple[Choice, ...]:
+def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -> tuple[Choice, ...]:
     """Return presets in the order in which to try them."""
+    if steps is not None and steps <= NOTHING_TO_SKIP:
+        return (
+            Choice("exact", "first choice: computes every step, with fused kernels"),
+            Choice("turbo", "leaves out one step of four; details change"),
+        )
     choices = (
         Choice("balanced", "first choice"),
         Choice("quality", "closer to the plain result"),
@@ -337,11 +342,11 @@ def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
-    rest = "by forecasts; fused kernels and --set linear.dtype=int8 remain (docs/guide/choosing.md, Few steps)."
+    rest = "--set linear.dtype=int8 makes computed steps faster (docs/guide/choosing.md, Few steps)."
     if steps <= NOTHING_TO_SKIP:
-        return [f"balanced computes all or nearly all of {steps} steps: no speed-up {rest}"]
+        return [f"Of {steps} steps there is none to forecast without loss: {rest}"]
     if steps <= FEW_STEPS:
-        return [f"Most or all of {steps} steps are computed: expect little or no speed-up {rest}"]
+        return [f"Most or all of {steps} steps are computed, so forecasts save little: {rest}"]
     return []
 
 
