@@ -322,7 +322,7 @@ def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -
     if steps is not None and steps <= NOTHING_TO_SKIP:
         return (
             Choice("exact", "first choice: computes every step, with fused kernels"),
-            Choice("turbo", "leaves out one step of four; details change"),
+            Choice("turbo", "may leave out a step; details change"),
         )
     choices = (
         Choice("balanced", "first choice"),
