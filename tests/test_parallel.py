@@ -59,6 +59,15 @@ def test_each_rank_expects_the_memory_that_it_takes(found, family, case):
         assert rank[case]["held"] == pytest.approx(rank[case]["expected"], rel=1e-2)
 
 
+@pytest.mark.parametrize("preset", SHARED)
+@pytest.mark.parametrize("case", ["flux", "wan", "3 heads"])
+def test_any_number_of_tokens_and_heads_can_be_shared(found, case, preset):
+    """37 tokens of text, 45 of video, or three heads, on two ranks; estimates are of the rank with most heads."""
+    first, second = (rank[f"{case}, {preset}"] for rank in on_both(found, "any_size"))
+    require_as_alone(first, second)
+    assert first["fallbacks"] == [] and first["held"] == pytest.approx(first["expected"], rel=1e-2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_leave_tiles_out(found, family):
     """Symbols are computed where a rank has all tokens of its heads; both report the highest computed share."""
@@ -167,7 +176,7 @@ def test_a_branch_that_is_called_twice_in_a_step_waits_for_nobody(found):
     [
         ("count", "got 4 × 1 and 2: start as many with torchrun"),
         ("plan", "ulysses must be 1 for SD3Transformer2DModel"),
-        ("heads", "ulysses must divide the 3 attention heads of pipe.transformer, got 2"),
+        ("heads", "2 devices can't share the 1 attention heads of pipe.transformer"),
         ("twice", "pipe.transformer is parallel already"),
     ],
 )

@@ -194,8 +194,9 @@ class FamilyDriver(TransformerDriver):
         layout = self.family.tokens(self.transformer, arguments).layout(preset.blocks.size)
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
-        size, degree = self.family.size(self.transformer, arguments, layout, symbols), parallel_degree(self.transformer)
-        return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # share of one device
+        size = self.family.size(self.transformer, arguments, layout, symbols)
+        own = -(-heads // parallel_degree(self.transformer))  # heads of the device that has most
+        return replace(size, width=size.width * own // heads, symbols=size.symbols * own // heads)
 
     def lengths(self, arguments: Arguments) -> tuple:
         """Text tokens that blocks get: a mask of the same shape may have another length."""

@@ -110,6 +110,21 @@ def lift_split(module: torch.nn.Module) -> None:
         lift_hook(module, name)
 
 
+def before_splits(model: torch.nn.Module, watch: Callable[[torch.Tensor, int], None]) -> None:
+    """Call ``watch(tensor, axis)`` whenever diffusers is about to split a tensor of a call among ranks."""
+
+    def watched(prepare: Callable, x: torch.Tensor, plan: Any) -> torch.Tensor:
+        if plan.expected_dims in (None, x.dim()):  # others stay whole
+            watch(x, plan.split_dim)
+        return prepare(x, plan)
+
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in () if registry is None else registry.hooks.values():
+            if type(hook).__name__ == SPLIT_HOOK:
+                hook._prepare_cp_input = partial(watched, hook._prepare_cp_input)
+
+
 def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:
     """Return our hook of that name on a module, from any acceleration; None = there is none."""
     registry = getattr(module, "_diffusers_hook", None)

@@ -389,5 +389,5 @@ def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[
     way = ",".join(f"{name}={count}" for name, count in ways.items() if count > 1)
     notes = [f"Each GPU holds the whole pipeline ({page})."]
     if ways["ulysses"] > 1:
-        notes.append(f"The model's attention heads must divide by {ways['ulysses']}.")
+        notes.append(f"It is fastest if the numbers of tokens and attention heads divide by {ways['ulysses']}.")
     return way, notes

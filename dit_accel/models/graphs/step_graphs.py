@@ -34,7 +34,7 @@ from dit_accel.models.graphs.limits import (
     why_not_preset,
 )
 from dit_accel.models.graphs.state import ModelState
-from dit_accel.models.parallel.context_parallel import parallel_degree
+from dit_accel.models.parallel.context_parallel import exchanges_sizes, parallel_degree
 
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with skipped tiles, and twice as many to spare
 NEW = object()  # marks the first call of a kind
@@ -153,7 +153,10 @@ class StepGraphs:
 
     def _decide(self, trial: Trial, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
         """Capture a measured call, or return why not."""
-        is_shared = parallel_degree(self._driver.transformer) > 1
+        transformer = self._driver.transformer
+        if exchanges_sizes(transformer):
+            return "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
+        is_shared = parallel_degree(transformer) > 1
         return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
 
     def _say(self, reason: str | None, leaves: list) -> None:

@@ -64,6 +64,12 @@ def parallel_degree(transformer: nn.Module) -> int:
     return 1 if config is None else config.ring_degree * config.ulysses_degree
 
 
+def exchanges_sizes(transformer: nn.Module) -> bool:
+    """Return True if devices that share the present call ask for each other's numbers of tokens (Ulysses Anything)."""
+    config = config_of(transformer)
+    return config is not None and config.ulysses_anything
+
+
 def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
     """Return the maximum over ranks of measured numbers, float32 ``[N]``, so that all ranks make the same decisions.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dit_accel.errors import UnsupportedError, require_counts
 from dit_accel.models import denoisers
 from dit_accel.models.families import known_family
+from dit_accel.models.hooks import before_splits, watching
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.models.parallel.context_parallel import config_of, split_plan
 
@@ -23,8 +24,8 @@ def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> A
 
     Args:
         pipe: a diffusers pipeline with a transformer, loaded by every process on its own device.
-        ulysses: number of devices that share the tokens of a transformer call (diffusers' context parallelism); the
-            number of the model's heads must be divisible by it.
+        ulysses: number of devices that share the tokens of a transformer call (diffusers' context parallelism). Calls
+            are fastest if it divides the numbers of tokens and of heads; otherwise diffusers' "Ulysses Anything" runs.
         branches: number of devices, or of groups of ``ulysses`` devices, that share branches of guidance: 2 if the
             pipeline calls its transformer once with and once without the prompt. Needs ``accelerate_pipeline``; preset
             `exact` is enough.
@@ -60,8 +61,11 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
         if config_of(transformer) is not None or getattr(transformer, GROUP, None) is not None:
             raise UnsupportedError(f"pipe.{name} is parallel already: reload the pipeline to change it")
         heads = getattr(transformer.config, "num_attention_heads", ulysses)
-        if heads % ulysses:
-            raise UnsupportedError(f"ulysses must divide the {heads} attention heads of pipe.{name}, got {ulysses}")
+        if -heads % ulysses >= -(-heads // ulysses):
+            raise UnsupportedError(
+                f"ulysses must leave no device without a head: {ulysses} devices can't share the {heads} attention "
+                f"heads of pipe.{name}"
+            )
         if ulysses > 1 and split_plan(transformer, known_family(transformer)) is None:
             raise UnsupportedError(
                 f"ulysses must be 1 for {type(transformer).__name__}, because diffusers has no plan to split its "
@@ -72,10 +76,29 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
 def _share_tokens(transformer: torch.nn.Module, ulysses: int, mesh: dist.DeviceMesh) -> None:
     from diffusers import ContextParallelConfig
 
-    config = ContextParallelConfig(ulysses_degree=ulysses, mesh=mesh)
+    divides_heads = getattr(transformer.config, "num_attention_heads", ulysses) % ulysses == 0
+    config = ContextParallelConfig(ulysses_degree=ulysses, mesh=mesh, ulysses_anything=not divides_heads)
     plan = split_plan(transformer, known_family(transformer))
     with _countable_devices():
         transformer.enable_parallelism(config=config, cp_plan=plan)
+    if divides_heads:
+        _allow_any_size(transformer, ulysses)
+
+
+def _allow_any_size(transformer: torch.nn.Module, ulysses: int) -> None:
+    """Let diffusers share out tokens that the devices do not divide; its exchange then first asks for all sizes."""
+    config = config_of(transformer)
+
+    @watching
+    def begin(*_: Any) -> None:
+        config.ulysses_anything = False
+
+    def watch(x: torch.Tensor, axis: int) -> None:
+        if x.shape[axis] % ulysses:
+            config.ulysses_anything = True
+
+    transformer.register_forward_pre_hook(begin)
+    before_splits(transformer, watch)
 
 
 @contextmanager
