@@ -14,7 +14,7 @@ from dit_accel.serving.api import RequestError
 from dit_accel.serving.dispatcher import Cancelled
 
 SLOWEST_BODY = 10.0  # seconds
-MOST_FIELDS = 100
+MOST_FIELDS = 100  # of a form, and as many files
 
 
 def is_form(request: Request) -> bool:
@@ -48,8 +48,8 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def read_form(request: Request, most: int, files: int) -> list[tuple[str, str | bytes]]:
-    """Read a form of up to ``most`` bytes and ``files`` files; return its names and values, bytes for files.
+async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:
+    """Read a form of up to ``most`` bytes; return its names and values, bytes for files.
 
     Raises:
         RequestError: as in :func:`read_body`, or the body is no such form.
@@ -62,7 +62,7 @@ async def read_form(request: Request, most: int, files: int) -> list[tuple[str, 
     try:
         if not is_form(request):
             raise MultiPartException("Content-Type is another one.")
-        form = await MultiPartParser(request.headers, chunks(), max_files=files, max_fields=MOST_FIELDS).parse()
+        form = await MultiPartParser(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
     except (MultiPartException, ValueError) as error:
         message = f"the body must be multipart/form-data: {shortened(str(error))}"
         raise RequestError(message, code="invalid_form") from None

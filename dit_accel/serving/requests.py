@@ -9,7 +9,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from dit_accel.errors import PresetError, shortened, shown
@@ -22,7 +22,7 @@ from dit_accel.serving.prompts import Job
 LONGEST_PROMPT = 4000  # characters
 SIDE_UNIT = 16  # pixels of one token in most models
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
-FILES = ("image", "input_reference")  # fields of forms that are files
+FILES = ("image", "mask", "input_reference")  # fields of forms that are files
 
 Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
 
@@ -87,15 +87,20 @@ class ImageRequest(PromptRequest):
 
 
 class EditRequest(ImageRequest):
-    """Form of ``POST /v1/images/edits``: the fields of :class:`ImageRequest`, ``strength``, and the input image."""
+    """Form of ``POST /v1/images/edits``: the fields of :class:`ImageRequest`, ``strength``, input images, and a mask
+    that is white where the first image changes.
+    """
 
     event: ClassVar[str] = "image_edit"
-    image: InstanceOf[Image.Image]
+    image: list[InstanceOf[Image.Image]]
+    mask: InstanceOf[Image.Image] | None = None
     strength: float | None = Field(None, gt=0, le=1)
 
     def jobs(self) -> list[Job]:
-        own = {"image": self.image} | ({} if self.strength is None else {"strength": self.strength})
-        return [replace(job, settings=job.settings | own) for job in super().jobs()]
+        images = self.image if len(self.image) > 1 else self.image[0]
+        own = {"image": images, "mask": self.mask, "strength": self.strength}
+        given = {key: value for key, value in own.items() if value is not None}
+        return [replace(job, settings=job.settings | given) for job in super().jobs()]
 
 
 def _number(value: Any) -> Any:
@@ -141,12 +146,15 @@ def read_request(body: bytes, limits: Limits, model: str) -> ImageRequest:
 
 
 def read_edit(fields: Fields, limits: Limits, model: str) -> EditRequest:
-    """Check the fields of a form, and decode its image.
+    """Check the fields of a form, and decode its images.
 
     Raises:
-        RequestError: as in :func:`read_request`; or the image can't be read or is too large.
+        RequestError: as in :func:`read_request`; or an image can't be read or is too large, or there are too many.
     """
     request = _validated(_values(fields, EditRequest, limits), EditRequest)
+    if request.mask is not None and request.mask.size != request.image[0].size:
+        size, mask = ("x".join(map(str, each.size)) for each in (request.image[0], request.mask))
+        raise RequestError(f"mask must have the size of the first image, {size}, got {mask}", "mask", "invalid_value")
     _require_within(request, limits, model, n=(request.n, limits.images))
     return request
 
@@ -201,6 +209,7 @@ def _validated(values: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
 
 
 def _once(fields: Fields) -> dict[str, Any]:
+    """Return fields by their names; raise a ``RequestError`` if a name comes twice."""
     values: dict[str, Any] = {}
     for name, value in fields:
         if name in values:
@@ -211,29 +220,43 @@ def _once(fields: Fields) -> dict[str, Any]:
 
 def _values(fields: Fields, kind: type[BaseModel], limits: Limits) -> dict[str, Any]:
     """Return the fields of a form, with images decoded; check which of them are files."""
-    named = [("image" if name == "image[]" else name, value) for name, value in fields]  # OpenAI's name of a list
-    values = _once(named)
+    images = [value for name, value in fields if name in ("image", "image[]")]  # OpenAI's names of one and of several
+    if len(images) > limits.images:
+        message = f"image must be given at most {limits.images} times, got {len(images)}"
+        raise RequestError(message, "image", "limit_exceeded")
+    values = _once([field for field in fields if field[0] not in ("image", "image[]")])
+    if images:
+        values["image"] = images
     for name in (each for each in kind.model_fields if each in values):
-        if isinstance(values[name], bytes) != (name in FILES):
+        parts = values[name] if name == "image" else [values[name]]
+        if any(isinstance(part, bytes) != (name in FILES) for part in parts):
             rule = "a file" if name in FILES else "text, not a file"
             raise RequestError(f"{name} must be {rule}", name, "invalid_value")
         if name in FILES:
-            values[name] = _decoded(values[name], name, limits)
+            decoded = [_decoded(part, name, limits) for part in parts]
+            values[name] = decoded if name == "image" else decoded[0]
     return values
 
 
 def _decoded(file: bytes, name: str, limits: Limits) -> Image.Image:
+    """Return the image of a file: of a mask grey levels, white where the image changes, otherwise RGB."""
     try:
         with Image.open(BytesIO(file), formats=[name.upper() for name in SUFFIXES]) as image:
             if max(image.size) > limits.side:
                 size = "x".join(map(str, image.size))
                 message = f"{name} must have sides of at most {limits.side:,} pixels, got {size}"
                 raise RequestError(message, name, "limit_exceeded")
-            return image.convert("RGB")
+            return _mask(image) if name == "mask" else image.convert("RGB")
     except RequestError:
         raise
     except Exception:  # decoders raise errors of any type for broken files
         raise RequestError(f"{name} must be a {', '.join(SUFFIXES)} file", name, "invalid_value") from None
+
+
+def _mask(image: Image.Image) -> Image.Image:
+    """Return a mask as diffusers takes it; OpenAI's is transparent, not white, where the image changes."""
+    alpha = image.convert("RGBA").getchannel("A")
+    return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else image.convert("L")
 
 
 def _require_within(request: PromptRequest, limits: Limits, model: str, **counts: tuple[int, int]) -> None:

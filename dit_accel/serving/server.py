@@ -78,7 +78,7 @@ class ImageServer:
         return read_request(await read_body(request, self.limits.body), self.limits, self.served.model)
 
     async def _read_form(self, request: Request) -> EditRequest:
-        fields = await read_form(request, self.limits.upload, files=2)
+        fields = await read_form(request, self.limits.upload)
         return await asyncio.to_thread(read_edit, fields, self.limits, self.served.model)
 
     async def _answer(self, request: Request, read: Callable[[Request], Awaitable[ImageRequest]]) -> Response:

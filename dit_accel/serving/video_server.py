@@ -113,7 +113,7 @@ class VideoServer:
     async def _read(self, request: Request, store: VideoStore) -> VideoJob:
         body: Any
         if is_form(request):
-            body = await read_form(request, self._limits.upload, files=2)
+            body = await read_form(request, self._limits.upload)
         else:
             body = await read_body(request, self._limits.body)
         wanted = await asyncio.to_thread(read_video, body, self._limits, self._model, store.form)
