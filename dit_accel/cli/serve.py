@@ -52,14 +52,15 @@ class Options(RunOptions):
     max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
     max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
     max_frames: int = option("Most frames of a video.", default=300, min=1, max=MOST_FRAMES)
-    max_videos: int = option("Most finished videos that are kept, an hour each.", default=64, min=1, max=10_000)
+    max_videos: int = option(
+        "Most finished videos that each API key keeps, for an hour.", default=64, min=1, max=10_000
+    )
     max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
     max_upload: int = option(
         "Most bytes of a request's body that holds an image.", default=20 * 2**20, min=1024, max=2**30
     )
     max_seconds: float = option(
-        "Most seconds from a request to its answer, including the time in the queue; of a video, most seconds of its "
-        "run.",
+        "Most seconds from a request for images to its answer, with the time in the queue; of a video's run.",
         default=600.0,
         min=1,
         max=86_400,
@@ -99,7 +100,7 @@ class Options(RunOptions):
 
 @takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
 def command(given: Options) -> None:
-    """Serve images or videos over HTTP, with OpenAI's interface: each request may choose its preset or target_error.
+    """Serve images or videos over HTTP, with OpenAI's interface.
 
     dit-accel serve --model black-forest-labs/FLUX.1-dev --api-key-file keys.txt --host 0.0.0.0
 

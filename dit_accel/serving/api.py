@@ -26,7 +26,7 @@ class Limits:
         upload: bytes of a body with an image.
         seconds: from the request to its answer, including the time in the queue; of a video, seconds of its run.
         frames: frames of a video.
-        videos: number of finished videos that are kept.
+        videos: number of finished videos that are kept for each API key, and of failed ones.
         kept: seconds that a finished video is kept.
     """
 

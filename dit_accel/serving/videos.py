@@ -6,6 +6,7 @@ import math
 import re
 import secrets
 import time
+from collections import Counter
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +50,7 @@ class VideoJob(Task):
         super().__init__([request.job(form)], preset, SUFFIX)
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
-        self._status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+        self.status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
         self._progress, self._error, self._latest = 0, None, math.inf
         self._file, self._limits, self._metrics, self._lock = file, limits, metrics, RLock()
         frames, self._fps = request.frames(form), request.fps or form.fps
@@ -69,7 +70,7 @@ class VideoJob(Task):
 
     def to_json(self) -> dict[str, Any]:
         with self._lock:
-            state = {"status": self._status, "progress": self._progress, "error": self._error}
+            state = {"status": self.status, "progress": self._progress, "error": self._error}
             return {"id": self.id, "object": "video", **state, **self._facts}
 
     def open(self) -> BinaryIO:
@@ -79,8 +80,8 @@ class VideoJob(Task):
             RequestError: the video is not completed.
         """
         with self._lock:
-            if self._status != "completed":
-                message = f"the video is {self._status}; its content exists once its status is completed"
+            if self.status != "completed":
+                message = f"the video is {self.status}; its content exists once its status is completed"
                 raise RequestError(message, "video_id", "not_ready")
             return self._file.open("rb")
 
@@ -93,7 +94,7 @@ class VideoJob(Task):
     def begin(self) -> None:
         with self._lock:
             if self.ended is None:
-                self._status, self._latest = "in_progress", time.monotonic() + self._limits.seconds
+                self.status, self._latest = "in_progress", time.monotonic() + self._limits.seconds
 
     def step(self, job: Any, done: int, steps: int) -> None:
         if time.monotonic() > self._latest:
@@ -102,16 +103,20 @@ class VideoJob(Task):
         super().step(job, done, steps)
 
     def tell(self, event: Step | Made | BaseException | None) -> None:
+        if isinstance(event, Made):
+            self._file.write_bytes(event.data)  # which takes time, so that the lock stays free
         with self._lock:
             if self.ended is not None:
+                if isinstance(event, Made):  # the job was deleted, or took too long
+                    self._file.unlink(missing_ok=True)
                 return
             match event:
                 case Step(done=done, steps=steps):
                     self._progress = min(99, 100 * done // steps)
                 case Made():
-                    self._file.write_bytes(event.data)
                     self._complete(event)
                 case BaseException():
+                    self._file.unlink(missing_ok=True)  # half of it, if the disk is full
                     self._error = _of_video(self._metrics.counted(event)).to_json()["error"]
                     self._end("failed")
 
@@ -132,12 +137,12 @@ class VideoJob(Task):
         self._metrics.finish(self, [made])
 
     def _end(self, status: Literal["completed", "failed"]) -> None:
-        self._status, self.ended = status, time.monotonic()
+        self.status, self.ended = status, time.monotonic()
         self.jobs = []  # the input image needs memory
 
 
 class VideoStore:
-    """Jobs by their ids: all that wait or run, and ended ones up to the limits on number and age.
+    """Jobs by their ids: all that wait or run, and ended ones up to the limits on number (of each key) and age.
 
     Use it as a context manager; its end deletes all videos.
     """
@@ -194,12 +199,15 @@ class VideoStore:
             return [job for job in self._jobs.values() if job.owner == owner]
 
     def _drop_old(self) -> None:
-        """Delete ended jobs beyond the limits: old ones, and the oldest of too many."""
+        """Delete ended jobs beyond the limits: old ones, and of each key the oldest of too many.
+
+        Failed jobs are counted apart, so that they make no video go.
+        """
         ended = [(job.ended, job) for job in self._jobs.values() if job.ended is not None]
-        latest = time.monotonic() - self._limits.kept
-        surplus = len(ended) - self._limits.videos
-        for place, (when, job) in enumerate(sorted(ended, key=lambda each: each[0])):
-            if place < surplus or when < latest:
+        latest, newer = time.monotonic() - self._limits.kept, Counter[tuple[int | None, str]]()
+        for when, job in sorted(ended, key=lambda each: each[0], reverse=True):
+            newer[job.owner, job.status] += 1
+            if newer[job.owner, job.status] > self._limits.videos or when < latest:
                 del self._jobs[job.id]
                 job.discard()
 

@@ -66,8 +66,8 @@ class Worker:
         if not isinstance(self._medium, Clips):
             return None
         names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        unit = next((getattr(self._pipe, name) for name in names if hasattr(self._pipe, name)), 1)
-        return VideoForm(self._medium.fps, unit)
+        units = (getattr(self._pipe, name, None) for name in names)
+        return VideoForm(self._medium.fps, next(filter(None, units), 1))
 
     def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
         """Run a job with a preset of its own, which stays in use.

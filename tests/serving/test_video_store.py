@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,13 +69,17 @@ def test_a_full_queue_refuses_at_once():
 
 
 def test_ended_jobs_are_limited_in_number_and_age():
-    """The oldest ended job and its file make room for a new one; a job that waits or runs never does."""
+    """The oldest video and its file make room for a new one; failed jobs make none go."""
     store = videos.VideoStore(FORM, replace(LIMITS, videos=2, kept=1000.0))
 
     async def conversation(app, _):
         async with client(app) as http:
             jobs = [await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]) for _ in range(4)]
-            kept = [job["id"] for job in (await http.get(PATH, params={"order": "asc"})).json()["data"]]
+            for _ in range(3):
+                await ended(http, (await http.post(PATH, json=GOOD | {"prompt": "memory"})).json()["id"])
+            listed = (await http.get(PATH, params={"order": "asc"})).json()["data"]
+            assert [job["status"] for job in listed] == ["completed"] * 2 + ["failed"] * 2
+            kept = [job["id"] for job in listed[:2]]
             assert kept == [job["id"] for job in jobs[2:]] and len(files(store)) == 2
             store._jobs[kept[0]].ended -= 1001
             assert (await http.get(f"{PATH}/{kept[0]}")).status_code == 404
@@ -82,6 +88,40 @@ def test_ended_jobs_are_limited_in_number_and_age():
     with store, running(released(), videos=store) as both:
         asyncio.run(conversation(*both))
     assert not store.new_file().parent.exists()
+
+
+@pytest.mark.parametrize("problem", ["deleted", "full"])
+def test_half_a_file_does_not_stay(monkeypatch, problem):
+    """The job is deleted while its file is written, or the disk is full; the next job is made."""
+    store, begun, go_on = videos.VideoStore(FORM, LIMITS), threading.Event(), threading.Event()
+    write = Path.write_bytes
+
+    def write_slowly(path, data):
+        monkeypatch.undo()
+        write(path, data[: len(data) // 2])
+        begun.set()
+        go_on.wait(20)
+        if problem == "full":
+            raise OSError("no space left")
+        write(path, data)
+
+    async def conversation(app, dispatcher):
+        async with client(app) as http:
+            job = (await http.post(PATH, json=GOOD)).json()["id"]
+            await asyncio.to_thread(begun.wait, 20)
+            assert (await http.get(f"{PATH}/{job}")).json()["status"] == "in_progress" and len(files(store)) == 1
+            if problem == "deleted":
+                assert (await http.delete(f"{PATH}/{job}")).status_code == 200
+            go_on.set()
+            await until(lambda: not dispatcher.running)
+            assert files(store) == []
+            if problem == "full":
+                assert (await http.get(f"{PATH}/{job}")).json()["error"]["code"] == "failed"
+            assert (await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]))["status"] == "completed"
+
+    monkeypatch.setattr(Path, "write_bytes", write_slowly)
+    with store, running(released(), videos=store) as both:
+        asyncio.run(conversation(*both))
 
 
 def test_a_running_video_has_a_limit_of_its_own():
