@@ -10,7 +10,7 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock, RLock
+from threading import Event, Lock, RLock, Thread
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from dit_accel.errors import shown
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dit_accel.presets import Preset
 
 SUFFIX = ".mp4"
+SWEEP = 60.0  # seconds between deletions of old videos that no request asks for
 
 
 class VideoJob(Task):
@@ -77,13 +78,16 @@ class VideoJob(Task):
         """Open the video.
 
         Raises:
-            RequestError: the video is not completed.
+            RequestError: the video is not completed, or was deleted meanwhile.
         """
         with self._lock:
             if self.status != "completed":
                 message = f"the video is {self.status}; its content exists once its status is completed"
                 raise RequestError(message, "video_id", "not_ready")
-            return self._file.open("rb")
+            try:
+                return self._file.open("rb")
+            except FileNotFoundError:
+                raise _unknown(self.id) from None
 
     def discard(self) -> None:
         """Cancel the job if it has not ended, and delete its file."""
@@ -151,12 +155,14 @@ class VideoStore:
         self.form, self._limits = form, limits
         self._folder = TemporaryDirectory(prefix="dit-accel-videos-", ignore_cleanup_errors=True)
         self._jobs: dict[str, VideoJob] = {}  # in the order of their creation
-        self._numbers, self._lock = count(), Lock()
+        self._numbers, self._lock, self._closed = count(), Lock(), Event()
 
     def __enter__(self) -> VideoStore:
+        Thread(target=self._drop_regularly, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         self._folder.cleanup()
 
     def new_file(self) -> Path:
@@ -181,8 +187,7 @@ class VideoStore:
             self._drop_old()
             job = self._jobs.get(video_id)
         if job is None or job.owner != owner:
-            message = f"video {shown(video_id)} does not exist, or is no longer kept"
-            raise RequestError(message, param, "not_found", 404)
+            raise _unknown(video_id, param)
         return job
 
     def delete(self, video_id: str, owner: int | None) -> None:
@@ -198,6 +203,11 @@ class VideoStore:
             self._drop_old()
             return [job for job in self._jobs.values() if job.owner == owner]
 
+    def _drop_regularly(self) -> None:
+        while not self._closed.wait(SWEEP):
+            with self._lock:
+                self._drop_old()
+
     def _drop_old(self) -> None:
         """Delete ended jobs beyond the limits: old ones, and of each key the oldest of too many.
 
@@ -210,6 +220,10 @@ class VideoStore:
             if newer[job.owner, job.status] > self._limits.videos or when < latest:
                 del self._jobs[job.id]
                 job.discard()
+
+
+def _unknown(video_id: str, param: str = "video_id") -> RequestError:
+    return RequestError(f"video {shown(video_id)} does not exist, or is no longer kept", param, "not_found", 404)
 
 
 def _seconds(frames: int, fps: float) -> str:

@@ -90,6 +90,21 @@ def test_ended_jobs_are_limited_in_number_and_age():
     assert not store.new_file().parent.exists()
 
 
+def test_an_old_video_is_deleted_without_a_request(monkeypatch):
+    monkeypatch.setattr(videos, "SWEEP", 0.01)
+    store = videos.VideoStore(FORM, replace(LIMITS, kept=1000.0))
+
+    async def conversation(app, _):
+        async with client(app) as http:
+            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+            assert len(files(store)) == 1
+            store._jobs[job["id"]].ended -= 1001
+            await until(lambda: files(store) == [])
+
+    with store, running(released(), videos=store) as both:
+        asyncio.run(conversation(*both))
+
+
 @pytest.mark.parametrize("problem", ["deleted", "full"])
 def test_half_a_file_does_not_stay(monkeypatch, problem):
     """The job is deleted while its file is written, or the disk is full; the next job is made."""
