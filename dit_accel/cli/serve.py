@@ -1,4 +1,4 @@
-"""``dit-accel serve``: an HTTP server with OpenAI's interface for images."""
+"""``dit-accel serve``: an HTTP server with OpenAI's interface for images and videos."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dit_accel.cli.options import MOST_IMAGES, MOST_PIXELS, MOST_STEPS, RunOptions, option, parse_call, takes_options
-from dit_accel.errors import OptionError, UnsupportedError, shortened, shown
-from dit_accel.serving.media import Pictures
+from dit_accel.cli.options import (
+    MOST_FRAMES,
+    MOST_IMAGES,
+    MOST_PIXELS,
+    MOST_STEPS,
+    RunOptions,
+    option,
+    parse_call,
+    takes_options,
+)
+from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import RemoteWorker
 from dit_accel.tools.extras import require_extra
@@ -43,14 +51,20 @@ class Options(RunOptions):
     max_side: int = option("Largest height or width of a request.", default=2048, min=16, max=MOST_PIXELS)
     max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
     max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
+    max_frames: int = option("Most frames of a video.", default=300, min=1, max=MOST_FRAMES)
+    max_videos: int = option(
+        "Most finished videos that each API key keeps, for an hour.", default=64, min=1, max=10_000
+    )
     max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
     max_upload: int = option(
         "Most bytes of a request's body that holds an image.", default=20 * 2**20, min=1024, max=2**30
     )
     max_seconds: float = option(
-        "Most seconds from a request to its answer, including the time in the queue.", default=600.0, min=1, max=86_400
+        "Most seconds from a request for images to its answer, with the time in the queue; of a video's run.",
+        default=600.0,
+        min=1,
+        max=86_400,
     )
-
     max_step_seconds: float = option(
         "Most seconds of one step, of encoding the prompt and of decoding. A process that takes longer is replaced.",
         default=300.0,
@@ -72,12 +86,21 @@ class Options(RunOptions):
     def limits(self) -> Limits:
         from dit_accel.serving.api import Limits
 
-        return Limits(self.max_side, self.max_steps, self.max_images, self.max_body, self.max_seconds, self.max_upload)
+        return Limits(
+            side=self.max_side,
+            steps=self.max_steps,
+            images=self.max_images,
+            body=self.max_body,
+            upload=self.max_upload,
+            seconds=self.max_seconds,
+            frames=self.max_frames,
+            videos=self.max_videos,
+        )
 
 
 @takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
 def command(given: Options) -> None:
-    """Serve images over HTTP, with OpenAI's interface: each request may choose its preset or target_error.
+    """Serve images or videos over HTTP, with OpenAI's interface.
 
     dit-accel serve --model black-forest-labs/FLUX.1-dev --api-key-file keys.txt --host 0.0.0.0
 
@@ -89,6 +112,7 @@ def command(given: Options) -> None:
         require_extra(package, "dit-accel serve")
     from dit_accel.serving import server
     from dit_accel.serving.dispatcher import Dispatcher
+    from dit_accel.serving.videos import VideoStore
 
     keys, hosts, limits = read_keys(given.api_key_file), given.hosts, given.limits()
     preset, overrides, loading = given.preset_and_loading()
@@ -108,11 +132,13 @@ def command(given: Options) -> None:
             closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(given.model)}"):
             opened = [worker.wait() for worker in workers]
-        suffix, in_use = opened[0]
-        if suffix != Pictures.default_output.suffix:
-            raise UnsupportedError(f"{shortened(given.model)} makes videos, which dit-accel serve does not serve yet")
+        form, in_use = opened[0]
+        videos = None
+        if form is not None:
+            require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
+            videos = closing.enter_context(VideoStore(form, limits))
         dispatcher = Dispatcher(workers, given.queue)
-        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys, hosts)
+        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys, hosts, videos)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 

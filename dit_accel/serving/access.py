@@ -26,20 +26,24 @@ class Access:
     def require(self, request: Request) -> None:
         """Check a request's key, or its ``Host`` and ``Origin``; a page of another site knows no key.
 
+        ``request.state.owner`` becomes the index of the key, or None without keys.
+
         Raises:
             RequestError: the request is refused.
         """
+        request.state.owner = None
         if self._keys:
-            self._require_key(request.headers.get("authorization", ""))
+            request.state.owner = self._key_of(request.headers.get("authorization", ""))
         else:
             self._require_host(request.headers.get("host", ""), request.headers.get("origin"))
 
-    def _require_key(self, authorization: str) -> None:
-        """Compare with each key; every comparison takes the same time."""
+    def _key_of(self, authorization: str) -> int:
+        """Compare with each key and return the index of the equal one; every comparison takes the same time."""
         scheme, _, given = authorization.partition(" ")
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if not (scheme.lower() == "bearer" and any(matches)):
             raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
+        return matches.index(True)
 
     def _require_host(self, host: str, origin: str | None) -> None:
         """Refuse pages of other sites in a user's browser, also if the site's name leads here (DNS rebinding)."""

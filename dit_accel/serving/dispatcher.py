@@ -56,9 +56,7 @@ class JobWorker(Protocol):
 
 
 class Task:
-    """A request in the queue; create it in the event loop that iterates over it.
-
-    Iteration yields each :class:`Step` and the result of each job, and raises the error of a failed job.
+    """A request in the queue; a subclass takes its events.
 
     Args:
         preset: None = plain.
@@ -68,9 +66,41 @@ class Task:
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
         self.created = time.monotonic()
+        self._stop = Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._stop.is_set()
+
+    def cancel(self) -> None:
+        """End the task after its current step, or before it begins; its last event is :class:`Cancelled`, at once."""
+        self._stop.set()
+        self.tell(Cancelled())
+
+    def begin(self) -> None:
+        """Note that a worker runs the task now."""
+
+    def tell(self, event: Step | Made | BaseException | None) -> None:
+        """Take an event, from any thread; an error or None is the last event."""
+        raise NotImplementedError
+
+    def step(self, job: Job, done: int, steps: int) -> None:
+        """Take a step; raise :class:`Cancelled` in a cancelled task."""
+        if self.is_cancelled:
+            raise Cancelled
+        self.tell(Step(job, done, steps))
+
+
+class AwaitedTask(Task):
+    """A task whose client waits; create it in the event loop that iterates over it.
+
+    Iteration yields each :class:`Step` and the result of each job, and raises the error of a failed job.
+    """
+
+    def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
+        super().__init__(jobs, preset, suffix)
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Step | Made | BaseException | None] = asyncio.Queue()
-        self._stop = Event()
 
     async def __aiter__(self) -> AsyncIterator[Step | Made]:
         while (event := await self._events.get()) is not None:
@@ -78,25 +108,9 @@ class Task:
                 raise event
             yield event
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self._stop.is_set()
-
-    def cancel(self) -> None:
-        """End the task after its current step, or before it begins; its iterator raises :class:`Cancelled` at once."""
-        self._stop.set()
-        self.tell(Cancelled())
-
     def tell(self, event: Step | Made | BaseException | None) -> None:
-        """Add an event, from any thread; an error or None is the last event."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-    def step(self, job: Job, done: int, steps: int) -> None:
-        """Add a step; raise :class:`Cancelled` in a cancelled task."""
-        if self.is_cancelled:
-            raise Cancelled
-        self.tell(Step(job, done, steps))
 
 
 class Dispatcher:
@@ -214,6 +228,7 @@ class Dispatcher:
     def _run(self, worker: JobWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""
         end: BaseException | None = None
+        task.begin()
         try:
             for job in task.jobs:
 

@@ -19,6 +19,7 @@ class Made:
         report: report of the accelerated run for this job; None for a plain run.
         batch: indices of all jobs of the call, including this one.
         stages: seconds of the whole call by stage.
+        shape: number of frames, height and width in pixels of a video; None for an image.
     """
 
     data: bytes
@@ -26,6 +27,29 @@ class Made:
     report: dict[str, Any] | None
     batch: list[int]
     stages: dict[str, float] = field(default_factory=dict)
+    shape: tuple[int, int, int] | None = None
+
+    @property
+    def computed_fraction(self) -> float:
+        """Share of the FLOPs that ran; 1 if nothing was accelerated."""
+        return (self.report or {}).get("computed_fraction") or 1.0
+
+
+@dataclass(frozen=True)
+class VideoForm:
+    """Form of a pipeline's videos.
+
+    Args:
+        fps: frames per second of a file, unless a job sets another.
+        frames_unit: frames of one latent frame; the first latent frame is one frame.
+    """
+
+    fps: float
+    frames_unit: int
+
+    def frames(self, seconds: float, fps: float | None = None) -> int:
+        """Return the number of frames that the pipeline can make, nearest to a duration."""
+        return 1 + self.frames_unit * round(seconds * (fps or self.fps) / self.frames_unit)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def call_arguments(
     If the pipeline has a guider component, the guidance scale is set there instead.
 
     Args:
-        options: values by option name without leading dashes (``"num-images"``); None = not given.
+        options: values by option name without leading dashes (``"num-images"``); None = not given. A list of images
+            is for one output.
         others: arguments of ``--call``, by the pipeline's names.
     """
     from dit_accel.pipeline import makes_video
@@ -104,13 +105,20 @@ def call_arguments(
     given = {name: value for name, value in options.items() if value is not None}
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in given or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
-    keys = {"steps": "num_inference_steps", "guidance": scale, "num-images": "num_images_per_prompt"}
+    keys = {
+        "steps": "num_inference_steps",
+        "guidance": scale,
+        "num-images": "num_images_per_prompt",
+        "mask": "mask_image",
+    }
     if (
         makes_video(pipe) and given.pop("num-images", 1) > 1
     ):  # few video pipelines can make several, and some ignore the argument
         raise OptionError(
             "--num-images", f"{type(pipe).__name__} makes one video per run; run again with another --seed"
         )
+    if isinstance(given.get("image"), list) and not _takes_several_images(pipe):
+        raise OptionError("--image", f"{type(pipe).__name__} takes one image, got {len(given['image'])}")
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():
@@ -181,6 +189,14 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) 
 
     with explained_failures(type(pipe)):
         return timed_output(pipe, arguments, seed)
+
+
+def _takes_several_images(pipe: Any) -> bool:
+    """Return True if the pipeline makes one output of several reference images."""
+    from dit_accel.models.families import pipeline_family
+
+    family = pipeline_family(pipe)
+    return family is not None and type(pipe).__name__ in family.several_images
 
 
 def _ignores_guidance(pipe: Any) -> bool:

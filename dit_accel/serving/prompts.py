@@ -27,7 +27,10 @@ OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipeli
 
 @dataclass(frozen=True)
 class Job:
-    """One line: its index, and its settings by the keys above, including a seed."""
+    """One line: its index, and its settings by the keys above, including a seed.
+
+    A server's job may also have input images (``image``), ``strength``, and the ``fps`` of a video's file.
+    """
 
     index: int
     settings: dict[str, Any]

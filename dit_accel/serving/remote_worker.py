@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import BatchError, DitAccelError
 from dit_accel.serving.dispatcher import Cancelled
-from dit_accel.serving.engine import Made
+from dit_accel.serving.engine import Made, VideoForm
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
@@ -46,8 +46,8 @@ class RemoteWorker:
         self._is_closed, self._changing = False, Lock()
         self._start()
 
-    def wait(self, patience: float | None = None) -> tuple[str, Preset | None]:
-        """Wait until the pipeline is loaded; return the suffix of its files and its preset.
+    def wait(self, patience: float | None = None) -> tuple[VideoForm | None, Preset | None]:
+        """Wait until the pipeline is loaded; return the form of its videos, None for images, and its preset.
 
         Args:
             patience: most seconds; None = no limit.
@@ -174,7 +174,7 @@ def _opened(link: Connection, setup: Setup) -> Worker | None:
         torch.cuda.set_device(setup.loading.device)  # where Triton launches kernels
     worker = _outcome(partial(Worker, setup))
     is_open = isinstance(worker, Worker)
-    link.send((worker.suffix, worker.preset_in_use) if is_open else worker)
+    link.send((worker.video_form, worker.preset_in_use) if is_open else worker)
     return worker if is_open else None
 
 

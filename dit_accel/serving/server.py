@@ -1,6 +1,8 @@
-"""HTTP server with OpenAI's interface for images: an ASGI application over a dispatcher of workers.
+"""HTTP server with OpenAI's interface for images and videos: an ASGI application over a dispatcher of workers.
 
     app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset), Limits(), keys=[])
+
+This file has the routes of images; :mod:`~dit_accel.serving.video_server` has those of videos.
 
 :func:`serve` runs it with uvicorn until SIGTERM or Ctrl-C.
 """
@@ -13,7 +15,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -23,32 +25,23 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import OptionError, shortened
+from dit_accel.errors import OptionError
 from dit_accel.presets import Preset
 from dit_accel.serving.access import Access
-from dit_accel.serving.api import (
-    EditRequest,
-    ImageRequest,
-    Limits,
-    RequestError,
-    answered,
-    read_edit,
-    read_request,
-    requested_preset,
-)
-from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Step, Task
+from dit_accel.serving.api import Limits, RequestError, answered
+from dit_accel.serving.bodies import read_body, read_form
+from dit_accel.serving.dispatcher import AwaitedTask, Busy, Cancelled, Dispatcher, Step, Task
 from dit_accel.serving.engine import Made
+from dit_accel.serving.metrics import Metrics
+from dit_accel.serving.requests import EditRequest, ImageRequest, read_edit, read_request, requested_preset
+from dit_accel.serving.video_server import VideoServer
+from dit_accel.serving.videos import VideoStore
 
-SLOWEST_BODY = 10.0  # seconds
 LAST_STEPS = 30.0  # seconds that cancelled runs have at the end
-FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)  # buckets of the computed fraction
-SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)  # buckets of requests
 
 
 @dataclass(frozen=True)
@@ -59,31 +52,18 @@ class Served:
     preset: Preset | None
 
 
-class Metrics:
-    """Prometheus metrics of a server."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
-        self.requests = Counter("dit_accel_requests", "requests by outcome", ["outcome"], **own)
-        self.seconds = Histogram("dit_accel_request_seconds", "answered requests", buckets=SECONDS, **own)
-        self.stages = Counter("dit_accel_stage_seconds", "seconds of runs by stage", ["stage"], **own)
-        self.computed = Histogram("dit_accel_computed_fraction", "FLOPs of a run, plain = 1", buckets=FRACTIONS, **own)
-        Gauge("dit_accel_queue_length", "waiting requests", **own).set_function(lambda: dispatcher.waiting)
-        Gauge("dit_accel_running", "requests that run", **own).set_function(lambda: dispatcher.running)
-
-    def count(self, made: Made) -> None:
-        for stage, seconds in made.stages.items():
-            self.stages.labels(stage).inc(seconds)
-        self.computed.observe(_computed_fraction(made))
-
-
 class ImageServer:
-    """Handlers of the routes."""
+    """Handlers of the routes.
 
-    def __init__(self, dispatcher: Dispatcher, served: Served, limits: Limits) -> None:
+    Args:
+        makes_images: False = the routes of images answer with an error.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, served: Served, limits: Limits, metrics: Metrics, makes_images: bool
+    ) -> None:
         self.dispatcher, self.served, self.limits = dispatcher, served, limits
-        self.metrics = Metrics(dispatcher)
+        self.metrics, self._makes_images = metrics, makes_images
         self._started = int(time.time())
 
     async def generate(self, request: Request) -> Response:
@@ -95,35 +75,22 @@ class ImageServer:
         return await self._answer(request, self._read_form)
 
     async def _read_json(self, request: Request) -> ImageRequest:
-        return read_request(await self._body(request, self.limits.body), self.limits, self.served.model)
+        return read_request(await read_body(request, self.limits.body), self.limits, self.served.model)
 
     async def _read_form(self, request: Request) -> EditRequest:
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            yield await self._body(request, self.limits.upload)
-
-        try:
-            if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-                raise MultiPartException("Content-Type is another one.")
-            form = await MultiPartParser(request.headers, chunks(), max_files=2, max_fields=100).parse()
-        except (MultiPartException, ValueError) as error:
-            message = f"the body must be multipart/form-data: {shortened(str(error))}"
-            raise RequestError(message, code="invalid_form") from None
-        try:
-            fields = [
-                (name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()
-            ]
-        finally:
-            await form.close()
+        fields = await read_form(request, self.limits.upload)
         return await asyncio.to_thread(read_edit, fields, self.limits, self.served.model)
 
     async def _answer(self, request: Request, read: Callable[[Request], Awaitable[ImageRequest]]) -> Response:
         """Run a request: one JSON answer, or server-sent events with ``stream``."""
         try:
+            if not self._makes_images:
+                raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
             wanted = await read(request)
-            task = Task(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
+            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
             self.dispatcher.add(task)
         except (RequestError, Busy, Cancelled) as error:
-            raise self._counted(error) from None
+            raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
         made = []
@@ -131,15 +98,15 @@ class ImageServer:
             async with self._watched(request, task):
                 made = [event async for event in task if isinstance(event, Made)]
         except Exception as error:
-            raise self._counted(error) from None
+            raise self.metrics.counted(error) from None
         except asyncio.CancelledError as error:
-            self._counted(error)
+            self.metrics.counted(error)
             raise
-        self._finish(task, made)
+        self.metrics.finish(task, made)
         images = [self._image(wanted, task, index, each) for index, each in enumerate(made)]
         return JSONResponse({"created": int(time.time()), "output_format": wanted.output_format, "data": images})
 
-    async def _events(self, request: Request, wanted: ImageRequest, task: Task) -> AsyncIterator[str]:
+    async def _events(self, request: Request, wanted: ImageRequest, task: AwaitedTask) -> AsyncIterator[str]:
         """Yield an event for each step and each image, or for the error."""
         made: list[Made] = []
         common = {"output_format": wanted.output_format}
@@ -155,12 +122,12 @@ class ImageServer:
                     whole = {"created_at": int(time.time()), **common, "index": len(made) - 1, **image}
                     yield _event(f"{wanted.event}.completed", whole)
         except Exception as error:
-            yield _event("error", self._counted(error).to_json())
+            yield _event("error", self.metrics.counted(error).to_json())
         except BaseException as error:  # the client has closed the stream
-            self._counted(error)
+            self.metrics.counted(error)
             raise
         else:
-            self._finish(task, made)
+            self.metrics.finish(task, made)
 
     @asynccontextmanager
     async def _watched(self, request: Request, task: Task) -> AsyncIterator[None]:
@@ -181,41 +148,6 @@ class ImageServer:
         finally:
             client.cancel()
 
-    async def _body(self, request: Request, most: int) -> bytes:
-        """Read a body of up to ``most`` bytes."""
-        body = bytearray()
-        too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
-        if request.headers.get("content-length", "0").isdecimal():
-            declared = request.headers.get("content-length", "0")
-            if len(declared) > 18 or int(declared) > most:
-                raise too_long
-        try:
-            async with asyncio.timeout(SLOWEST_BODY):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise too_long
-        except TimeoutError:
-            late = f"the body must arrive within {SLOWEST_BODY:g} seconds"
-            raise RequestError(late, code="body_too_slow", status=408) from None
-        except ClientDisconnect:
-            raise Cancelled from None
-        return bytes(body)
-
-    def _finish(self, task: Task, made: Sequence[Made]) -> None:
-        self.metrics.requests.labels("ok").inc()
-        self.metrics.seconds.observe(time.monotonic() - task.created)
-        for each in made:
-            self.metrics.count(each)
-
-    def _counted(self, error: BaseException) -> RequestError:
-        """Return the answer to an error, and count its outcome."""
-        answer = answered(error, self.limits)
-        cancelled = isinstance(error, Cancelled | asyncio.CancelledError | GeneratorExit)
-        kind = answer.code if answer.code in ("busy", "timeout") else "invalid" if answer.status < 500 else "failed"
-        self.metrics.requests.labels("cancelled" if cancelled else kind).inc()
-        return answer
-
     def _image(self, wanted: ImageRequest, task: Task, index: int, made: Made) -> dict[str, Any]:
         width, height = Image.open(BytesIO(made.data)).size
         return {
@@ -223,7 +155,7 @@ class ImageServer:
             "size": f"{width}x{height}",
             "seed": task.jobs[index].settings["seed"],
             "preset": "none" if task.preset is None else task.preset.name,
-            "computed_fraction": _computed_fraction(made),
+            "computed_fraction": made.computed_fraction,
             "seconds": made.stages,
         }
 
@@ -259,14 +191,27 @@ class _EventStream(StreamingResponse):
 
 
 def build_app(
-    dispatcher: Dispatcher, served: Served, limits: Limits, keys: Sequence[str] = (), hosts: Collection[str] = ()
+    dispatcher: Dispatcher,
+    served: Served,
+    limits: Limits,
+    keys: Sequence[str] = (),
+    hosts: Collection[str] = (),
+    videos: VideoStore | None = None,
 ) -> FastAPI:
-    """Return the ASGI application; ``keys`` and ``hosts`` are those of :class:`~dit_accel.serving.access.Access`."""
-    server = ImageServer(dispatcher, served, limits)
+    """Return the ASGI application.
+
+    Args:
+        keys, hosts: those of :class:`~dit_accel.serving.access.Access`.
+        videos: of a pipeline that makes videos; None = it makes images.
+    """
+    metrics = Metrics(dispatcher, limits)
+    server = ImageServer(dispatcher, served, limits, metrics, videos is None)
+    video_server = VideoServer(dispatcher, served.model, served.preset, limits, metrics, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     protected = APIRouter(dependencies=[Depends(Access(keys, hosts).require)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
     protected.add_api_route("/v1/images/edits", server.edit, methods=["POST"])
+    video_server.add_routes(protected)
     protected.add_api_route("/v1/models", server.models, methods=["GET"])
     protected.add_api_route("/metrics", server.read_metrics, methods=["GET"])
     app.include_router(protected)
@@ -278,7 +223,8 @@ def build_app(
 
     @app.exception_handler(RoutingError)
     async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
-        message = f"{error.detail}: see /v1/images/generations, /v1/images/edits, /v1/models, /health and /metrics"
+        routes = "/v1/images/generations, /v1/images/edits, /v1/videos, /v1/models, /health and /metrics"
+        message = f"{error.detail}: see {routes}"
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         answer = RequestError(message, code=code, status=error.status_code, headers=error.headers)
         return await refuse(request, answer)
@@ -366,8 +312,3 @@ class _Server(uvicorn.Server):
 
 def _event(kind: str, content: dict[str, Any]) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
-
-
-def _computed_fraction(made: Made) -> float:
-    """Return the share of the FLOPs that ran; 1 if nothing was accelerated."""
-    return (made.report or {}).get("computed_fraction") or 1.0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dit_accel.errors import OptionError, PresetError, UnsupportedError
-from dit_accel.serving.engine import Made, Progress, made_alone
+from dit_accel.serving.engine import Made, Progress, VideoForm, made_alone
+from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.processes import ranks
 from dit_accel.serving.prompts import OWN, Job
@@ -59,6 +60,15 @@ class Worker:
         acceleration = getattr(self._pipe, "dit_accel", None)
         return None if acceleration is None else acceleration.preset
 
+    @property
+    def video_form(self) -> VideoForm | None:
+        """The form of this pipeline's videos; None if it makes images."""
+        if not isinstance(self._medium, Clips):
+            return None
+        names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+        units = (getattr(self._pipe, name, None) for name in names)
+        return VideoForm(self._medium.fps, next(filter(None, units), 1))
+
     def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
         """Run a job with a preset of its own, which stays in use.
 
@@ -90,9 +100,11 @@ class Worker:
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
                 file = Path(folder) / job.name(suffix or self.suffix)
-                self._medium.write(result, file)
+                medium = Clips(job.settings["fps"]) if "fps" in job.settings else self._medium
+                medium.write(result, file)
                 own = report and report.of_prompt(place).to_json()
-                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices, output.stages))
+                shape = result.shape[:3] if isinstance(medium, Clips) else None
+                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices, output.stages, shape))
         return made
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
@@ -144,7 +156,7 @@ class Worker:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
             self._pipe.guider = self._guider
-        own = {key: value for key, value in batch[0].settings.items() if key != "seed"}
+        own = {key: value for key, value in batch[0].settings.items() if key not in ("seed", "fps")}
         if len(batch) > 1:
             own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
         return call_arguments(self._pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)

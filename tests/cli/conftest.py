@@ -167,7 +167,7 @@ def reached(monkeypatch, made, tmp_path):
 
         def wait(self):
             worker = Worker(self.setup)
-            return worker.suffix, worker.preset_in_use
+            return worker.video_form, worker.preset_in_use
 
         def close(self):
             put(closed=True)
@@ -179,7 +179,7 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(serve, "RemoteWorker", Serving)
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
-    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3], hosts=_[4]))
+    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3], hosts=_[4], store=_[5]))
     monkeypatch.setattr(server, "serve", listen)
     return seen
 

@@ -183,6 +183,8 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--queue": Acts(("--queue", 3), {"queue": 3}),
         "--max-side": Acts(("--max-side", 512), {"side": 512}),
         "--max-steps": Acts(("--max-steps", 30), {"steps": 30}),
+        "--max-frames": Acts(("--max-frames", 49), {"frames": 49}),
+        "--max-videos": Acts(("--max-videos", 9), {"videos": 9}),
         "--max-images": Acts(("--max-images", 1), {"images": 1}),
         "--max-body": Acts(("--max-body", 2048), {"body": 2048}),
         "--max-upload": Acts(("--max-upload", 2048), {"upload": 2048}),

@@ -193,9 +193,11 @@ def test_other_machines_without_a_key_are_noted(run, reached):
     assert "restricts" not in run("serve", "-m", "pictures").output
 
 
-def test_models_of_videos_are_refused(run, monkeypatch, reached):
-    result = run("serve", "--model", "some/clips")
-    assert result.exit_code == 2 and "some/clips makes videos" in result.stderr
+def test_only_models_of_videos_have_a_store_of_videos(run, reached):
+    """The store has the frame rate of the model, and its folder is deleted at the end."""
+    assert run("serve", "-m", "pictures").exit_code == 0 and reached["store"] is None
+    assert run("serve", "-m", "some/clips").exit_code == 0 and reached["store"].form.fps == 16.0
+    assert not reached["store"].new_file().parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 from dit_accel import accelerate_pipeline
-from dit_accel.serving.pipelines import Setup
+from dit_accel.errors import OptionError
+from dit_accel.serving.pipelines import Setup, call_arguments
 from dit_accel.serving.worker import Worker
+from tests.models.tiny import images
 from tests.serving.test_server import LIMITS, Held, client, events, httpx, image, running
 from tests.tiny import tiny_pipeline
 
@@ -90,8 +92,12 @@ def test_a_pipeline_that_takes_no_image_refuses_one(tmp_path):
     ("fields", "files", "param", "message"),
     [
         (FORM, {"image": PNG, "other": PNG}, "other", "unknown field 'other'"),
-        (FORM, {"image": PNG, "mask": PNG}, "mask", "unknown field 'mask'"),
-        (FORM, [("image[]", PNG), ("image[]", PNG)], "image", "must be given once"),
+        (FORM, [("image[]", PNG)] * 3, "image", "image must be given at most 2 times, got 3"),
+        (FORM, {"image": PNG, "mask": ("m.png", file((24, 40)))}, "mask", "size of the first image, 40x24, got 24x40"),
+        (FORM, [("image", PNG), ("mask", PNG), ("mask", PNG)], "mask", "must be given once"),
+        (FORM, {"image": PNG, "mask": ("m.png", b"GIF89a")}, "mask", "must be a png, jpeg, webp file"),
+        (FORM | {"mask": "m.png"}, {"image": PNG}, "mask", "must be a file"),
+        (FORM, {"mask": PNG}, "image", "image is required"),
         (FORM, {"prompt": PNG}, "prompt", "must be given once"),
         ({}, {"image": PNG, "prompt": PNG}, "prompt", "must be text, not a file"),
         (FORM | {"image": "in.png"}, {"user": ("", b"")}, "image", "must be a file"),
@@ -144,12 +150,72 @@ def test_openais_client_edits_an_image(editor):
             given = {"prompt": "a fox", "size": "32x48", "extra_body": {"steps": 6, "seed": 3}}
             one = await http.images.edit(image=PNG, n=1, **given)
             several = await http.images.edit(image=[PNG], **given)
-            with pytest.raises(openai.BadRequestError, match="unknown field 'mask'") as failure:
-                await http.images.edit(image=PNG, mask=PNG, **given)
-            return one, several, failure.value.param
+            params = []
+            for refused, message in (
+                ({"image": PNG, "mask": PNG}, "takes no mask_image"),
+                ({"image": [PNG, PNG]}, "takes one image, got 2"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=f"FluxImg2ImgPipeline {message}") as failure:
+                    await http.images.edit(**refused, **given)
+                params.append(failure.value.param)
+            return one, several, params
 
     with running(editor) as (app, _):
-        one, several, param = asyncio.run(ask(app))
+        one, several, params = asyncio.run(ask(app))
         (entry,) = post(app, data=FORM, files={"image": PNG}).json()["data"]
     assert one.data[0].b64_json == entry["b64_json"] == several.data[0].b64_json
-    assert param == "mask"
+    assert params == ["mask", "image"]
+
+
+def mask(kind):
+    """A mask whose left half is to be changed: transparent as OpenAI's, or white as diffusers'."""
+    levels = np.zeros((24, 40), np.uint8)
+    levels[:, :20] = 255
+    data = io.BytesIO()
+    if kind == "transparent":
+        image = Image.fromarray(np.dstack([levels, levels, levels, 255 - levels]))
+    else:
+        image = Image.fromarray(levels)
+    image.save(data, "png")
+    return ("mask.png", data.getvalue())
+
+
+def test_a_mask_says_where_the_image_changes(tmp_path):
+    """Both kinds give the image of an inpainting pipeline; its `mask_image` is white where it changes."""
+    tiny_pipeline("flux-fill").save_pretrained(tmp_path)
+    with running(Worker(Setup(str(tmp_path)))) as (app, _):
+        kinds = [mask("transparent"), mask("white")]
+        answers = [post(app, data=FORM | {"preset": "none"}, files={"image": PNG, "mask": kind}) for kind in kinds]
+    given, white = (Image.open(io.BytesIO(data)) for _, data in (PNG, mask("white")))
+    arguments = {"prompt": "a fox", "num_inference_steps": 6, "width": 32, "height": 48}
+    generator = torch.Generator().manual_seed(3)
+    expected = tiny_pipeline("flux-fill")(**arguments, image=given, mask_image=white, generator=generator).images[0]
+    for answer in answers:
+        np.testing.assert_array_equal(image(answer.json()["data"][0]), np.asarray(expected))
+
+
+@pytest.mark.parametrize("name", ["image", "image[]"])
+def test_several_images_stay_in_their_order(name):
+    """The job has a list of them, in both forms of the field's name."""
+    held, seen = Held(), []
+    held.release.set()
+    held.make_one, make = lambda job, *rest: seen.append(job.settings["image"]) or make(job, *rest), held.make_one
+    files = [(name, (f"{width}.png", file((width, 8)))) for width in (16, 24)]
+    with running(held) as (app, _):
+        assert post(app, data=FORM, files=files).status_code == 200
+    assert [each.size for each in seen[0]] == [(16, 8), (24, 8)]
+
+
+@pytest.mark.parametrize(
+    ("build", "takes"),
+    [(images.flux2, True), (images.qwen_image_edit, False), (lambda: (tiny_pipeline("flux-kontext"), {}), False)],
+    ids=["FLUX.2", "Qwen-Image-Edit", "Kontext"],
+)
+def test_only_some_pipelines_take_several_images(build, takes):
+    """Others take a list as a batch, so that it is an error."""
+    pipe, given = build()[0], [Image.new("RGB", (16, 16))] * 2
+    if takes:
+        assert call_arguments(pipe, "a/model", {"prompt": "a fox", "image": given})["image"] == given
+    else:
+        with pytest.raises(OptionError, match="takes one image, got 2"):
+            call_arguments(pipe, "a/model", {"prompt": "a fox", "image": given})

@@ -62,7 +62,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(worker, monkeypatch, number, a
     dispatcher = dispatching.Dispatcher([struck], 1)
 
     async def ask():
-        task = dispatching.Task([JOB], None, ".png")
+        task = dispatching.AwaitedTask([JOB], None, ".png")
         dispatcher.add(task)
         with pytest.raises(dispatching.BatchError, match=message):
             async for _ in task:

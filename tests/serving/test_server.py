@@ -27,6 +27,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 server = pytest.importorskip("dit_accel.serving.server")
+bodies = pytest.importorskip("dit_accel.serving.bodies")
 
 PATH = "/v1/images/generations"
 LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0, upload=16_384)
@@ -68,16 +69,16 @@ class Held:
         self.made.append(prompt)
         file = io.BytesIO()
         Image.new("RGB", (16, 16)).save(file, "png")
-        return Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5})
+        return Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5}, (5, 48, 32))
 
 
 @contextmanager
-def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced"):
+def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", videos=None):
     """An application and its dispatcher; ends its thread afterwards."""
     dispatcher = dispatching.Dispatcher([worker], most)
     served = server.Served("tiny", preset and load_preset(preset))
     try:
-        yield server.build_app(dispatcher, served, limits, keys, hosts), dispatcher
+        yield server.build_app(dispatcher, served, limits, keys, hosts, videos), dispatcher
     finally:
         dispatcher.stop(10.0)
         assert not any(thread.is_alive() for thread in dispatcher._threads)
@@ -260,7 +261,7 @@ def test_a_long_body_without_a_length_is_read_up_to_the_limit():
 
 
 def test_a_slow_body_is_refused(monkeypatch):
-    monkeypatch.setattr(server, "SLOWEST_BODY", 0.05)
+    monkeypatch.setattr(bodies, "SLOWEST_BODY", 0.05)
 
     async def chunks():
         yield b"{"
@@ -307,7 +308,8 @@ def test_hostile_bodies_are_refused():
 
 
 def is_valid(body):
-    from dit_accel.serving.api import RequestError, read_request, requested_preset
+    from dit_accel.serving.api import RequestError
+    from dit_accel.serving.requests import read_request, requested_preset
 
     try:
         requested_preset(read_request(body, LIMITS, "tiny"), load_preset("balanced"))

@@ -31,5 +31,6 @@ FAMILY = Family(
     steps=50,
     distilled={"klein4b": 4, "klein9b": 4},
     sharing=("ulysses",),
+    several_images=("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline"),
     fused=True,
 )

@@ -37,5 +37,6 @@ FAMILY = Family(
     guided={"negative_prompt": " "},
     branches=2,
     sharing=("ulysses",),
+    several_images=("QwenImageEditPlusPipeline",),
     fused=True,
 )

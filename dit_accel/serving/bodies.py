@@ -1,0 +1,72 @@
+"""Read the body of a request: bytes up to a limit, or the fields of a form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from fastapi import Request
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from dit_accel.errors import shortened
+from dit_accel.serving.api import RequestError
+from dit_accel.serving.dispatcher import Cancelled
+
+SLOWEST_BODY = 10.0  # seconds
+MOST_FIELDS = 100  # of a form, and as many files
+
+
+def is_form(request: Request) -> bool:
+    return request.headers.get("content-type", "").lower().startswith("multipart/form-data")
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Read a body of up to ``most`` bytes.
+
+    Raises:
+        RequestError: the body is longer, or too slow.
+        Cancelled: the client has disconnected.
+    """
+    body = bytearray()
+    too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
+    if request.headers.get("content-length", "0").isdecimal():
+        declared = request.headers.get("content-length", "0")
+        if len(declared) > 18 or int(declared) > most:
+            raise too_long
+    try:
+        async with asyncio.timeout(SLOWEST_BODY):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_long
+    except TimeoutError:
+        late = f"the body must arrive within {SLOWEST_BODY:g} seconds"
+        raise RequestError(late, code="body_too_slow", status=408) from None
+    except ClientDisconnect:
+        raise Cancelled from None
+    return bytes(body)
+
+
+async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:
+    """Read a form of up to ``most`` bytes; return its names and values, bytes for files.
+
+    Raises:
+        RequestError: as in :func:`read_body`, or the body is no such form.
+        Cancelled: the client has disconnected.
+    """
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        yield await read_body(request, most)
+
+    try:
+        if not is_form(request):
+            raise MultiPartException("Content-Type is another one.")
+        form = await MultiPartParser(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
+    except (MultiPartException, ValueError) as error:
+        message = f"the body must be multipart/form-data: {shortened(str(error))}"
+        raise RequestError(message, code="invalid_form") from None
+    try:
+        return [(name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()]
+    finally:
+        await form.close()

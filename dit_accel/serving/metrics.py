@@ -1,0 +1,48 @@
+"""Prometheus metrics of a server."""
+
+from __future__ import annotations
+
+import time
+from asyncio import CancelledError
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dit_accel.serving.api import Limits, RequestError, answered
+from dit_accel.serving.dispatcher import Cancelled, Dispatcher, Task
+from dit_accel.serving.engine import Made
+
+FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)  # buckets of the computed fraction
+SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)  # buckets of requests
+
+
+class Metrics:
+    """Counts of requests, seconds and computed fractions; any thread may count."""
+
+    def __init__(self, dispatcher: Dispatcher, limits: Limits) -> None:
+        self._limits = limits
+        self.registry = CollectorRegistry()
+        own = {"registry": self.registry}
+        self.requests = Counter("dit_accel_requests", "requests by outcome", ["outcome"], **own)
+        self.seconds = Histogram("dit_accel_request_seconds", "answered requests", buckets=SECONDS, **own)
+        self.stages = Counter("dit_accel_stage_seconds", "seconds of runs by stage", ["stage"], **own)
+        self.computed = Histogram("dit_accel_computed_fraction", "FLOPs of a run, plain = 1", buckets=FRACTIONS, **own)
+        Gauge("dit_accel_queue_length", "waiting requests", **own).set_function(lambda: dispatcher.waiting)
+        Gauge("dit_accel_running", "requests that run", **own).set_function(lambda: dispatcher.running)
+
+    def finish(self, task: Task, made: Sequence[Made]) -> None:
+        """Count a finished request and its results."""
+        self.requests.labels("ok").inc()
+        self.seconds.observe(time.monotonic() - task.created)
+        for each in made:
+            for stage, seconds in each.stages.items():
+                self.stages.labels(stage).inc(seconds)
+            self.computed.observe(each.computed_fraction)
+
+    def counted(self, error: BaseException) -> RequestError:
+        """Return the answer to an error, and count its outcome."""
+        answer = answered(error, self._limits)
+        cancelled = isinstance(error, Cancelled | CancelledError | GeneratorExit)
+        kind = answer.code if answer.code in ("busy", "timeout") else "invalid" if answer.status < 500 else "failed"
+        self.requests.labels("cancelled" if cancelled else kind).inc()
+        return answer

@@ -1,0 +1,304 @@
+"""Fields of requests for images and videos: OpenAI's and ours, and the jobs that they stand for."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from PIL import Image, ImageOps
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
+
+from dit_accel.errors import PresetError, shortened, shown
+from dit_accel.presets import Preset, default_preset, preset_names
+from dit_accel.presets.complaints import did_you_mean
+from dit_accel.serving.api import Limits, RequestError, explained
+from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.prompts import Job
+
+LONGEST_PROMPT = 4000  # characters
+SIDE_UNIT = 16  # pixels of one token in most models
+SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
+FILES = ("image", "mask", "input_reference")  # fields of forms that are files
+
+Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
+
+
+class PromptRequest(BaseModel):
+    """Fields that images and videos share: some of OpenAI's, and seed, steps, guidance, preset, target_error and
+    negative_prompt.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
+    model: str | None = None
+    size: str = Field("auto", pattern=r"^(auto|[0-9]{1,5}x[0-9]{1,5})$")
+    user: str | None = None
+    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    steps: int | None = Field(None, ge=1)
+    guidance: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    preset: str | None = None
+    target_error: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """Width and height in pixels; None = the model's."""
+        if self.size == "auto":
+            return None, None
+        width, height = map(int, self.size.split("x"))
+        return width, height
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a job that are given, and a seed."""
+        width, height = self.sides
+        settings = {
+            "prompt": self.prompt,
+            "negative-prompt": self.negative_prompt,
+            "steps": self.steps,
+            "height": height,
+            "width": width,
+            "guidance": self.guidance,
+            "seed": secrets.randbelow(2**32) if self.seed is None else self.seed,
+        }
+        return {key: value for key, value in settings.items() if value is not None}
+
+
+class ImageRequest(PromptRequest):
+    """Body of ``POST /v1/images/generations``."""
+
+    event: ClassVar[str] = "image_generation"  # beginning of the names of its server-sent events
+    n: int = Field(1, ge=1)
+    response_format: Literal["b64_json"] = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    stream: bool = False
+
+    @property
+    def suffix(self) -> str:
+        return SUFFIXES[self.output_format]
+
+    def jobs(self) -> list[Job]:
+        """Return a job for each image, with seeds that follow each other."""
+        settings = self.settings()
+        return [Job(index, {**settings, "seed": settings["seed"] + index}) for index in range(self.n)]
+
+
+class EditRequest(ImageRequest):
+    """Form of ``POST /v1/images/edits``: the fields of :class:`ImageRequest`, ``strength``, input images, and a mask
+    that is white where the first image changes.
+    """
+
+    event: ClassVar[str] = "image_edit"
+    image: list[InstanceOf[Image.Image]]
+    mask: InstanceOf[Image.Image] | None = None
+    strength: float | None = Field(None, gt=0, le=1)
+
+    def jobs(self) -> list[Job]:
+        images = self.image if len(self.image) > 1 else self.image[0]
+        own = {"image": images, "mask": self.mask, "strength": self.strength}
+        given = {key: value for key, value in own.items() if value is not None}
+        return [replace(job, settings=job.settings | given) for job in super().jobs()]
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text such as "4" or "2.5" stands for; OpenAI's client sends seconds as text."""
+    is_decimal = isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", value)
+    return float(value) if is_decimal else value
+
+
+class VideoRequest(PromptRequest):
+    """Body of ``POST /v1/videos``, JSON or a form; ``input_reference`` is the input image, in a form only."""
+
+    seconds: Annotated[float | None, BeforeValidator(_number)] = Field(None, gt=0, le=3600, allow_inf_nan=False)
+    num_frames: int | None = Field(None, ge=1)
+    fps: float | None = Field(None, ge=1, le=100, allow_inf_nan=False)
+    input_reference: Any = None
+
+    def job(self, form: VideoForm) -> Job:
+        """Return the job of a pipeline that makes videos of this form."""
+        own = {"num-frames": self.frames(form), "fps": self.fps, "image": self.input_reference}
+        given = {key: value for key, value in own.items() if value is not None}
+        return Job(0, self.settings() | given)
+
+    def frames(self, form: VideoForm) -> int | None:
+        """Return the number of frames; None = the model's."""
+        return self.num_frames if self.seconds is None else form.frames(self.seconds, self.fps)
+
+
+AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
+
+
+def read_request(body: bytes, limits: Limits, model: str) -> ImageRequest:
+    """Parse and check a JSON body.
+
+    Args:
+        model: name of the only model.
+
+    Raises:
+        RequestError: a field is missing, unknown, of another type, or beyond the limits.
+    """
+    request = _parsed(body, ImageRequest)
+    _require_within(request, limits, model, n=(request.n, limits.images))
+    return request
+
+
+def read_edit(fields: Fields, limits: Limits, model: str) -> EditRequest:
+    """Check the fields of a form, and decode its images.
+
+    Raises:
+        RequestError: as in :func:`read_request`; or an image can't be read or is too large, or there are too many.
+    """
+    request = _validated(_values(fields, EditRequest, limits), EditRequest)
+    if request.mask is not None and request.mask.size != request.image[0].size:
+        size, mask = ("x".join(map(str, each.size)) for each in (request.image[0], request.mask))
+        raise RequestError(f"mask must have the size of the first image, {size}, got {mask}", "mask", "invalid_value")
+    _require_within(request, limits, model, n=(request.n, limits.images))
+    return request
+
+
+def read_video(body: bytes | Fields, limits: Limits, model: str, form: VideoForm) -> VideoRequest:
+    """Parse and check a request for a video: a JSON body, or the fields of a form.
+
+    Args:
+        form: of the model's videos.
+
+    Raises:
+        RequestError: as in :func:`read_edit`.
+    """
+    if isinstance(body, bytes):
+        request = _parsed(body, VideoRequest)
+        if request.input_reference is not None:
+            raise RequestError("input_reference must be a file in a form", "input_reference", "invalid_value")
+    else:
+        request = _validated(_values(body, VideoRequest, limits), VideoRequest)
+    if request.seconds is not None and request.num_frames is not None:
+        raise RequestError("give seconds or num_frames, not both", "seconds", "invalid_value")
+    frames = request.frames(form) or 1
+    if request.seconds is not None and frames > limits.frames:
+        rate = request.fps or form.fps
+        message = f"seconds must give at most {limits.frames:,} frames, got {frames:,} at {rate:g} per second"
+        raise RequestError(message, "seconds", "limit_exceeded")
+    _require_within(request, limits, model, num_frames=(frames, limits.frames))
+    return request
+
+
+def read_query(fields: Fields, kind: type[AnyRequest]) -> AnyRequest:
+    """Check the parameters of a URL.
+
+    Raises:
+        RequestError: a parameter is unknown, invalid or given twice.
+    """
+    return _validated(_once(fields), kind)
+
+
+def _parsed(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as failure:
+        raise explained(failure.errors()[0], kind) from None
+
+
+def _validated(values: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
+    try:
+        return kind.model_validate(values, strict=False)  # numbers of forms and queries are text
+    except ValidationError as failure:
+        raise explained(failure.errors()[0], kind) from None
+
+
+def _once(fields: Fields) -> dict[str, Any]:
+    """Return fields by their names; raise a ``RequestError`` if a name comes twice."""
+    values: dict[str, Any] = {}
+    for name, value in fields:
+        if name in values:
+            raise RequestError(f"{shortened(name)} must be given once", shortened(name), "invalid_value")
+        values[name] = value
+    return values
+
+
+def _values(fields: Fields, kind: type[BaseModel], limits: Limits) -> dict[str, Any]:
+    """Return the fields of a form, with images decoded; check which of them are files."""
+    images = [value for name, value in fields if name in ("image", "image[]")]  # OpenAI's names of one and of several
+    if len(images) > limits.images:
+        message = f"image must be given at most {limits.images} times, got {len(images)}"
+        raise RequestError(message, "image", "limit_exceeded")
+    values = _once([field for field in fields if field[0] not in ("image", "image[]")])
+    if images:
+        values["image"] = images
+    for name in (each for each in kind.model_fields if each in values):
+        parts = values[name] if name == "image" else [values[name]]
+        if any(isinstance(part, bytes) != (name in FILES) for part in parts):
+            rule = "a file" if name in FILES else "text, not a file"
+            raise RequestError(f"{name} must be {rule}", name, "invalid_value")
+        if name in FILES:
+            decoded = [_decoded(part, name, limits) for part in parts]
+            values[name] = decoded if name == "image" else decoded[0]
+    return values
+
+
+def _decoded(file: bytes, name: str, limits: Limits) -> Image.Image:
+    """Return the image of a file: of a mask grey levels, white where the image changes, otherwise RGB."""
+    try:
+        with Image.open(BytesIO(file), formats=[name.upper() for name in SUFFIXES]) as image:
+            if max(image.size) > limits.side:
+                size = "x".join(map(str, image.size))
+                message = f"{name} must have sides of at most {limits.side:,} pixels, got {size}"
+                raise RequestError(message, name, "limit_exceeded")
+            return _mask(image) if name == "mask" else image.convert("RGB")
+    except RequestError:
+        raise
+    except Exception:  # decoders raise errors of any type for broken files
+        raise RequestError(f"{name} must be a {', '.join(SUFFIXES)} file", name, "invalid_value") from None
+
+
+def _mask(image: Image.Image) -> Image.Image:
+    """Return a mask as diffusers takes it; OpenAI's is transparent, not white, where the image changes."""
+    alpha = image.convert("RGBA").getchannel("A")
+    return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else image.convert("L")
+
+
+def _require_within(request: PromptRequest, limits: Limits, model: str, **counts: tuple[int, int]) -> None:
+    """Raise a ``RequestError`` if a request is for another model, or beyond the limits.
+
+    Args:
+        counts: values of further fields, and their maxima.
+    """
+    if request.model not in (None, model):
+        message = f"model {shown(request.model)} does not exist; this server has {model}"
+        raise RequestError(message, "model", "model_not_found", 404)
+    for param, (value, most) in {**counts, "steps": (request.steps or 1, limits.steps)}.items():
+        if value > most:
+            raise RequestError(f"{param} must be at most {most:,}, got {value:,}", param, "limit_exceeded")
+    for side in request.sides:
+        if side is not None and (side % SIDE_UNIT or not SIDE_UNIT <= side <= limits.side):
+            rule = f"sides of {SIDE_UNIT} to {limits.side:,} pixels, multiples of {SIDE_UNIT}"
+            raise RequestError(f"size must have {rule}, got {request.size}", "size", "invalid_value")
+
+
+def requested_preset(request: PromptRequest, default: Preset | None, *, is_video: bool = False) -> Preset | None:
+    """Return the preset of a request, None = plain.
+
+    Args:
+        default: the server's preset.
+        is_video: whether the pipeline makes videos.
+
+    Raises:
+        RequestError: the preset is unknown, or has no such target.
+    """
+    from dit_accel.models.presets import load_preset
+
+    if request.preset not in (None, "none", *preset_names()):  # a path of the server is no preset
+        meant = did_you_mean(request.preset, preset_names())
+        raise RequestError(f"preset {shown(request.preset)} does not exist{meant}", "preset", "invalid_value")
+    named = default if request.preset is None else None if request.preset == "none" else request.preset
+    changes = {} if request.target_error is None else {"target_error": request.target_error}
+    if named is None:
+        if changes:
+            raise RequestError("target_error needs a preset, but none runs the plain pipeline", "target_error")
+        return None
+    try:
+        return load_preset(default_preset(named, is_video=is_video), **changes)
+    except PresetError as error:
+        raise RequestError(str(error), "target_error" if changes else "preset", "invalid_value") from None

@@ -1,0 +1,147 @@
+"""Handlers of ``/v1/videos``, OpenAI's interface for videos."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, BinaryIO, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
+
+from dit_accel.presets import Preset
+from dit_accel.serving.api import Limits, RequestError
+from dit_accel.serving.bodies import is_form, read_body, read_form
+from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher
+from dit_accel.serving.metrics import Metrics
+from dit_accel.serving.requests import AnyRequest, read_query, read_video, requested_preset
+from dit_accel.serving.videos import VideoJob, VideoStore
+
+CHUNK = 2**18  # bytes
+
+
+class ListQuery(BaseModel):
+    """Parameters of ``GET /v1/videos``; ``after`` is the id of the last video of the page before."""
+
+    model_config = ConfigDict(extra="forbid")
+    limit: int = Field(20, ge=1, le=100)
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+
+
+class ContentQuery(BaseModel):
+    """Parameters of ``GET /v1/videos/{id}/content``."""
+
+    model_config = ConfigDict(extra="forbid")
+    variant: Literal["video"] = "video"
+
+
+class VideoServer:
+    """Handlers of the routes.
+
+    Args:
+        model: name for clients.
+        preset: of requests that name none; None = plain.
+        videos: None = the pipeline makes images, so that each route answers with an error.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        model: str,
+        preset: Preset | None,
+        limits: Limits,
+        metrics: Metrics,
+        videos: VideoStore | None,
+    ) -> None:
+        self._dispatcher, self._model, self._preset = dispatcher, model, preset
+        self._limits, self._metrics, self._store = limits, metrics, videos
+
+    def add_routes(self, router: APIRouter) -> None:
+        router.add_api_route("/v1/videos", self.create, methods=["POST"])
+        router.add_api_route("/v1/videos", self.list, methods=["GET"])
+        router.add_api_route("/v1/videos/{video_id}", self.retrieve, methods=["GET"])
+        router.add_api_route("/v1/videos/{video_id}", self.delete, methods=["DELETE"])
+        router.add_api_route("/v1/videos/{video_id}/content", self.content, methods=["GET"])
+
+    async def create(self, request: Request) -> JSONResponse:
+        """Add a job to the queue, and return it."""
+        try:
+            store = self._videos()
+            job = await self._read(request, store)
+            self._dispatcher.add(job)
+        except (RequestError, Busy, Cancelled) as error:
+            raise self._metrics.counted(error) from None
+        store.add(job)
+        return JSONResponse(job.to_json())
+
+    async def retrieve(self, video_id: str, request: Request) -> JSONResponse:
+        """Return a job."""
+        return JSONResponse(self._videos().get(video_id, _owner(request)).to_json())
+
+    async def list(self, request: Request) -> JSONResponse:
+        """Return a page of jobs."""
+        store, query = self._videos(), _query(request, ListQuery)
+        jobs = store.of_owner(_owner(request))
+        if query.order == "desc":
+            jobs.reverse()
+        if query.after is not None:
+            last = store.get(query.after, _owner(request), "after")
+            jobs = jobs[jobs.index(last) + 1 :]
+        page = [job.to_json() for job in jobs[: query.limit]]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(jobs) > query.limit})
+
+    async def content(self, video_id: str, request: Request) -> Response:
+        """Return the file of a completed job."""
+        job = self._videos().get(video_id, _owner(request))
+        _query(request, ContentQuery)
+        return _VideoFile(job.open(), f"{job.id}.mp4")
+
+    async def delete(self, video_id: str, request: Request) -> JSONResponse:
+        """Cancel a job that waits or runs, and delete it."""
+        self._videos().delete(video_id, _owner(request))
+        return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
+
+    def _videos(self) -> VideoStore:
+        if self._store is None:
+            message = f"{self._model} makes images, no videos: use /v1/images/generations"
+            raise RequestError(message, code="unsupported")
+        return self._store
+
+    async def _read(self, request: Request, store: VideoStore) -> VideoJob:
+        body: Any
+        if is_form(request):
+            body = await read_form(request, self._limits.upload)
+        else:
+            body = await read_body(request, self._limits.body)
+        wanted = await asyncio.to_thread(read_video, body, self._limits, self._model, store.form)
+        preset = requested_preset(wanted, self._preset, is_video=True)
+        return VideoJob(
+            wanted, store.form, self._model, preset, _owner(request), store.new_file(), self._limits, self._metrics
+        )
+
+
+class _VideoFile(StreamingResponse):
+    """An mp4 file, which is read while it is sent; it may be deleted meanwhile."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        length = file.seek(0, 2)
+        file.seek(0)
+        headers = {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
+        super().__init__(iter(lambda: file.read(CHUNK), b""), headers=headers, media_type="video/mp4")
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
+def _owner(request: Request) -> int | None:
+    """Return the index of the request's API key; None without keys."""
+    return request.state.owner
+
+
+def _query(request: Request, kind: type[AnyRequest]) -> AnyRequest:
+    return read_query(request.query_params.multi_items(), kind)

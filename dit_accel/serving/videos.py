@@ -1,0 +1,238 @@
+"""Jobs of ``/v1/videos``: a video that waits, runs or is kept for download, and the store of all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Lock, RLock, Thread
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from dit_accel.errors import shown
+from dit_accel.serving.api import Limits, RequestError
+from dit_accel.serving.dispatcher import Step, Task
+from dit_accel.serving.engine import Made, VideoForm
+from dit_accel.serving.metrics import Metrics
+from dit_accel.serving.requests import VideoRequest
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
+
+SUFFIX = ".mp4"
+SWEEP = 60.0  # seconds between deletions of old videos that no request asks for
+
+
+class VideoJob(Task):
+    """A requested video, in OpenAI's form; any thread may read it while a worker runs it.
+
+    Args:
+        model: name for clients.
+        preset: None = plain.
+        owner: index of the API key that requested it; None without keys.
+        file: where the video is written.
+    """
+
+    def __init__(
+        self,
+        request: VideoRequest,
+        form: VideoForm,
+        model: str,
+        preset: Preset | None,
+        owner: int | None,
+        file: Path,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__([request.job(form)], preset, SUFFIX)
+        self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
+        self.ended: float | None = None  # by the monotonic clock
+        self.status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+        self._progress, self._error, self._latest = 0, None, math.inf
+        self._file, self._limits, self._metrics, self._lock = file, limits, metrics, RLock()
+        frames, self._fps = request.frames(form), request.fps or form.fps
+        self._facts: dict[str, Any] = {
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "expires_at": None,
+            "model": model,
+            "prompt": request.prompt,
+            "seconds": "auto" if frames is None else _seconds(frames, self._fps),
+            "size": request.size,
+            "num_frames": frames,
+            "fps": self._fps,
+            "seed": self.jobs[0].settings["seed"],
+            "preset": "none" if preset is None else preset.name,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        with self._lock:
+            state = {"status": self.status, "progress": self._progress, "error": self._error}
+            return {"id": self.id, "object": "video", **state, **self._facts}
+
+    def open(self) -> BinaryIO:
+        """Open the video.
+
+        Raises:
+            RequestError: the video is not completed, or was deleted meanwhile.
+        """
+        with self._lock:
+            if self.status != "completed":
+                message = f"the video is {self.status}; its content exists once its status is completed"
+                raise RequestError(message, "video_id", "not_ready")
+            try:
+                return self._file.open("rb")
+            except FileNotFoundError:
+                raise _unknown(self.id) from None
+
+    def discard(self) -> None:
+        """Cancel the job if it has not ended, and delete its file."""
+        self.cancel()
+        with self._lock:
+            self._file.unlink(missing_ok=True)
+
+    def begin(self) -> None:
+        with self._lock:
+            if self.ended is None:
+                self.status, self._latest = "in_progress", time.monotonic() + self._limits.seconds
+
+    def step(self, job: Any, done: int, steps: int) -> None:
+        if time.monotonic() > self._latest:
+            self.tell(TimeoutError())
+            self.cancel()
+        super().step(job, done, steps)
+
+    def tell(self, event: Step | Made | BaseException | None) -> None:
+        if isinstance(event, Made):
+            self._file.write_bytes(event.data)  # which takes time, so that the lock stays free
+        with self._lock:
+            if self.ended is not None:
+                if isinstance(event, Made):  # the job was deleted, or took too long
+                    self._file.unlink(missing_ok=True)
+                return
+            match event:
+                case Step(done=done, steps=steps):
+                    self._progress = min(99, 100 * done // steps)
+                case Made():
+                    self._complete(event)
+                case BaseException():
+                    self._file.unlink(missing_ok=True)  # half of it, if the disk is full
+                    self._error = _of_video(self._metrics.counted(event)).to_json()["error"]
+                    self._end("failed")
+
+    def _complete(self, made: Made) -> None:
+        assert made.shape is not None  # of a video
+        now, (frames, height, width) = time.time(), made.shape
+        self._facts |= {
+            "completed_at": int(now),
+            "expires_at": int(now + self._limits.kept),
+            "seconds": _seconds(frames, self._fps),
+            "size": f"{width}x{height}",
+            "num_frames": frames,
+            "computed_fraction": made.computed_fraction,
+            "stage_seconds": made.stages,
+        }
+        self._progress = 100
+        self._end("completed")
+        self._metrics.finish(self, [made])
+
+    def _end(self, status: Literal["completed", "failed"]) -> None:
+        self.status, self.ended = status, time.monotonic()
+        self.jobs = []  # the input image needs memory
+
+
+class VideoStore:
+    """Jobs by their ids: all that wait or run, and ended ones up to the limits on number (of each key) and age.
+
+    Use it as a context manager; its end deletes all videos.
+    """
+
+    def __init__(self, form: VideoForm, limits: Limits) -> None:
+        self.form, self._limits = form, limits
+        self._folder = TemporaryDirectory(prefix="dit-accel-videos-", ignore_cleanup_errors=True)
+        self._jobs: dict[str, VideoJob] = {}  # in the order of their creation
+        self._numbers, self._lock, self._closed = count(), Lock(), Event()
+
+    def __enter__(self) -> VideoStore:
+        Thread(target=self._drop_regularly, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._folder.cleanup()
+
+    def new_file(self) -> Path:
+        """Return a path that no other job has; no part of it comes from a client."""
+        return Path(self._folder.name) / f"{next(self._numbers):08}{SUFFIX}"
+
+    def add(self, job: VideoJob) -> None:
+        with self._lock:
+            self._drop_old()
+            self._jobs[job.id] = job
+
+    def get(self, video_id: str, owner: int | None, param: str = "video_id") -> VideoJob:
+        """Return a job.
+
+        Args:
+            param: name of the id's field, for the error.
+
+        Raises:
+            RequestError: there is no such job, or another key requested it.
+        """
+        with self._lock:
+            self._drop_old()
+            job = self._jobs.get(video_id)
+        if job is None or job.owner != owner:
+            raise _unknown(video_id, param)
+        return job
+
+    def delete(self, video_id: str, owner: int | None) -> None:
+        """Cancel or delete a job; raise as :meth:`get`."""
+        job = self.get(video_id, owner)
+        with self._lock:
+            self._jobs.pop(video_id, None)
+        job.discard()
+
+    def of_owner(self, owner: int | None) -> list[VideoJob]:
+        """Return the jobs of a key, oldest first."""
+        with self._lock:
+            self._drop_old()
+            return [job for job in self._jobs.values() if job.owner == owner]
+
+    def _drop_regularly(self) -> None:
+        while not self._closed.wait(SWEEP):
+            with self._lock:
+                self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Delete ended jobs beyond the limits: old ones, and of each key the oldest of too many.
+
+        Failed jobs are counted apart, so that they make no video go.
+        """
+        ended = [(job.ended, job) for job in self._jobs.values() if job.ended is not None]
+        latest, newer = time.monotonic() - self._limits.kept, Counter[tuple[int | None, str]]()
+        for when, job in sorted(ended, key=lambda each: each[0], reverse=True):
+            newer[job.owner, job.status] += 1
+            if newer[job.owner, job.status] > self._limits.videos or when < latest:
+                del self._jobs[job.id]
+                job.discard()
+
+
+def _unknown(video_id: str, param: str = "video_id") -> RequestError:
+    return RequestError(f"video {shown(video_id)} does not exist, or is no longer kept", param, "not_found", 404)
+
+
+def _seconds(frames: int, fps: float) -> str:
+    return f"{frames / fps:.2f}".rstrip("0").rstrip(".")
+
+
+def _of_video(answer: RequestError) -> RequestError:
+    """Name the field of the input image as ``/v1/videos`` does."""
+    if answer.param != "image":
+        return answer
+    message = re.sub(r"^image\b", "input_reference", answer.message)
+    return RequestError(message, "input_reference", answer.code, answer.status)

@@ -1,0 +1,298 @@
+"""Jobs of videos that are cancelled, refused, old, too many, foreign or interrupted: nothing is lost, nothing stays."""
+
+import asyncio
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.serving.test_server import KEYS, LIMITS, Held, client, running, until
+from tests.serving.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
+
+
+def files(store):
+    return list(store.new_file().parent.iterdir())
+
+
+@pytest.mark.parametrize("place", ["waiting", "running", "completed"])
+def test_a_deleted_job_is_gone(place):
+    """It leaves the queue, or ends at its next step, or loses its file; the next job is made."""
+    held, store = Held(), videos.VideoStore(FORM, LIMITS)
+
+    async def conversation(app, dispatcher):
+        async with client(app) as http:
+            first = (await http.post(PATH, json=GOOD | {"prompt": "first"})).json()["id"]
+            await until(lambda: dispatcher.running)
+            second = (await http.post(PATH, json=GOOD | {"prompt": "second"})).json()["id"]
+            if place == "completed":
+                held.release.set()
+                await ended(http, first)
+            left, stays = (second, first) if place == "waiting" else (first, second)
+            answer = await http.delete(f"{PATH}/{left}")
+            assert answer.json() == {"id": left, "object": "video.deleted", "deleted": True}
+            for again in (
+                http.get(f"{PATH}/{left}"),
+                http.delete(f"{PATH}/{left}"),
+                http.get(f"{PATH}/{left}/content"),
+            ):
+                assert (await again).status_code == 404
+            await until(lambda: place == "completed" or dispatcher.running + dispatcher.waiting == 1)
+            held.release.set()
+            assert (await ended(http, stays))["status"] == "completed"
+            assert [job["id"] for job in (await http.get(PATH)).json()["data"]] == [stays]
+            return (await http.get("/metrics")).text
+
+    with store, running(held, videos=store) as (app, dispatcher):
+        counted = asyncio.run(conversation(app, dispatcher))
+        assert len(files(store)) == 1
+    assert ('outcome="cancelled"} 1.0' in counted) == (place != "completed")
+    assert held.made == {"waiting": ["first"], "running": ["second"], "completed": ["first", "second"]}[place]
+
+
+def test_a_full_queue_refuses_at_once():
+    """Accepted jobs are completed, and the refused one is in no list."""
+    held = Held()
+
+    async def conversation(http, dispatcher):
+        accepted = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
+        await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 1))
+        refused = await http.post(PATH, json=GOOD)
+        held.release.set()
+        statuses = [(await ended(http, each))["status"] for each in accepted]
+        return refused, statuses, len((await http.get(PATH)).json()["data"])
+
+    refused, statuses, kept = ask(held, conversation, most=1)
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    assert statuses == ["completed"] * 2 and kept == 2
+
+
+def test_ended_jobs_are_limited_in_number_and_age():
+    """The oldest video and its file make room for a new one; failed jobs make none go."""
+    store = videos.VideoStore(FORM, replace(LIMITS, videos=2, kept=1000.0))
+
+    async def conversation(app, _):
+        async with client(app) as http:
+            jobs = [await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]) for _ in range(4)]
+            for _ in range(3):
+                await ended(http, (await http.post(PATH, json=GOOD | {"prompt": "memory"})).json()["id"])
+            listed = (await http.get(PATH, params={"order": "asc"})).json()["data"]
+            assert [job["status"] for job in listed] == ["completed"] * 2 + ["failed"] * 2
+            kept = [job["id"] for job in listed[:2]]
+            assert kept == [job["id"] for job in jobs[2:]] and len(files(store)) == 2
+            store._jobs[kept[0]].ended -= 1001
+            assert (await http.get(f"{PATH}/{kept[0]}")).status_code == 404
+            assert (await http.get(f"{PATH}/{kept[1]}")).status_code == 200 and len(files(store)) == 1
+
+    with store, running(released(), videos=store) as both:
+        asyncio.run(conversation(*both))
+    assert not store.new_file().parent.exists()
+
+
+def test_an_old_video_is_deleted_without_a_request(monkeypatch):
+    monkeypatch.setattr(videos, "SWEEP", 0.01)
+    store = videos.VideoStore(FORM, replace(LIMITS, kept=1000.0))
+
+    async def conversation(app, _):
+        async with client(app) as http:
+            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+            assert len(files(store)) == 1
+            store._jobs[job["id"]].ended -= 1001
+            await until(lambda: files(store) == [])
+
+    with store, running(released(), videos=store) as both:
+        asyncio.run(conversation(*both))
+
+
+@pytest.mark.parametrize("problem", ["deleted", "full"])
+def test_half_a_file_does_not_stay(monkeypatch, problem):
+    """The job is deleted while its file is written, or the disk is full; the next job is made."""
+    store, begun, go_on = videos.VideoStore(FORM, LIMITS), threading.Event(), threading.Event()
+    write = Path.write_bytes
+
+    def write_slowly(path, data):
+        monkeypatch.undo()
+        write(path, data[: len(data) // 2])
+        begun.set()
+        go_on.wait(20)
+        if problem == "full":
+            raise OSError("no space left")
+        write(path, data)
+
+    async def conversation(app, dispatcher):
+        async with client(app) as http:
+            job = (await http.post(PATH, json=GOOD)).json()["id"]
+            await asyncio.to_thread(begun.wait, 20)
+            assert (await http.get(f"{PATH}/{job}")).json()["status"] == "in_progress" and len(files(store)) == 1
+            if problem == "deleted":
+                assert (await http.delete(f"{PATH}/{job}")).status_code == 200
+            go_on.set()
+            await until(lambda: not dispatcher.running)
+            assert files(store) == []
+            if problem == "full":
+                assert (await http.get(f"{PATH}/{job}")).json()["error"]["code"] == "failed"
+            assert (await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]))["status"] == "completed"
+
+    monkeypatch.setattr(Path, "write_bytes", write_slowly)
+    with store, running(released(), videos=store) as both:
+        asyncio.run(conversation(*both))
+
+
+def test_a_running_video_has_a_limit_of_its_own():
+    """The time in the queue does not count; a run that takes longer ends at its next step."""
+    held = Held()
+
+    async def conversation(http, dispatcher):
+        ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
+        first = await ended(http, ids[0])
+        held.release.set()
+        return first, await ended(http, ids[1])
+
+    first, second = ask(held, conversation, limits=replace(LIMITS, seconds=0.3))
+    assert first["status"] == "failed" and first["error"]["code"] == "timeout"
+    assert second["status"] == "completed" and held.made == ["a fox"]
+
+
+def test_the_end_of_a_server_cancels_its_jobs():
+    """A waiting job and the running one fail with a reason, and the thread of the worker ends."""
+    held = Held()
+
+    async def conversation(http, dispatcher):
+        ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
+        await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 1))
+        await asyncio.to_thread(dispatcher.stop, 10.0)
+        late = await http.post(PATH, json=GOOD)
+        return late, [(await ended(http, each))["error"] for each in ids]
+
+    late, errors = ask(held, conversation)
+    assert late.status_code == 503 and held.made == []
+    assert [(error["code"], error["message"]) for error in errors] == [("busy", "the server is shutting down")] * 2
+
+
+def test_a_key_has_its_own_videos():
+    """The id of another key's video leads nowhere."""
+
+    async def conversation(app):
+        mine, theirs = ({"Authorization": f"Bearer {key}".encode()} for key in KEYS)
+        async with client(app) as http:
+            video = (await http.post(PATH, json=GOOD, headers=mine)).json()["id"]
+            for path in (f"/{video}", f"/{video}/content", f"?after={video}"):
+                assert (await http.get(PATH + path, headers=theirs)).status_code == 404
+            assert (await http.delete(f"{PATH}/{video}", headers=theirs)).status_code == 404
+            assert (await http.get(PATH, headers=theirs)).json()["data"] == []
+            assert [job["id"] for job in (await http.get(PATH, headers=mine)).json()["data"]] == [video]
+            assert (await http.get(PATH)).status_code == 401
+
+    with making(released(), keys=KEYS) as (app, _):
+        asyncio.run(conversation(app))
+
+
+def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
+    """Its client gets the whole file, and the folder loses it at once."""
+    monkeypatch.setattr("dit_accel.serving.video_server.CHUNK", 8)
+    store = videos.VideoStore(FORM, LIMITS)
+
+    async def conversation(app, _):
+        async with client(app) as http:
+            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+            whole = (await http.get(f"{PATH}/{job['id']}/content")).content
+            sent = []
+
+            async def send(message):
+                if not sent:
+                    assert (await http.delete(f"{PATH}/{job['id']}")).status_code == 200 and files(store) == []
+                sent.append(message)
+
+            async def receive():
+                await asyncio.sleep(10)
+
+            scope = {"type": "http", "method": "GET", "path": f"{PATH}/{job['id']}/content", "headers": []}
+            scope |= {"query_string": b"", "root_path": "", "server": ("here", 80), "asgi": {"spec_version": "2.3"}}
+            await app(scope, receive, send)
+            return whole, b"".join(message.get("body", b"") for message in sent)
+
+    with store, running(released(), videos=store) as both:
+        whole, sent = asyncio.run(conversation(*both))
+    assert whole == sent
+
+
+IDS = [
+    "%2e%2e",
+    "..%2f..%2fetc%2fpasswd",
+    "%00",
+    "video_",
+    "ü" * 500,
+    "%ff",
+    "'; --",
+    "00000000.mp4",
+    "\\",
+    "%0d%0a",
+]
+
+
+@pytest.mark.parametrize("wrong", IDS, ids=lambda wrong: ascii(wrong)[:20])
+def test_a_wrong_id_names_no_file(wrong):
+    """Every route answers 404, and no file is changed."""
+
+    async def conversation(http, _):
+        job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+        paths = [f"{PATH}/{wrong}", f"{PATH}/{wrong}/content", f"{PATH}/{job['id']}/{wrong}"]
+        answers = [await http.request(method, path) for path in paths for method in ("GET", "DELETE")]
+        return answers, await http.get(f"{PATH}/{job['id']}/content")
+
+    answers, content = ask(released(), conversation)
+    assert {answer.status_code for answer in answers} <= {404, 405} and content.status_code == 200
+    assert all(set(answer.json()["error"]) == {"message", "type", "param", "code"} for answer in answers)
+
+
+def test_hostile_bodies_are_refused():
+    """200 random bodies, JSON and forms: each that is no job has status 4xx and a short error in OpenAI's shape."""
+    draw = random.Random(1)
+    values = ["", "\0", "ü" * 5000, "../../etc/passwd", "1e9", "-1", "nan", "९", "4" * 400, "<script>", "true", "2" * 7]
+    odd = [None, True, [], {}, [[]] * 20, -0.0, 1e308, 2**70, {"a": {"b": None}}]
+    names = [
+        *GOOD,
+        "seconds",
+        "fps",
+        "preset",
+        "guidance",
+        "input_reference",
+        "id",
+        "status",
+        "__class__",
+        "ü",
+        "image[]",
+    ]
+
+    def form():
+        kind = lambda: draw.choice([None, "in.png", "../in.mp4", "\0"])  # noqa: E731
+        return [(draw.choice(names), (kind(), draw.choice(values))) for _ in range(draw.randint(1, 5))]
+
+    async def conversation(http, _):
+        answers = []
+        for place in range(200):
+            wrong = GOOD | {draw.choice(names): draw.choice(values + odd) for _ in range(draw.randint(1, 4))}
+            how = {"files": form()} if place % 2 else {"json": wrong}
+            answers.append(await http.post(PATH, **how))
+            if answers[-1].status_code == 200:
+                await ended(http, answers[-1].json()["id"])
+        return answers
+
+    answers = [answer for answer in ask(released(), conversation) if answer.status_code != 200]
+    assert len(answers) > 150 and {answer.status_code for answer in answers} <= {400, 404, 413}
+    assert all(set(answer.json()["error"]) == {"message", "type", "param", "code"} for answer in answers)
+    assert max(len(answer.content) for answer in answers) < 2000
+
+
+def test_a_body_that_is_too_large_or_breaks_off_leaves_no_job():
+    async def conversation(http, _):
+        large = await http.post(PATH, content=b" " * (LIMITS.body + 1))
+        image = {"input_reference": ("in.png", b"\x89PNG" * LIMITS.upload)}
+        upload = await http.post(PATH, data={"prompt": "a fox"}, files=image)
+        broken = await http.post(PATH, data={"prompt": "a fox"}, files={"input_reference": ("in.png", b"\x89PNG")})
+        return [large, upload, broken], (await http.get(PATH)).json()["data"]
+
+    answers, jobs = ask(Held(), conversation)
+    assert [answer.status_code for answer in answers] == [413, 413, 400] and jobs == []
+    assert answers[2].json()["error"]["param"] == "input_reference"

@@ -1,0 +1,321 @@
+"""`/v1/videos`: jobs through OpenAI's client and over HTTP, their fields, statuses, files and errors."""
+
+import asyncio
+import io
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.media import Clips
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.worker import Worker
+from tests.serving.test_edits import PNG
+from tests.serving.test_server import LIMITS, Held, client, metric, running, until
+from tests.tiny import tiny_pipeline
+
+uvicorn = pytest.importorskip("uvicorn")
+videos = pytest.importorskip("dit_accel.serving.videos")
+
+PATH = "/v1/videos"
+FORM = VideoForm(fps=16.0, frames_unit=4)
+GOOD = {"prompt": "a fox", "size": "32x48", "steps": 4, "seed": 3, "num_frames": 5}
+OWN = {key: GOOD[key] for key in ("steps", "seed", "num_frames")}
+VIDEO_LIMITS = replace(LIMITS, frames=33)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    pytest.importorskip("imageio_ffmpeg")
+    folder = tmp_path_factory.mktemp("models") / "wan"
+    tiny_pipeline("wan").save_pretrained(folder)
+    return Worker(Setup(str(folder)))
+
+
+@contextmanager
+def making(worker, *, limits=VIDEO_LIMITS, form=FORM, preset="video-balanced", **more):
+    """An application whose pipeline makes videos, and its dispatcher."""
+    store = videos.VideoStore(form, limits)
+    with store, running(worker, limits=limits, preset=preset, videos=store, **more) as both:
+        yield both
+
+
+def released():
+    held = Held()
+    held.release.set()
+    return held
+
+
+@contextmanager
+def listening(app):
+    """The URL of an application that uvicorn serves in a thread."""
+    site = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=site.run, daemon=True)
+    thread.start()
+    asyncio.run(until(lambda: site.started))
+    try:
+        yield f"http://127.0.0.1:{site.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        site.should_exit = True
+        thread.join()
+
+
+async def ended(http, video_id):
+    """The job, once it has ended."""
+    async with asyncio.timeout(20):
+        while (job := (await http.get(f"{PATH}/{video_id}")).json())["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0.005)
+    return job
+
+
+def ask(worker, conversation, **how):
+    """The result of `conversation(http, dispatcher)` with an application whose pipeline makes videos."""
+
+    async def talk(app, dispatcher):
+        async with client(app) as http:
+            return await conversation(http, dispatcher)
+
+    with making(worker, **how) as (app, dispatcher):
+        return asyncio.run(talk(app, dispatcher))
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_openais_client_makes_a_video(worker, run, tmp_path):
+    """Create, poll, retrieve, list, download and delete; the file has the bytes of that of `generate`."""
+    openai = pytest.importorskip("openai")
+    with making(worker, form=worker.video_form) as (app, _), listening(app) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as http:
+            first = http.videos.create(
+                prompt="an owl", model="tiny", size="32x32", seconds="1", extra_body={"steps": 2}
+            )
+            made = http.videos.create_and_poll(prompt="a fox", size="32x48", poll_interval_ms=20, extra_body=OWN)
+            assert http.videos.retrieve(made.id) == made
+            assert [each.id for each in http.videos.list(limit=1)] == [made.id, first.id]
+            assert [each.id for each in http.videos.list(order="asc").data] == [first.id, made.id]
+            data = http.videos.download_content(made.id).content
+            assert http.videos.delete(made.id).deleted
+            with pytest.raises(openai.NotFoundError, match="does not exist"):
+                http.videos.download_content(made.id)
+            with pytest.raises(openai.BadRequestError, match="size must have sides") as failure:
+                http.videos.create(prompt="a fox", size="720x1280")
+        assert metric(app, 'dit_accel_requests_total{outcome="ok"}') == 2
+        assert metric(app, 'dit_accel_requests_total{outcome="invalid"}') == 1
+    assert first.status in ("queued", "in_progress") and first.seconds == "1.06" and failure.value.param == "size"
+    assert (made.object, made.status, made.progress, made.error) == ("video", "completed", 100, None)
+    assert (made.model, made.prompt, made.size, made.seconds) == ("tiny", "a fox", "32x48", "0.31")
+    assert (made.num_frames, made.fps, made.seed, made.preset) == (5, 16.0, 3, "video-balanced")
+    assert made.expires_at - made.completed_at == VIDEO_LIMITS.kept and 0 < made.computed_fraction <= 1
+    options = ("--prompt", "a fox", "--width", 32, "--height", 48, "--steps", 4, "--seed", 3, "--num-frames", 5)
+    result = run("generate", "--model", worker._setup.model, *options, "--output", "fox.mp4")
+    assert result.exit_code == 0, result.output
+    assert data == (tmp_path / "fox.mp4").read_bytes()
+
+
+def test_a_request_has_its_own_frame_rate_and_preset(worker):
+    """`fps` is that of the file; plain names of presets have their form for videos."""
+
+    async def conversation(http, _):
+        posted = (await http.post(PATH, json=GOOD | {"fps": 4, "preset": "turbo", "target_error": 0.9})).json()
+        job = await ended(http, posted["id"])
+        return job, (await http.get(f"{PATH}/{job['id']}/content")).content
+
+    imageio = pytest.importorskip("imageio.v3")
+    job, data = ask(worker, conversation)
+    assert (job["preset"], job["seconds"], job["fps"]) == ("video-turbo", "1.25", 4.0)
+    assert imageio.immeta(data, extension=".mp4", plugin="FFMPEG")["fps"] == 4.0
+    assert imageio.imread(data, extension=".mp4", plugin="FFMPEG").shape == (5, 48, 32, 3)
+
+
+def test_a_video_begins_with_its_input_reference(tmp_path):
+    """The image of a form reaches an image-to-video pipeline, and the video equals the pipeline's own."""
+    pytest.importorskip("imageio_ffmpeg")
+    tiny_pipeline("wan-i2v").save_pretrained(tmp_path)
+
+    async def conversation(http, _):
+        fields = {key: str(value) for key, value in (GOOD | {"preset": "none"}).items()}
+        with_image = await http.post(PATH, data=fields, files={"input_reference": PNG})
+        without = await http.post(PATH, json=GOOD)
+        jobs = [await ended(http, each.json()["id"]) for each in (with_image, without)]
+        return jobs, (await http.get(f"{PATH}/{jobs[0]['id']}/content")).content
+
+    (made, failed), data = ask(Worker(Setup(str(tmp_path))), conversation)
+    assert made["status"] == "completed" and failed["status"] == "failed"
+    assert failed["error"]["param"] == "input_reference" and "needs an input image" in failed["error"]["message"]
+    arguments = {"prompt": "a fox", "num_inference_steps": 4, "width": 32, "height": 48, "num_frames": 5}
+    given = Image.open(io.BytesIO(PNG[1]))
+    frames = tiny_pipeline("wan-i2v")(**arguments, image=given, generator=torch.Generator().manual_seed(3)).frames[0]
+    Clips(16.0).write(np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8), tmp_path / "own.mp4")
+    assert data == (tmp_path / "own.mp4").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, {}),
+        ({"num_frames": 9}, {"num-frames": 9}),
+        ({"seconds": "2"}, {"num-frames": 33}),
+        ({"seconds": "1.5"}, {"num-frames": 25}),
+        ({"seconds": "4", "fps": 8}, {"num-frames": 33, "fps": 8.0}),
+        ({"seconds": "0.01"}, {"num-frames": 1}),
+        ({"size": "48x32", "guidance": 3, "negative_prompt": "red", "seed": 9}, {"width": 48, "height": 32, "seed": 9}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", [False, True], ids=["JSON", "a form"])
+def test_fields_reach_the_job(fields, settings, form):
+    """A duration becomes the nearest number of frames that the pipeline can make."""
+    held, seen = released(), []
+    held.make_one, make = lambda job, *rest: seen.append(job.settings) or make(job, *rest), held.make_one
+    given = {"prompt": "a fox"} | fields
+
+    async def conversation(http, _):
+        how = {"files": [(key, (None, str(value))) for key, value in given.items()]} if form else {"json": given}
+        return await ended(http, (await http.post(PATH, **how)).json()["id"])
+
+    assert ask(held, conversation)["status"] == "completed"
+    assert settings.items() <= seen[0].items() and seen[0]["prompt"] == "a fox"
+    assert ("num-frames" in seen[0]) == ("num-frames" in settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "should be a valid string"),
+        ({"seconds": "4", "num_frames": None}, "seconds", "at most 33 frames, got 65 at 16 per second"),
+        ({"seconds": "1", "num_frames": 5}, "seconds", "seconds or num_frames, not both"),
+        ({"seconds": "many", "num_frames": None}, "seconds", "valid number"),
+        ({"seconds": "1e3", "num_frames": None}, "seconds", "valid number"),
+        ({"seconds": "१", "num_frames": None}, "seconds", "valid number"),
+        ({"seconds": True, "num_frames": None}, "seconds", "valid number"),
+        ({"seconds": 0, "num_frames": None}, "seconds", "greater than 0"),
+        ({"num_frames": 34}, "num_frames", "num_frames must be at most 33, got 34"),
+        ({"num_frames": 0}, "num_frames", "greater than or equal to 1"),
+        ({"fps": 0.5}, "fps", "greater than or equal to 1"),
+        ({"fps": float("nan")}, "fps", "finite number"),
+        ({"steps": 13}, "steps", "at most 12"),
+        ({"size": "720x1280"}, "size", "sides of 16 to 64 pixels"),
+        ({"model": "sora-2"}, "model", "this server has tiny"),
+        ({"preset": "../turbo"}, "preset", "does not exist"),
+        ({"preset": "none", "target_error": 0.1}, "target_error", "needs a preset"),
+        ({"input_reference": {"image_url": "http://127.0.0.1/"}}, "input_reference", "must be a file"),
+        ({"n": 1}, "n", "unknown field 'n'"),
+        ({"num_frame": 5}, "num_frame", "did you mean 'num_frames'?"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named(change, param, message):
+    body = json.dumps(GOOD | change)  # which httpx refuses to write where a number is NaN
+    answer = ask(held := Held(), lambda http, _: http.post(PATH, content=body))
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if param == "model" else 400) and held.made == []
+    assert error["param"] == param and message in error["message"]
+
+
+def test_a_job_shows_its_progress():
+    """Queued, then in progress with finished steps, then completed; a file exists only then."""
+    held = Held()
+
+    async def conversation(http, dispatcher):
+        ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
+        await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 1))
+        async with asyncio.timeout(20):
+            while (first := (await http.get(f"{PATH}/{ids[0]}")).json())["progress"] < 1:
+                await asyncio.sleep(0.01)
+        second = (await http.get(f"{PATH}/{ids[1]}")).json()
+        early = await http.get(f"{PATH}/{ids[0]}/content")
+        held.release.set()
+        return first, second, early, await ended(http, ids[0]), await http.get(f"{PATH}/{ids[0]}/content")
+
+    first, second, early, last, content = ask(held, conversation)
+    assert first["status"] == "in_progress" and (second["status"], second["progress"]) == ("queued", 0)
+    assert early.status_code == 400 and early.json()["error"]["code"] == "not_ready"
+    assert (last["status"], last["progress"], last["size"]) == ("completed", 100, "32x48")
+    assert content.headers["content-type"] == "video/mp4" and len(content.content) > 50
+
+
+def test_a_failed_job_has_the_reason():
+    """Errors of the library are shown, others only in the log."""
+
+    async def conversation(http, _):
+        posted = [await http.post(PATH, json=GOOD | {"prompt": prompt}) for prompt in ("memory", "secret")]
+        jobs = [await ended(http, each.json()["id"]) for each in posted]
+        return jobs, await http.get(f"{PATH}/{jobs[0]['id']}/content"), (await http.get("/metrics")).text
+
+    jobs, content, counted = ask(Held(), conversation)
+    assert {job["status"] for job in jobs} == {"failed"} and jobs[0]["completed_at"] is None
+    assert [job["error"]["code"] for job in jobs] == ["failed"] * 2
+    assert jobs[0]["error"]["message"] == "out of memory: use less" and "path" not in jobs[1]["error"]["message"]
+    assert content.status_code == 400 and "the video is failed" in content.json()["error"]["message"]
+    assert 'dit_accel_requests_total{outcome="failed"} 2.0' in counted
+
+
+def test_pages_of_a_list_follow_each_other():
+    """`after` continues where a page ended, in both orders."""
+
+    async def conversation(http, _):
+        ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(3)]
+        pages = {}
+        for order, after in (("asc", ids[0]), ("desc", ids[1])):
+            pages[order] = (await http.get(PATH, params={"order": order, "after": after, "limit": 1})).json()
+        return ids, (await http.get(PATH)).json(), pages
+
+    ids, whole, pages = ask(released(), conversation)
+    assert [job["id"] for job in whole["data"]] == ids[::-1] and whole["has_more"] is False
+    assert [job["id"] for job in pages["asc"]["data"]] == [ids[1]] and pages["asc"]["has_more"]
+    assert (pages["desc"]["first_id"], pages["desc"]["last_id"], pages["desc"]["has_more"]) == (ids[0], ids[0], False)
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "status"),
+    [
+        ("?limit=0", "limit", 400),
+        ("?limit=101", "limit", 400),
+        ("?limit=many", "limit", 400),
+        ("?limit=1&limit=2", "limit", 400),
+        ("?order=up", "order", 400),
+        ("?after=video_0", "after", 404),
+        ("?cursor=1", "cursor", 400),
+        ("/video_0", "video_id", 404),
+        ("/video_0/content", "video_id", 404),
+    ],
+)
+def test_a_wrong_parameter_is_named(path, param, status):
+    answer = ask(Held(), lambda http, _: http.get(PATH + path))
+    assert answer.status_code == status and answer.json()["error"]["param"] == param
+
+
+def test_only_the_video_can_be_downloaded():
+    async def conversation(http, _):
+        job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+        return [await http.get(f"{PATH}/{job['id']}/content?variant={kind}") for kind in ("video", "thumbnail")]
+
+    video, thumbnail = ask(released(), conversation)
+    assert (video.status_code, thumbnail.status_code) == (200, 400)
+    assert thumbnail.json()["error"]["param"] == "variant"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", ""), ("GET", ""), ("GET", "/video_0"), ("GET", "/video_0/content"), ("DELETE", "/video_0")],
+)
+def test_a_pipeline_of_images_has_no_videos(method, path):
+    async def talk(app):
+        async with client(app) as http:
+            return await http.request(method, PATH + path, json=GOOD)
+
+    with running(Held()) as (app, _):
+        answer = asyncio.run(talk(app))
+    assert answer.status_code == 400 and "makes images, no videos: use /v1/images" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/images/edits"])
+def test_a_pipeline_of_videos_makes_no_images(path):
+    answer = ask(held := Held(), lambda http, _: http.post(path, json={"prompt": "a fox"}))
+    assert answer.status_code == 400 and "makes videos, no images: use /v1/videos" in answer.json()["error"]["message"]
+    assert held.made == []
