@@ -40,7 +40,8 @@ def command(given: Options) -> None:
     require_extra("gradio", "dit-accel app")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio: no telemetry, no check for newer versions
     from dit_accel.cli.web_form import Loaded
-    from dit_accel.cli.web_page import CSS, build_page, theme
+    from dit_accel.cli.web_look import CSS, theme
+    from dit_accel.cli.web_page import build_page
     from dit_accel.serving.media import Clips, medium_of
     from dit_accel.tools.playground import Playground
 

@@ -47,7 +47,7 @@ class View:
             case Waiting(ahead):
                 self.status = f"Waiting for {ahead} earlier {'run' if ahead == 1 else 'runs'}."
             case Began(what):
-                self.status = f"{html.escape(what.capitalize())} …"
+                self.status = f"{what[0].upper()}{html.escape(what[1:])} …"
             case Step(side, index, steps):
                 self._steps[side].append(event)
                 self.status = f"{side.capitalize()}: step {index + 1} of {steps}."

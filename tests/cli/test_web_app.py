@@ -57,7 +57,8 @@ def asked():
 def site(asked):
     """The page on a free port, with its playground."""
     from dit_accel.cli.web_form import Loaded
-    from dit_accel.cli.web_page import CSS, build_page, theme
+    from dit_accel.cli.web_look import CSS, theme
+    from dit_accel.cli.web_page import build_page
 
     loaded = {}
 
@@ -228,28 +229,82 @@ def browser():
         browser.close()
 
 
-def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
-    """Both images appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
-    page = browser.new_page()
+def opened(browser, site, width=1280):
+    """The page in a window of this width, and all addresses that it asks."""
+    page = browser.new_page(viewport={"width": width, "height": 844})
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(site.url)
-    for label, value in {"Prompt": "a red star", "Steps": STEPS, "Height": 32, "Width": 32}.items():
+    page.wait_for_selector("text=Generate both")
+    return page, asked
+
+
+def fill(page, **values):
+    for label, value in values.items():
         page.get_by_label(label, exact=True).fill(str(value))
+
+
+def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
+    """Both images appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
+    page, asked = opened(browser, site)
+    fill(page, Prompt="a red star", Steps=STEPS, Height=32, Width=32)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=Done: balanced")
     until(lambda: page.locator("img").count() >= 3)  # both sides, and the accelerated one in the history
     page.get_by_role("slider").first.press("End")
     page.get_by_role("slider").first.dispatch_event("pointerup")
     page.wait_for_selector("text=target_error 1.")
+    assert not page.get_by_label("The preset's own target_error").is_checked()
     assert [url for url in asked if not url.startswith((site.url, "data:", "blob:"))] == []
-    for label, value in {"Steps": 200, "Height": 128, "Width": 128}.items():
-        page.get_by_label(label, exact=True).fill(str(value))
+    fill(page, Steps=200, Height=128, Width=128)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=of 200")
     page.close()
     until(lambda: all(run.future.done() for run in site.playground._runs))
     assert 200 not in [wish.steps for wish in site.playground._plain]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_results_are_in_view_without_scrolling(site, browser, width):
+    """Nothing is wider than the window, and the result is above the settings on a phone."""
+    page, _ = opened(browser, site, width)
+    page.locator("#examples button").nth(1).click()
+    assert page.get_by_label("Prompt", exact=True).input_value() == page.locator("#examples button").nth(1).inner_text()
+    fill(page, Steps=STEPS, Height=32, Width=32)
+    page.evaluate("scrollTo(0, 0)")
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("text=Done: balanced")
+    image = page.locator("#results img").first
+    until(lambda: image.is_visible())
+    box = image.bounding_box()
+    assert box["y"] + min(box["height"], 200) <= 844
+    settings = page.locator("#settings").bounding_box()
+    assert settings["y"] > box["y"] or settings["x"] + settings["width"] < box["x"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_typing_a_presets_name_selects_it(site, browser):
+    """Also where other names contain it; the slider then shows its target."""
+    page, _ = opened(browser, site)
+    box = page.get_by_role("combobox", name="Preset")
+    box.click()
+    box.press("Control+a")
+    page.keyboard.type("quality")
+    page.get_by_role("option", name="Nearly identical").wait_for()
+    page.keyboard.press("Enter")
+    until(lambda: page.get_by_role("slider").first.input_value() == "0.07")
+    assert box.input_value() == "Nearly identical (quality)"
+
+
+def test_a_failure_ends_the_status(site, browser):
+    """The page says which field is wrong, and a corrected value runs."""
+    page, _ = opened(browser, site, 390)
+    fill(page, Steps="2.7", Height=32, Width=32)
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("#results >> text=Steps must be a whole number, got 2.7")
+    fill(page, Steps=STEPS)
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("text=Done: balanced")
 
 
 def test_the_command_serves_where_it_is_told(run, monkeypatch, tmp_path):

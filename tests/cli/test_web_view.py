@@ -10,7 +10,7 @@ from dit_accel.cli import web_view
 from dit_accel.cli.web_form import Loaded
 from dit_accel.presets import load_preset
 from dit_accel.serving.media import Clips, Pictures
-from dit_accel.tools.playground import Compared, Made, Preview, Step, Wish
+from dit_accel.tools.playground import Began, Compared, Made, Preview, Step, Wish
 from dit_accel.tools.timing import Output
 
 WISH = Wish("a <b>fox</b>", "some/model", "balanced", None, 0, None, None, None, None)
@@ -60,6 +60,10 @@ def test_the_plain_side_is_seen_before_the_end():
     image, label = view.new_preview()
     assert image is black and "coarse" not in label and view.new_preview() is None
     assert seen(made("plain", black, 6.0, kept=True)).new_preview() is None
+
+
+def test_a_model_that_is_loading_keeps_its_name():
+    assert seen(Began("loading owner/Model <b>")).status == "Loading owner/Model &lt;b&gt; …"
 
 
 def test_notes_are_text():
