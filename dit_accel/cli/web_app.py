@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_accel.cli.options import LoadingOptions, option, takes_options
 from dit_accel.errors import OptionError, shortened
@@ -12,9 +12,6 @@ from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.pipelines import call_arguments, timed_call
 from dit_accel.tools.demo import demo_names, model_fps
 from dit_accel.tools.extras import require_extra
-
-if TYPE_CHECKING:
-    from dit_accel.serving.media import Pictures
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -42,12 +39,14 @@ def command(given: Options) -> None:
 
     require_extra("gradio", "dit-accel app")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio: no telemetry, no check for newer versions
+    from dit_accel.cli.web_form import Loaded
+    from dit_accel.cli.web_look import CSS, theme
     from dit_accel.cli.web_page import build_page
     from dit_accel.serving.media import Clips, medium_of
     from dit_accel.tools.playground import Playground
 
     console, loading, model = Console(), given.loading(), given.model
-    media: dict[str, Pictures | Clips] = {}
+    loaded: dict[str, Loaded] = {}
 
     def load(name: str) -> Any:
         with console.status(f"loading {name}"):
@@ -55,14 +54,14 @@ def command(given: Options) -> None:
         medium = medium_of(pipe, model_fps(name))
         if isinstance(medium, Clips):
             require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes videos,")
-        media[name] = medium
+        loaded[name] = Loaded(pipe, medium)
         return pipe
 
     playground = Playground(load, call_arguments, timed_call)
     try:
         playground.load(model)
         offered = list(dict.fromkeys([model, *demo_names()]))
-        page = build_page(playground, media, model, offered, any_model=given.host in LOOPBACK and not given.share)
+        page = build_page(playground, loaded, model, offered, any_model=given.host in LOOPBACK and not given.share)
         try:
             _, local, public = page.launch(
                 server_name=given.host,
@@ -70,6 +69,9 @@ def command(given: Options) -> None:
                 share=given.share,
                 quiet=True,
                 ssr_mode=False,
+                css=CSS,
+                theme=theme(),
+                footer_links=["api", "settings"],
                 prevent_thread_lock=True,
             )
         except OSError:

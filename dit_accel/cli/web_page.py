@@ -1,52 +1,50 @@
-"""Page of ``dit-accel app``, built with Gradio: inputs on the left, results on the right.
+"""Page of ``dit-accel app``, built with Gradio.
+
+A prompt comes first, then results, then settings. On a wide screen the results are at the right of both.
 
 Annotations are evaluated here, because Gradio passes the request to functions that annotate it.
 """
 
 import html
-import math
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import DitAccelError
-from dit_accel.presets import preset_names
-from dit_accel.serving.media import Clips, Pictures
-from dit_accel.tools.demo import tuning_prompts, unknown_words
-from dit_accel.tools.playground import (
-    LONGEST_PROMPT,
-    Began,
-    Cancelled,
-    Compared,
-    Event,
-    Made,
-    Playground,
-    Run,
-    Step,
-    Waiting,
-    Wish,
+from dit_accel.cli.web_form import (
+    LABELS,
+    NUMBERS,
+    Fields,
+    Loaded,
+    fields_of,
+    in_the_pages_words,
+    preset_of,
+    target_of,
+    words_note,
 )
-from dit_accel.tools.timeline import timeline_svg
+from dit_accel.cli.web_look import FACE
+from dit_accel.cli.web_view import View
+from dit_accel.errors import DitAccelError
+from dit_accel.presets import Preset
+from dit_accel.presets.names import DEFAULT
+from dit_accel.serving.loading import resolve_model
+from dit_accel.tools.playground import LONGEST_PROMPT, Playground, Run, Wish
 
 if TYPE_CHECKING:
     import gradio
-    from PIL import Image
 
-REFRESH = 0.2  # seconds between updates of the timeline, so that they don't slow down the steps
 REMEMBERED = 12  # results of a session
 MOST_VISITORS = 20  # runs that wait at once; others are queued by gradio
 LONGEST_KEPT = 24 * 3600  # seconds that an output file is kept
 
 
 def build_page(
-    playground: Playground, media: Mapping[str, Pictures | Clips], model: str, models: list[str], *, any_model: bool
+    playground: Playground, loaded: Mapping[str, Loaded], model: str, models: list[str], *, any_model: bool
 ) -> "gradio.Blocks":
-    """Build the page; the caller launches it.
+    """Build the page; the caller launches it with the style of `web_look`.
 
     Args:
-        media: output form (image or video) of each model that the playground has loaded.
+        loaded: models that the playground has loaded; it must have the first one.
         model: selected at first.
         models: offered in the list.
         any_model: whether visitors may enter other models, which are then loaded.
@@ -54,50 +52,60 @@ def build_page(
     import gradio as gr
 
     runs: dict[str, Run] = {}  # by session
-    presets = [name for name in preset_names() if not name.startswith("video-")]
 
-    def number(label: str) -> gr.Number:
-        return gr.Number(0, label=label, precision=0, min_width=100)
+    def suited(name: str) -> Fields:
+        return fields_of(name, loaded[name].pipe if name in loaded else None)
+
+    first = suited(model)
+    examples = {text for name in models for text in suited(name).examples}
 
     def make(
         prompt: str,
         model: str,
         preset: str,
+        own_target: bool,
         target: float,
-        seed: int,
-        steps: int,
-        height: int,
-        width: int,
-        num_frames: int,
+        seed: float | None,
+        steps: float | None,
+        height: float | None,
+        width: float | None,
+        num_frames: float | None,
         history: list[tuple[Any, str]],
         request: gr.Request,
     ) -> Iterator[dict[Any, Any]]:
-        wish = Wish(
-            prompt, model, preset, target or None, seed, *(n or None for n in (steps, height, width, num_frames))
-        )
+        numbers = [*map(_whole, (seed or 0, steps, height, width, num_frames))]
+        wish = Wish(prompt, model, preset, None if own_target else target, *numbers)
         try:
             run = runs[request.session_hash] = playground.start(wish)
             with TemporaryDirectory() as folder:
-                view = _View(wish, media, Path(folder))
+                view = View(wish, loaded, Path(folder))
                 try:
                     for event in run:
                         if view.take(event):
                             yield shown(view, history)
                 finally:
                     run.cancel()
-        except DitAccelError as error:
-            raise gr.Error(html.escape(str(error)), print_exception=False) from None
+        except Exception as error:
+            yield {status: f"**Failed.** {_as_text(error)}"}
+            raise gr.Error(_as_text(error), print_exception=not isinstance(error, DitAccelError)) from error
 
-    def shown(view: "_View", history: list[tuple[Any, str]]) -> dict[Any, Any]:
+    def shown(view: View, history: list[tuple[Any, str]]) -> dict[Any, Any]:
         """Return the changed components of the page."""
-        changes = {status: view.status} | {drawn: view.timeline(side) for side, drawn in timelines.items()}
+        changes = {status: view.status, figures: view.figures, timelines: view.timelines()}
         if view.is_finished:
             history[:] = [(view.pictures()[1], view.caption), *history][:REMEMBERED]
-            changes |= {beside: view.pictures(), figures: view.figures, session: history, gallery: history}
+            video = view.video()
             changes |= {
-                clip: gr.update(value=file, visible=file is not None)
-                for clip, file in zip((plain_clip, fast_clip), view.clips(), strict=True)
+                preview: gr.update(value=None, visible=False),
+                clip: gr.update(value=video, visible=video is not None),
+                beside: gr.update(value=view.pictures(), visible=True, label=_of_both(video is not None)),
+                session: history,
+                gallery: gr.update(value=history, visible=True),
             }
+        elif (new := view.new_preview()) is not None:
+            image, label = new
+            hidden = gr.update(visible=False)
+            changes |= {preview: gr.update(value=image, label=label, visible=True), beside: hidden, clip: hidden}
         return changes
 
     def stop(request: gr.Request) -> None:
@@ -105,145 +113,157 @@ def build_page(
         if run is not None:
             run.cancel()
 
-    with gr.Blocks(title="dit-accel", analytics_enabled=False, delete_cache=(3600, LONGEST_KEPT)) as page:
+    def suit_model(name: str, prompt: str, preset: str) -> dict[Any, Any]:
+        """Show the values of another model; a prompt of the visitor's stays."""
+        try:
+            if name not in models:
+                resolve_model(name)
+            fields = suited(name)
+        except DitAccelError as error:
+            return {status: f"**Failed.** {_as_text(error)}"}
+        prompt = fields.examples[0] if prompt in examples else prompt
+        preset = preset if preset in [value for _, value in fields.presets] else DEFAULT
+        changes = suit_preset(preset, name)
+        changes[chosen] |= {"choices": fields.presets, "value": preset}
+        numbers = {
+            box: gr.update(value=fields.numbers[field], visible=field != "num_frames" or fields.is_video)
+            for field, box in boxes.items()
+        }
+        texts = {asked: prompt, note: noted(name, prompt), **dict(zip(buttons, fields.examples, strict=True))}
+        return changes | numbers | texts
+
+    def suit_preset(preset: str, name: str) -> dict[Any, Any]:
+        settings = preset_of(preset, is_video=suited(name).is_video)
+        value = target_of(settings)
+        return {
+            chosen: gr.update(info=_described(settings)),
+            own: gr.update(visible=value is not None, value=True),
+            target: gr.update(visible=value is not None, **({} if value is None else {"value": value})),
+        }
+
+    def noted(name: str, prompt: str) -> Any:
+        text = words_note(name, prompt)
+        return gr.update(value=text, visible=bool(text))
+
+    def fill_numbers(name: str, *values: float | None) -> list[float | None]:
+        """Fill empty numbers, once a model is loaded that was not known before."""
+        own_numbers = suited(name).numbers if name in loaded else dict.fromkeys(NUMBERS)
+        return [own_numbers[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
+
+    def number(field: str, value: int | None, visible: bool = True) -> gr.Number:
+        return gr.Number(value, label=LABELS[field], placeholder="model's own", min_width=90, visible=visible)
+
+    with gr.Blocks(
+        title="dit-accel: plain and accelerated", analytics_enabled=False, delete_cache=(3600, LONGEST_KEPT)
+    ) as page:
         session = gr.State([])
-        gr.Markdown("# dit-accel\nThe plain image or video and the accelerated one, from the same prompt and noise.")
-        with gr.Row():
-            with gr.Column(scale=2, min_width=300):
-                prompt = gr.Textbox(tuning_prompts(model)[0], label="Prompt", lines=2, max_length=LONGEST_PROMPT)
-                chosen = gr.Dropdown(
+        gr.Markdown(FACE, elem_id="face")
+        with gr.Row(elem_id="layout"):
+            with gr.Column(elem_id="ask"):
+                asked = gr.Textbox(first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT)
+                note = gr.Markdown(visible=False, elem_id="note")
+                with gr.Row(elem_id="examples"):
+                    buttons = [gr.Button(text, size="sm") for text in first.examples]
+                with gr.Row():
+                    begin = gr.Button("Generate both", variant="primary", scale=2, min_width=150)
+                    cancel = gr.Button("Cancel", scale=1, min_width=80)
+            with gr.Column(elem_id="results"):
+                status = gr.Markdown("No results yet: press *Generate both*.")
+                preview = gr.Image(type="pil", format="jpeg", interactive=False, visible=False, buttons=[], height=420)
+                clip = gr.Video(label="Both videos", show_label=False, visible=False, autoplay=True, loop=True)
+                beside = gr.ImageSlider(
+                    type="pil", format="png", interactive=False, visible=False, max_height=520, label=_of_both(False)
+                )
+                figures = gr.Markdown()
+                timelines = gr.HTML()
+            with gr.Column(elem_id="settings"):
+                models_box = gr.Dropdown(
                     models,
                     value=model,
-                    label="Model",
+                    label=LABELS["model"],
                     info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
                     allow_custom_value=any_model,
                 )
-                preset = gr.Dropdown(presets, value="balanced", label="Preset")
+                settings = preset_of(DEFAULT, is_video=first.is_video)
+                chosen = gr.Dropdown(
+                    first.presets,
+                    value=DEFAULT,
+                    label=LABELS["preset"],
+                    info=_described(settings),
+                )
+                own = gr.Checkbox(True, label="The preset's own target_error")
                 target = gr.Slider(
-                    0,
+                    0.01,
                     1,
-                    value=0,
+                    value=target_of(settings),
                     step=0.01,
                     label="target_error",
-                    info="Lower is closer to plain, higher is faster; 0 = the preset's value.",
+                    info="Lower is closer to plain, higher is faster.",
+                    buttons=[],
                 )
                 with gr.Row():
-                    steps, seed = number("Steps"), number("Seed")
+                    boxes = {"steps": number("steps", first.numbers["steps"])}
+                    seed = gr.Number(0, label=LABELS["seed"], min_width=90)
                 with gr.Row():
-                    sizes = [number("Height"), number("Width"), number("Frames")]
-                gr.Markdown("0 = the model's default, for steps and sizes.")
-                with gr.Row():
-                    begin, cancel = gr.Button("Generate both", variant="primary"), gr.Button("Cancel")
-            with gr.Column(scale=3, min_width=400):
-                status = gr.Markdown("No results yet.")
-                beside = gr.ImageSlider(label="Plain | accelerated", type="pil", format="png", interactive=False)
-                with gr.Row():
-                    plain_clip, fast_clip = (gr.Video(label=side, visible=False) for side in ("Plain", "Accelerated"))
-                figures = gr.Markdown()
-                timelines = {side: gr.HTML() for side in ("plain", "accelerated")}
+                    boxes |= {
+                        field: number(field, first.numbers[field], field != "num_frames" or first.is_video)
+                        for field in ("height", "width", "num_frames")
+                    }
         gallery = gr.Gallery(
-            label="This session", columns=6, fit_columns=False, height=240, object_fit="contain", interactive=False
+            label="This session",
+            columns=6,
+            height="auto",
+            object_fit="contain",
+            interactive=False,
+            visible=False,
+            elem_id="gallery",
         )
 
-        gr.on(
-            [begin.click, prompt.submit, target.release],
+        for button in buttons:
+            button.click(None, button, asked, js="text => text", api_visibility="private")
+        target.input(None, None, own, js="() => false", api_visibility="private")
+        made = gr.on(
+            [begin.click, asked.submit, target.release],
             make,
-            [prompt, chosen, preset, target, seed, steps, *sizes, session],
-            [status, beside, plain_clip, fast_clip, figures, *timelines.values(), session, gallery],
+            [asked, models_box, chosen, own, target, seed, *boxes.values(), session],
+            [status, preview, clip, beside, figures, timelines, session, gallery],
             api_name="make",
             trigger_mode="once",
             concurrency_limit=MOST_VISITORS,
             show_progress="hidden",
         )
+        quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+        made.then(fill_numbers, [models_box, *boxes.values()], [*boxes.values()], **quick)
         cancel.click(stop, api_name="cancel", queue=False)
+        of_preset = [chosen, own, target]
+        models_box.change(
+            suit_model,
+            [models_box, asked, chosen],
+            [asked, note, *buttons, *boxes.values(), *of_preset, status],
+            **quick,
+        )
+        chosen.change(suit_preset, [chosen, models_box], of_preset, **quick)
+        own.input(suit_preset, [chosen, models_box], of_preset, **quick)
+        asked.change(noted, [models_box, asked], note, trigger_mode="always_last", **quick)
         page.unload(stop)
     return page
 
 
-class _View:
-    """State of the page during one run, updated by the run's events.
+def _as_text(error: Exception) -> str:
+    """Return an error's message as HTML; it may contain what a visitor entered."""
+    return html.escape(in_the_pages_words(error), quote=False)
 
-    Args:
-        media: output form of each loaded model.
-        folder: videos are written to it.
-    """
 
-    def __init__(self, wish: Wish, media: Mapping[str, Pictures | Clips], folder: Path) -> None:
-        self._wish, self._media, self._folder = wish, media, folder
-        self._steps: dict[str, list[Step]] = {"plain": [], "accelerated": []}
-        self._made: dict[str, Made] = {}
-        self._drawn_at = -math.inf
-        self.status = self.figures = self.caption = ""
+def _whole(value: float | None) -> float | None:
+    """Return a whole number as an int, and any other unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    def take(self, event: Event) -> bool:
-        """Process an event; return True if the page should update. Not every step updates it, which would cost time."""
-        match event:
-            case Waiting(ahead):
-                self.status = f"Waiting for {ahead} earlier {'run' if ahead == 1 else 'runs'}."
-            case Began(what):
-                self.status = f"{what.capitalize()} …"
-            case Step(side, index, steps):
-                self._steps[side].append(event)
-                self.status = f"{side.capitalize()}: step {index + 1} of {steps}."
-            case Made(side):
-                self._made[side] = event
-            case Cancelled():
-                self.status = "Cancelled."
-            case Compared():
-                self._finish(event)
-        due = not isinstance(event, Step) or time.monotonic() - self._drawn_at >= REFRESH
-        self._drawn_at = time.monotonic() if due else self._drawn_at
-        return due
 
-    def _finish(self, end: Compared) -> None:
-        plain, fast = (self._made[side].output for side in ("plain", "accelerated"))
-        quality = "identical" if math.isinf(end.psnr) else f"{end.psnr:.1f} dB"
-        kept = " (cached)" if self._made["plain"].kept else ""
-        target = getattr(end.preset.schedule, "target_error", None)
-        settings = end.preset.name if target is None else f"{end.preset.name}, target_error {target:g}"
-        computed = f"{end.report.computed_fraction or 1.0:.0%}"
-        columns = [*plain.stages, "whole call"]
-        speedups = {"denoising": end.speedup, "whole call": plain.seconds / fast.seconds}
-        rows = [["seconds", *columns], ["---"] * (1 + len(columns))]
-        for side, output in ((f"plain{kept}", plain), ("accelerated", fast)):
-            rows.append([side, *(f"{seconds:.2f}" for seconds in (*output.stages.values(), output.seconds))])
-        rows.append(["speed-up", *(f"{speedups[name]:.2f}×" if name in speedups else "" for name in columns)])
-        decoded = f", decoded {end.report.decoding}" if end.report.decoding else ""
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        self.figures = f"{table}\n\nPSNR {quality}, {computed} computed{decoded}"
-        self.caption = f"{end.speedup:.2f}×, {quality} · {settings} · {self._wish.model} · {self._wish.prompt}"
-        unknown, _ = unknown_words(self._wish.model, self._wish.prompt)
-        notes = [*end.report.notes, *([f"{self._wish.model} does not know {', '.join(unknown)}."] if unknown else [])]
-        self.status = "  \n".join([f"Done: {settings}.", *map(html.escape, notes)])
+def _described(preset: Preset) -> str:
+    """Return the preset's description as a sentence."""
+    fixed = "" if target_of(preset) is not None else "; it has no target_error"
+    return f"{preset.description[0].upper()}{preset.description[1:]}{fixed}."
 
-    @property
-    def is_finished(self) -> bool:
-        return bool(self.figures)
 
-    def timeline(self, side: str) -> str:
-        """Timeline of the side's steps so far; empty before the first step."""
-        steps = self._steps[side]
-        drawn = timeline_svg([(step.mode, step.error) for step in steps], steps[0].steps) if steps else ""
-        return f"<b>{side.capitalize()}</b>{drawn}" if drawn else ""
-
-    def pictures(self) -> "tuple[Image.Image, Image.Image]":
-        """Plain and accelerated image; for videos, their middle frames."""
-        from PIL import Image
-
-        plain, fast = (
-            made if isinstance(made, Image.Image) else Image.fromarray(made[len(made) // 2]) for made in self._results()
-        )
-        return plain, fast
-
-    def clips(self) -> list[str | None]:
-        """Write both videos and return their files; None for images."""
-        medium = self._media[self._wish.model]
-        if not isinstance(medium, Clips):
-            return [None, None]
-        files = [self._folder / f"{side}.mp4" for side in self._made]
-        for result, file in zip(self._results(), files, strict=True):
-            medium.write(result, file)
-        return [str(file) for file in files]
-
-    def _results(self) -> list[Any]:
-        return [self._made[side].output.results[0] for side in ("plain", "accelerated")]
+def _of_both(is_video: bool) -> str:
+    return "Middle frame: plain | accelerated" if is_video else "Plain | accelerated"

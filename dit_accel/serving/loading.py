@@ -57,7 +57,7 @@ class Loading:
 
 def load_pipeline(model: str, how: Loading, console: Console) -> Any:
     """Load the pipeline onto its device, ready to call; silent if the console is quiet."""
-    source = _resolve_model(model)
+    source = resolve_model(model)
     with console.status("importing diffusers"):
         import torch
         import transformers
@@ -127,7 +127,7 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
         quantize_(transformer, config, lambda _, name, names=names: name in names, device=place)
 
 
-def _resolve_model(model: str) -> str:
+def resolve_model(model: str) -> str:
     """Return the folder of a demo model or a local pipeline, or ``model`` itself as an id on the Hub."""
     folder = str(demo_path(model) or os.path.expanduser(model))
     if os.path.isdir(folder):

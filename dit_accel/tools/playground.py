@@ -1,20 +1,21 @@
 """Run plain and accelerated pipelines for an interactive page, one run at a time, with events and cancellation.
 
 run = playground.start(Wish("a yellow ring", "demo-flux"))
-for event in run:  # Waiting, Began, Step, Made, Compared or Cancelled
+for event in run:  # Waiting, Began, Step, Preview, Made, Compared or Cancelled
     ...
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -24,8 +25,12 @@ from dit_accel.pipeline import accelerated, preset_for
 from dit_accel.presets import Preset
 from dit_accel.tools.demo import model_preset
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.preview import Previewer
 from dit_accel.tools.steps import watched_steps
 from dit_accel.tools.timing import Output
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Side = Literal["plain", "accelerated"]
 
@@ -38,6 +43,7 @@ LIMITS = {  # smallest and largest value of each number
 }
 LONGEST_PROMPT = 2000
 KEPT = 4  # plain outputs
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,13 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Preview:
+    """A coarse image of the plain side's latest step; for a video, of its middle frame."""
+
+    image: Image.Image
+
+
+@dataclass(frozen=True)
 class Made:
     """Output of one side. ``kept`` = reused from an earlier request."""
 
@@ -133,7 +146,7 @@ class Cancelled:
     """End of a cancelled run."""
 
 
-Event = Waiting | Began | Step | Made | Compared | Cancelled
+Event = Waiting | Began | Step | Preview | Made | Compared | Cancelled
 
 
 class _Stopped(Exception):
@@ -195,6 +208,7 @@ class Playground:
         self._pipe: Any = None
         self._plain: dict[Wish, Output] = {}
         self._warm: set[tuple[Any, ...]] = set()  # forms of earlier calls
+        self._previewers: dict[tuple[int | None, ...], Previewer] = {}  # by size
 
     def start(self, wish: Wish) -> Run:
         """Start a run, or queue it after earlier runs.
@@ -224,6 +238,7 @@ class Playground:
         if model != self._model:
             self._model = self._pipe = None
             self._warm.clear()
+            self._previewers.clear()
             gc.collect()  # a pipeline's hooks refer to it in a cycle
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -253,7 +268,9 @@ class Playground:
         if plain is not None:
             run.tell(Made("plain", plain, kept=True))
         else:
-            plain = self._make_side("plain", pipe, arguments, wish.seed, run)
+            watched = self._watched(pipe, arguments, wish, lambda image: run.tell(Preview(image)))
+            plain = self._make_side("plain", pipe, watched, wish.seed, run)
+            self._previewer(wish).learn(plain.results[0])
             self._plain[wish.plain] = plain
             for oldest in list(self._plain)[:-KEPT]:
                 del self._plain[oldest]
@@ -289,11 +306,23 @@ class Playground:
         if form in self._warm:
             return
         run.tell(Began("warm-up"))
-        self._called(pipe, {**arguments, "num_inference_steps": 2}, wish.seed, run.check)
+        few = self._watched(pipe, {**arguments, "num_inference_steps": WARM_UP_STEPS}, wish)
+        self._previewer(wish).learn(self._called(pipe, few, wish.seed, run.check).results[0])
         if compiles:
             with accelerated(pipe, preset):
                 self._called(pipe, arguments, wish.seed, run.check)
         self._warm.add(form)
+
+    def _previewer(self, wish: Wish) -> Previewer:
+        return self._previewers.setdefault((wish.height, wish.width, wish.num_frames), Previewer())
+
+    def _watched(
+        self, pipe: Any, arguments: dict[str, Any], wish: Wish, show: Callable[[Image.Image], None] | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments with a callback for previews, if the pipeline takes one."""
+        if "callback_on_step_end" not in inspect.signature(pipe.__call__).parameters:
+            return arguments
+        return {**arguments, "callback_on_step_end": self._previewer(wish).watch(show)}
 
     def _called(self, pipe: Any, arguments: dict[str, Any], seed: int, tell: Callable[[int, int], None]) -> Output:
         try:

@@ -1,4 +1,4 @@
-"""Modes and errors of a run's steps as an SVG image, fast enough to update at each step.
+"""Steps of a run as bars and forecast errors as dots in HTML, fast enough to update at each step.
 
 :func:`~dit_accel.tools.figures.timeline_figure` plots a finished run, with its times.
 """
@@ -10,57 +10,72 @@ from collections.abc import Sequence
 
 from dit_accel.tools.figures import ERROR_COLOUR, MODE_COLOURS
 
-WIDTH, HEIGHT = 720, 150
-LEFT, TOP = 44, 24  # of the plot, below the legend
+KINDS = {"full": "computed", "update": "computed", "dispatch": "forecast"}  # of the modes
+COLOURS = {"computed": MODE_COLOURS["full"], "forecast": MODE_COLOURS["dispatch"]}
+EXPLANATION = (
+    "One bar per step: a computed step runs the model, a forecast step extrapolates its earlier outputs. A dot is the "
+    "error of a forecast, measured at a computed step on a log scale."
+)
+WIDTH, HEIGHT = 1000, 100  # units of the drawing, which stretches to the page's width
 DECADES = (-4, 0)  # powers of ten at the ends of the error axis; errors outside are clamped
+MARGIN = 6  # units above and below the error axis
 
 
-def timeline_svg(steps: Sequence[tuple[str, float | None]], total: int) -> str:
-    """Return an SVG with one column per step, coloured by mode, and a dot for its forecast error on a log axis.
+def timeline(title: str, steps: Sequence[tuple[str, float | None]], total: int) -> str:
+    """Return HTML with a legend and one bar per step, coloured by its kind, and a dot for its forecast error.
+
+    Text is outside the stretched SVG, so that it is readable at each width.
 
     Args:
+        title: of the bars, as HTML.
         steps: mode and error of each step so far; None = no error was measured.
         total: number of steps of the whole run, which share the width.
     """
-    least, greatest = DECADES
-    plot = HEIGHT - TOP - 8
-    slot = (WIDTH - LEFT) / max(total, len(steps), 1)
-
-    def level(error: float) -> float:
-        decade = min(max(math.log10(error), least), greatest) if error > 0 else least
-        return TOP + plot * (greatest - decade) / (greatest - least)
-
-    columns, dots = [], []
+    slot = WIDTH / max(total, len(steps), 1)
+    bars, dots = [], []
     for index, (mode, error) in enumerate(steps):
-        left = LEFT + index * slot
-        label = f"step {index + 1}: {mode}" + ("" if error is None else f", error {error:.4f}")
-        columns.append(
-            f'<rect x="{left:.1f}" y="{TOP}" width="{0.86 * slot:.1f}" height="{plot}" fill="{MODE_COLOURS[mode]}" '
-            f'fill-opacity="0.55"><title>{label}</title></rect>'
+        kind = KINDS[mode]
+        label = f"step {index + 1}: {kind}" + ("" if error is None else f", error {error:.4f}")
+        bars.append(
+            f'<rect x="{index * slot:.1f}" y="0" width="{0.86 * slot:.1f}" height="{HEIGHT}" fill="{COLOURS[kind]}" '
+            f'fill-opacity="0.6"><title>{label}</title></rect>'
         )
         if error is not None:
-            dots.append((left + 0.43 * slot, level(error)))
-    axis = []
-    for power in range(least, greatest + 1):
-        height = level(10**power)
-        axis.append(
-            f'<line x1="{LEFT}" x2="{WIDTH}" y1="{height:.1f}" y2="{height:.1f}" stroke="currentColor" '
-            f'stroke-opacity="0.2"/>'
-            f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{10**power:g}</text>'
-        )
-    line = f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in dots)}" fill="none" stroke="{ERROR_COLOUR}"/>'
-    circles = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{ERROR_COLOUR}"/>' for x, y in dots]
+            dots.append(f"{(index + 0.43) * slot:.1f},{_level(error):.1f}")
+    marks = [
+        f'<line x1="0" x2="{WIDTH}" y1="{_level(10**power)}" y2="{_level(10**power)}" stroke="currentColor" '
+        f'stroke-opacity="0.2" vector-effect="non-scaling-stroke"/>'
+        for power in range(DECADES[0], DECADES[1] + 1)
+    ]
+    style = f'fill="none" stroke="{ERROR_COLOUR}" vector-effect="non-scaling-stroke"'
+    line = f'<polyline points="{" ".join(dots)}" {style}/>'
+    circles = [f'<path d="M{dot} h0" {style} stroke-width="7" stroke-linecap="round"/>' for dot in dots]
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" font-size="11" fill="currentColor" role="img" '
-        f'aria-label="step modes and errors">{"".join([*_legend(steps), *columns, *axis, line, *circles])}</svg>'
+        f'<div class="steps"><p><b>{title}</b> {_legend(steps)}</p><div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="steps and forecast errors">{"".join([*bars, *marks, line, *circles])}</svg>'
+        f"{_axis()}</div></div>"
     )
 
 
-def _legend(steps: Sequence[tuple[str, float | None]]) -> list[str]:
-    """Return the legend: number of steps by mode, and the meaning of the dots."""
-    entries = [(f"{sum(each == mode for each, _ in steps)} {mode}", colour) for mode, colour in MODE_COLOURS.items()]
-    return [
-        f'<rect x="{LEFT + 100 * place}" y="4" width="10" height="10" fill="{colour}"/>'
-        f'<text x="{LEFT + 16 + 100 * place}" y="13">{text}</text>'
-        for place, (text, colour) in enumerate([*entries, ("error of the forecast", ERROR_COLOUR)])
-    ]
+def _level(error: float) -> float:
+    """Return the height of an error in the drawing, from above."""
+    least, greatest = DECADES
+    decade = min(max(math.log10(error), least), greatest) if error > 0 else least
+    return MARGIN + (HEIGHT - 2 * MARGIN) * (greatest - decade) / (greatest - least)
+
+
+def _axis() -> str:
+    """Return the ends of the error axis, placed by the page's style."""
+    return f"<small>{10 ** DECADES[1]:g}</small><small>{10 ** DECADES[0]:g}</small>"
+
+
+def _legend(steps: Sequence[tuple[str, float | None]]) -> str:
+    """Return the number of steps of each kind, and the meaning of the dots if there are any."""
+    kinds = [KINDS[mode] for mode, _ in steps]
+    entries = [(f"{kinds.count(kind)} {kind}", colour, "■") for kind, colour in COLOURS.items() if kind in kinds]
+    if any(error is not None for _, error in steps):
+        entries.append(("error", ERROR_COLOUR, "●"))
+    return " ".join(
+        f'<span><span style="color: {colour}">{sign}</span> {text}</span>' for text, colour, sign in entries
+    )

@@ -14,17 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_accel.loop.report import RunReport
-from dit_accel.presets import load_preset
 from dit_accel.serving.media import medium_of
 from dit_accel.serving.pipelines import call_arguments, timed_call
-from dit_accel.tools.playground import Compared, Made, Playground, Wish
-from dit_accel.tools.timing import Output
+from dit_accel.tools import preview
+from dit_accel.tools.playground import Playground
 from tests.tiny import tiny_pipeline
 
 STEPS = 6
 # Outputs of the endpoint /make, but for the state of the session.
-OUTPUTS = ("status", "beside", "plain_clip", "fast_clip", "figures", "plain_steps", "fast_steps", "gallery")
+OUTPUTS = ("status", "preview", "clip", "beside", "figures", "steps", "gallery")
 
 pipeline = cache(tiny_pipeline)
 
@@ -58,17 +56,21 @@ def asked():
 @pytest.fixture(scope="module")
 def site(asked):
     """The page on a free port, with its playground."""
+    from dit_accel.cli.web_form import Loaded
+    from dit_accel.cli.web_look import CSS, theme
     from dit_accel.cli.web_page import build_page
 
-    media = {}
+    loaded = {}
 
     def load(model):
-        media[model] = medium_of(pipeline(model))
+        loaded[model] = Loaded(pipeline(model), medium_of(pipeline(model)))
         return pipeline(model)
 
     playground = Playground(load, call_arguments, timed_call)
-    page = build_page(playground, media, "flux", ["flux", "wan"], any_model=False)
-    launched = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)
+    playground.load("flux")
+    page = build_page(playground, loaded, "flux", ["flux", "wan"], any_model=False)
+    where = {"server_port": free_port(), "prevent_thread_lock": True, "quiet": True, "ssr_mode": False}
+    launched = page.launch(**where, css=CSS, theme=theme())
     yield SimpleNamespace(url=launched[1], playground=playground, asked_at_start=set(asked))
     page.close(verbose=False)
     playground.close()
@@ -82,9 +84,9 @@ def visitor(site, tmp_path):
     return lambda: Client(site.url, verbose=False, download_files=tmp_path, analytics_enabled=False)
 
 
-def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps=STEPS, side=32, frames=0):
+def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps=STEPS, side=32, frames=None):
     """A job of the endpoint, with the values of its fields."""
-    fields = (prompt, model, "balanced", target, seed, steps, side, side, frames)
+    fields = (prompt, model, "balanced", False, target, seed, steps, side, side, frames)
     return client.submit(*fields, api_name="/make")
 
 
@@ -117,21 +119,23 @@ def test_a_visitor_sees_both_pictures_and_every_step(visitor):
     client = visitor()
     pages = shown(begin(client))
     last = pages[-1]
-    assert last["status"] == "Done: balanced, target_error 0.9."
-    plain, fast = (np.asarray(Image.open(path)) for path in last["beside"])
+    assert last["status"].startswith("Done: balanced, target_error 0.9.")
+    assert re.search(r"Denoising \*\*\d+\.\d\d×\*\* as fast, PSNR \d+\.\d dB, \d+% computed\.", last["status"])
+    plain, fast = (np.asarray(Image.open(path)) for path in last["beside"]["value"])
     np.testing.assert_array_equal(plain, expected("a red fox"))
     assert fast.shape == plain.shape and (fast != plain).any()
-    assert re.search(r"\| accelerated( \| \d+\.\d\d){5} \|", last["figures"])
-    assert re.search(r"PSNR \d+\.\d dB, \d+% computed, decoded by ", last["figures"])
-    for side in ("plain_steps", "fast_steps"):
-        columns = [page.get(side, "").count("<title>") for page in pages]
-        assert columns == sorted(columns) and columns[-1] == STEPS
-    assert "0 dispatch" in last["plain_steps"] and "0 dispatch" not in last["fast_steps"]
+    assert re.search(r"\| denoising( \| \d+\.\d\d){3}× \|", last["figures"]) and "\nDecoded by " in last["figures"]
+    columns = [page["steps"].count("<title>") for page in pages]
+    assert columns == sorted(columns) and columns[-1] == 2 * STEPS
+    plain_steps, _, fast_steps = last["steps"].partition("Accelerated")
+    assert "forecast</span>" not in plain_steps and "forecast</span>" in fast_steps
+    seen = [page["preview"] for page in pages if page.get("preview", {}).get("visible")]
+    assert seen and last["preview"] == {**last["preview"], "visible": False}
 
     again = shown(begin(client, target=0.01))[-1]
     assert "| plain (cached) |" in again["figures"]
-    np.testing.assert_array_equal(np.asarray(Image.open(again["beside"][0])), plain)
-    captions = [each["caption"] for each in again["gallery"]]
+    np.testing.assert_array_equal(np.asarray(Image.open(again["beside"]["value"][0])), plain)
+    captions = [each["caption"] for each in again["gallery"]["value"]]
     assert ["target_error 0.01" in caption for caption in captions] == [True, False]
 
 
@@ -154,57 +158,56 @@ def test_two_visitors_each_get_their_own(visitor):
     pages, others = (shown(job) for job in (begin(second, "a green frog", seed=2), one))
     assert pages[0]["status"] == "Waiting for 1 earlier run."
     for page, prompt, seed in ((others[-1], "two whales", 1), (pages[-1], "a green frog", 2)):
-        np.testing.assert_array_equal(np.asarray(Image.open(page["beside"][0])), expected(prompt, seed))
-        assert len(page["gallery"]) == 1 and prompt in page["gallery"][0]["caption"]
+        np.testing.assert_array_equal(np.asarray(Image.open(page["beside"]["value"][0])), expected(prompt, seed))
+        (only,) = page["gallery"]["value"]
+        assert prompt in only["caption"]
 
 
-def test_clips_come_as_files_and_a_frame(visitor):
-    """Both videos can be played, and the middle frames are compared."""
+def test_videos_come_in_one_file_and_a_frame(visitor):
+    """Both play in step, and the middle frames are compared."""
     pytest.importorskip("imageio_ffmpeg")
     last = shown(begin(visitor(), "a whale", model="wan", frames=5, steps=4))[-1]
     assert last["status"].startswith("Done: video-balanced")
-    for side in ("plain_clip", "fast_clip"):
-        assert last[side]["visible"] and last[side]["value"].endswith(".mp4")
-    assert Image.open(last["beside"][0]).size == (32, 32)
+    assert last["clip"]["visible"] and last["clip"]["value"].endswith(".mp4")
+    assert Image.open(last["beside"]["value"][0]).size == (32, 32)
+
+
+def test_previews_of_the_plain_side_come_between_its_steps(visitor, monkeypatch):
+    """Coarse images that lead to the final one, which is as without them."""
+    monkeypatch.setattr(preview, "INTERVAL", 0.0)
+    pages = shown(begin(visitor(), "a red hen", seed=3))
+    labels = [page.get("preview", {}).get("label", "") for page in pages]
+    assert any("coarse" in label for label in labels) and "Plain; the accelerated side follows" in labels
+    np.testing.assert_array_equal(np.asarray(Image.open(pages[-1]["beside"]["value"][0])), expected("a red hen", 3))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": " "}, "prompt must have 1 to 2,000 characters here, got 0"),
-        ({"steps": 500}, "steps must be 1 to 200 here, got 500"),
-        ({"side": 4096}, "height must be 16 to 2,048 here, got 4,096"),
-        ({"frames": 5}, "--num-frames: FluxPipeline takes no num_frames"),
+        ({"prompt": " "}, "Prompt must have 1 to 2,000 characters here, got 0"),
+        ({"steps": 500}, "Steps must be 1 to 200 here, got 500"),
+        ({"steps": 2.7}, "Steps must be a whole number, got 2.7"),
+        ({"side": 4096}, "Height must be 16 to 2,048 here, got 4,096"),
+        ({"frames": 5}, "Frames: FluxPipeline takes no num_frames"),
         ({"model": "/etc"}, "Value: /etc is not in the list of choices"),
     ],
-    ids=["prompt", "steps", "size", "no-video", "model"],
+    ids=["prompt", "steps", "whole", "size", "no-video", "model"],
 )
 def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message):
     from gradio_client.exceptions import AppError
 
+    job = begin(visitor(), **changes)
     with pytest.raises(AppError) as failure:
-        begin(visitor(), **changes).result(timeout=60)
+        job.result(timeout=60)
     assert message in str(failure.value) and "\n" not in str(failure.value)
-
-
-def test_what_others_write_is_text_on_the_page(tmp_path):
-    """Notes of the report may contain names from users or models, and are shown as plain text."""
-    from dit_accel.cli.web_page import _View
-
-    view = _View(Wish("a <b>fox</b>", "model"), {}, tmp_path)
-    for side in ("plain", "accelerated"):
-        view.take(Made(side, Output([], 1.0, 1.0, STEPS)))
-    notes = ["<script>alert(1)</script>", "1 < 2 & 3"]
-    view.take(Compared(load_preset("balanced"), 40.0, 2.0, RunReport("balanced", "any", [], notes=notes)))
-    assert view.is_finished
-    assert "&lt;script&gt;" in view.status and "1 &lt; 2 &amp; 3" in view.status and "<" not in view.status
+    assert [values[0] for values in job.outputs()] == ([] if "model" in changes else [f"**Failed.** {message}"])
 
 
 def test_the_server_asks_nobody_else(site, asked):
     """No telemetry and no look for a newer version, when it starts and while it runs; gradio's client has some."""
     asked.clear()
     call = f"{site.url}gradio_api/call/make"
-    fields = json.dumps({"data": ["a star", "flux", "balanced", 0.9, 0, STEPS, 32, 32, 0]}).encode()
+    fields = json.dumps({"data": ["a star", "flux", "balanced", False, 0.9, 0, STEPS, 32, 32, None]}).encode()
     request = urllib.request.Request(call, fields, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         event = json.load(answer)["event_id"]
@@ -226,28 +229,82 @@ def browser():
         browser.close()
 
 
-def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
-    """Both images appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
-    page = browser.new_page()
+def opened(browser, site, width=1280):
+    """The page in a window of this width, and all addresses that it asks."""
+    page = browser.new_page(viewport={"width": width, "height": 844})
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(site.url)
-    for label, value in {"Prompt": "a red star", "Steps": STEPS, "Height": 32, "Width": 32}.items():
+    page.wait_for_selector("text=Generate both")
+    return page, asked
+
+
+def fill(page, **values):
+    for label, value in values.items():
         page.get_by_label(label, exact=True).fill(str(value))
+
+
+def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
+    """Both images appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
+    page, asked = opened(browser, site)
+    fill(page, Prompt="a red star", Steps=STEPS, Height=32, Width=32)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=Done: balanced")
     until(lambda: page.locator("img").count() >= 3)  # both sides, and the accelerated one in the history
     page.get_by_role("slider").first.press("End")
     page.get_by_role("slider").first.dispatch_event("pointerup")
     page.wait_for_selector("text=target_error 1.")
+    assert not page.get_by_label("The preset's own target_error").is_checked()
     assert [url for url in asked if not url.startswith((site.url, "data:", "blob:"))] == []
-    for label, value in {"Steps": 200, "Height": 128, "Width": 128}.items():
-        page.get_by_label(label, exact=True).fill(str(value))
+    fill(page, Steps=200, Height=128, Width=128)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=of 200")
     page.close()
     until(lambda: all(run.future.done() for run in site.playground._runs))
     assert 200 not in [wish.steps for wish in site.playground._plain]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_results_are_in_view_without_scrolling(site, browser, width):
+    """Nothing is wider than the window, and the result is above the settings on a phone."""
+    page, _ = opened(browser, site, width)
+    page.locator("#examples button").nth(1).click()
+    assert page.get_by_label("Prompt", exact=True).input_value() == page.locator("#examples button").nth(1).inner_text()
+    fill(page, Steps=STEPS, Height=32, Width=32)
+    page.evaluate("scrollTo(0, 0)")
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("text=Done: balanced")
+    image = page.locator("#results img").first
+    until(lambda: image.is_visible())
+    box = image.bounding_box()
+    assert box["y"] + min(box["height"], 200) <= 844
+    settings = page.locator("#settings").bounding_box()
+    assert settings["y"] > box["y"] or settings["x"] + settings["width"] < box["x"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_typing_a_presets_name_selects_it(site, browser):
+    """Also where other names contain it; the slider then shows its target."""
+    page, _ = opened(browser, site)
+    box = page.get_by_role("combobox", name="Preset")
+    box.click()
+    box.press("Control+a")
+    page.keyboard.type("quality")
+    page.get_by_role("option", name="Nearly identical").wait_for()
+    page.keyboard.press("Enter")
+    until(lambda: page.get_by_role("slider").first.input_value() == "0.07")
+    assert box.input_value() == "Nearly identical (quality)"
+
+
+def test_a_failure_ends_the_status(site, browser):
+    """The page says which field is wrong, and a corrected value runs."""
+    page, _ = opened(browser, site, 390)
+    fill(page, Steps="2.7", Height=32, Width=32)
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("#results >> text=Steps must be a whole number, got 2.7")
+    fill(page, Steps=STEPS)
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("text=Done: balanced")
 
 
 def test_the_command_serves_where_it_is_told(run, monkeypatch, tmp_path):

@@ -1,92 +1,17 @@
-"""State of the ``dit-accel app`` page for a run's events, and access checks; no server runs."""
+"""Page of ``dit-accel app``: its fields as a wish, its values for a model, and access checks; no server runs."""
 
-import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from dit_accel.cli import web_app, web_page
+from dit_accel.cli.web_form import Loaded
 from dit_accel.errors import UnsupportedError
-from dit_accel.presets import load_preset
-from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.media import Pictures
 from dit_accel.tools import playground
-from dit_accel.tools.playground import Compared, Made, Step, Wish
-from dit_accel.tools.timing import Output
-
-WISH = Wish("a <b>fox</b>", "some/model", "balanced", None, 0, None, None, None, None)
-
-
-def seen(*events, medium=None, folder=None, wish=WISH):
-    """A page after these events."""
-    view = web_page._View(wish, {wish.model: medium or Pictures()}, folder)
-    for event in events:
-        view.take(event)
-    return view
-
-
-def made(side, result, seconds, kept=False):
-    return Made(side, Output([result], 2 * seconds, seconds, 4), kept)
-
-
-def compared(psnr=30.0, notes=(), preset="balanced"):
-    report = SimpleNamespace(computed_fraction=0.25, notes=list(notes), decoding="with fused kernels")
-    return Compared(preset=load_preset(preset), report=report, psnr=psnr, speedup=3.0)
-
-
-def test_figures_are_of_both_sides():
-    """Seconds by stage; a cached plain run says so, and equal images have no PSNR."""
-    black, white = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
-    view = seen(made("plain", black, 6.0, kept=True), made("accelerated", white, 2.0), compared())
-    assert "| plain (cached) | 0.00 | 6.00 | 0.00 | 6.00 | 12.00 |" in view.figures
-    assert "| speed-up |  | 3.00× |  |  | 3.00× |" in view.figures
-    assert view.figures.endswith("PSNR 30.0 dB, 25% computed, decoded with fused kernels")
-    assert [each.getpixel((0, 0))[0] for each in view.pictures()] == [0, 255] and view.clips() == [None, None]
-    view = seen(
-        made("plain", black, 6.0), made("accelerated", black, 2.0, kept=True), compared(math.inf, preset="exact")
-    )
-    assert "| plain | 0.00 | 6.00 |" in view.figures and "PSNR identical" in view.figures
-    assert "Done: exact." in view.status
-
-
-def test_notes_are_text():
-    """A file's or a model's name may look like a tag."""
-    black = Image.new("RGB", (4, 4))
-    view = seen(made("plain", black, 6.0), made("accelerated", black, 2.0), compared(notes=["of <img src=x>"]))
-    assert "of &lt;img src=x&gt;" in view.status and "<img" not in view.status
-
-
-def test_clips_are_both_written_and_shown_by_their_middle(tmp_path, monkeypatch):
-    """Each video has its own frames, at the rate of the model."""
-    written = {}
-    monkeypatch.setattr(
-        Clips, "write", lambda self, clip, path: written.update({path.name: (clip[0, 0, 0, 0], self.fps)})
-    )
-    clips = [
-        np.zeros((5, 4, 4, 3), np.uint8) + np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1) + add for add in (0, 100)
-    ]
-    events = made("plain", clips[0], 6.0), made("accelerated", clips[1], 2.0), compared()
-    view = seen(*events, medium=Clips(8.0), folder=tmp_path)
-    assert [each.getpixel((0, 0))[0] for each in view.pictures()] == [2, 102]
-    assert view.clips() == [str(tmp_path / "plain.mp4"), str(tmp_path / "accelerated.mp4")]
-    assert written == {"plain.mp4": (0, 8.0), "accelerated.mp4": (100, 8.0)}
-
-
-def test_steps_are_drawn_now_and_then_and_all_else_at_once(monkeypatch):
-    """Plotting takes no time from the steps; the timeline is as long as the whole run."""
-    now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(web_page, "time", SimpleNamespace(monotonic=lambda: now.seconds))
-    view, drawn = seen(), []
-    steps = [Step("plain", index, 10, "full", None) for index in range(5)]
-    for step in steps:
-        drawn.append(view.take(step))
-        now.seconds += web_page.REFRESH * 0.6
-    assert drawn == [True, False, True, False, True]
-    assert view.take(made("plain", Image.new("RGB", (4, 4)), 1.0)) and view.status == "Plain: step 5 of 10."
-    lengths = []
-    monkeypatch.setattr(web_page, "timeline_svg", lambda columns, steps: lengths.append((len(columns), steps)) or "svg")
-    assert view.timeline("plain") == "<b>Plain</b>svg" and view.timeline("accelerated") == "" and lengths == [(5, 10)]
+from dit_accel.tools.playground import Wish
+from tests.cli.test_web_view import compared, made
 
 
 class Playing:
@@ -105,29 +30,53 @@ class Playing:
         return type("Run", (), {"__iter__": lambda self: run, "cancel": lambda _: self.cancelled.append(number)})()
 
 
-@pytest.fixture
-def asked():
-    """Asks a page's endpoint as a visitor does; gives all that it changes."""
+class Pipe:
+    """A pipeline of a family that is not known."""
+
+    default_sample_size, vae_scale_factor = 4, 8
+
+    def __call__(self, prompt, height=None, width=None, num_inference_steps=28):
+        pass
+
+
+@pytest.fixture(scope="module")
+def page():
+    """A page whose playground can be replaced."""
     pytest.importorskip("gradio")
-
-    def ask(playing, *fields, session="me", history=(), name="make"):
-        page = web_page.build_page(playing, {"some/model": Pictures()}, "some/model", ["some/model"], any_model=True)
-        ask.page = page
-        function = next(each.fn for each in page.fns.values() if each.api_name == name)
-        request = SimpleNamespace(session_hash=session)
-        return [*function(*fields, list(history), request)] if name == "make" else function(request)
-
-    return ask
+    stage = SimpleNamespace(start=lambda wish: stage.playing.start(wish))
+    loaded = {"some/model": Loaded(Pipe(), Pictures())}
+    built = web_page.build_page(stage, loaded, "some/model", ["some/model", "demo-wan"], any_model=True)
+    built.stage = stage
+    return built
 
 
-FIELDS = ("a fox", "some/model", "turbo", 0.5, 7, 9, 48, 80, 5)
+def asked(page, playing, *fields, history=()):
+    """All that the page changes for a visitor, one after the other."""
+    page.stage.playing = playing
+    function = next(each.fn for each in page.fns.values() if each.api_name == "make")
+    return function(*fields, list(history), SimpleNamespace(session_hash="me"))
 
 
-def test_the_fields_of_the_page_are_a_wish(asked):
-    """Every field sets its argument; 0 is the model's own value, except for the seed."""
+FIELDS = ("a fox", "some/model", "turbo", False, 0.5, 7, 9, 48, 80, 5)
+
+
+def labelled(page, label):
+    (found,) = (each for each in page.blocks.values() if getattr(each, "label", "") == label)
+    return found
+
+
+def changed(page, name, *fields):
+    """Changes of a function of the page by the label of the component; those of others by their kind."""
+    function = next(each.fn for each in page.fns.values() if getattr(each.fn, "__name__", "") == name)
+    changes = function(*fields)
+    return {getattr(each, "label", None) or type(each).__name__: value for each, value in changes.items()}
+
+
+def test_the_fields_of_the_page_are_a_wish(page):
+    """Every field sets its argument; an empty one is the model's own value."""
     playing = Playing()
-    asked(playing, *FIELDS)
-    asked(playing, *FIELDS[:3], 0, 0, 0, 0, 0, 0)
+    list(asked(page, playing, *FIELDS))
+    list(asked(page, playing, *FIELDS[:3], True, 0.15, None, None, None, None, None))
     assert playing.wishes == [
         Wish("a fox", "some/model", "turbo", 0.5, 7, 9, 48, 80, 5),
         Wish("a fox", "some/model", "turbo", None, 0, None, None, None, None),
@@ -135,28 +84,59 @@ def test_the_fields_of_the_page_are_a_wish(asked):
     assert playing.cancelled == [1, 2], "whatever ends a visitor's stream ends the run"
 
 
-def test_a_page_offers_presets_of_pictures_and_videos_once(asked):
-    """A plain name also represents its video form."""
-    asked(Playing(), *FIELDS)
-    (chosen,) = (each for each in asked.page.blocks.values() if getattr(each, "label", "") == "Preset")
-    names = {name for name, _ in chosen.choices}
-    assert names >= {"balanced", "turbo"} and not any(name.startswith("video-") for name in names)
+def test_the_page_begins_with_the_models_own_values(page):
+    """Sizes, steps and the preset's target are numbers that hold, not zeros; frames are for videos."""
+    values = {label: labelled(page, label).value for label in ("Steps", "Height", "Width", "target_error")}
+    assert values == {"Steps": 28, "Height": 32, "Width": 32, "target_error": 0.15}
+    assert not labelled(page, "Frames").visible
+    face = next(each.value for each in page.blocks.values() if type(each).__name__ == "Markdown")
+    assert "# dit-accel" in face and face.count("/docs/") == 3
 
 
-def test_a_session_remembers_its_latest_results(asked):
+def test_another_model_brings_its_own_values(page):
+    """Numbers, presets and examples; an example prompt changes, and a visitor's own stays."""
+    example = labelled(page, "Prompt").value
+    changes = changed(page, "suit_model", "demo-wan", example, "flux-fora")
+    assert changes["Prompt"] != example and changes["Preset"]["value"] == "balanced"
+    assert {name for _, name in changes["Preset"]["choices"]} >= {"balanced", "wan21-sparge-balanced"}
+    numbers = {label: changes[label]["value"] for label in ("Steps", "Height", "Width", "Frames")}
+    assert numbers == {"Steps": 50, "Height": 256, "Width": 256, "Frames": 17} and changes["Frames"]["visible"]
+    assert changes["target_error"]["value"] == 0.3, "video-balanced's"
+    assert changed(page, "suit_model", "demo-wan", "my own", "turbo")["Prompt"] == "my own"
+
+
+def test_a_model_that_is_none_is_an_error_in_the_status(page):
+    (message,) = changed(page, "suit_model", "<nonsense>", "a fox", "balanced").values()
+    assert message.startswith("**Failed.** Model: &lt;nonsense&gt; is not a pipeline's folder")
+
+
+def test_a_preset_without_a_target_hides_the_slider(page):
+    changes = changed(page, "suit_preset", "exact", "some/model")
+    assert not changes["target_error"]["visible"] and "no target_error" in changes["Preset"]["info"]
+    changes = changed(page, "suit_preset", "quality", "some/model")
+    assert changes["target_error"] | {"visible": True, "value": 0.07} == changes["target_error"]
+
+
+def test_a_session_remembers_its_latest_results(page):
     """Only a limited number, latest first."""
-    (*_, last) = asked(Playing(), *FIELDS, history=[(None, str(index)) for index in range(web_page.REMEMBERED)])
+    *_, last = asked(page, Playing(), *FIELDS, history=[(None, str(index)) for index in range(web_page.REMEMBERED)])
     history = next(value for value in last.values() if isinstance(value, list))
     assert len(history) == web_page.REMEMBERED and history[1][1] == "0" and "a fox" in history[0][1]
 
 
-def test_an_error_is_text(asked):
-    """It may contain the visitor's input."""
+@pytest.mark.parametrize("error", [UnsupportedError("no model <script>"), RuntimeError("<script>")], ids=type)
+def test_an_error_is_text_and_ends_the_status(page, error):
+    """It may contain the visitor's input; a mistake in the code ends the status as well."""
     from gradio import Error
 
-    with pytest.raises(Error) as error:
-        asked(Playing(UnsupportedError("no model <script>")), *FIELDS)
-    assert "no model &lt;script&gt;" in str(error.value)
+    shown = []
+    with pytest.raises(Error) as raised:
+        for changes in asked(page, Playing(error), *FIELDS):
+            shown.append(changes)
+    assert "&lt;script&gt;" in str(raised.value) and "<" not in str(raised.value)
+    (changes,) = shown
+    (status,) = changes.values()
+    assert status.startswith("**Failed.** ") and "&lt;script&gt;" in status
 
 
 @pytest.mark.parametrize(

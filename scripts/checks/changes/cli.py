@@ -212,10 +212,10 @@ MUTANTS = [
     ),
     Mutant(
         "page-shows-markup",
-        f"{CLI}/web_page.py",
-        "*map(html.escape, notes)",
-        "*notes",
+        f"{CLI}/web_view.py",
+        "*map(html.escape, end.report.notes)",
+        "*end.report.notes",
         "notes appear on the page as text, never as markup",
-        f"{TEST_CLI}/test_web_app.py",
+        f"{TEST_CLI}/test_web_view.py",
     ),
 ]

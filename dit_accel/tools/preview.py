@@ -1,0 +1,135 @@
+"""Coarse images of unfinished steps, from a linear map of latents to colours.
+
+The map is fitted to finished outputs of the same model and size, so it needs neither the VAE nor constants of a model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+PIXELS = 2  # along each side of a token
+LONGEST_SIDE = 512  # pixels of an image
+INTERVAL = 1.0  # seconds between previews: each waits for the step and copies its latents
+UNEXPLAINED = 0.5  # share of the colours' variance; a fit with a larger error gives no preview
+RIDGE = 1e-3  # of the squared latents
+
+
+class Previewer:
+    """Maps latents to coarse images; learns from finished outputs.
+
+    Latents are ``[batch, channels, height, width]``, ``[batch, channels, frames, height, width]`` or packed
+    ``[batch, tokens, channels]``. Other forms, and packed videos, give no preview.
+    """
+
+    def __init__(self) -> None:
+        self._weights: torch.Tensor | None = None  # [channels + 1, PIXELS * PIXELS * 3]
+        self._size = (0, 0)  # width and height of images
+        self._before: torch.Tensor | None = None
+        self.latents: torch.Tensor | None = None  # after the latest step
+
+    def learn(self, result: Image.Image | np.ndarray) -> None:
+        """Fit the map to the latest latents and the output that was decoded from them.
+
+        Args:
+            result: an image, or uint8 ``[frames, height, width, 3]``.
+        """
+        from PIL import Image
+
+        image = result if isinstance(result, Image.Image) else Image.fromarray(result[len(result) // 2])
+        scale = min(1.0, LONGEST_SIDE / max(image.size))
+        self._size = (round(image.width * scale), round(image.height * scale))
+        tokens = None if self.latents is None else _tokens(self.latents, self._size)
+        self._weights = self._before = self.latents = None
+        if tokens is None:
+            return
+        rows, columns, _ = tokens.shape
+        small = image.convert("RGB").resize((columns * PIXELS, rows * PIXELS), Image.Resampling.BOX)
+        colours = torch.from_numpy(np.array(small)).float().view(rows, PIXELS, columns, PIXELS, 3)
+        wanted = colours.transpose(1, 2).reshape(rows * columns, -1)
+        given = _with_one(tokens)
+        gram = given.T @ given
+        weights = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram)), given.T @ wanted)
+        missed = (given @ weights - wanted).square().mean() / wanted.var(0).mean().clamp_min(1e-6)
+        self._weights = weights if missed < UNEXPLAINED else None
+
+    def image(self, sigmas: tuple[float, float] | None = None) -> Image.Image | None:
+        """Return the image that the latest latents lead to; None before a fit.
+
+        Args:
+            sigmas: noise levels before and after the latest step, to extrapolate the last two latents to no noise.
+        """
+        from PIL import Image
+
+        if self._weights is None or self.latents is None:
+            return None
+        clean = self.latents.float()
+        if sigmas is not None and self._before is not None and sigmas[0] != sigmas[1]:
+            clean = clean + (clean - self._before.float()) * (sigmas[1] / (sigmas[0] - sigmas[1]))
+        tokens = _tokens(clean, self._size)
+        if tokens is None or tokens.shape[2] + 1 != len(self._weights):
+            return None
+        rows, columns, _ = tokens.shape
+        colours = (_with_one(tokens) @ self._weights).clamp(0, 255).view(rows, columns, PIXELS, PIXELS, 3)
+        pixels = colours.transpose(1, 2).reshape(rows * PIXELS, columns * PIXELS, 3)
+        return Image.fromarray(pixels.byte().numpy()).resize(self._size, Image.Resampling.BICUBIC)
+
+    def watch(self, show: Callable[[Image.Image], None] | None = None) -> Callable[..., dict[str, Any]]:
+        """Return a ``callback_on_step_end`` that keeps the latents and, at most once a second, shows an image."""
+        shown_at = time.monotonic()
+        self._before = self.latents = None
+
+        def callback(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal shown_at
+            self._before, self.latents = self.latents, tensors.get("latents")
+            if show is not None and time.monotonic() - shown_at >= INTERVAL:
+                image = self.image(_sigmas(pipe, index))
+                if image is not None:
+                    show(image)
+                shown_at = time.monotonic()
+            return {}
+
+        return callback
+
+
+def _tokens(latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor | None:
+    """Return latents of the first sample, of its middle frame, as float32 ``[rows, columns, channels]`` on the CPU.
+
+    Args:
+        size: width and height of an image of the same shape.
+    """
+    latents = latents.detach()[0]
+    if latents.ndim == 2:
+        rows = round(math.sqrt(len(latents) * size[1] / size[0]))
+        if not rows or len(latents) % rows:
+            return None
+        latents = latents.view(rows, -1, latents.shape[-1])
+    elif latents.ndim in (3, 4):
+        latents = latents if latents.ndim == 3 else latents[:, latents.shape[1] // 2]
+        latents = latents.permute(1, 2, 0)
+    else:
+        return None
+    return latents.float().cpu()
+
+
+def _with_one(tokens: torch.Tensor) -> torch.Tensor:
+    """Return tokens as rows, with a constant for the offset."""
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+
+
+def _sigmas(pipe: Any, index: int) -> tuple[float, float] | None:
+    """Return the noise levels before and after a step; None for a scheduler without them."""
+    sigmas = getattr(getattr(pipe, "scheduler", None), "sigmas", None)
+    if not isinstance(sigmas, torch.Tensor) or len(sigmas) <= index + 1:
+        return None
+    before, after = sigmas[index : index + 2].tolist()
+    return before, after

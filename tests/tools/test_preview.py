@@ -1,0 +1,88 @@
+"""Coarse images of unfinished steps: a linear decoder is found again in each layout of latents."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_accel.tools import preview
+from dit_accel.tools.preview import Previewer
+
+ROWS, COLUMNS, CHANNELS = 6, 9, 4
+
+
+def scene(seed):
+    """Latents of a grid [rows, columns, channels], and the image that a linear decoder makes of them."""
+    latents = torch.randn(ROWS, COLUMNS, CHANNELS, generator=torch.Generator().manual_seed(seed))
+    decoder = torch.randn(CHANNELS, 3, generator=torch.Generator().manual_seed(99))
+    colours = (128 + 8 * latents @ decoder).clamp(0, 255).byte().numpy()
+    return latents, Image.fromarray(colours).resize((16 * COLUMNS, 16 * ROWS), Image.Resampling.NEAREST)
+
+
+LAYOUTS = {
+    "images": lambda grid: grid.permute(2, 0, 1)[None],
+    "videos": lambda grid: torch.stack([0 * grid, grid, 9 * grid]).permute(3, 0, 1, 2)[None],
+    "packed": lambda grid: grid.reshape(1, ROWS * COLUMNS, CHANNELS),
+}
+
+
+def seen(previewer, latents, sigmas=None):
+    previewer.latents = latents
+    return previewer.image(sigmas)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_preview_looks_like_the_decoded_image(layout):
+    """Of latents that it has not seen; before a fit there is none."""
+    previewer = Previewer()
+    (known, image), (other, expected) = scene(0), scene(1)
+    assert seen(previewer, layout(known)) is None
+    previewer.learn(image)
+    drawn, wanted = (
+        np.asarray(each.resize((COLUMNS, ROWS), Image.Resampling.BOX), float)
+        for each in (seen(previewer, layout(other)), expected)
+    )
+    assert np.abs(drawn - wanted).mean() < 2
+
+
+def test_a_preview_has_no_noise():
+    """Two steps along a straight line to the clean latents lead to the same image as these."""
+    previewer, (known, image) = Previewer(), scene(0)
+    clean, noise = LAYOUTS["images"](known), torch.randn(1, CHANNELS, ROWS, COLUMNS)
+    previewer.latents = clean
+    previewer.learn(image)
+    expected = np.asarray(seen(previewer, clean), float)
+    previewer._before = 0.2 * clean + 0.8 * noise
+    drawn = np.asarray(seen(previewer, 0.4 * clean + 0.6 * noise, (0.8, 0.6)), float)
+    assert np.abs(drawn - expected).max() <= 1
+
+
+def test_outputs_that_latents_do_not_explain_give_no_preview():
+    previewer = Previewer()
+    previewer.latents = LAYOUTS["images"](torch.randn(60, 90, CHANNELS))
+    previewer.learn(Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 180, 3), np.uint8)))
+    assert seen(previewer, LAYOUTS["images"](scene(1)[0])) is None
+
+
+@pytest.mark.parametrize("latents", [torch.zeros(1, 53, 4), torch.zeros(1, 4), None], ids=["ragged", "flat", "none"])
+def test_other_layouts_give_no_preview(latents):
+    previewer = Previewer()
+    previewer.latents = latents
+    previewer.learn(scene(0)[1])
+    assert seen(previewer, latents) is None
+
+
+def test_a_preview_is_shown_at_most_once_a_second(monkeypatch):
+    """The callback changes nothing of the call."""
+    now = SimpleNamespace(seconds=10.0)
+    monkeypatch.setattr(preview, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    previewer, shown = Previewer(), []
+    previewer.latents = LAYOUTS["images"](scene(0)[0])
+    previewer.learn(scene(0)[1])
+    callback = previewer.watch(shown.append)
+    for index in range(10):
+        now.seconds += 0.3
+        assert callback(SimpleNamespace(), index, None, {"latents": LAYOUTS["images"](scene(index)[0])}) == {}
+    assert [image.size for image in shown] == [scene(0)[1].size] * 2
