@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def fields_of(model: str, pipe: Any = None) -> Fields:
         UnsupportedError: the name means no model, or a model with a UNet.
     """
     if pipe is None:
-        identity = identify(model)
+        identity = identify(os.path.expanduser(model))
         family, is_video = identity.family, identity.is_video
     else:
         facts = pipeline_family(pipe)

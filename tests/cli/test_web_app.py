@@ -258,7 +258,7 @@ def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
     assert [url for url in asked if not url.startswith((site.url, "data:", "blob:"))] == []
     fill(page, Steps=200, Height=128, Width=128)
     page.get_by_role("button", name="Generate both").click()
-    page.wait_for_selector("text=of 200")
+    until(lambda: "of 200" in page.inner_text("#results"))
     page.close()
     until(lambda: all(run.future.done() for run in site.playground._runs))
     assert 200 not in [wish.steps for wish in site.playground._plain]

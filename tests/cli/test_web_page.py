@@ -105,6 +105,13 @@ def test_another_model_brings_its_own_values(page):
     assert changed(page, "suit_model", "demo-wan", "my own", "turbo")["Prompt"] == "my own"
 
 
+def test_empty_numbers_are_filled_once_a_model_is_loaded(page):
+    """What a visitor entered stays."""
+    fill = next(each.fn for each in page.fns.values() if getattr(each.fn, "__name__", "") == "fill_numbers")
+    assert fill("some/model", None, 48, None, None) == [28, 48, 32, None]
+    assert fill("other/model", None, 48, None, None) == [None, 48, None, None]
+
+
 def test_a_model_that_is_none_is_an_error_in_the_status(page):
     (message,) = changed(page, "suit_model", "<nonsense>", "a fox", "balanced").values()
     assert message.startswith("**Failed.** Model: &lt;nonsense&gt; is not a pipeline's folder")
