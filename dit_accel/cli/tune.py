@@ -33,6 +33,10 @@ class Options(RunOptions):
     preset: str | None = preset_option()  # `none` is refused
     target_psnr: float | None = option("Minimum mean PSNR against plain runs, in dB. Give this or --target-error.")
     target_error: float | None = option("Maximum mean relative error of the final latents, e.g. 0.05.")
+    coverage: float | None = option(
+        "Share of unseen prompts that must reach the target, such as 0.9, instead of the mean. 0.9 needs "
+        "--tuning-prompts 9 --held-out-prompts 9."
+    )
     output: Path = option(
         "Preset to write. NAME.png, a plot, and NAME-tuning, a folder from which an interrupted tuning resumes, go "
         "to the same folder.",
@@ -64,7 +68,7 @@ def command(given: Options) -> None:
 
     console = Console(quiet=given.quiet)
     output = given.output
-    Target.of(given.target_psnr, given.target_error)
+    target = Target.of(given.target_psnr, given.target_error, given.coverage)
     if output.suffix not in (".yaml", ".yml"):
         raise OptionError("--output", f"{output} must end in .yaml: the output is a preset")
     if given.preset is not None and os.path.realpath(given.preset) == os.path.realpath(output):
@@ -77,7 +81,7 @@ def command(given: Options) -> None:
     plain = "a plain run has no thresholds; choose a preset"
     preset, overrides, loading = given.preset_and_loading(plain)
     listed = tuning_prompts(given.model) if given.prompts is None else read_prompts(given.prompts)
-    split_prompts(listed, given.tuning_count, given.held_out_count)
+    target.require_prompts(*map(len, split_prompts(listed, given.tuning_count, given.held_out_count)))
     named, others = {**given.sizes, "image": read_image(given.image)}, parse_call(given.call)
 
     pipe = load_pipeline(given.model, loading, console)
@@ -95,6 +99,7 @@ def command(given: Options) -> None:
             prompts=listed,
             target_psnr=given.target_psnr,
             target_error=given.target_error,
+            coverage=given.coverage,
             tuning_prompts=given.tuning_count,
             held_out_prompts=given.held_out_count,
             arguments=arguments,

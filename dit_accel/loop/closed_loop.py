@@ -83,7 +83,7 @@ class Gap:
     def __init__(self, preset: Preset, course: Course) -> None:
         self.preset = preset
         self.course = course
-        self.target_error = preset.schedule.target_error or 0.0  # an interval has none
+        self.target_error = preset.schedule.bound
         self.computed_step = -1  # the latest step decided to compute
         self._decided: tuple[int, StepMode] | None = None
         self._observed_step = -1

@@ -35,6 +35,11 @@ STUCK = (
     "two calls of one branch"
 )
 
+CALIBRATED = (
+    "target_psnr {0.target_psnr:g} dB: target_error {0.bound:g}, with which 90% of the prompts of the preset's "
+    "calibration reached it"
+)
+
 
 class Controller:
     """One denoising run: the pipeline's transformers, their branches, and the report of the last run.
@@ -64,7 +69,8 @@ class Controller:
         self._kinds = loop or (ClosedLoop if adaptive else IntervalLoop), gap or (Gap if adaptive else IntervalGap)
         self._forecasts = preset.schedule.interval != 1
         self._layers: dict[str, list[str]] = {}
-        self._standing: list[str] = []  # notes on every run
+        schedule = preset.schedule
+        self._standing = [] if schedule.target_psnr is None else [CALIBRATED.format(schedule)]  # notes on every run
         self.reset()
 
     def add_transformer(self, name: str, layers: list[str]) -> None:

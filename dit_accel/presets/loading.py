@@ -17,6 +17,7 @@ from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.skip import drop_foreign_keys
 
 LONGEST_CHAIN = 20  # presets in a chain of bases
+UNCALIBRATED = {"forecast", "skip", "reuse", "linear"}  # sections that change what a target error reaches
 
 
 def _config_directory() -> Path:
@@ -140,6 +141,12 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     (schedule, chosen_schedule), (forecast, chosen_forecast), (skip, chosen_skip) = (
         _sections(name, values, changes) for name in FORMED
     )
+    if UNCALIBRATED & changes.keys():
+        schedule.pop("calibration", None)
+    if "target_error" in chosen_schedule:
+        if chosen_schedule.get("target_psnr") is not None:
+            raise PresetError("target_psnr chooses target_error: give one of them, not both")
+        schedule.pop("target_psnr", None)
     if chosen_forecast.get("level") not in (None, "output"):
         schedule.pop("per_prompt", None)
     if chosen_schedule.get("control") not in (None, "adaptive"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Strict, Tag, model_validator
 
 from dit_accel.presets.section import MOST_STEPS, Formed, Section
+
+Calibrated = Annotated[tuple[PositiveFloat, PositiveFloat], Strict(False)]  # a target_error and a PSNR; YAML has lists
 
 
 class Schedule(Formed):
@@ -35,6 +37,13 @@ class AdaptiveSchedule(Schedule):
     """Bound on the sum of the relative L2 errors ‖F − F̂‖/‖F‖ of the forecasts between two computed steps. Each error is
     weighted by its effect on the result: by how far its step moves the latents, and how much that shift grows until
     the end. Lower is closer to the plain result and slower."""
+    target_psnr: float | None = Field(default=None, gt=0.0, allow_inf_nan=False, examples=[35.0])
+    """PSNR in dB, compared with the plain result, that at least 90% of the results should reach. It takes the largest
+    `target_error` whose `calibration` has this PSNR; an error says the most that was reached. null = `target_error` as
+    it is."""
+    calibration: list[Calibrated] = Field(default_factory=list, examples=[[[0.1, 35.0]]])
+    """Pairs of a `target_error` and the PSNR in dB that 90% of the prompts reached with it. The shipped ones are the
+    lowest of several small models; `dit-accel tune --coverage 0.9` writes those of your model."""
     cooldown: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps at the end that compute everything, whatever their error. With 0 the loop computes the last step only if
     the forecast error there is too large."""
@@ -44,11 +53,31 @@ class AdaptiveSchedule(Schedule):
     """level output: the loop decides for each prompt of a batch separately, and the prompts that need a step are
     computed as a smaller batch. false = all prompts compute when one needs to."""
 
+    @property
+    def bound(self) -> float:
+        """The bound on the errors: ``target_error``, or the calibrated one of ``target_psnr``."""
+        if self.target_psnr is None:
+            return self.target_error
+        return max(error for error, psnr in self.calibration if psnr >= self.target_psnr)
+
+    @model_validator(mode="after")
+    def _is_calibrated(self) -> AdaptiveSchedule:
+        most = max((psnr for _, psnr in self.calibration), default=None)
+        if self.target_psnr is not None and (most is None or self.target_psnr > most):
+            limit = "null, as the preset has no calibration" if most is None else f"at most {most:g} dB"
+            raise ValueError(
+                f"target_psnr must be {limit}, got {self.target_psnr:g}: calibrate on your model with dit-accel tune "
+                f"--target-psnr {self.target_psnr:g} --coverage 0.9, or set target_error"
+            )
+        return self
+
 
 class IntervalSchedule(Schedule):
     """Choice of the computed steps by a fixed interval, as in the papers."""
 
     target_error: ClassVar[float | None] = None
+    target_psnr: ClassVar[float | None] = None
+    bound: ClassVar[float] = 0.0
     max_interval: ClassVar[int] = 16
     per_prompt: ClassVar[bool] = False
 

@@ -28,8 +28,8 @@ Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for fi
 
 
 class PromptRequest(BaseModel):
-    """Fields that images and videos share: some of OpenAI's, and seed, steps, guidance, preset, target_error and
-    negative_prompt.
+    """Fields that images and videos share: some of OpenAI's, and seed, steps, guidance, preset, target_error,
+    target_psnr and negative_prompt.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -43,6 +43,7 @@ class PromptRequest(BaseModel):
     guidance: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     preset: str | None = None
     target_error: float | None = Field(None, gt=0, allow_inf_nan=False)
+    target_psnr: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -293,12 +294,14 @@ def requested_preset(request: PromptRequest, default: Preset | None, *, is_video
         meant = did_you_mean(request.preset, preset_names())
         raise RequestError(f"preset {shown(request.preset)} does not exist{meant}", "preset", "invalid_value")
     named = default if request.preset is None else None if request.preset == "none" else request.preset
-    changes = {} if request.target_error is None else {"target_error": request.target_error}
+    targets = {"target_error": request.target_error, "target_psnr": request.target_psnr}
+    changes = {name: value for name, value in targets.items() if value is not None}
     if named is None:
         if changes:
-            raise RequestError("target_error needs a preset, but none runs the plain pipeline", "target_error")
+            (name, *_) = changes
+            raise RequestError(f"{name} needs a preset, but none runs the plain pipeline", name)
         return None
     try:
         return load_preset(default_preset(named, is_video=is_video), **changes)
     except PresetError as error:
-        raise RequestError(str(error), "target_error" if changes else "preset", "invalid_value") from None
+        raise RequestError(str(error), next(iter(changes), "preset"), "invalid_value") from None

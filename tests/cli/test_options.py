@@ -124,6 +124,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--target-error": Acts(
             ("--target-error", 0.1), {"target_error": 0.1, "target_psnr": None}, replaces=("--target-psnr",)
         ),
+        "--coverage": Acts(("--coverage", 0.5), {"coverage": 0.5}),
         "--preset": Acts(("--preset", "quality"), {"base": "quality"}),
         "--set": Acts(("--set", "order=2"), {"order": 2}),
         "--output": Acts(

@@ -69,6 +69,8 @@ def beside(value, *, instead_of=None, **sections):
 CHANGES = {  # by key: another value
     "schedule.adaptive": {
         "target_error": 0.001,
+        "target_psnr": beside(40.0, schedule={"calibration": [[0.001, 40.0]]}),
+        "calibration": beside([[0.001, 40.0]], schedule={"calibration": [[0.3, 40.0]], "target_psnr": 40.0}),
         "warmup": 4,
         "cooldown": 4,
         "max_interval": 1,

@@ -23,21 +23,25 @@ from dit_accel.tools.tune.runs import Figures
 
 @dataclass(frozen=True)
 class Target:
-    """Required quality, as a mean over prompts."""
+    """Required quality, as a mean over prompts or of a share of prompts that were not seen."""
 
     metric: str  # psnr (higher is better) or latent_error (lower is better)
     value: float
+    coverage: float | None = None  # share of the prompts that must reach it; None = the mean must
 
     @classmethod
-    def of(cls, psnr: float | None, latent_error: float | None) -> Target:
-        """The target from two arguments, of which one is None.
+    def of(cls, psnr: float | None, latent_error: float | None, coverage: float | None = None) -> Target:
+        """The target from two arguments, of which one is None, and the share of prompts that must reach it.
 
         Raises:
-            TuningError: both or none are given, or the target is not a positive number.
+            TuningError: both or none are given, the target is not a positive number, or the share is not in (0, 1).
         """
+        if coverage is not None and not 0 < coverage < 1:
+            raise TuningError(f"coverage must be above 0 and below 1, e.g. 0.9, got {coverage:g}")
         if (psnr is None) == (latent_error is None):
             raise TuningError("tuning needs one target: target_psnr (dB), e.g. 40, or target_error, e.g. 0.05")
-        target = cls("psnr", psnr) if psnr is not None else cls("latent_error", latent_error)
+        metric, value = ("psnr", psnr) if psnr is not None else ("latent_error", latent_error)
+        target = cls(metric, value, coverage)
         if not 0 < target.value < math.inf:
             name = "target_error" if psnr is None else "target_psnr"
             raise TuningError(f"{name} must be positive and finite, got {target.value}")
@@ -48,22 +52,49 @@ class Target:
         """Smallest noticeable slack."""
         return 0.25 if self.metric == "psnr" else 0.02
 
-    def mean(self, figures: Sequence[Figures]) -> float:
-        return statistics.fmean(getattr(each, self.metric) for each in figures)
+    def require_prompts(self, tuning: int, held_out: int) -> None:
+        """Raise a TuningError if there are too few prompts to say what an unseen one reaches."""
+        least = 1 if self.coverage is None else math.ceil(round(self.coverage / (1 - self.coverage), 9))
+        if min(tuning, held_out) < least:
+            raise TuningError(
+                f"coverage={self.coverage:g} needs {least} prompts for tuning and {least} held out, got {tuning} and "
+                f"{held_out}: list more prompts, and raise tuning_prompts and held_out_prompts"
+            )
+
+    def level(self, figures: Sequence[Figures]) -> float:
+        """Return the mean, or the bound that an unseen prompt reaches with probability ``coverage``."""
+        values = [getattr(each, self.metric) for each in figures]
+        if self.coverage is None:
+            return statistics.fmean(values)
+        return conformal(values, self.coverage, is_lower=self.metric == "psnr")
 
     def slack(self, figures: Sequence[Figures], *, cautious: bool = False) -> float:
-        """Return the margin of the mean, in dB or as a share of the allowed error; negative = the target is missed.
+        """Return the margin, in dB or as a share of the allowed error; negative = the target is missed.
 
         Args:
-            cautious: subtract the standard error of the mean, so that other prompts are likely to meet the target too.
+            cautious: subtract the standard error of a mean, so that other prompts are likely to meet the target too.
         """
         values = [getattr(each, self.metric) for each in figures]
-        doubt = statistics.stdev(values) / len(values) ** 0.5 if cautious and len(values) > 1 else 0.0
-        mean = statistics.fmean(values)
-        return mean - doubt - self.value if self.metric == "psnr" else 1 - (mean + doubt) / self.value
+        is_mean = self.coverage is None and len(values) > 1
+        doubt = statistics.stdev(values) / len(values) ** 0.5 if cautious and is_mean else 0.0
+        level = self.level(figures)
+        return level - doubt - self.value if self.metric == "psnr" else 1 - (level + doubt) / self.value
 
     def __str__(self) -> str:
-        return f"PSNR ≥ {self.value:g} dB" if self.metric == "psnr" else f"latent error ≤ {self.value:g}"
+        bound = f"PSNR ≥ {self.value:g} dB" if self.metric == "psnr" else f"latent error ≤ {self.value:g}"
+        return bound if self.coverage is None else f"{bound} for {self.coverage:.0%} of prompts"
+
+
+def conformal(values: Sequence[float], coverage: float, *, is_lower: bool = True) -> float:
+    """Return the bound of split conformal prediction: an exchangeable further value is on its good side with a
+    probability of at least ``coverage`` (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005).
+
+    Args:
+        values: n values; below coverage / (1 − coverage) of them there is no such bound, and their worst is returned.
+        is_lower: True = a lower bound; False = an upper bound.
+    """
+    place = math.floor(round((len(values) + 1) * (1 - coverage), 9))
+    return sorted(values, reverse=not is_lower)[max(0, place - 1)]
 
 
 def computed_fraction(figures: Sequence[Figures]) -> float:
@@ -140,7 +171,7 @@ class TuneResult:
         from dit_accel.tools.figures import LayerCurve, tuning_figure
 
         def place(figures: list[Figures]) -> tuple[float, float]:
-            return computed_fraction(figures), self.target.mean(figures)
+            return computed_fraction(figures), self.target.level(figures)
 
         layers = [
             LayerCurve(

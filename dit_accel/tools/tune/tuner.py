@@ -60,6 +60,7 @@ def tune(
     prompts: Sequence[str],
     target_psnr: float | None = None,
     target_error: float | None = None,
+    coverage: float | None = None,
     tuning_prompts: int = TUNING_PROMPTS,
     held_out_prompts: int = HELD_OUT_PROMPTS,
     arguments: dict[str, Any] | None = None,
@@ -77,6 +78,9 @@ def tune(
         prompts: prompts for tuning, then held-out prompts; see :func:`split_prompts`.
         target_psnr: minimum mean PSNR over prompts against plain runs, in dB.
         target_error: alternatively, the maximum mean relative L2 error of the final latents.
+        coverage: share of unseen prompts that must reach the target, such as 0.9, instead of the mean. It needs
+            coverage / (1 − coverage) prompts for tuning and as many held out. The preset then has a ``calibration``,
+            for ``target_psnr``.
         tuning_prompts, held_out_prompts: maximum number of each.
         arguments: of the pipeline's call, without prompt and generator.
         seed: of the first prompt's noise; the next prompt gets the next seed.
@@ -94,7 +98,7 @@ def tune(
         TuningError: no target or two, too few prompts, a preset without thresholds, or the state of another request.
         UnsupportedError: the preset does not fit the pipeline.
     """
-    target = Target.of(target_psnr, target_error)
+    target = Target.of(target_psnr, target_error, coverage)
     preset = default_preset(preset, is_video=makes_video(pipe))
     base = None if isinstance(preset, Preset) else preset
     preset = load_preset(preset, **overrides)
@@ -103,6 +107,7 @@ def tune(
     by_layer = "skip" in preset.effective() and preset.skip.skips
     axes = axes_of(preset, by_layer=by_layer)
     split = split_prompts(prompts, tuning_prompts, held_out_prompts)
+    target.require_prompts(*map(len, split))
     tuner = _Tuner(pipe, preset, base, overrides, target, arguments, *split, seed, by_layer)
     earlier = vars(pipe).get("dit_accel")
     with accelerated(pipe, preset):
@@ -168,6 +173,8 @@ class _Tuner:
             caution += self.target.least - scores[-1].slack
         name = self.preset.name if self.base is not None else "custom"
         changes = {**self.overrides, **self._changes(setting), "description": f"{name}, tuned for {self.target}"}
+        if self.target.coverage is not None and self.target.metric == "psnr" and (bound := self._bound_of(setting)):
+            changes["schedule.calibration"] = [[bound, round(self.target.level(confirmed), 2)]]
         return TuneResult(
             preset=load_preset(self.preset, **changes),
             base=self.base,
@@ -211,6 +218,10 @@ class _Tuner:
     def _cost(self, figures: list[Figures], setting: Setting) -> float:
         """Return the computed fraction, with half the cost for layers in 8 bits."""
         return computed_fraction(figures) * work_left(self.linears, setting.get(LINEAR_BOUND, 0.0))
+
+    def _bound_of(self, setting: Setting) -> float:
+        """Return the closed loop's bound on errors; 0 = the preset has a fixed schedule."""
+        return self._preset_of(setting).schedule.bound
 
     def _preset_of(self, setting: Setting) -> Preset:
         return load_preset(self.preset, **self._changes(setting))

@@ -15,7 +15,7 @@ from dit_accel.errors import PresetError, TuningError
 from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
 from dit_accel.tools.metrics import latent_error, psnr
 from dit_accel.tools.tune import split_prompts, tune
-from dit_accel.tools.tune.result import computed_fraction
+from dit_accel.tools.tune.result import computed_fraction, conformal
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 PROMPTS = ["a red fox", "two blue whales asleep", "a green heart", "snow"]
@@ -311,3 +311,37 @@ def test_every_model_has_prompts_to_tune_on(name):
     """Enough for the default split."""
     tuning, held_out = split_prompts(tuning_prompts(name))
     assert (len(tuning), len(held_out)) == (4, 4)
+
+
+def test_a_share_of_the_prompts_reaches_the_target():
+    """The bound is conformal, and what was confirmed becomes the preset's calibration."""
+    result = tuned(coverage=0.5)
+    worst = min(each.psnr for each in result.held_out)
+    assert result.met and worst >= 30
+    assert result.preset.description.endswith("tuned for PSNR ≥ 30 dB for 50% of prompts")
+    ((bound, reached),) = result.preset.schedule.calibration
+    assert bound == result.preset.schedule.target_error and reached == pytest.approx(worst, abs=0.01)
+    assert load_preset(result.preset, target_psnr=30).schedule.bound == bound
+
+
+@pytest.mark.parametrize(
+    ("count", "coverage", "bound"), [(9, 0.9, 1), (19, 0.9, 2), (18, 0.9, 1), (8, 0.9, 1), (99, 0.95, 5), (1, 0.5, 1)]
+)
+def test_the_bound_is_that_of_conformal_prediction(count, coverage, bound):
+    """With n values the ⌊(n + 1)(1 − coverage)⌋-th worst; for few values the worst."""
+    values = list(range(1, count + 1))
+    assert conformal(values[::-1], coverage) == bound
+    assert conformal(values, coverage, is_lower=False) == count + 1 - bound
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"coverage": 0.9}, r"coverage=0\.9 needs 9 prompts for tuning and 9 held out, got 2 and 2"),
+        ({"coverage": 1}, "coverage must be above 0 and below 1"),
+    ],
+    ids=str,
+)
+def test_a_share_that_too_few_prompts_show_is_refused(wrong, told):
+    with pytest.raises(TuningError, match=told):
+        tuned(**wrong)

@@ -1,0 +1,79 @@
+"""``target_psnr`` takes the target error of a calibration, which is made from measured conditions."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline
+from dit_accel.errors import PresetError
+from dit_accel.presets import load_preset
+from scripts.research import psnr_calibration
+from tests.tiny import tiny_output, tiny_pipeline
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "tuning.md"
+PAIRS = {"calibration": [[0.1, 40.0], [0.4, 30.0]]}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return psnr_calibration.runs(json.loads(psnr_calibration.RESULTS.read_text(encoding="utf-8"))["rows"])
+
+
+@pytest.mark.parametrize("name", ["balanced", "video-balanced"])
+def test_shipped_pairs_are_measured(found, name):
+    """They are what 90% of the prompts reached on the worst model; what they cover elsewhere is in the guide."""
+    kind = [run for run in found if (run.model in psnr_calibration.VIDEOS) == name.startswith("video")]
+    assert load_preset(name).schedule.calibration == psnr_calibration.calibration(kind)
+    for line in psnr_calibration.left_out(kind):
+        assert line in GUIDE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("keys", "bound"),
+    [
+        ({}, 0.15),
+        ({"target_psnr": 30}, 0.4),
+        ({"target_psnr": 30.5}, 0.1),
+        ({"target_psnr": 12}, 0.4),
+        ({"target_psnr": None}, 0.15),
+    ],
+    ids=str,
+)
+def test_the_largest_target_error_that_reaches_it_counts(keys, bound):
+    assert load_preset("balanced", **PAIRS, **keys).schedule.bound == bound
+
+
+def test_a_later_target_error_replaces_it():
+    """So a preset that has a target PSNR can be changed like any other."""
+    preset = load_preset("balanced", **PAIRS, target_psnr=30)
+    assert load_preset(preset, target_error=0.2).schedule.bound == 0.2
+    assert load_preset(preset, target_psnr=40).schedule.bound == 0.1
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"target_psnr": 50}, r"target_psnr must be at most 35\.1 dB.*got 50: calibrate .* tune --target-psnr 50"),
+        ({"target_psnr": 30, "target_error": 0.1}, "give one of them, not both"),
+        ({"target_psnr": 0}, "schedule.target_psnr: Input should be greater than 0"),
+        ({"target_psnr": 30, "calibration": []}, "must be null, as the preset has no calibration, got 30"),
+        ({"target_psnr": 30, "order": 1}, "must be null, as the preset has no calibration"),
+        ({"calibration": [[0.1]]}, "schedule.calibration.0"),
+        ({"control": "interval", "interval": 3, "target_psnr": 30}, "target_psnr belongs to control 'adaptive'"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_kept_is_refused(keys, told):
+    with pytest.raises(PresetError, match=told):
+        load_preset("balanced", **keys)
+
+
+def test_a_run_decides_as_with_that_target_error_and_says_so():
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "balanced", **PAIRS, target_psnr=35)
+    promised = tiny_output(pipe, "flux", steps=6)
+    (note,) = pipe.dit_accel.report().notes
+    assert note.startswith("target_psnr 35 dB: target_error 0.1, with which 90% of the prompts")
+    accelerate_pipeline(pipe, "balanced", target_error=0.1)
+    assert torch.equal(tiny_output(pipe, "flux", steps=6), promised) and not pipe.dit_accel.report().notes
