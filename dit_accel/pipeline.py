@@ -218,11 +218,18 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     Raises:
         PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline lacks.
         UnsupportedError: the pipeline has no transformer, the preset is for another model family, or a transformer has
-            another cache (of diffusers or cache-dit). Where other transformers can be accelerated, one of an unknown
-            class is left plain instead, and a warning and the report give the reason.
+            another cache (of diffusers or cache-dit), or is accelerated by ``enable_cache`` or together with further
+            transformers of another pipeline. Where other transformers can be accelerated, one of an unknown class is
+            left plain instead, and a warning and the report give the reason.
     """
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
+        unloaded = [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]
+        if unloaded and not transformers:
+            raise UnsupportedError(
+                f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
+                f"pipe.update_components({unloaded[0]}=…) first"
+            )
         raise UnsupportedError(
             "pipe must be a diffusers pipeline with a scheduler and a transformer of diffusers or a component named "
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
@@ -397,9 +404,10 @@ def _attach(
     _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
     for driver in drivers:
         driver.prepare()
-    owners = [] if owner is None else [owner]
-    for earlier in _accelerations(transformers, owner):
-        owners += [each for each in earlier.owners if each is not owner and _is_part(denoisers(each), transformers)]
+    owners, replaced = [] if owner is None else [owner], _accelerations(transformers, owner)
+    for earlier in replaced:
+        owners += [other for other in earlier.owners if other is not owner and _is_part(other, transformers)]
+    for earlier in replaced:
         earlier.restore()
         if owner is not None:
             earlier.leave(owner)
@@ -446,9 +454,20 @@ def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> li
     return [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
 
 
-def _is_part(some: Mapping[str, torch.nn.Module], transformers: Mapping[str, torch.nn.Module]) -> bool:
-    """Return True if all of ``some`` transformers are among ``transformers``."""
-    return all(any(each is other for other in transformers.values()) for each in some.values())
+def _is_part(pipe: Any, transformers: Mapping[str, torch.nn.Module]) -> bool:
+    """Return True if all transformers of an accelerated pipeline are among ``transformers``, False if none are.
+
+    Raises:
+        UnsupportedError: some are, so that a new acceleration would leave the others plain.
+    """
+    held = denoisers(pipe)
+    others = [name for name, each in held.items() if not any(each is other for other in transformers.values())]
+    if others and len(others) < len(held):
+        raise UnsupportedError(
+            f"a transformer is accelerated already, by a {type(pipe).__name__} that shares it and also has "
+            f"{', '.join(others)}: keep that, accelerate that pipeline anew, or call restore_pipeline on either first"
+        )
+    return not others
 
 
 def _check_layers(preset: Preset, layers: list[str]) -> None:
