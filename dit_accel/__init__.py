@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, the names below
+    from dit_accel.cache_config import ClosedLoopConfig as ClosedLoopConfig
     from dit_accel.loop.report import RunReport as RunReport
     from dit_accel.models.parallel.parallelize import parallelize_pipeline as parallelize_pipeline
     from dit_accel.models.presets import load_preset as load_preset
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers, the names below
     from dit_accel.pipeline import accelerate_pipeline as accelerate_pipeline
     from dit_accel.pipeline import accelerate_transformer as accelerate_transformer
     from dit_accel.pipeline import accelerated as accelerated
+    from dit_accel.pipeline import report as report
     from dit_accel.pipeline import restore_pipeline as restore_pipeline
     from dit_accel.presets import Preset as Preset
     from dit_accel.presets import preset_names as preset_names
@@ -37,6 +39,8 @@ _HOMES = {
     "accelerate_transformer": "pipeline",
     "accelerated": "pipeline",
     "restore_pipeline": "pipeline",
+    "report": "pipeline",
+    "ClosedLoopConfig": "cache_config",
     "parallelize_pipeline": "models.parallel.parallelize",
     "Acceleration": "pipeline",
     "Preset": "presets",

@@ -6,7 +6,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.runs import Runs
-from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock
+from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
-from dit_accel.models.beside.other_caches import refuse_other_cache
+from dit_accel.models.beside.other_caches import refuse_other_cache, set_cache_config
+from dit_accel.models.caller import calling_pipeline, held_module
 from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
 from dit_accel.models.drive import drive, left_plain
 from dit_accel.models.driver import FamilyDriver
@@ -43,6 +43,9 @@ class Acceleration:
 
     :func:`accelerate_pipeline` and :func:`accelerate_transformer` create it. Pipelines that share transformers share
     one object. The last run is then the latest run of any of them; if this thread has made a run, its own latest.
+
+    Attributes:
+        config: the config with which diffusers' ``enable_cache`` created it, or None.
 
     Args:
         runs: runs over the transformers.
@@ -79,6 +82,7 @@ class Acceleration:
         self._undo = weakref.finalize(self, undo.close)  # other pipelines may keep the components
         self._undo.atexit = False
         self._restored = False
+        self.config: object = None
 
     @property
     def preset(self) -> Preset:
@@ -100,12 +104,16 @@ class Acceleration:
         """Order of the last run's vision tokens (:mod:`dit_accel.sparse.token_order`); None = raster order."""
         return self._drivers[0].token_order
 
-    def report(self) -> RunReport:
+    def report(self, pipe: Any = None) -> RunReport:
         """Return the report of the last run, or of the current run while it is in progress.
 
         If a later run was not accelerated, the report notes it and a warning is given.
+
+        Args:
+            pipe: one of several pipelines that share the transformers, for its own last run; None = the last run of
+                any of them.
         """
-        controller = self._runs.latest
+        controller = self._runs.latest if pipe is None else self._runs.of(pipe)
         reason = None if self._restored else self._why_not_in_effect()
         if reason is not None:
             controller.report.warn(f"not in effect: {reason}")
@@ -141,6 +149,8 @@ class Acceleration:
         self._undo()
         for driver in self._drivers:
             driver.detach()
+            if self.config is not None:
+                set_cache_config(driver.transformer, None)
         if self._net is not None:
             stop_watching(*self._net)
         self._runs.reset()
@@ -208,11 +218,18 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     Raises:
         PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline lacks.
         UnsupportedError: the pipeline has no transformer, the preset is for another model family, or a transformer has
-            another cache (of diffusers or cache-dit). Where other transformers can be accelerated, one of an unknown
-            class is left plain instead, and a warning and the report give the reason.
+            another cache (of diffusers or cache-dit), or is accelerated by ``enable_cache`` or together with further
+            transformers of another pipeline. Where other transformers can be accelerated, one of an unknown class is
+            left plain instead, and a warning and the report give the reason.
     """
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
+        unloaded = [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]
+        if unloaded and not transformers:
+            raise UnsupportedError(
+                f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
+                f"pipe.update_components({unloaded[0]}=…) first"
+            )
         raise UnsupportedError(
             "pipe must be a diffusers pipeline with a scheduler and a transformer of diffusers or a component named "
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
@@ -221,8 +238,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer may outlive it
 
     def clock(pipeline: Any) -> SchedulerClock:
-        whose = owner if pipeline is None else weakref.ref(pipeline)
-        return SchedulerClock(lambda: getattr(whose(), "scheduler", None), lambda: _further_schedulers(whose()))
+        return _clock_of(owner if pipeline is None else weakref.ref(pipeline))
 
     called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
@@ -244,6 +260,31 @@ def restore_pipeline(pipe: Any) -> Any:
     return pipe
 
 
+def report(accelerated: Any) -> RunReport:
+    """Return the report of the last run of a pipeline or transformer, by whichever way it was accelerated.
+
+    A pipeline may also share its transformer with the pipeline that was accelerated; the report is of its own last run.
+
+    Args:
+        accelerated: a pipeline, or a transformer that ``enable_cache`` or :func:`accelerate_transformer` accelerated.
+
+    Raises:
+        UnsupportedError: it is not accelerated, or its transformers have reports of their own.
+    """
+    is_module = isinstance(accelerated, torch.nn.Module)
+    transformers = {"": getattr(accelerated, "_orig_mod", accelerated)} if is_module else denoisers(accelerated)
+    found = _accelerations(transformers, accelerated)
+    if not found:
+        raise UnsupportedError(
+            f"{type(accelerated).__name__} is not accelerated: call accelerate_pipeline(pipe), or enable_cache on its "
+            "transformer, before its run"
+        )
+    if len(found) > 1:
+        parts = " and ".join(f"report(pipe.{name})" for name in transformers)
+        raise UnsupportedError(f"the pipeline's transformers have reports of their own: read {parts}")
+    return found[0].report(None if is_module else accelerated)
+
+
 @contextmanager
 def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Iterator[Any]:
     """Accelerate a pipeline within a ``with`` block, and restore it afterwards, also after an exception.
@@ -263,14 +304,15 @@ def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **override
 
 def accelerate_transformer(
     transformer: torch.nn.Module,
-    preset: str | Path | Preset,
+    preset: str | Path | Preset | None = None,
     timesteps: Sequence[float] | torch.Tensor | None = None,
     control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
     """Make a diffusers transformer faster in a denoising loop of your own (``examples/own_loop.py``).
 
-    Forecast errors are not corrected, because the loop's scheduler is not known.
+    Forecast errors are not corrected, because the loop's scheduler is not known. If a pipeline of diffusers calls the
+    transformer and ``timesteps`` is None, its scheduler is known, and runs are those of :func:`accelerate_pipeline`.
 
     Args:
         transformer: called once per step and branch. Several branches in one step keep their order, or are named by
@@ -281,7 +323,7 @@ def accelerate_transformer(
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``. A loop that starts again after its second step needs nothing; a loop that was
             left earlier needs ``reset()``. None = the loop calls the transformer inside of diffusers' (0.42)
-            ``transformer.cache_context(name, step_index=…, num_inference_steps=…)``.
+            ``transformer.cache_context(name, step_index=…, num_inference_steps=…)``, or a pipeline calls it.
         control_net: ControlNet that the loop calls before the transformer, or None; at level ``output`` it then runs
             only in steps whose transformer reads its output.
         overrides: preset keys to change; see :func:`accelerate_pipeline`.
@@ -294,18 +336,34 @@ def accelerate_transformer(
         UnsupportedError: the transformer is no module or has another cache, the preset is for another model family, or
             the timesteps can't be told apart.
     """
-    called = {"transformer": lambda: transformer}
-    transformers = {"transformer": getattr(transformer, "_orig_mod", transformer)}
-    if not isinstance(transformers["transformer"], torch.nn.Module):
+    own = getattr(transformer, "_orig_mod", transformer)
+    if not isinstance(own, torch.nn.Module):
         raise UnsupportedError(
             f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
         )
-    family = known_family(transformers["transformer"])
+    family = known_family(own)
     is_video = family is not None and family.makes == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
-    clock = PlaceClock if timesteps is None else partial(TimestepClock, timesteps)
-    clock()  # raises if they are not valid
-    return _attach(transformers, called, settings, lambda _: clock(), control_net)
+    if timesteps is not None:
+        TimestepClock(timesteps)  # raises if they are not valid
+
+    def clock(pipeline: Any) -> Clock:
+        if timesteps is not None:
+            return TimestepClock(timesteps)
+        return (
+            _clock_of(weakref.ref(pipeline)) if keeps_timesteps(getattr(pipeline, "scheduler", None)) else PlaceClock()
+        )
+
+    def called() -> torch.nn.Module:
+        held = held_module(calling_pipeline(own), own)
+        return transformer if held is None else held
+
+    return _attach({"transformer": own}, {"transformer": called}, settings, clock, control_net)
+
+
+def _clock_of(pipe: weakref.ref) -> SchedulerClock:
+    """Return a clock that reads a pipeline's schedulers and does not keep the pipeline alive."""
+    return SchedulerClock(lambda: getattr(pipe(), "scheduler", None), lambda: _further_schedulers(pipe()))
 
 
 def _attach(
@@ -331,6 +389,7 @@ def _attach(
     runs = Runs(lambda pipeline: introduce(Controller(preset, clock(pipeline), name)), owner)
     refusals: dict[str, UnsupportedError] = {}
     for each, transformer in transformers.items():
+        _refuse_own_config(transformer, each)
         refuse_other_cache(transformer, each)
         try:
             driver = drive(transformer, runs, each, called[each])
@@ -345,9 +404,10 @@ def _attach(
     _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
     for driver in drivers:
         driver.prepare()
-    owners = [] if owner is None else [owner]
-    for earlier in _accelerations(transformers, owner):
-        owners += [each for each in earlier.owners if each is not owner and _is_part(denoisers(each), transformers)]
+    owners, replaced = [] if owner is None else [owner], _accelerations(transformers, owner)
+    for earlier in replaced:
+        owners += [other for other in earlier.owners if other is not owner and _is_part(other, transformers)]
+    for earlier in replaced:
         earlier.restore()
         if owner is not None:
             earlier.leave(owner)
@@ -369,6 +429,16 @@ def _attach(
     return acceleration
 
 
+def _refuse_own_config(transformer: torch.nn.Module, name: str) -> None:
+    """Raise if ``enable_cache`` has accelerated a transformer, because ``disable_cache`` must undo that."""
+    config = getattr(getattr(find_hook(transformer), "acceleration", None), "config", None)
+    if config is not None:
+        raise UnsupportedError(
+            f"pipe.{name} is accelerated already, by enable_cache({config!r}): keep that, or call "
+            f"pipe.{name}.disable_cache() first"
+        )
+
+
 def _further_schedulers(pipe: Any) -> dict[str, Any]:
     """Return the schedulers of further outputs by name: "audio" for ``audio_scheduler`` and ``audio_hidden_states``."""
     suffix = "_scheduler"
@@ -384,9 +454,20 @@ def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> li
     return [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
 
 
-def _is_part(some: Mapping[str, torch.nn.Module], transformers: Mapping[str, torch.nn.Module]) -> bool:
-    """Return True if all of ``some`` transformers are among ``transformers``."""
-    return all(any(each is other for other in transformers.values()) for each in some.values())
+def _is_part(pipe: Any, transformers: Mapping[str, torch.nn.Module]) -> bool:
+    """Return True if all transformers of an accelerated pipeline are among ``transformers``, False if none are.
+
+    Raises:
+        UnsupportedError: some are, so that a new acceleration would leave the others plain.
+    """
+    held = denoisers(pipe)
+    others = [name for name, each in held.items() if not any(each is other for other in transformers.values())]
+    if others and len(others) < len(held):
+        raise UnsupportedError(
+            f"a transformer is accelerated already, by a {type(pipe).__name__} that shares it and also has "
+            f"{', '.join(others)}: keep that, accelerate that pipeline anew, or call restore_pipeline on either first"
+        )
+    return not others
 
 
 def _check_layers(preset: Preset, layers: list[str]) -> None:

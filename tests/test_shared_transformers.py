@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 
-from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, report, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -161,6 +161,36 @@ def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
     restore_pipeline(pipe)
     assert not hasattr(pipe, "dit_accel") and not hasattr(twin, "dit_accel")
     assert all(equal([run_of(each, "flux", 0)() for each in (pipe, twin)], plain))
+
+
+def test_a_pipeline_made_later_reports_its_own_runs():
+    """It has the acceleration of its transformer, and may replace its preset for both."""
+    pipe = tiny_pipeline("flux")
+    accelerate_pipeline(pipe, "turbo")
+    other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    tiny_output(pipe, "flux", steps=STEPS)
+    tiny_output(other, "flux-img2img", steps=8)
+    assert [len(report(each).steps) for each in (pipe, other, pipe.transformer)] == [STEPS, 6, 6]
+    accelerate_pipeline(other, CLOSED_LOOP)
+    assert pipe.dit_accel is other.dit_accel
+
+
+def test_sharing_a_part_never_leaves_another_part_plain():
+    """A pipeline over one of two transformers runs with both, and can't take it out of their acceleration."""
+    both = tiny_pipeline("wan22")
+    one = type(both)(**{**both.components, "transformer_2": None})
+    one.set_progress_bar_config(disable=True)
+    plain = tiny_output(one, "wan", steps=STEPS)
+    acceleration = accelerate_pipeline(both, CLOSED_LOOP).dit_accel
+    expected = tiny_output(one, "wan", steps=STEPS)
+    for refused in (lambda: accelerate_pipeline(one), lambda: accelerate_transformer(one.transformer)):
+        with pytest.raises(UnsupportedError, match=r"by a WanPipeline that shares it and also has transformer_2"):
+            refused()
+    assert both.dit_accel is acceleration and not hasattr(one, "dit_accel")
+    assert torch.equal(tiny_output(one, "wan", steps=STEPS), expected) and not torch.equal(expected, plain)
+    restore_pipeline(one)
+    assert not hasattr(both, "dit_accel") and torch.equal(tiny_output(one, "wan", steps=STEPS), plain)
 
 
 @pytest.mark.parametrize("first", ["copy", "original"])

@@ -50,6 +50,10 @@ def gpu_stopwatch(device: torch.device) -> Stopwatch:
     return stop
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class CallParts:
     """Seconds of the last call by part, read at the end, so that timing adds no wait.
 
@@ -60,6 +64,7 @@ class CallParts:
         remark_of: functions that say how a part has just run, by its name.
         remarks: what they said about the parts of the latest run.
         at_beginning: called when a call begins.
+        notice: begins a call if a part is the first of one; for a pipeline whose calls have no watched beginning.
     """
 
     def __init__(self) -> None:
@@ -71,6 +76,7 @@ class CallParts:
         self.remark_of: dict[str, Callable[[], str]] = {}
         self.remarks: dict[str, str] = {}
         self.at_beginning: list[Callable[[], None]] = []
+        self.notice: Callable[[], None] = _nothing
         self.device = torch.device("cpu")
         self.begun = 0  # calls so far
 
@@ -95,6 +101,7 @@ class CallParts:
         Args:
             elapsed: a stopwatch that is already running; None = start a new one.
         """
+        self.notice()
         if not self._is_elsewhere():
             self._open.append((name, elapsed or stopwatch_on(self.device)))
 

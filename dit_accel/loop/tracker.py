@@ -362,10 +362,15 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
 
 
+def keeps_timesteps(scheduler: Any) -> bool:
+    """Return True if a scheduler has the timesteps of a run, as diffusers' schedulers do."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    return isinstance(timesteps, torch.Tensor) and timesteps.ndim == 1
+
+
 def _has_steps(scheduler: Any, count: int) -> bool:
     """Return True if a scheduler was given this number of timesteps."""
-    timesteps = getattr(scheduler, "timesteps", None)
-    return isinstance(timesteps, torch.Tensor) and timesteps.ndim == 1 and len(timesteps) == count
+    return keeps_timesteps(scheduler) and len(scheduler.timesteps) == count
 
 
 def _why_plain(scheduler: Any) -> str | None:

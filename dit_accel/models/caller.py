@@ -26,7 +26,7 @@ def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
         code = frame.f_code
         if package not in BETWEEN and code.co_argcount and code.co_varnames[0] == "self":
             owner = frame.f_locals.get("self")
-            if hasattr(owner, "scheduler") and _holds(owner, transformer):
+            if hasattr(owner, "scheduler") and held_module(owner, transformer) is not None:
                 return owner
         frame = frame.f_back
     return None
@@ -57,9 +57,13 @@ def local_of(owner: Any, name: str) -> Any:
     return None
 
 
-def _holds(owner: Any, transformer: torch.nn.Module) -> bool:
-    """Return True if an object holds a transformer, or its wrapper from ``torch.compile``."""
+def held_module(owner: Any, transformer: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that an object calls for a transformer: itself, or its wrapper from ``torch.compile``.
+
+    Returns:
+        The module; None = the object has no such attribute.
+    """
     for held in getattr(owner, "__dict__", {}).values():
         if isinstance(held, torch.nn.Module) and (held is transformer or held._modules.get("_orig_mod") is transformer):
-            return True
-    return False
+            return held
+    return None

@@ -17,8 +17,10 @@ from torch import nn
 
 from dit_accel.loop.timing import REST, CallParts
 from dit_accel.models import denoisers
+from dit_accel.models.caller import local_of
 
 BEGINNINGS = ("check_inputs", "encode_prompt")  # first method that a pipeline calls; the second if it has no checks
+STATE = "state"  # variable of a modular pipeline's call
 CODERS = ("encoder", "decoder")  # parts of an autoencoder; no pipeline calls the autoencoder's own forward
 MUCH = 0.25  # share of a call's time
 
@@ -35,6 +37,9 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
     beginning = next((name for name in BEGINNINGS if hasattr(pipe, name)), None)
     if beginning is not None:
         undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
+    else:
+        earlier, parts.notice = parts.notice, _Noticed(pipe, parts)
+        undo.callback(setattr, parts, "notice", earlier)
     return undo
 
 
@@ -80,6 +85,24 @@ def _leave(parts: CallParts, *_: Any) -> None:
 
 def _device(pipe: Any) -> torch.device:
     return getattr(pipe, "_execution_device", torch.device("cpu"))
+
+
+class _Noticed:
+    """Begins a call of a modular pipeline when a part enters: each call has a state of its own.
+
+    Its call has no method of the pipeline that could be watched.
+    """
+
+    def __init__(self, pipe: Any, parts: CallParts) -> None:
+        self._pipe, self._parts = weakref.ref(pipe), parts
+        self._latest: Callable[[], Any] = lambda: None
+
+    def __call__(self) -> None:
+        pipe = self._pipe()
+        state = None if pipe is None else local_of(pipe, STATE)
+        if type(state).__name__ == "PipelineState" and state is not self._latest():
+            self._latest = weakref.ref(state)
+            self._parts.begin(_device(pipe))
 
 
 class _Watched:

@@ -126,6 +126,8 @@ class KeepingEntry:
         run = encoder._call_impl if self._replaced is None else self._replaced
         if torch.compiler.is_compiling() or not self.stages:
             return run(*args, **kwargs)
+        for stage in tuple(self.stages):
+            stage.parts.notice()
         elapsed = {stage: stopwatch_on(stage.parts.device) for stage in tuple(self.stages)}
         inputs = _Inputs(args, kwargs)
         found = self._find(encoder, inputs)

@@ -253,6 +253,8 @@ def test_modular_pipelines(name, family, blocks):
     """They are accelerated like others; FLUX's passes rescaled timesteps, the others guide in two calls a step."""
     parts = tiny_pipeline(name).components
     pipe = getattr(importlib.import_module(f"diffusers.modular_pipelines.{family}"), blocks)().init_pipeline()
+    with pytest.raises(UnsupportedError, match=r"pipe\.transformer of this .*ModularPipeline is not loaded"):
+        accelerate_pipeline(pipe)
     pipe.update_components(**{part: parts[part] for part in parts if part in pipe._component_specs})
     pipe.set_progress_bar_config(disable=True)
     size = {"height": 64, "width": 48, "num_inference_steps": STEPS, "max_sequence_length": 37}
@@ -269,5 +271,9 @@ def test_modular_pipelines(name, family, blocks):
     assert float((run() - plain).norm() / plain.norm()) < 0.05
     report = pipe.dit_accel.report()
     assert len(report.steps) == STEPS and report.computed_fraction < 0.6 and not report.notes
+    assert {"text_encoder", "transformer", "vae.decoder"} <= report.parts.keys()
+    run()
+    again = pipe.dit_accel.report()
+    assert again.encoding and again.encoding.startswith(("1 of 1", "2 of 2", "3 of 3"))
     restore_pipeline(pipe)
     assert torch.equal(run(), plain)

@@ -73,6 +73,14 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
     return None
 
 
+def set_cache_config(transformer: torch.nn.Module, config: object) -> None:
+    """Set the config of the cache that diffusers finds on a transformer; None = diffusers finds no cache."""
+    if config is not None:
+        transformer._cache_config = config  # type: ignore[assignment]
+    else:
+        vars(transformer).pop("_cache_config", None)
+
+
 def replaced_forward(transformer: torch.nn.Module) -> Callable | None:
     """Return the function that replaces the forward of a known class; None = it was not replaced."""
     forward = own_forward(transformer)
