@@ -196,7 +196,7 @@ def test_description_has_no_relative_link(metadata):
     raw = repository.replace("github.com", "raw.githubusercontent.com")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme):
-        whole = f"{raw}/{tag}/{target}" if target.endswith(".png") else f"{repository}/blob/{tag}/{target}"
+        whole = f"{raw}/{tag}/{target}" if target.endswith((".png", ".gif")) else f"{repository}/blob/{tag}/{target}"
         assert whole in targets
 
 
