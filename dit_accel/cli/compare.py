@@ -52,6 +52,11 @@ class Options(RunOptions):
         "-o",
         default=Path("comparison"),
     )
+    images: bool = option(
+        "Also write the images to the folder NAME-images, and a contact sheet of our presets to NAME-sheet.png; of a "
+        "video the frame in its middle.",
+        default=False,
+    )
     repeats: RepeatsOption = REPEATS
 
 
@@ -66,7 +71,7 @@ def command(given: Options) -> None:
     from rich.console import Console
 
     from dit_accel.models.presets import load_preset
-    from dit_accel.tools.compare import Bench, Prompt, Sweep
+    from dit_accel.tools.compare import Bench, Prompt, Sheet, Sweep
     from dit_accel.tools.origin import describe_run
 
     console = Console(quiet=given.quiet)
@@ -92,6 +97,7 @@ def command(given: Options) -> None:
     facts = {**given.sizes, "image": given.image and str(given.image), "dtype": str(pipe.dtype), "model": given.model}
     facts |= {"seed": given.seed} | ({"call": others} if others else {}) | loading.facts
     sweep = Sweep(given.output, {**facts, "prompts": texts})
+    sheet = Sheet(given.output, len(texts)) if given.images else None
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(
             lambda: progress.watch(loaded.pop() if loaded else load(Console(quiet=True))),
@@ -100,6 +106,7 @@ def command(given: Options) -> None:
             Prompt(next(text for text in tuning_prompts(given.model) if text not in texts), given.seed),
             progress.begin,
             given.repeats,
+            *([] if sheet is None else [sheet.add]),
         )
         del pipe  # so that the bench can free it before it loads another
         methods, left_out = _methods(bench, presets, given.model, named_peers, given.settings)
@@ -109,6 +116,8 @@ def command(given: Options) -> None:
             progress.expect(len(methods), len(methods) - left)
             sweep.add(bench.measure(method))
     written = sweep.publish()
+    if sheet is not None and (file := sheet.write([row["name"] for row in sweep.rows if row["ours"]])) is not None:
+        written.append(file)
     _print_summary(console, sweep)
     console.out(f"wrote {', '.join(map(str, written))}", highlight=False)
 
@@ -117,7 +126,9 @@ def _require_output(stem: Path, force: bool) -> None:
     """Check that all output files can be written; a resumed comparison replaces its own files."""
     if not stem.name:
         raise OptionError("--output", f"{stem} is a folder; give the stem of files in it")
-    document, *others = (stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png"))
+    document, *others = (
+        stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png", "-sheet.png")
+    )
     goes_on = os.path.isfile(document)
     for path in (document, *others):
         require_writable(path, "--output", force=force or goes_on)

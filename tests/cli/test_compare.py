@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from dit_accel.cli import compare
 from dit_accel.errors import UnsupportedError
@@ -41,6 +42,19 @@ def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
     assert second["results"][:3] == first["results"] and len(second["results"]) == 4
     other = run(*asked, "--peers", "none", "--seed", 1)
     assert other.exit_code == 2 and "differs in seed (seed: 0 there, 1 now)" in other.stderr
+
+
+def test_images_are_written_with_a_sheet(run, model, tmp_path):
+    """Each prompt's plain image and those of the presets; a resumed comparison keeps those that it does not make."""
+    (tmp_path / "prompts.txt").write_text("a fox\ntwo whales\n")
+    asked = ("compare", "-m", model, "--prompts", "prompts.txt", "--peers", "none", "--images", *SMALL)
+    for presets in ("turbo", "turbo,quality"):
+        result = run(*asked, "--presets", presets)
+        assert result.exit_code == 0 and "comparison-sheet.png" in result.stdout, result.output
+    names = {f"00{prompt}-{name}.png" for prompt in range(2) for name in ("plain", "turbo", "quality")}
+    assert {path.name for path in (tmp_path / "comparison-images").iterdir()} == names
+    with Image.open(tmp_path / "comparison-sheet.png") as sheet:
+        assert sheet.width >= 3 * 32 and sheet.height > 2 * 32
 
 
 def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from dit_accel.tools.compare.dbcache import DBCACHES
 from dit_accel.tools.compare.forecasters import FORECASTERS
 from dit_accel.tools.compare.methods import Method, Subject, of_preset, our_methods
 from dit_accel.tools.compare.runs import Bench, Prompt
+from dit_accel.tools.compare.sheet import Sheet
 from dit_accel.tools.compare.solvers import FEWER_STEPS
 from dit_accel.tools.compare.sweep import Sweep
 
@@ -26,6 +27,7 @@ __all__ = [
     "Bench",
     "Method",
     "Prompt",
+    "Sheet",
     "Subject",
     "Sweep",
     "of_preset",

@@ -78,7 +78,7 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
     if target_of is not None:
         base = preset_for(pipe, target_of)
         for factor in TARGETS:
-            target = round(factor * base.schedule.target_error, 5)
+            target = round(factor * base.schedule.bound, 5)
             if factor != 1.0 and target < 1.0:
                 swept = load_preset(base, **{"schedule.target_error": target})
                 methods.append(of_preset(OURS, f"{base.name} target_error={target:g}", swept))

@@ -57,6 +57,7 @@ class Bench:
         tuning_prompt: prompt for calibration; not in ``prompts``.
         begin: called before each run with its name, and its share of all runs of a setting.
         repeats: minimum number of timed runs per method; runs for quality count too.
+        show: called with ``plain`` or a method's name, a prompt's index and the frames ``[frames, 3, height, width]``.
 
     Raises:
         UnsupportedError: the pipeline takes no ``callback_on_step_end``, or has no transformer.
@@ -70,8 +71,10 @@ class Bench:
         tuning_prompt: Prompt,
         begin: Callable[[str, float], None] = lambda what, share: None,
         repeats: int = REPEATS,
+        show: Callable[[str, int, torch.Tensor], None] = lambda name, prompt, frames: None,
     ) -> None:
         self._load = load
+        self._show = show
         self._prompts = prompts
         self._begin = begin
         self._repeats = repeats
@@ -93,6 +96,8 @@ class Bench:
         self._calls = clock.calls
         self.subject.branches = max(1, clock.calls // steps)
         self._plain += [self._run(prompt, "plain") for prompt in prompts[1:]]
+        for index, plain in enumerate(self._plain):
+            show("plain", index, plain["frames"])
         self._first_steps, _ = self._run_first_steps()
         self._tolerance = self._distance_to_plain()[0]  # 0 except on devices with nondeterministic results
         self._snapshot = Snapshot(pipe)
@@ -126,8 +131,7 @@ class Bench:
         try:
             with method.put_on(self.subject):
                 pass  # calibrate now, outside the counted runs
-            pairs = zip(self._prompts, self._plain, strict=True)
-            figures = [self._compared(method, trace, *pair) for pair in pairs]
+            figures = [self._compared(method, trace, index) for index in range(len(self._prompts))]
             self._time(method, trace)
             row |= {key: statistics.fmean(each[key] for each in figures) for key in figures[0]}
             row |= {f"{key}_each": [each[key] for each in figures] for key in ("psnr_db", "computed_fraction")}
@@ -183,13 +187,14 @@ class Bench:
         """Return True if the method's next run may compile kernels, so that it is not timed."""
         return bool(self.pipe.device.type == "cuda" and method.name not in self._warm)
 
-    def _compared(
-        self, method: Method, trace: _Trace, prompt: Prompt, plain: dict[str, torch.Tensor]
-    ) -> dict[str, float]:
+    def _compared(self, method: Method, trace: _Trace, index: int) -> dict[str, float]:
+        """Run a prompt by a method, and return the metrics."""
+        prompt, plain = self._prompts[index], self._plain[index]
         counting = nullcontext if method.reports_work else self._counter.counting
         with self._timed(method, trace, counting) as (changes, counted):
             made = self._run(prompt, method.name, trace.share, **changes)
             fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
+        self._show(method.name, index, made["frames"])
         figures = {
             "computed_fraction": fraction,
             "psnr_db": min(psnr(made["frames"], plain["frames"]), IDENTICAL),

@@ -1,0 +1,66 @@
+"""Images of a comparison, in a folder, and a contact sheet of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dit_accel.tools.strips import captioned_row
+
+PLAIN = "plain"
+PANEL = 256  # pixels; larger images are shrunk
+MOST_PROMPTS = 12  # rows of the sheet
+
+
+class Sheet:
+    """Images of the plain runs and of each setting; of a video the frame in its middle.
+
+    Args:
+        stem: images go to the folder ``STEM-images``, the sheet is ``STEM-sheet.png``.
+        prompts: number of prompts.
+    """
+
+    def __init__(self, stem: Path, prompts: int) -> None:
+        self._folder = stem.with_name(f"{stem.name}-images")
+        self.file = stem.with_name(f"{stem.name}-sheet.png")
+        self._prompts = prompts
+
+    def add(self, setting: str, prompt: int, frames: torch.Tensor) -> None:
+        """Save one run's image.
+
+        Args:
+            setting: name of the setting, or `PLAIN`.
+            prompt: index of the prompt.
+            frames: ``[frames, 3, height, width]``, values in 0..1.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        middle = frames[len(frames) // 2].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
+        Image.fromarray(np.ascontiguousarray(middle.numpy())).save(self._path(setting, prompt))
+
+    def write(self, settings: Sequence[str]) -> Path | None:
+        """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings.
+
+        Settings without images, which an earlier run measured without a sheet, are left out. None = there is no image.
+        """
+        shown = [name for name in (PLAIN, *settings) if self._path(name, 0).is_file()]
+        rows = []
+        for prompt in range(min(self._prompts, MOST_PROMPTS)):
+            panels = [Image.open(self._path(name, prompt)).convert("RGB") for name in shown]
+            for panel in panels:
+                panel.thumbnail((PANEL, PANEL))
+            rows.append(captioned_row(panels, shown, scale=1))
+        if not shown:
+            return None
+        sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
+        for index, row in enumerate(rows):
+            sheet.paste(row, (0, index * row.height))
+        sheet.save(self.file)
+        return self.file
+
+    def _path(self, setting: str, prompt: int) -> Path:
+        return self._folder / f"{prompt:03d}-{re.sub(r'[^A-Za-z0-9.=-]+', '-', setting)}.png"
