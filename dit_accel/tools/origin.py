@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[2]
 
 
 def describe_run(device: str | torch.device) -> dict[str, Any]:
