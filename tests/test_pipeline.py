@@ -217,7 +217,7 @@ def test_a_pipeline_without_a_scheduler_is_refused():
     """Echo's modular pipeline has its noise levels in its blocks: the error says how its loop could run."""
     pipe = SimpleNamespace(components={"transformer": tiny_pipeline("flux").transformer})
     pipe.transformer = pipe.components["transformer"]
-    with pytest.raises(UnsupportedError, match=r"must have a scheduler, .* got SimpleNamespace; accelerate_transformer"):
+    with pytest.raises(UnsupportedError, match=r"must have a scheduler, .*, got SimpleNamespace; accelerate_"):
         accelerate_pipeline(pipe)
 
 

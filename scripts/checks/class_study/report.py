@@ -40,7 +40,10 @@ def left_out(document: dict[str, Any]) -> str:
         blocks = each.get("modular", [])
         refused = [run["exact"][0] | run for run in (*each.get("runs", []), *blocks) if _is_refused(run)]
         plain = [run["forecast"][0] | run for run in blocks if run["forecast"][0]["is"] == "plain"]
-        told += [f"- {name} ({run['ran']}): {run['reason']}" for run in (*refused, *plain)]
+        told += [
+            f"- {name} ({run['ran']}): {run['reason'].removeprefix('rest of the run computed: ')}"
+            for run in (*refused, *plain)
+        ]
         if "runs" not in each:
             told.append(f"- {name}: {each.get('refused', each.get('not run'))}")
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in told)
