@@ -47,6 +47,7 @@ SEQUENCES = {  # by tiny pipeline
     "lumina2": Sequence(r"layers\.\d+\.attn", 144, pads_end=True),
     "prx": Sequence(r"blocks\.\d+\.attention", 144),
     "chroma": Sequence(rf"(single_)?{JOINT}", 144),
+    "longcat-image": Sequence(rf"(single_)?{JOINT}", 144),
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
@@ -253,6 +254,7 @@ def test_what_pipelines_drop_is_not_judged():
     for name, output, arguments, expected in (
         ("flux2", torch.ones(1, 3, 2), {"img_ids": ids}, [[[1, 1], [1, 1], [0, 0]]]),
         ("flux2", torch.ones(1, 2, 1), {"img_ids": ids}, [[[1], [1]]]),  # a call that fills a cache
+        ("longcat-image", torch.ones(1, 2, 1), {"img_ids": torch.tensor([[1, 0], [2, 0]])}, [[[1], [0]]]),
         ("ltx", torch.ones(1, 3, 1), {"timestep": torch.tensor([[0.0, 0.0, 9.0]])}, [[[0], [0], [1]]]),
         ("ltx", torch.ones(2, 1, 1), {"timestep": torch.tensor([9.0, 9.0])}, [[[1]], [[1]]]),
         (
@@ -299,6 +301,7 @@ def test_all_images_of_the_layered_form_are_judged():
             "kandinsky5",
             "ltx",
         ),
+        "longcat-image",
         *("cogvideox", "wan", "wan-i2v", "wan-i2v-clip", "wan22-5b-i2v", "wan-animate", "skyreels-v2"),
         *("hunyuan15", "hunyuan", "hunyuan-i2v", "flux", "flux-kontext", "qwen-image", "qwen-image-edit"),
     ],

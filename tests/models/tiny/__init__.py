@@ -13,6 +13,7 @@ PIPELINES = {
     "hidream": images.hidream,
     "prx": images.prx,
     "chroma": images.chroma,
+    "longcat-image": images.longcat_image,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,

@@ -175,6 +175,22 @@ def chroma():
     return pipe, prompt
 
 
+def longcat_image():
+    """Its pipeline takes no embeddings without a prompt, so its own encoding of prompts is replaced."""
+    transformer = diffusers.LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
+    pipe._encode_prompt = lambda prompt: text(1, TOKENS, WIDTH, seed=len(prompt[0]))
+    return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, "height": 192, "width": 192}
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
