@@ -57,6 +57,7 @@ IDS = {
     "Photoroom/prx-1024-t2i-beta": ("prx", False),
     "lodestones/Chroma1-HD": ("chroma", False),
     "meituan-longcat/LongCat-Image": ("longcat_image", False),
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": ("hunyuan_image", False),
     "someone/something": ("any", False),
     "flux-dev": ("flux", False),
     "schnell": ("flux", True),
@@ -455,6 +456,9 @@ PIPELINES = {  # class of the pipeline and number of steps that the printed line
     "lodestones/Chroma1-HD": ("ChromaPipeline", 35),
     "Photoroom/prx-1024-t2i-beta": ("PRXPipeline", 28),
     "meituan-longcat/LongCat-Image": ("LongCatImagePipeline", 50),
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": ("HunyuanImagePipeline", 50),
+    "hunyuanvideo-community/HunyuanImage-2.1-Distilled-Diffusers": ("HunyuanImagePipeline", 8),
+    "hunyuanvideo-community/HunyuanImage-2.1-Refiner-Diffusers": ("HunyuanImageRefinerPipeline", 4),
     "meituan-longcat/LongCat-Image-Edit": ("LongCatImageEditPipeline", 50),
     "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers": ("Kandinsky5T2IPipeline", 50),
     "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": ("Kandinsky5T2VPipeline", 50),
@@ -520,9 +524,10 @@ def test_facts_of_guidance_are_those_of_pipelines():
     """A family has two branches if its pipeline's defaults, with the family's arguments, run guidance."""
     for model, (pipeline, _) in PIPELINES.items():
         facts, parameters = identify(model).facts, inspect.signature(getattr(diffusers, pipeline).__call__).parameters
-        if facts.name == "hunyuan_video15" or "negative_prompt" not in parameters or demo_path(model):
-            continue  # a component sets the scale, or guidance is in the weights
         true_scale = parameters.get("true_cfg_scale")
+        has_scale = true_scale is not None or "guidance_scale" in parameters
+        if not has_scale or "negative_prompt" not in parameters or demo_path(model):
+            continue  # a component sets the scale, or guidance is in the weights
         scale = parameters["guidance_scale"] if true_scale is None else true_scale
         is_guided = scale.default > 1 and (true_scale is None or bool(facts.guided))
         assert facts.branches == (2 if is_guided else 1), model

@@ -12,6 +12,7 @@ from dit_accel.models.families import (
     flux,
     flux2,
     hidream,
+    hunyuan_image,
     hunyuan_video,
     hunyuan_video15,
     kandinsky5,
@@ -37,7 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
     *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
-    longcat_image.FAMILY,
+    *(longcat_image.FAMILY, hunyuan_image.FAMILY),
 )
 
 

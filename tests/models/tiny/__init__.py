@@ -14,6 +14,7 @@ PIPELINES = {
     "prx": images.prx,
     "chroma": images.chroma,
     "longcat-image": images.longcat_image,
+    "hunyuan-image": images.hunyuan_image,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,

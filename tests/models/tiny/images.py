@@ -191,6 +191,28 @@ def longcat_image():
     return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, "height": 192, "width": 192}
 
 
+def hunyuan_image():
+    """Text of two encoders is padded, and the padding of both comes last."""
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH,
+        rope_axes_dim=(16, 16),
+    )
+    pipe = diffusers.HunyuanImagePipeline(flow(shift=5.0), None, None, None, None, None, transformer)
+    prompt = {"height": 384, "width": 384}
+    for seed, name in enumerate(("", "_2")):
+        prompt[f"prompt_embeds{name}"] = text(2, TOKENS, WIDTH, seed=seed)
+        prompt[f"prompt_embeds_mask{name}"] = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [4 + seed]])).long()
+    return pipe, prompt
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
