@@ -16,6 +16,7 @@ from dit_accel.models.families import (
     hunyuan_video,
     hunyuan_video15,
     kandinsky5,
+    krea2,
     longcat_image,
     ltx,
     ltx2,
@@ -38,7 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
     *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
-    *(longcat_image.FAMILY, hunyuan_image.FAMILY),
+    *(longcat_image.FAMILY, hunyuan_image.FAMILY, krea2.FAMILY),
 )
 
 

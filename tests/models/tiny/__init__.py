@@ -15,6 +15,7 @@ PIPELINES = {
     "chroma": images.chroma,
     "longcat-image": images.longcat_image,
     "hunyuan-image": images.hunyuan_image,
+    "krea2": images.krea2,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,

@@ -213,6 +213,35 @@ def hunyuan_image():
     return pipe, prompt
 
 
+def krea2():
+    """A prompt's padding lies between its tokens; one token is not masked at the end."""
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=96,
+        timestep_embed_dim=16,
+        text_hidden_dim=WIDTH,
+        num_text_layers=2,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(8, 12, 12),
+    )
+    pipe = diffusers.Krea2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
+    prompt = {"height": 192, "width": 192}
+    for seed, name in enumerate(("", "negative_")):
+        valid = torch.arange(TOKENS) < torch.tensor([[TOKENS], [4 + seed]])
+        valid[:, -1] = True
+        prompt[f"{name}prompt_embeds"] = text(2, TOKENS, 2, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_mask"] = valid
+    return pipe, prompt
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
