@@ -82,7 +82,7 @@ def qwen_image_21():
         base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
     )
     pipe = diffusers.QwenImage21Pipeline(flow(use_dynamic_shifting=True), vae, None, NoPrompts(), transformer)
-    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 128, "width": 128}
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 192, "width": 192}
 
 
 def hidream():
