@@ -9,6 +9,7 @@ from dit_accel.models import denoisers
 from dit_accel.models.families import (
     chroma,
     cogvideox,
+    ernie_image,
     flux,
     flux2,
     hidream,
@@ -40,7 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
     *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
-    *(longcat_image.FAMILY, hunyuan_image.FAMILY, krea2.FAMILY, qwen_image_21.FAMILY),
+    *(longcat_image.FAMILY, hunyuan_image.FAMILY, krea2.FAMILY, qwen_image_21.FAMILY, ernie_image.FAMILY),
 )
 
 

@@ -16,6 +16,7 @@ PIPELINES = {
     "longcat-image": images.longcat_image,
     "hunyuan-image": images.hunyuan_image,
     "krea2": images.krea2,
+    "ernie-image": images.ernie_image,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,

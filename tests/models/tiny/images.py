@@ -242,6 +242,23 @@ def krea2():
     return pipe, prompt
 
 
+def ernie_image():
+    """One call has both branches of guidance, whose prompts have different lengths."""
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=64,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=96,
+        in_channels=4,
+        out_channels=4,
+        text_in_dim=WIDTH,
+        rope_axes_dim=(8, 12, 12),
+    )
+    pipe = diffusers.ErnieImagePipeline(transformer, None, None, None, flow(shift=3.0))
+    prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(4, WIDTH, seed=1)]}
+    return pipe, {**prompt, "height": 192, "width": 192}
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
