@@ -52,6 +52,7 @@ SEQUENCES = {  # by tiny pipeline
     "krea2": Sequence(JOINT, 144),
     "qwen-image-21": Sequence(JOINT, 144),
     "ernie-image": Sequence(r"layers\.\d+\.self_attention", 144, text_first=False, pads_end=True),
+    "flux3": Sequence(rf"single_{JOINT}", 144),
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
@@ -305,7 +306,7 @@ def test_all_images_of_the_layered_form_are_judged():
             "kandinsky5",
             "ltx",
         ),
-        *("longcat-image", "hunyuan-image", "krea2", "qwen-image-21", "ernie-image"),
+        *("longcat-image", "hunyuan-image", "krea2", "qwen-image-21", "ernie-image", "flux3"),
         *("cogvideox", "wan", "wan-i2v", "wan-i2v-clip", "wan22-5b-i2v", "wan-animate", "skyreels-v2"),
         *("hunyuan15", "hunyuan", "hunyuan-i2v", "flux", "flux-kontext", "qwen-image", "qwen-image-edit"),
     ],

@@ -61,6 +61,8 @@ IDS = {
     "krea/Krea-2-Raw": ("krea2", False),
     "Qwen/Qwen-Image-2.1": ("qwen_image_21", False),
     "baidu/ERNIE-Image": ("ernie_image", False),
+    "black-forest-labs/flux-3-image-klein": ("flux3", True),
+    "black-forest-labs/flux-3-image-klein-base": ("flux3", False),
     "someone/something": ("any", False),
     "flux-dev": ("flux", False),
     "schnell": ("flux", True),

@@ -259,6 +259,30 @@ def ernie_image():
     return pipe, {**prompt, "height": 192, "width": 192}
 
 
+def flux3():
+    """A modular pipeline, whose blocks for text and image run before the joint ones."""
+    from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
+
+    transformer = diffusers.Flux3Transformer2DModel(
+        in_channels=16,
+        cond_in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        timestep_channels=32,
+        axes_dims_rope=(8, 8, 8, 8),
+    )
+    pipe = Flux3CoreDenoiseStep().init_pipeline()
+    pipe.update_components(transformer=transformer, scheduler=flow())
+    prompt = {"height": 192, "width": 192}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_mask"] = torch.ones(1, TOKENS, dtype=torch.bool)
+    return pipe, prompt
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
