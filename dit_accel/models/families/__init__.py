@@ -13,6 +13,7 @@ from dit_accel.models.families import (
     flux,
     flux2,
     flux3,
+    helios,
     hidream,
     hunyuan_image,
     hunyuan_video,
@@ -43,7 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
     *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
     *(longcat_image.FAMILY, hunyuan_image.FAMILY, krea2.FAMILY, qwen_image_21.FAMILY, ernie_image.FAMILY),
-    flux3.FAMILY,
+    *(flux3.FAMILY, helios.FAMILY),
 )
 
 

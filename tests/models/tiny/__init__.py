@@ -31,6 +31,7 @@ PIPELINES = {
     "wan-vace": videos.wan_vace,
     "wan-animate": videos.wan_animate,
     "skyreels-v2": videos.skyreels_v2,
+    "helios": videos.helios,
     "anyflow-far": videos.anyflow_far,
     "diffusion-forcing": videos.diffusion_forcing,
 }
