@@ -94,6 +94,12 @@ def test_a_rank_replays_graphs_beside_one_that_runs_as_ever(found, family, prese
     assert not replaying["notes"]
 
 
+def test_calls_of_uneven_shares_are_not_captured_and_later_ones_are(found):
+    for rank in on_both(found, "graphs"):
+        uneven, even = rank["after uneven calls"]["notes"]
+        assert "can't be divided evenly" in uneven[0] and not even and rank["after uneven calls"]["replays"] > 0
+
+
 def test_forecast_steps_exchange_nothing(found):
     first, second = on_both(found, "silence")
     assert first == second

@@ -137,7 +137,7 @@ class StepGraphs:
             output, trial = self._graph.watch(compute, self._device(leaves))
             with self._lock:
                 if key in self._kept and trial.is_complete:
-                    self._kept[key] = why_not_output(output) or trial
+                    self._kept[key] = why_not_output(output) or self._why_not_shared() or trial
             return output
         if isinstance(kept, str):
             self._say(kept, leaves)
@@ -153,11 +153,14 @@ class StepGraphs:
 
     def _decide(self, trial: Trial, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
         """Capture a measured call, or return why not."""
-        transformer = self._driver.transformer
-        if exchanges_sizes(transformer):
-            return "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
-        is_shared = parallel_degree(transformer) > 1
+        is_shared = parallel_degree(self._driver.transformer) > 1
         return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
+
+    def _why_not_shared(self) -> str | None:
+        """Return why a call that has just run can't be captured as one of several devices; its splits have decided."""
+        if not exchanges_sizes(self._driver.transformer):
+            return None
+        return "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
 
     def _say(self, reason: str | None, leaves: list) -> None:
         """Report why a call is not captured: in a note if graphs are set to "always" or failed."""
