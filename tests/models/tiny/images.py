@@ -187,7 +187,7 @@ def longcat_image():
         axes_dims_rope=(8, 12, 12),
     )
     pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
-    pipe._encode_prompt = lambda prompt: text(1, TOKENS, WIDTH, seed=len(prompt[0]))
+    pipe._encode_prompt = lambda prompt: text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0]))
     return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, "height": 192, "width": 192}
 
 
