@@ -56,6 +56,11 @@ class Identity:
         return _families().get(self.family)
 
     @property
+    def is_modular(self) -> bool:
+        """Return True if the family's models have modular pipelines alone."""
+        return self.facts is not None and self.facts.is_modular
+
+    @property
     def makes_images_alone(self) -> bool:
         """Return True if no model of the family makes videos."""
         return not self.is_video and self.facts is not None and self.facts.makes == "images"

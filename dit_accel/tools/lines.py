@@ -91,7 +91,7 @@ def shell_line(
         options: further options.
     """
     inputs = inputs_of(model)
-    if set(inputs) - {"image"}:
+    if set(inputs) - {"image"} or model.is_modular:
         return ""
     words = ["dit-accel", "generate", "--compare"]
     if way:

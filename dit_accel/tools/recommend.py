@@ -270,7 +270,9 @@ def recommend(
         notes.append("Replace MODEL by the model's id on the Hub, or its folder.")
     call, preset = call_of(identity, steps=steps, size=size, few=few), choices[0].preset
     shell = shell_line(identity, preset, call, way, loras, gpus=gpus, options=options)
-    if inputs:
+    if identity.is_modular:
+        notes.append("diffusers has this model as a modular pipeline, which dit-accel generate can't load: use Python.")
+    elif inputs:
         notes.append(
             f"Replace {IMAGE} by your image." if shell else f"dit-accel generate takes no {inputs[-1]}, so use Python."
         )

@@ -192,6 +192,7 @@ class Family:
         guided: arguments of a pipeline's call that switch guidance on.
         unguided: ``guidance_scale`` that switches guidance off, for distilled models; None = nothing to switch off.
         sharing: tested ways in which several GPUs share a call, by the argument of ``parallelize_pipeline``.
+        is_modular: True if diffusers has it as a modular pipeline alone, which the command line can't load.
         several_images: names of pipelines whose ``image`` may be several reference images of one output; others take
             a list as a batch.
         fused: True if ``models/fused`` has hand-written blocks in a file of its name, and so level ``head``.
@@ -228,6 +229,7 @@ class Family:
     guided: Mapping[str, Any] = field(default_factory=dict)
     unguided: float | None = None
     sharing: tuple[str, ...] = ()
+    is_modular: bool = False
     several_images: tuple[str, ...] = ()
     fused: bool = False
 

@@ -29,4 +29,5 @@ FAMILY = Family(
     steps=50,
     branches=2,
     distilled={"flux3imageklein": 16},
+    is_modular=True,
 )
