@@ -51,7 +51,7 @@ def small(monkeypatch):
 @pytest.mark.filterwarnings("error::FutureWarning")
 @every_example
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
-    """The shown command, made small, ends well, prints its figures and writes no file but its own."""
+    """The shown command, with less to compute, ends well, prints its figures and writes no file but its own."""
     option, _ = shown_command(path)[2:]
     monkeypatch.setattr(sys, "argv", [str(path), option, FEW[option]])
     monkeypatch.chdir(tmp_path)
