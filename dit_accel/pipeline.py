@@ -223,17 +223,22 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
             left plain instead, and a warning and the report give the reason.
     """
     transformers = denoisers(pipe)
-    if not transformers or not hasattr(pipe, "scheduler"):
+    if not transformers:
         unloaded = [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]
-        if unloaded and not transformers:
+        if unloaded:
             raise UnsupportedError(
                 f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
                 f"pipe.update_components({unloaded[0]}=…) first"
             )
         raise UnsupportedError(
-            "pipe must be a diffusers pipeline with a scheduler and a transformer of diffusers or a component named "
+            "pipe must have a transformer of diffusers or a component named "
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
+        )
+    if not hasattr(pipe, "scheduler"):
+        raise UnsupportedError(
+            f"pipe must have a scheduler, which gives the steps, got {type(pipe).__name__}; "
+            "accelerate_transformer takes the timesteps of a loop without one"
         )
     settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer may outlive it
 

@@ -1,8 +1,17 @@
 """Shared fixtures. Without a GPU Triton kernels run in its interpreter, chosen here before triton is imported."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
+    # Each process that a test starts would compile torch and diffusers again, which takes longer than most tests.
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import torch
 
 from tests.triton_interpreter import spare_repetition

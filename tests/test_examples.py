@@ -23,6 +23,7 @@ PRINTS = {  # and the files that it leaves
     "sparse_attention": ("of the tiles", set()),
     "video": ("steps              2", {"video.gif"}),
 }
+SIDE = 128  # of images and videos, in pixels
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
@@ -40,10 +41,17 @@ def test_example_is_short(path):
     assert shown_command(path)[:2] == ["python", f"examples/{path.name}"]
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small images and videos."""
+    arguments = demo.demo_arguments
+    monkeypatch.setattr(demo, "demo_arguments", lambda folder: arguments(folder) | {"height": SIDE, "width": SIDE})
+
+
 @pytest.mark.filterwarnings("error::FutureWarning")
 @every_example
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
-    """The shown command with fewer steps or tokens ends well, prints its figures and writes no file but its own."""
+    """The shown command, made small, ends well, prints its figures and writes no file but its own."""
     option, _ = shown_command(path)[2:]
     monkeypatch.setattr(sys, "argv", [str(path), option, FEW[option]])
     monkeypatch.chdir(tmp_path)

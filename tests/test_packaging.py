@@ -217,7 +217,10 @@ def test_indexes_know_the_metadata(built):
 
 
 def test_the_release_builds_what_the_extra_names():
-    """The extra `demos` takes the version in demos/, and the workflow builds, tries and uploads both distributions."""
+    """The extra `demos` takes the version in demos/, and the workflow builds, tries and uploads both distributions.
+
+    Before it uploads them, a small model of every transformer class runs.
+    """
     demos = tomllib.loads((ROOT / "demos" / "pyproject.toml").read_text())["project"]
     (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["demos"]
     requirement = Requirement(wanted)
@@ -226,7 +229,8 @@ def test_the_release_builds_what_the_extra_names():
     build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
     commands = "\n".join(step.get("run", "") for step in build["steps"])
     assert "dist/library ." in commands and "dist/demos demos" in commands and "twine check" in commands
-    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    assert publish["needs"] == ["build", "classes"] and publish["permissions"] == {"id-token": "write"}
+    assert any("scripts.checks.every_class" in step.get("run", "") for step in workflow["jobs"]["classes"]["steps"])
     uploaded = {step["with"]["packages-dir"] for step in publish["steps"] if "pypi-publish" in step["uses"]}
     assert uploaded == {"dist/library/", "dist/demos/"}
 

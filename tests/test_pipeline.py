@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -210,6 +211,14 @@ def test_unsupported_pipeline():
     """Abuse: something that is no transformer pipeline is refused by name."""
     with pytest.raises(UnsupportedError, match=r"named transformer, transformer_2 or .*, got Namespace"):
         accelerate_pipeline(type("Namespace", (), {})(), "balanced")
+
+
+def test_a_pipeline_without_a_scheduler_is_refused():
+    """Echo's modular pipeline has its noise levels in its blocks: the error says how its loop could run."""
+    pipe = SimpleNamespace(components={"transformer": tiny_pipeline("flux").transformer})
+    pipe.transformer = pipe.components["transformer"]
+    with pytest.raises(UnsupportedError, match=r"must have a scheduler, .*, got SimpleNamespace; accelerate_"):
+        accelerate_pipeline(pipe)
 
 
 def test_preset_of_another_family():

@@ -184,11 +184,13 @@ class Branches:
         return BranchState(key[1], request.shapes, size, memory, loops)
 
     def _restart(self, branch: BranchState) -> None:
-        """Restart the loops of a branch; the report notes it if the step would have been forecast."""
+        """Drop the records of a branch; the report notes it if the step would have been forecast."""
         step = self._report.steps[-1].index
         planned = [loop.mode(step, branch.updated) for loop in branch.loops]
         for loop in branch.loops:
             loop.restart()
+        branch.sites.clear()
+        branch.updated = False
         if planned != [loop.mode(step, branch.updated) for loop in branch.loops]:
             changed = ", ".join(branch.conditioning.new_modes)
             self._report.note(f"steps computed when {changed} changed: the output may then have another shape")

@@ -19,7 +19,7 @@ from dit_accel.sparse.site_state import SiteState
 
 
 class FeedHook(Hook):
-    """Skips a module that only feeds a forecast part: it returns zeros, which nothing reads.
+    """Skips a module that only feeds a forecast part: it returns zeros, which nothing reads, for each stream of tokens.
 
     Args:
         runs: runs over the transformer; they have the call in progress.
@@ -33,9 +33,13 @@ class FeedHook(Hook):
         call = self._runs.current.call
         if call is None or call.mode is not StepMode.DISPATCH:
             return self.fn_ref.original_forward(*args, **kwargs)
-        tokens = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-        features = getattr(module, "out_features", tokens.shape[-1])
-        return tokens.new_zeros(1).expand(*tokens.shape[:-1], features)
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        streams = [each for each in given if each.ndim == 3]  # [B, S, C]; a mask has other dimensions
+        features = [getattr(module, "out_features", each.shape[-1]) for each in streams]
+        zeros = [
+            each.new_zeros(1).expand(*each.shape[:-1], width) for each, width in zip(streams, features, strict=True)
+        ]
+        return tuple(zeros) if len(zeros) > 1 else zeros[0]
 
 
 class PartHook(Hook):

@@ -84,7 +84,9 @@ def identify(model: str) -> Identity:
         return Identity(model, model, _makes_videos(model), is_loadable=False)
     squeezed = model.lower().translate({ord(sign): None for sign in "-_. "})
     distilled = {word: steps for family in families.values() for word, steps in family.distilled.items()}
-    word = next((word for word in (*distilled, *DISTILLED) if word in squeezed), None)
+    bases = [word for family in families.values() for word in family.words if word in squeezed]
+    found = (word for word in (*distilled, *DISTILLED) if word in squeezed)
+    word = next((word for word in found if not any(word in base for base in bases)), None)
     is_distilled, steps = word is not None, distilled.get(word or "")
     folder = demo_path(model) or Path(model)
     index = folder / "model_index.json"

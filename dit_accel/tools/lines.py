@@ -18,7 +18,7 @@ INPUTS = {  # required inputs of a pipeline, by a part of the model's name; the 
     "canny": ("control_image",),
     "depth": ("control_image",),
     "ti2v": (),
-    **dict.fromkeys(("i2v", "i2i", "edit", "kontext", "layered"), ("image",)),
+    **dict.fromkeys(("i2v", "i2i", "edit", "kontext", "layered", "refiner"), ("image",)),
 }
 IMAGE = "image.png"
 OPTIONS = {"num_inference_steps": "--steps", "guidance_scale": "--guidance"}  # other options have the argument's name

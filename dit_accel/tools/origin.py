@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[2]
 
 
 def describe_run(device: str | torch.device) -> dict[str, Any]:
@@ -31,14 +31,14 @@ def describe_run(device: str | torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         **{package: _version(package) for package in ("triton", "flash-attn-4", "diffusers", "cache-dit")},
         # DIT_ACCEL_COMMIT names the commit if the tree has no git history or another one.
-        "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
+        "commit": os.environ.get("DIT_ACCEL_COMMIT") or commit_of(CHECKOUT) or "unknown",
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
     }
 
 
-def _commit() -> str | None:
-    """Return the checkout's commit; None for an installed package, even inside another repository."""
-    return _output("git", "-C", str(CHECKOUT), "rev-parse", "HEAD") if (CHECKOUT / ".git").exists() else None
+def commit_of(checkout: Path) -> str | None:
+    """Return the commit of a checkout; None if the folder is none, even inside another repository."""
+    return _output("git", "-C", str(checkout), "rev-parse", "HEAD") if (checkout / ".git").exists() else None
 
 
 def _version(package: str) -> str | None:

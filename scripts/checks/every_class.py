@@ -3,7 +3,8 @@
 
 Each class runs in a pipeline, or else alone in a denoising loop: plainly, with `exact`, with `balanced` and with every
 second step forecast, for one sample and a batch of two, with guidance where the pipeline has it. Pipelines are from
-`tests/tiny`, `tests/models/tiny` and diffusers' own tests, of which it needs a checkout.
+`tests/tiny`, `tests/models/tiny` and diffusers' own tests, of which it needs a checkout. The modular pipelines of a
+class (`class_study/blocks.py`) run too.
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
     pip install parameterized requests_mock                        # which diffusers' tests import
@@ -39,8 +40,9 @@ from dit_accel.loop.controller import Controller
 from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models.transformer import TransformerDriver
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.origin import commit_of, describe_run
 from scripts.checks.class_study import cases, modular
+from scripts.checks.class_study.blocks import MODULAR
 from scripts.checks.class_study.cases import Case, NotRun
 from scripts.checks.conformance_study import stand_ins
 from tests.models import tiny
@@ -168,13 +170,15 @@ def tiny_models(name: str) -> list[str]:
 
 
 def row(name: str, checkout: Path | None) -> dict[str, Any]:
-    """Return the findings on a class: in our pipelines, else in diffusers' or alone, and in modular blocks."""
+    """Return the findings on a class: in our pipelines, else in diffusers' or alone, and in modular pipelines."""
     wanted = [iter([partial(tiny_case, each)]) for each in tiny_models(name)] or [makers(name, checkout)]
-    if name in modular.MODULAR:
-        wanted.append(modular.makers(name, cases.small_transformer(checkout, name)))
+    blocks = modular.makers(name, cases.small_transformer(checkout, name)) if name in MODULAR else ()
     failed: list[str] = []
     found = [each for each in (_first(name, some, failed) for some in wanted) if each is not None]
-    more = {"failed": list(dict.fromkeys(failed))} if failed else {}
+    in_blocks = [each for each in (_first(name, iter([make]), failed) for make in blocks) if each is not None]
+    more: dict[str, Any] = {"failed": list(dict.fromkeys(failed))} if failed else {}
+    if in_blocks:
+        more = {"modular": in_blocks} | more
     if found:
         return {"runs": found} | more
     reason = why_refused(classes()[name])
@@ -212,7 +216,8 @@ def makers(name: str, checkout: Path | None) -> Iterator[Callable[[], Case]]:
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
-    return any(each["is"] in WRONG for run in found.get("runs", []) for kind in cases.PRESETS for each in run[kind])
+    runs = [*found.get("runs", []), *found.get("modular", [])]
+    return any(each["is"] in WRONG for run in runs for kind in cases.PRESETS for each in run[kind])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -243,11 +248,13 @@ def main(arguments: list[str] | None = None) -> None:
                 rows[name] = {"not run": f"it took longer than {options.seconds} s"}
             signal.alarm(0)
             print(name, json.dumps(rows[name]), flush=True)
-            document = {"run": describe_run("cpu"), "bound": BOUND, "classes": dict(sorted(rows.items()))}
+            run = describe_run("cpu") | {"commit of diffusers' tests": commit_of(checkout)}
+            document = {"run": run, "bound": BOUND, "classes": dict(sorted(rows.items()))}
             written.write_text(json.dumps(document, indent=1) + "\n")
         os.chdir("/")
     wrong = [name for name, found in rows.items() if is_wrong(found)]
-    print(f"{len(wrong)} classes crash or are wrong: {', '.join(wrong) or 'none'}")
+    ran = sum(len(found.get(kind, [])) for found in rows.values() for kind in ("runs", "modular"))
+    print(f"{ran} runs; {len(wrong)} classes crash or are wrong: {', '.join(wrong) or 'none'}")
     sys.exit(bool(wrong))
 
 

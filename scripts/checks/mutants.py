@@ -57,7 +57,8 @@ def run_tests(tree: Path, tests: str, limit: float = LIMIT_S) -> tuple[str, str]
         RuntimeError: pytest could not run them.
     """
     # Python detects stale bytecode by time in seconds and size; a change may keep both.
-    changes = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": sys.pycache_prefix or ""}
+    changes = {"PYTHONPATH": str(tree), **bytecode}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
     try:
         done = subprocess.run(

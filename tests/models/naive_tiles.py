@@ -69,6 +69,8 @@ class NaiveTiles:
         missing = key.shape[2] - query.shape[2]  # queries of text that is among the keys alone
         own = query.shape[2] == self.sequence.vision or not missing
         if self._depth and self.schedule.skips and own and key.shape[2] >= self.sequence.vision:
+            if missing and attn_mask is None:  # then too the keys of text come last
+                attn_mask = torch.ones(len(key), 1, 1, key.shape[2], dtype=torch.bool)
             attn_mask = self._mask(functional.pad(query, (0, 0, missing, 0)), key, attn_mask)[:, :, missing:]
         return self._attend(query, key, value, attn_mask=attn_mask, **settings)
 

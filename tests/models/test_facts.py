@@ -47,6 +47,13 @@ SEQUENCES = {  # by tiny pipeline
     "lumina2": Sequence(r"layers\.\d+\.attn", 144, pads_end=True),
     "prx": Sequence(r"blocks\.\d+\.attention", 144),
     "chroma": Sequence(rf"(single_)?{JOINT}", 144),
+    "longcat-image": Sequence(rf"(single_)?{JOINT}", 144),
+    "hunyuan-image": Sequence(rf"(single_)?{JOINT}", 144, text_first=False, pads_end=True),
+    "krea2": Sequence(JOINT, 144),
+    "qwen-image-21": Sequence(JOINT, 144),
+    "ernie-image": Sequence(r"layers\.\d+\.self_attention", 144, text_first=False, pads_end=True),
+    "flux3": Sequence(rf"single_{JOINT}", 144),
+    "helios": Sequence(r"blocks\.\d+\.attn1", 72 + 72 + 9 + 4),
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
@@ -57,7 +64,7 @@ LAYERS = {  # parts that hand-written blocks forecast at level layer; other fami
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
 INEXACT = {  # memory where blocks differ: a second attention, narrower text, a first or last block's parts, no queries
     **{"sd3": 0.5, "sd35": 0.35, "prx": 0.1},
-    **{"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1},
+    **{"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1, "qwen-image-21": 0.1, "helios": 0.25},
 }
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
 PADDED = {  # arguments with the padding
@@ -253,6 +260,7 @@ def test_what_pipelines_drop_is_not_judged():
     for name, output, arguments, expected in (
         ("flux2", torch.ones(1, 3, 2), {"img_ids": ids}, [[[1, 1], [1, 1], [0, 0]]]),
         ("flux2", torch.ones(1, 2, 1), {"img_ids": ids}, [[[1], [1]]]),  # a call that fills a cache
+        ("longcat-image", torch.ones(1, 2, 1), {"img_ids": torch.tensor([[1, 0], [2, 0]])}, [[[1], [0]]]),
         ("ltx", torch.ones(1, 3, 1), {"timestep": torch.tensor([[0.0, 0.0, 9.0]])}, [[[0], [0], [1]]]),
         ("ltx", torch.ones(2, 1, 1), {"timestep": torch.tensor([9.0, 9.0])}, [[[1]], [[1]]]),
         (
@@ -299,7 +307,8 @@ def test_all_images_of_the_layered_form_are_judged():
             "kandinsky5",
             "ltx",
         ),
-        *("cogvideox", "wan", "wan-i2v", "wan-i2v-clip", "wan22-5b-i2v", "wan-animate", "skyreels-v2"),
+        *("longcat-image", "hunyuan-image", "krea2", "qwen-image-21", "ernie-image", "flux3"),
+        *("cogvideox", "wan", "wan-i2v", "wan-i2v-clip", "wan22-5b-i2v", "wan-animate", "skyreels-v2", "helios"),
         *("hunyuan15", "hunyuan", "hunyuan-i2v", "flux", "flux-kontext", "qwen-image", "qwen-image-edit"),
     ],
 )

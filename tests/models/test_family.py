@@ -9,7 +9,9 @@ import torch
 
 from dit_accel.models.families import require_family
 from dit_accel.models.families.family import Tokens, batch_of, latents_of, part_of, work_beside_prompt
+from dit_accel.models.families.flux3 import FAMILY as FLUX3
 from dit_accel.models.families.hidream import FAMILY as HIDREAM
+from dit_accel.models.families.hunyuan_image import FAMILY as HUNYUAN_IMAGE
 from dit_accel.models.families.kandinsky5 import FAMILY as KANDINSKY
 from dit_accel.models.families.lumina2 import FAMILY as LUMINA
 from dit_accel.models.families.prx import FAMILY as PRX
@@ -54,6 +56,22 @@ GRIDS = {  # by name: family, transformer, arguments, tokens
         model(patch_size=2),
         {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_attention_mask": MASK},
         Tokens(4, 12, padding="all"),
+    ),
+    "hunyuan-image-refiner": (  # one text encoder
+        HUNYUAN_IMAGE,
+        SimpleNamespace(config=SimpleNamespace(patch_size=(1, 1, 1)), context_embedder_2=None),
+        {"hidden_states": clip(1, 8, 6), "encoder_hidden_states": TEXT, "encoder_hidden_states_2": None},
+        Tokens(5, 48, text_first=False, padding="all"),
+    ),
+    "flux3-references": (
+        FLUX3,
+        model(),
+        {
+            "hidden_states": torch.zeros(2, 12, 4),
+            "encoder_hidden_states": TEXT,
+            "image_cond_hidden_states": torch.zeros(2, 9, 4),
+        },
+        Tokens(5, 21),
     ),
     "hidream-square": (
         HIDREAM,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_accel import accelerated
+from dit_accel import accelerated, load_preset
 from dit_accel.models.transformer import BESIDE
 from tests.models.tiny import images, videos
 from tests.tiny import redraw
@@ -81,12 +81,14 @@ def test_the_first_output_may_be_longer(keeps):
     assert torch.equal(run(use_kv_cache=keeps), plain)
 
 
+@pytest.mark.parametrize("level", ["output", "layer"])
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "anew"])
-def test_no_forecast_has_another_shape(keeps):
+def test_no_forecast_has_another_shape(keeps, level):
     """The second step computes, although the interval forecasts it, if the first output has another shape."""
     pipe, run = built(images.qwen_image_21)
     shapes, plain = outputs(pipe, run, use_kv_cache=keeps)
-    with accelerated(pipe, "balanced", schedule={"control": "interval", "warmup": 0, "interval": 3}):
+    preset = load_preset("exact" if level == "layer" else "balanced", model="qwen_image_21", forecast={"level": level})
+    with accelerated(pipe, preset, schedule={"control": "interval", "warmup": 0, "interval": 3}):
         accelerated_shapes, latents = outputs(pipe, run, use_kv_cache=keeps)
         report = pipe.dit_accel.report()
         modes = [step.mode for step in report.steps]

@@ -17,7 +17,7 @@ WRONG = {
     "unknown": (
         {"model": "mochii"},
         r"preset 'balanced' is not valid: model: Input should be 'any', 'flux', .* or "
-        r"'chroma', got 'mochii' \(did you mean 'mochi'\?\)",
+        r"'helios', got 'mochii' \(did you mean 'mochi'\?\)",
     ),
     "head-of-any": (LEVEL_HEAD, "level 'head' needs hand-written blocks, and model is 'any'"),
     "head": (LEVEL_HEAD | {"model": "sd3"}, "set model to flux, flux2, hunyuan_video, qwen_image, wan or z_image"),

@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from scripts.checks import every_class
-from scripts.checks.class_study import cases, modular
+from scripts.checks.class_study import cases, modular, report
+from scripts.checks.class_study.blocks import MODULAR
 
 TINY = ("qwen-image-21", "ltx2")
 ALONE = ("Kandinsky6Transformer3DModel",)
-BLOCKS = ("Flux3Transformer2DModel",)
+BLOCKS = (  # by place among the modular pipelines of a class
+    ("Flux3Transformer2DModel", 1),
+    ("FluxTransformer2DModel", 1),
+    ("Ideogram4Transformer2DModel", 0),
+    ("MiniMaxH3Transformer3DModel", 2),
+)
 
 
 def assert_near(found: dict, batches: int = 2) -> None:
@@ -33,11 +39,12 @@ def test_transformers_run_alone(name):
     assert_near(every_class.study(make()))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_modular_pipelines_run(name):
+@pytest.mark.parametrize(("name", "place"), BLOCKS, ids=[MODULAR[name][place].name for name, place in BLOCKS])
+def test_modular_pipelines_run(name, place):
+    """Distilled steps, a given image, a transformer for each branch, and video with sound."""
     if not hasattr(diffusers, name):
         pytest.skip(f"diffusers has no {name}")
-    (make,) = modular.makers(name, cases.small_transformer(None, name))
+    make = [*modular.makers(name, cases.small_transformer(None, name))][place]
     assert_near(every_class.study(make()), batches=1 if name.startswith("MiniMax") else 2)
 
 
@@ -78,6 +85,17 @@ def test_verdicts(values, exact, forecast):
     assert (found["exact"][0]["is"], found["forecast"][0]["is"]) == (exact, forecast)
     assert found["batch"] == "it takes one prompt"
     assert every_class.is_wrong({"runs": [found]}) == (exact == "differs")
+
+
+def test_modular_pipelines_share_the_first_row_of_their_class():
+    """The largest error of all of them is in the table; refused and unforecast ones are listed with the reason."""
+    near, far = ({"is": "within the bound", "error": error} for error in (0.01, 0.3))
+    plain, refused = ({"is": each, "reason": f"it is {each}"} for each in ("plain", "refused"))
+    runs = [{"ran": str(place), **{kind: [each] for kind in cases.PRESETS}} for place, each in enumerate((near, far))]
+    runs += [runs[0] | {"ran": "2", "forecast": [plain]}, {"ran": "3", **{kind: [refused] for kind in cases.PRESETS}}]
+    document = {"classes": {"Model": {"runs": runs[:1], "modular": runs[1:]}}}
+    assert report.rows(document)[1:] == [["Model", "0, 2 modular", "1, 2", "30.0%", "30.0%", "30.0%"]]
+    assert report.left_out(document).splitlines() == ["- Model (3): it is refused", "- Model (2): it is plain"]
 
 
 def test_a_class_without_a_timestep_is_refused():

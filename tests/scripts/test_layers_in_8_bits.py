@@ -12,7 +12,7 @@ def test_presets_run_in_each_kind_of_8_bits(monkeypatch, tmp_path):
     options = ["--models", "demo-flux", "--prompts", "1", "--steps", "4", "--device", "cpu", "--output", str(stem)]
     monkeypatch.setattr(sys, "argv", ["layers_in_8_bits", *options])
     own = layers_in_8_bits.demo_arguments
-    monkeypatch.setattr(layers_in_8_bits, "demo_arguments", lambda folder: own(folder) | {"height": 256, "width": 256})
+    monkeypatch.setattr(layers_in_8_bits, "demo_arguments", lambda folder: own(folder) | {"height": 128, "width": 128})
     layers_in_8_bits.main()
     rows = json.loads(stem.with_suffix(".json").read_text())["results"]
     cases = ["nothing", "layers, int8", "layers, float8", "attention, int8", "attention, int8+fp8"]

@@ -56,6 +56,14 @@ IDS = {
     "genmo/mochi-1-preview": ("mochi", False),
     "Photoroom/prx-1024-t2i-beta": ("prx", False),
     "lodestones/Chroma1-HD": ("chroma", False),
+    "meituan-longcat/LongCat-Image": ("longcat_image", False),
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": ("hunyuan_image", False),
+    "krea/Krea-2-Raw": ("krea2", False),
+    "Qwen/Qwen-Image-2.1": ("qwen_image_21", False),
+    "baidu/ERNIE-Image": ("ernie_image", False),
+    "black-forest-labs/flux-3-image-klein": ("flux3", True),
+    "black-forest-labs/flux-3-image-klein-base": ("flux3", False),
+    "BestWishYsh/Helios-Base": ("helios", False),
     "someone/something": ("any", False),
     "flux-dev": ("flux", False),
     "schnell": ("flux", True),
@@ -441,6 +449,7 @@ PIPELINES = {  # class of the pipeline and number of steps that the printed line
     "Qwen/Qwen-Image": ("QwenImagePipeline", 50),
     "Qwen/Qwen-Image-Edit": ("QwenImageEditPipeline", 50),
     "Qwen/Qwen-Image-Edit-2509": ("QwenImageEditPlusPipeline", 50),
+    "Qwen/Qwen-Image-2.1": ("QwenImage21Pipeline", 40),
     "Qwen/Qwen-Image-Layered": ("QwenImageLayeredPipeline", 50),
     "Tongyi-MAI/Z-Image-Turbo": ("ZImagePipeline", 8),
     "Tongyi-MAI/Z-Image": ("ZImagePipeline", 50),
@@ -453,6 +462,15 @@ PIPELINES = {  # class of the pipeline and number of steps that the printed line
     "Alpha-VLLM/Lumina-Image-2.0": ("Lumina2Pipeline", 30),
     "lodestones/Chroma1-HD": ("ChromaPipeline", 35),
     "Photoroom/prx-1024-t2i-beta": ("PRXPipeline", 28),
+    "krea/Krea-2-Raw": ("Krea2Pipeline", 28),
+    "krea/Krea-2-Turbo": ("Krea2Pipeline", 8),
+    "baidu/ERNIE-Image": ("ErnieImagePipeline", 50),
+    "baidu/ERNIE-Image-Turbo": ("ErnieImagePipeline", 8),
+    "meituan-longcat/LongCat-Image": ("LongCatImagePipeline", 50),
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": ("HunyuanImagePipeline", 50),
+    "hunyuanvideo-community/HunyuanImage-2.1-Distilled-Diffusers": ("HunyuanImagePipeline", 8),
+    "hunyuanvideo-community/HunyuanImage-2.1-Refiner-Diffusers": ("HunyuanImageRefinerPipeline", 4),
+    "meituan-longcat/LongCat-Image-Edit": ("LongCatImageEditPipeline", 50),
     "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers": ("Kandinsky5T2IPipeline", 50),
     "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": ("Kandinsky5T2VPipeline", 50),
     "kandinskylab/Kandinsky-5.0-T2V-Lite-distilled16steps-5s-Diffusers": ("Kandinsky5T2VPipeline", 16),
@@ -475,6 +493,7 @@ PIPELINES = {  # class of the pipeline and number of steps that the printed line
     "zai-org/CogVideoX-5b": ("CogVideoXPipeline", 50),
     "zai-org/CogVideoX-5b-I2V": ("CogVideoXImageToVideoPipeline", 50),
     "genmo/mochi-1-preview": ("MochiPipeline", 64),
+    "BestWishYsh/Helios-Base": ("HeliosPipeline", 50),
     "demo-flux": ("FluxPipeline", 50),
     "demo-wan": ("WanPipeline", 50),
     "demo-hunyuan": ("HunyuanVideoPipeline", 50),
@@ -517,9 +536,10 @@ def test_facts_of_guidance_are_those_of_pipelines():
     """A family has two branches if its pipeline's defaults, with the family's arguments, run guidance."""
     for model, (pipeline, _) in PIPELINES.items():
         facts, parameters = identify(model).facts, inspect.signature(getattr(diffusers, pipeline).__call__).parameters
-        if facts.name == "hunyuan_video15" or "negative_prompt" not in parameters or demo_path(model):
-            continue  # a component sets the scale, or guidance is in the weights
         true_scale = parameters.get("true_cfg_scale")
+        has_scale = true_scale is not None or "guidance_scale" in parameters
+        if not has_scale or "negative_prompt" not in parameters or demo_path(model):
+            continue  # a component sets the scale, or guidance is in the weights
         scale = parameters["guidance_scale"] if true_scale is None else true_scale
         is_guided = scale.default > 1 and (true_scale is None or bool(facts.guided))
         assert facts.branches == (2 if is_guided else 1), model

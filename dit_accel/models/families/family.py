@@ -186,7 +186,7 @@ class Family:
         frames_per_second: function of a pipeline's configuration that gives the frame rate of the training videos.
         words: parts of its models' ids in lower case, without "-", "_" and "."; an id's longest word decides.
         distilled: parts of ids, in the same form, of models that are distilled to few steps, with the number of steps
-            if it is the same for all.
+            if it is the same for all. A longer part among ``words`` names a model that is not distilled.
         steps: default number of steps of its pipeline.
         branches: calls in a step; 2 = guidance that the pipeline runs by default or with ``guided``.
         guided: arguments of a pipeline's call that switch guidance on.

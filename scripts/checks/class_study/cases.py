@@ -303,8 +303,9 @@ def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -
 def redrawn(transformer: torch.nn.Module) -> None:
     """Draw its weights, and damp the fast sinusoids of the timestep in embedders that are the model's own, too."""
     redraw(transformer.eval())
-    for part in transformer.modules():
-        if re.search(r"Time\w*Emb", type(part).__name__, re.IGNORECASE) and not isinstance(part, TimestepEmbedding):
+    for name, part in transformer.named_modules():
+        is_embedder = name == "time_embedding" or re.search(r"Time\w*Emb", type(part).__name__, re.IGNORECASE)
+        if is_embedder and not isinstance(part, TimestepEmbedding):
             linear = next((each for each in part.modules() if isinstance(each, torch.nn.Linear)), None)
             own = any(isinstance(each, TimestepEmbedding) for each in part.modules())
             if linear is not None and not own and linear.in_features % 2 == 0:

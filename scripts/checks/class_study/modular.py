@@ -3,112 +3,96 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from scripts.checks.class_study import cases
-from scripts.checks.class_study.cases import Case
-from scripts.checks.class_study.small import TOKENS, text
+from scripts.checks.class_study.blocks import MODULAR, Blocks
+from scripts.checks.class_study.cases import Case, NotRun
+from scripts.checks.class_study.small import TOKENS, WIDTH, text
+from tests.models import tiny
+from tests.tiny import TINY_PIPELINES, tiny_pipeline
 
-
-def _prompts(batch: int, *sizes: int) -> dict[str, Any]:
-    """Embeddings ``[batch, tokens, *sizes]`` for both branches of guidance, with masks."""
-    arguments: dict[str, Any] = {}
-    for seed, sign in enumerate(("", "negative_")):
-        arguments[f"{sign}prompt_embeds"] = text(batch, TOKENS, *sizes, seed=seed)
-        arguments[f"{sign}prompt_embeds_mask"] = torch.ones(batch, TOKENS, dtype=torch.bool)
-        arguments[f"{sign}image_pad_mask"] = torch.zeros(batch, TOKENS, dtype=torch.bool)
-    return arguments
-
-
-def flux3(transformer: Any, batch: int) -> dict[str, Any]:
-    return {**_prompts(batch, transformer.config.joint_attention_dim), "height": 128, "width": 128}
-
-
-def qwen_image21(transformer: Any, batch: int) -> dict[str, Any]:
-    return {**_prompts(batch, transformer.config.context_in_dim), "height": 128, "width": 128}
-
-
-def krea2(transformer: Any, batch: int) -> dict[str, Any]:
-    sizes = transformer.config.num_text_layers, transformer.config.text_hidden_dim
-    return {**_prompts(batch, *sizes), "height": 64, "width": 64}
-
-
-def ernie_image(transformer: Any, batch: int) -> dict[str, Any]:
-    width = transformer.config.text_in_dim
-    embeddings = {sign: [text(TOKENS, width, seed=seed)] * batch for seed, sign in enumerate(("", "negative_"))}
-    return {f"{sign}prompt_embeds": each for sign, each in embeddings.items()} | {"height": 64, "width": 64}
-
-
-def minimax_h3(transformer: Any, batch: int) -> dict[str, Any]:
-    if batch > 1:
-        raise cases.NotRun("it packs one prompt into one sequence")
-    tags = torch.ones(TOKENS, dtype=torch.long)
-    embeddings = text(1, TOKENS, transformer.config.text_dim)
-    return {"prompt_embeds": embeddings, "text_token_tags": tags, "height": 32, "width": 32, "num_frames": 124}
-
-
-def cosmos3(transformer: Any, batch: int) -> dict[str, Any]:
-    if batch > 1:
-        raise cases.NotRun("it packs one prompt into one sequence")
-    size = {"num_frames": 1, "height": 64, "width": 64, "guidance_scale": 2.0}
-    return {"cond_input_ids": list(range(TOKENS)), "uncond_input_ids": [1, 2], **size}
-
-
-# by transformer class: module and class of the blocks, the arguments of a call, and the outputs
-MODULAR: dict[str, tuple[str, str, Callable[[Any, int], dict[str, Any]], tuple[str, ...]]] = {
-    "Flux3Transformer2DModel": ("flux3.modular_blocks_flux3", "Flux3CoreDenoiseStep", flux3, ("latents",)),
-    "QwenImage21Transformer2DModel": (
-        "qwenimage21.modular_blocks_qwenimage21",
-        "QwenImage21CoreDenoiseStep",
-        qwen_image21,
-        ("latents",),
-    ),
-    "Krea2Transformer2DModel": ("krea2.modular_blocks_krea2", "Krea2CoreDenoiseStep", krea2, ("latents",)),
-    "ErnieImageTransformer2DModel": (
-        "ernie_image.modular_blocks_ernie_image",
-        "ErnieImageCoreDenoiseStep",
-        ernie_image,
-        ("latents",),
-    ),
-    "MiniMaxH3Transformer3DModel": (
-        "minimax_h3.modular_blocks_minimax_h3",
-        "MiniMaxH3CoreDenoiseStep",
-        minimax_h3,
-        ("latents", "audio_latents"),
-    ),
-    "Cosmos3OmniTransformer": (
-        "cosmos.modular_blocks_cosmos3",
-        "Cosmos3VisionCoreDenoiseStep",
-        cosmos3,
-        ("latents",),
-    ),
-}
+TEXT_WIDTHS = ("joint_attention_dim", "context_in_dim", "text_embed_dim", "text_dim", "cap_feat_dim")
+TEXT_WIDTHS += ("caption_channels", "cross_attention_dim")  # names in the configuration of a transformer
 
 
 def makers(name: str, transformer: Callable[[], torch.nn.Module] | None) -> Iterator[Callable[[], Case]]:
-    """Yield a maker of the modular pipeline of a class.
+    """Yield a maker of each modular pipeline of a class.
 
     Args:
         transformer: makes a small one; None = none is known.
     """
-    if name in MODULAR and transformer is not None:
-        yield lambda: _case(transformer(), *MODULAR[name])
+    for blocks in MODULAR.get(name, ()):
+        if blocks.tiny or transformer:
+            yield partial(_case, blocks, transformer)
 
 
-def _case(transformer: Any, module: str, blocks: str, inputs: Callable[..., Any], outputs: tuple[str, ...]) -> Case:
-    denoise = getattr(importlib.import_module(f"diffusers.modular_pipelines.{module}"), blocks)()
-    cases.redrawn(transformer)
-    schedulers = {each.name: each.type_hint() for each in denoise.expected_components if "scheduler" in each.name}
+def _case(blocks: Blocks, transformer: Callable[[], torch.nn.Module] | None) -> Case:
+    kind = _class(blocks)
+    denoise = kind()
     pipe = denoise.init_pipeline()
-    pipe.update_components(transformer=transformer, **schedulers)
+    pipe.update_components(**_components(blocks, denoise, transformer))
     pipe.set_progress_bar_config(disable=True)
+    denoisers = [each for each in pipe.components.values() if cases.is_denoiser(each)]
+    for each in denoisers:
+        cases.redrawn(each)
+    config = denoisers[0].config
+    width = next((config[name] for name in TEXT_WIDTHS if isinstance(config.get(name), int)), WIDTH)
+    names = [each.name or each.kwargs_type for each in denoise.inputs]
 
     def call(batch: int) -> Any:
-        arguments = {"num_inference_steps": cases.STEPS, "generator": torch.Generator().manual_seed(0)}
-        made = pipe(**arguments, **inputs(transformer, batch), output=list(outputs))
-        return [made[name] for name in outputs]
+        arguments = {"num_inference_steps": cases.STEPS, **_embeddings(names, width, batch), **blocks.call}
+        arguments |= {**blocks.inputs(denoisers[0], batch), "generator": torch.Generator().manual_seed(0)}
+        taken = {name: value for name, value in arguments.items() if name in names}
+        made = pipe(**taken, output=list(blocks.outputs))
+        return [made[name] for name in blocks.outputs]
 
-    return cases.of_pipeline(pipe, call, blocks)
+    return cases.of_pipeline(pipe, call, kind.__name__)
+
+
+def _class(blocks: Blocks) -> type:
+    """Return the class of blocks, which the folder's package may not export."""
+    folder = importlib.import_module(f"diffusers.modular_pipelines.{blocks.folder}")
+    for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        if "modular_blocks" in module.name:
+            held = vars(importlib.import_module(module.name))
+            found = held.get(f"{blocks.name}CoreDenoiseStep", held.get(blocks.name))
+            if found is not None:
+                return found
+    raise NotRun(f"diffusers has no {blocks.name}")
+
+
+def _components(blocks: Blocks, denoise: Any, transformer: Callable[[], torch.nn.Module] | None) -> dict[str, Any]:
+    """Return the components that the blocks want and have no default of."""
+    wanted = {each.name: each.type_hint for each in denoise.expected_components}
+    parts = blocks.parts()
+    if blocks.tiny in TINY_PIPELINES:
+        parts |= tiny_pipeline(blocks.tiny).components
+    elif blocks.tiny:
+        parts |= tiny.built.__wrapped__(blocks.tiny)[0].components
+    else:
+        parts |= {name: transformer() for name in wanted if "transformer" in name}  # type: ignore[misc]
+        parts |= {name: kind() for name, kind in wanted.items() if "scheduler" in name and name not in parts}
+    if blocks.sizes:
+        parts["transformer"] = type(parts["transformer"]).from_config(parts["transformer"].config, **blocks.sizes)
+    return {name: part for name, part in parts.items() if name in wanted and part is not None}
+
+
+def _embeddings(names: list[str], width: int, batch: int) -> dict[str, torch.Tensor]:
+    """Return embeddings ``[batch, tokens, width]`` and masks for those inputs of blocks that are of a prompt."""
+    made: dict[str, torch.Tensor] = {}
+    for name in names:
+        seed = int(name.startswith("negative"))
+        if "pooled" in name:
+            made[name] = text(batch, width, seed=seed)
+        elif re.search(r"prompt_(ref_)?embeds(_2)?$", name):
+            made[name] = text(batch, TOKENS, width, seed=seed)
+        elif re.search(r"(embeds|pad|(prompt|connector|qwen|t5)_attention)_mask", name):
+            made[name] = torch.full((batch, TOKENS), "pad" not in name)
+    return made

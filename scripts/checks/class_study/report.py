@@ -14,12 +14,16 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def rows(document: dict[str, Any]) -> list[list[str]]:
-    """The head of the table, and a row for each run of a class."""
+    """The head of the table, and a row for each run of a class; its modular pipelines share the first row."""
     found = [["class", "run in", "batches", *KINDS.values()]]
     for name, each in document["classes"].items():
-        for run in _ran(each):
+        blocks = _accelerated(each.get("modular", []))
+        for place, run in enumerate(_accelerated(each.get("runs", []))):
+            others = blocks if place == 0 else []
+            title = f"{run['ran']}, {len(others)} modular" if others else run["ran"]
             batches = "1" if "batch" in run else "1, 2"
-            found.append([name, run["ran"], batches, *(_cell(run[kind]) for kind in KINDS)])
+            cells = (_cell([verdict for one in (run, *others) for verdict in one[kind]]) for kind in KINDS)
+            found.append([name, title, batches, *cells])
     return found
 
 
@@ -30,18 +34,27 @@ def table(rows: list[list[str]]) -> str:
 
 
 def left_out(document: dict[str, Any]) -> str:
-    """A list of the classes that were refused or did not run, with the reasons."""
+    """A list of the classes and modular pipelines that were refused, not forecast or did not run, with the reasons."""
     told = []
     for name, each in document["classes"].items():
-        refused = [run for run in each.get("runs", []) if run["exact"][0]["is"] == "refused"]
-        told += [f"- {name} ({run['ran']}): {run['exact'][0]['reason']}" for run in refused]
+        blocks = each.get("modular", [])
+        refused = [run["exact"][0] | run for run in (*each.get("runs", []), *blocks) if _is_refused(run)]
+        plain = [run["forecast"][0] | run for run in blocks if run["forecast"][0]["is"] == "plain"]
+        told += [
+            f"- {name} ({run['ran']}): {run['reason'].removeprefix('rest of the run computed: ')}"
+            for run in (*refused, *plain)
+        ]
         if "runs" not in each:
             told.append(f"- {name}: {each.get('refused', each.get('not run'))}")
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in told)
 
 
-def _ran(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [run for run in found.get("runs", []) if run["exact"][0]["is"] != "refused"]
+def _accelerated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run for run in runs if not _is_refused(run)]
+
+
+def _is_refused(run: dict[str, Any]) -> bool:
+    return run["exact"][0]["is"] == "refused"
 
 
 def _cell(runs: list[dict[str, Any]]) -> str:

@@ -74,7 +74,7 @@ SMOKE = Sizes(
     prompts=2,
     share=0.5,
     held_out=2,
-    changes={"num_inference_steps": 2, "height": 256, "width": 256},
+    changes={"num_inference_steps": 2, "height": 192, "width": 192},
     training=Training(steps=2, batch=2, rate=5e-4),
     variants=("sparse-95", "sla-95"),
 )

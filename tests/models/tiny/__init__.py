@@ -2,6 +2,7 @@
 
 import functools
 
+import diffusers
 import torch
 
 from tests.models.tiny import images, others, videos
@@ -13,6 +14,11 @@ PIPELINES = {
     "hidream": images.hidream,
     "prx": images.prx,
     "chroma": images.chroma,
+    "longcat-image": images.longcat_image,
+    "hunyuan-image": images.hunyuan_image,
+    "krea2": images.krea2,
+    "ernie-image": images.ernie_image,
+    "flux3": images.flux3,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,
@@ -25,6 +31,7 @@ PIPELINES = {
     "wan-vace": videos.wan_vace,
     "wan-animate": videos.wan_animate,
     "skyreels-v2": videos.skyreels_v2,
+    "helios": videos.helios,
     "anyflow-far": videos.anyflow_far,
     "diffusion-forcing": videos.diffusion_forcing,
 }
@@ -50,10 +57,14 @@ def call(name: str, **changes) -> torch.Tensor:
 
 
 def outputs(pipe, arguments: dict, **changes) -> tuple:
-    """All outputs of a pipeline of :func:`built`."""
+    """All outputs of a pipeline of :func:`built`; a modular one gives its latents alone."""
     generator = torch.Generator().manual_seed(0)
     size = {"height": 96, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
-    return pipe(**{**size, **arguments, **changes}, generator=generator, return_dict=False)
+    given = {**size, **arguments, **changes, "generator": generator}
+    if isinstance(pipe, diffusers.ModularPipeline):
+        del given["output_type"]
+        return (pipe(**given, output="latents"),)
+    return pipe(**given, return_dict=False)
 
 
 pipeline_of_testing = functools.cache(tiny_pipeline)

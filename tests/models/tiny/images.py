@@ -82,7 +82,7 @@ def qwen_image_21():
         base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
     )
     pipe = diffusers.QwenImage21Pipeline(flow(use_dynamic_shifting=True), vae, None, NoPrompts(), transformer)
-    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 128, "width": 128}
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 192, "width": 192}
 
 
 def hidream():
@@ -172,6 +172,114 @@ def chroma():
     for seed, name in enumerate(("", "negative_")):
         prompt[f"{name}prompt_embeds"] = text(2, TOKENS, WIDTH, seed=seed)
         prompt[f"{name}prompt_attention_mask"] = torch.arange(TOKENS) <= torch.tensor([[TOKENS], [4 + seed]])
+    return pipe, prompt
+
+
+def longcat_image():
+    """Its pipeline takes no embeddings without a prompt, so its own encoding of prompts is replaced."""
+    transformer = diffusers.LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
+    pipe._encode_prompt = lambda prompt: text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0]))
+    return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, "height": 192, "width": 192}
+
+
+def hunyuan_image():
+    """Text of two encoders is padded, and the padding of both comes last."""
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH,
+        rope_axes_dim=(16, 16),
+    )
+    pipe = diffusers.HunyuanImagePipeline(flow(shift=5.0), None, None, None, None, None, transformer)
+    prompt = {"height": 384, "width": 384}
+    for seed, name in enumerate(("", "_2")):
+        prompt[f"prompt_embeds{name}"] = text(2, TOKENS, WIDTH, seed=seed)
+        prompt[f"prompt_embeds_mask{name}"] = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [4 + seed]])).long()
+    return pipe, prompt
+
+
+def krea2():
+    """A prompt's padding lies between its tokens; one token is not masked at the end."""
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=96,
+        timestep_embed_dim=16,
+        text_hidden_dim=WIDTH,
+        num_text_layers=2,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(8, 12, 12),
+    )
+    pipe = diffusers.Krea2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
+    prompt = {"height": 192, "width": 192}
+    for seed, name in enumerate(("", "negative_")):
+        valid = torch.arange(TOKENS) < torch.tensor([[TOKENS], [4 + seed]])
+        valid[:, -1] = True
+        prompt[f"{name}prompt_embeds"] = text(2, TOKENS, 2, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_mask"] = valid
+    return pipe, prompt
+
+
+def ernie_image():
+    """One call has both branches of guidance, whose prompts have different lengths."""
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=64,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=96,
+        in_channels=4,
+        out_channels=4,
+        text_in_dim=WIDTH,
+        rope_axes_dim=(8, 12, 12),
+    )
+    pipe = diffusers.ErnieImagePipeline(transformer, None, None, None, flow(shift=3.0))
+    prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(4, WIDTH, seed=1)]}
+    return pipe, {**prompt, "height": 192, "width": 192}
+
+
+def flux3():
+    """A modular pipeline, whose blocks for text and image run before the joint ones."""
+    from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
+
+    transformer = diffusers.Flux3Transformer2DModel(
+        in_channels=16,
+        cond_in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        timestep_channels=32,
+        axes_dims_rope=(8, 8, 8, 8),
+    )
+    pipe = Flux3CoreDenoiseStep().init_pipeline()
+    pipe.update_components(transformer=transformer, scheduler=flow())
+    prompt = {"height": 192, "width": 192}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_mask"] = torch.ones(1, TOKENS, dtype=torch.bool)
     return pipe, prompt
 
 

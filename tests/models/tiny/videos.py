@@ -228,6 +228,25 @@ def wan_animate():
     return pipe, {**WAN_CALL, **clip}
 
 
+def helios():
+    """One part of a video, which follows its history in three resolutions."""
+    transformer = diffusers.HeliosTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        num_layers=2,
+        text_dim=WIDTH,
+        freq_dim=16,
+        ffn_dim=128,
+        rope_dim=(8, 12, 12),
+        is_amplify_history=True,
+    )
+    pipe = diffusers.HeliosPipeline(
+        None, None, wan_parts()["vae"], diffusers.HeliosScheduler(stages=1, stage_range=[0, 1]), transformer
+    )
+    part = {"num_latent_frames_per_chunk": 2, "num_frames": 3, "history_sizes": [4, 2, 1]}
+    return pipe, {**WAN_CALL, "height": 48, "width": 48, **part}
+
+
 def skyreels_v2():
     transformer = diffusers.SkyReelsV2Transformer3DModel(**WAN, in_channels=16, out_channels=16)
     vae, scheduler = wan_parts()["vae"], wan_parts()["scheduler"]

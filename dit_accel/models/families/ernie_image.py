@@ -1,0 +1,36 @@
+"""ERNIE-Image: blocks over the joint sequence, image first; the end of shorter prompts is masked.
+
+The pipeline runs both branches of guidance in one call.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
+    return Tokens(arguments["text_bth"].shape[1], height * width, text_first=False, padding="all")
+
+
+FAMILY = Family(
+    name="ernie_image",
+    title="ERNIE-Image",
+    model="ErnieImageTransformer2DModel",
+    stacks=(Stack("layers"),),
+    tokens=tokens,
+    heads=lambda transformer: (
+        transformer.config.num_attention_heads,
+        transformer.config.hidden_size // transformer.config.num_attention_heads,
+    ),
+    mlp=lambda transformer: 3 * transformer.config.ffn_hidden_size / transformer.config.hidden_size,
+    attentions={"self_attention": True},
+    parts=("self_attention", "mlp"),
+    words=("ernieimage",),
+    steps=50,
+    branches=2,
+    unguided=1.0,
+    distilled={"ernieimageturbo": 8},
+)

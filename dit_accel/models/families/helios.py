@@ -1,0 +1,66 @@
+"""Helios: blocks like Wan's over a part of the video and its history, which comes first in three resolutions.
+
+The history counts as vision. Cross-attention to the prompt may leave it out.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+
+SCALES = {"short": 1, "mid": 2, "long": 4}  # of the patches of the history
+
+
+def made(transformer: nn.Module, arguments: Arguments) -> int:
+    """Number of tokens of this part of the video."""
+    return patches(arguments["hidden_states"].shape[2:], transformer.config.patch_size)
+
+
+def patches(sizes: tuple[int, ...], patch_size: tuple[int, ...], scale: int = 1) -> int:
+    """Number of patches of frames, height and width, which are filled up to whole ones."""
+    return math.prod(-(-size // (scale * patch)) for size, patch in zip(sizes, patch_size, strict=True))
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """Tokens of this part and its history; the prompt is not in the sequence."""
+    count = made(transformer, arguments)
+    for name, scale in SCALES.items():
+        latents, places = (arguments.get(f"{kind}latents_history_{name}") for kind in ("", "indices_"))
+        if latents is not None and places is not None:
+            count += patches(latents.shape[2:], transformer.config.patch_size, scale)
+    return Tokens(0, count)
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """FLOPs of self-attention, cross-attention to the prompt, which may leave out the history, and the MLP."""
+    config, width, batch = transformer.config, width_of(transformer), batch_of(arguments)
+    prompt = arguments["encoder_hidden_states"].shape[1]
+    asking = made(transformer, arguments) if config.guidance_cross_attn else tokens.vision
+    matrix = 2 * batch * width**2
+    return BlockWork(
+        tiles={"attn1": 4 * batch * tokens.vision**2 * width},
+        rest=matrix * (tokens.vision * (2 + 2 * config.ffn_dim / width) + 2 * prompt + 2 * asking)
+        + 4 * batch * asking * prompt * width,
+        rows=2 * matrix * tokens.vision,
+        bias=matrix * tokens.vision,
+    )
+
+
+FAMILY = Family(
+    name="helios",
+    title="Helios",
+    model="HeliosTransformer3DModel",
+    stacks=(Stack("blocks", features=3),),
+    tokens=tokens,
+    work=work,
+    attentions={"attn1": False},
+    parts=("attn1", "attn2", "ffn"),
+    makes="videos",
+    words=("heliosbase",),  # other checkpoints have another pipeline, which takes no number of steps
+    steps=50,
+    branches=2,
+    unguided=1.0,
+)

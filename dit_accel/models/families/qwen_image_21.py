@@ -1,0 +1,58 @@
+"""Qwen-Image 2.1: blocks over the prompt and given images, and then the image, which attends to all of them.
+
+Attention is causal, so the tokens before the image do not see it: they count as text that has keys but no queries in
+the image's attention. Their own attentions, one for each piece, run as they are. With the key-value cache they run in
+the first step alone, whose output has them too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+
+LATENTS_PER_SLOT = 4  # tokens of an image for each of its tokens in the prompt
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    made = math.prod(arguments["img_shapes"][0][-1])
+    given = arguments["hidden_states"].shape[1] - made
+    text = arguments["encoder_hidden_states"].shape[1] + given - given // LATENTS_PER_SLOT
+    return Tokens(text, made, padding="mask", text_asks=False)
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """Return the image's tokens: pipelines drop those before them."""
+    return output[:, -math.prod(arguments["img_shapes"][0][-1]) :]
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """FLOPs of projections, attention and the gated MLP; of the image alone once the others' keys are in the cache."""
+    width, batch = width_of(transformer), batch_of(arguments)
+    text = 0 if arguments.get("kv_cache_mode") == "cached" else tokens.text
+    matrix = 2 * batch * width**2
+    own = 4 * batch * text**2 * width  # attention of the tokens before the image, at most
+    return BlockWork(
+        tiles={"attn": 4 * batch * tokens.vision * (tokens.vision + tokens.text) * width},
+        rest=matrix * (tokens.vision + text) * (2 + 3 * transformer.config.mlp_ratio) + 2 * matrix * text + own,
+        rows=2 * matrix * tokens.vision,
+        bias=matrix * tokens.vision,
+    )
+
+
+FAMILY = Family(
+    name="qwen_image_21",
+    title="Qwen-Image 2.1",
+    model="QwenImage21Transformer2DModel",
+    stacks=(Stack("transformer_blocks"),),
+    tokens=tokens,
+    work=work,
+    parts=("attn", "img_mlp"),
+    used=used,
+    words=("qwenimage21",),
+    steps=40,
+    several_images=("QwenImage21Pipeline",),
+)
