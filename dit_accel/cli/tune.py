@@ -64,6 +64,7 @@ def command(given: Options) -> None:
     from rich.console import Console
 
     from dit_accel.pipeline import preset_for
+    from dit_accel.presets.keywords import nested
     from dit_accel.tools.tune import Target, split_prompts, tune
 
     console = Console(quiet=given.quiet)
@@ -107,7 +108,7 @@ def command(given: Options) -> None:
             evaluations=given.evaluations,
             state=state,
             progress=tell,
-            **overrides,
+            **nested(overrides),
         )
     result.write(output)
     result.plot(plot)

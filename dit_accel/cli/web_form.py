@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,12 +38,16 @@ IN_WORDS = {"quality": "Nearly identical (quality)", "balanced": "Balanced", "tu
 EXACT = "exact"  # computes all steps, to check an installation
 
 
-@dataclass(frozen=True)
 class Loaded:
-    """A loaded pipeline and its output form."""
+    """The output form of a loaded pipeline, and the pipeline until its owner drops it."""
 
-    pipe: Any
-    medium: Pictures | Clips
+    def __init__(self, pipe: Any, medium: Pictures | Clips) -> None:
+        self._pipe, self.medium = weakref.ref(pipe), medium
+
+    @property
+    def pipe(self) -> Any:
+        """The pipeline; None = another model has taken its place."""
+        return self._pipe()
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,13 @@ class Previewer:
         """Fit the map to the latest latents and the output that was decoded from them.
 
         Args:
-            result: an image, or uint8 ``[frames, height, width, 3]``.
+            result: an image, or uint8 ``[frames, height, width, 3]``; any other output gives no preview.
         """
         from PIL import Image
 
+        if not isinstance(result, Image.Image | np.ndarray):
+            self._weights = self._before = self.latents = None
+            return
         image = result if isinstance(result, Image.Image) else Image.fromarray(result[len(result) // 2])
         scale = min(1.0, LONGEST_SIDE / max(image.size))
         self._size = (round(image.width * scale), round(image.height * scale))
@@ -89,7 +92,10 @@ class Previewer:
 
         def callback(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal shown_at
-            self._before, self.latents = self.latents, tensors.get("latents")
+            latents = tensors.get("latents")
+            latents = latents if isinstance(latents, torch.Tensor) else None
+            has_same_shape = latents is not None and self.latents is not None and self.latents.shape == latents.shape
+            self._before, self.latents = self.latents if has_same_shape else None, latents
             if show is not None and time.monotonic() - shown_at >= INTERVAL:
                 image = self.image(_sigmas(pipe, index))
                 if image is not None:

@@ -43,8 +43,8 @@ class Pipe:
 def page():
     """A page whose playground can be replaced."""
     pytest.importorskip("gradio")
-    stage = SimpleNamespace(start=lambda wish: stage.playing.start(wish))
-    loaded = {"some/model": Loaded(Pipe(), Pictures())}
+    stage = SimpleNamespace(start=lambda wish: stage.playing.start(wish), pipe=Pipe())
+    loaded = {"some/model": Loaded(stage.pipe, Pictures())}
     built = web_page.build_page(stage, loaded, "some/model", ["some/model", "demo-wan"], any_model=True)
     built.stage = stage
     return built

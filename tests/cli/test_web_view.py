@@ -18,7 +18,7 @@ WISH = Wish("a <b>fox</b>", "some/model", "balanced", None, 0, None, None, None,
 
 def seen(*events, medium=None, folder=None, wish=WISH):
     """A page after these events."""
-    view = web_view.View(wish, {wish.model: Loaded(None, medium or Pictures())}, folder)
+    view = web_view.View(wish, {wish.model: Loaded(wish, medium or Pictures())}, folder)
     for event in events:
         view.take(event)
     return view

@@ -74,6 +74,21 @@ def test_other_layouts_give_no_preview(latents):
     assert seen(previewer, latents) is None
 
 
+def test_a_call_whose_latents_change_their_form_goes_on(monkeypatch):
+    """Some pipelines denoise a small image first, or keep several latents in a list; others return lists of images."""
+    monkeypatch.setattr(preview, "INTERVAL", 0.0)
+    previewer, shown, pipe = Previewer(), [], SimpleNamespace(scheduler=SimpleNamespace(sigmas=torch.arange(5) / 4))
+    previewer.latents = LAYOUTS["images"](scene(0)[0])
+    previewer.learn(scene(0)[1])
+    callback, whole = previewer.watch(shown.append), LAYOUTS["images"](scene(1)[0])
+    for index, latents in enumerate((whole[..., ::2], whole, [whole])):
+        assert callback(pipe, index, None, {"latents": latents}) == {}
+    assert len(shown) == 2
+    callback(pipe, 3, None, {"latents": whole})
+    previewer.learn([scene(1)[1]] * 2)
+    assert seen(previewer, whole) is None
+
+
 def test_a_preview_is_shown_at_most_once_a_second(monkeypatch):
     """The callback changes nothing of the call."""
     now = SimpleNamespace(seconds=10.0)

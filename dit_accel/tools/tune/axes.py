@@ -54,7 +54,7 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse
     forecasts = schedule.control == "adaptive" or schedule.interval > 1
     if schedule.control == "adaptive":
-        axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.target_error))
+        axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.bound))
     elif forecasts:
         axes.append(_axis("schedule.interval", INTERVALS, schedule.interval))
     if by_layer:

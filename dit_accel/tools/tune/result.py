@@ -20,6 +20,8 @@ from dit_accel.tools.tune.axes import BOUND, Setting
 from dit_accel.tools.tune.calibration import Candidate, Curves
 from dit_accel.tools.tune.runs import Figures
 
+PROMISED = 0.9  # share of the prompts in a preset's calibration
+
 
 @dataclass(frozen=True)
 class Target:
@@ -51,6 +53,11 @@ class Target:
     def least(self) -> float:
         """Smallest noticeable slack."""
         return 0.25 if self.metric == "psnr" else 0.02
+
+    @property
+    def calibrates(self) -> bool:
+        """Return True if a preset that meets it can promise its PSNR for ``target_psnr``."""
+        return self.metric == "psnr" and (self.coverage or 0.0) >= PROMISED
 
     def require_prompts(self, tuning: int, held_out: int) -> None:
         """Raise a TuningError if there are too few prompts to say what an unseen one reaches."""

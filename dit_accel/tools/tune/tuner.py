@@ -23,6 +23,7 @@ from dit_accel.models import denoisers
 from dit_accel.models.presets import load_preset
 from dit_accel.pipeline import accelerate_pipeline, accelerated, makes_video, restore_pipeline
 from dit_accel.presets import Preset, default_preset
+from dit_accel.presets.keywords import nested
 from dit_accel.tools.origin import describe_run
 from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, Axis, Setting, axes_of, overrides_of
@@ -79,8 +80,8 @@ def tune(
         target_psnr: minimum mean PSNR over prompts against plain runs, in dB.
         target_error: alternatively, the maximum mean relative L2 error of the final latents.
         coverage: share of unseen prompts that must reach the target, such as 0.9, instead of the mean. It needs
-            coverage / (1 − coverage) prompts for tuning and as many held out. The preset then has a ``calibration``,
-            for ``target_psnr``.
+            coverage / (1 − coverage) prompts for tuning and as many held out. From 0.9 the preset then has a
+            ``calibration``, for ``target_psnr``.
         tuning_prompts, held_out_prompts: maximum number of each.
         arguments: of the pipeline's call, without prompt and generator.
         seed: of the first prompt's noise; the next prompt gets the next seed.
@@ -101,7 +102,9 @@ def tune(
     target = Target.of(target_psnr, target_error, coverage)
     preset = default_preset(preset, is_video=makes_video(pipe))
     base = None if isinstance(preset, Preset) else preset
+    overrides = nested(overrides)
     preset = load_preset(preset, **overrides)
+    overrides.get("schedule", {}).pop("target_psnr", None)  # the search chooses target_error
     parameter = inspect.signature(pipe.__call__).parameters.get("num_inference_steps")
     arguments = {"num_inference_steps": parameter and parameter.default, **(arguments or {})}
     by_layer = "skip" in preset.effective() and preset.skip.skips
@@ -173,7 +176,7 @@ class _Tuner:
             caution += self.target.least - scores[-1].slack
         name = self.preset.name if self.base is not None else "custom"
         changes = {**self.overrides, **self._changes(setting), "description": f"{name}, tuned for {self.target}"}
-        if self.target.coverage is not None and self.target.metric == "psnr" and (bound := self._bound_of(setting)):
+        if self.target.calibrates and (bound := self._preset_of(setting).schedule.bound):  # an interval has none
             changes["schedule.calibration"] = [[bound, round(self.target.level(confirmed), 2)]]
         return TuneResult(
             preset=load_preset(self.preset, **changes),
@@ -218,10 +221,6 @@ class _Tuner:
     def _cost(self, figures: list[Figures], setting: Setting) -> float:
         """Return the computed fraction, with half the cost for layers in 8 bits."""
         return computed_fraction(figures) * work_left(self.linears, setting.get(LINEAR_BOUND, 0.0))
-
-    def _bound_of(self, setting: Setting) -> float:
-        """Return the closed loop's bound on errors; 0 = the preset has a fixed schedule."""
-        return self._preset_of(setting).schedule.bound
 
     def _preset_of(self, setting: Setting) -> Preset:
         return load_preset(self.preset, **self._changes(setting))

@@ -314,14 +314,35 @@ def test_every_model_has_prompts_to_tune_on(name):
 
 
 def test_a_share_of_the_prompts_reaches_the_target():
-    """The bound is conformal, and what was confirmed becomes the preset's calibration."""
+    """The bound is conformal; a preset's calibration promises 90%, so half of the prompts make none."""
     result = tuned(coverage=0.5)
     worst = min(each.psnr for each in result.held_out)
     assert result.met and worst >= 30
     assert result.preset.description.endswith("tuned for PSNR ≥ 30 dB for 50% of prompts")
+    assert result.preset.schedule.calibration == usual_result().preset.schedule.calibration
+
+
+def test_what_nine_of_ten_prompts_reach_becomes_the_calibration():
+    prompts = [f"{count} red foxes" for count in range(18)]
+    more = {"prompts": prompts, "tuning_prompts": 9, "held_out_prompts": 9, "evaluations": 1}
+    result = tuned(coverage=0.9, arguments=arguments("flux", steps=3), **more)
     ((bound, reached),) = result.preset.schedule.calibration
-    assert bound == result.preset.schedule.target_error and reached == pytest.approx(worst, abs=0.01)
+    assert bound == result.preset.schedule.target_error
+    assert reached == pytest.approx(min(each.psnr for each in result.held_out), abs=0.01)
     assert load_preset(result.preset, target_psnr=30).schedule.bound == bound
+
+
+def test_a_tuning_starts_from_the_target_error_of_a_target_psnr(tmp_path):
+    """The result has a target error of its own instead, also after its file was read."""
+    base = tmp_path / "base.yaml"
+    base.write_text("base: balanced\nschedule: {target_psnr: 30, calibration: [[0.3, 30.0]], warmup: 2}\n")
+    settings = {"prompts": PROMPTS, "arguments": arguments("flux"), "evaluations": 1, "target_psnr": 30}
+    result = tune(pipeline("flux"), base, **settings, schedule={"target_psnr": 25})
+    assert result.evaluations[0].setting["schedule.target_error"] == pytest.approx(0.3, rel=0.15)
+    result.write(tmp_path / "tuned.yaml")
+    for preset in (result.preset, load_preset(tmp_path / "tuned.yaml")):
+        assert preset.schedule.target_psnr is None
+        assert preset.schedule.bound == result.setting["schedule.target_error"]
 
 
 @pytest.mark.parametrize(
