@@ -126,7 +126,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         ),
         "--coverage": Acts(("--coverage", 0.5), {"coverage": 0.5}),
         "--preset": Acts(("--preset", "quality"), {"base": "quality"}),
-        "--set": Acts(("--set", "order=2"), {"order": 2}),
+        "--set": Acts(("--set", "order=2"), {"forecast": {"order": 2}}),
         "--output": Acts(
             ("--output", "mine.yaml"), {"state": "mine-tuning", "written": "mine.yaml", "plotted": "mine.png"}
         ),
@@ -281,7 +281,7 @@ def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_pat
     [
         (("generate", "-p", "a"), "target_error", 0.77),
         (("inspect", "-p", "a", "-o", "run"), "target_error", 0.77),
-        (("tune", "--target-psnr", 30), "order", 2),
+        (("tune", "--target-psnr", 30), "forecast", {"order": 2}),
     ],
     ids=["generate", "inspect", "tune"],
 )
