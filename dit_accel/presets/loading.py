@@ -17,7 +17,7 @@ from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.skip import drop_foreign_keys
 
 LONGEST_CHAIN = 20  # presets in a chain of bases
-UNCALIBRATED = {"forecast", "skip", "reuse", "linear"}  # sections that change what a target error reaches
+UNCALIBRATED = {"forecast", "skip", "reuse", "blocks", "linear"}  # sections that change what a target error reaches
 
 
 def _config_directory() -> Path:
@@ -66,6 +66,8 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         name, values = path.stem, _read(path, seen=())
     else:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
+    if {"target_error", "target_psnr"} <= {key.rpartition(".")[2] for key in overrides}:
+        raise PresetError("target_psnr chooses target_error: give one of them, not both")
     _apply(values, nested(overrides))
     if "name" in values:
         raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; the file name is the preset's name")
@@ -144,8 +146,6 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     if UNCALIBRATED & changes.keys():
         schedule.pop("calibration", None)
     if "target_error" in chosen_schedule:
-        if chosen_schedule.get("target_psnr") is not None:
-            raise PresetError("target_psnr chooses target_error: give one of them, not both")
         schedule.pop("target_psnr", None)
     if chosen_forecast.get("level") not in (None, "output"):
         schedule.pop("per_prompt", None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat, Strict, Tag, model_validator
+from pydantic import Discriminator, Field, Strict, Tag, model_validator
 
 from dit_accel.presets.section import MOST_STEPS, Formed, Section
 
-Calibrated = Annotated[tuple[PositiveFloat, PositiveFloat], Strict(False)]  # a target_error and a PSNR; YAML has lists
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Calibrated = Annotated[tuple[Positive, Positive], Strict(False)]  # a target_error and a PSNR; YAML has lists
 
 
 class Schedule(Formed):

@@ -50,6 +50,7 @@ def test_a_later_target_error_replaces_it():
     preset = load_preset("balanced", **PAIRS, target_psnr=30)
     assert load_preset(preset, target_error=0.2).schedule.bound == 0.2
     assert load_preset(preset, target_psnr=40).schedule.bound == 0.1
+    assert load_preset("turbo", schedule=preset.schedule.model_dump()).schedule.bound == 0.4
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,7 @@ def test_a_later_target_error_replaces_it():
         ({"target_psnr": 30, "calibration": []}, "must be null, as the preset has no calibration, got 30"),
         ({"target_psnr": 30, "order": 1}, "must be null, as the preset has no calibration"),
         ({"calibration": [[0.1]]}, "schedule.calibration.0"),
+        ({"calibration": [[float("inf"), 30]]}, r"schedule.calibration.0.0: .* finite"),
         ({"control": "interval", "interval": 3, "target_psnr": 30}, "target_psnr belongs to control 'adaptive'"),
     ],
     ids=str,
