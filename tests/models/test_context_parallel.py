@@ -126,8 +126,8 @@ def test_a_device_alone_keeps_what_it_measured(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_devices_expect_shares_that_make_up_what_one_expects(monkeypatch, count):
-    """Each device of a group keeps its part of outputs, features and symbols."""
+def test_devices_expect_the_share_of_the_one_that_has_most_heads(monkeypatch, count):
+    """Each device of a group keeps whole outputs, and features and symbols of its heads."""
     asked, size = [], FamilyDriver.size
     monkeypatch.setattr(FamilyDriver, "size", lambda *call: asked.append(call) or size(*call))
     skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
@@ -136,8 +136,10 @@ def test_devices_expect_shares_that_make_up_what_one_expects(monkeypatch, count)
     alone = size(*asked[0])
     pipe.transformer._parallel_config = parallel(ring_degree=1, ulysses_degree=count)
     share = size(*asked[0])
-    assert 0 <= alone.symbols - count * share.symbols < count and share.symbols > 0
-    assert 0 <= alone.width - count * share.width < count
+    heads = pipe.transformer.config.num_attention_heads
+    most = -(-heads // count)
+    assert share.symbols == alone.symbols * most // heads > 0
+    assert share.width == alone.width * most // heads
     assert (share.output, share.layout) == (alone.output, alone.layout)
 
 
