@@ -116,8 +116,8 @@ def command(given: Options) -> None:
             progress.expect(len(methods), len(methods) - left)
             sweep.add(bench.measure(method))
     written = sweep.publish()
-    if sheet is not None and (file := sheet.write([row["name"] for row in sweep.rows if row["ours"]])) is not None:
-        written.append(file)
+    if sheet is not None:
+        written.append(sheet.write([row["name"] for row in sweep.rows if row["ours"]]))
     _print_summary(console, sweep)
     console.out(f"wrote {', '.join(map(str, written))}", highlight=False)
 

@@ -34,7 +34,6 @@ STUCK = (
     "rest of the run computed: its steps can't be told apart, because the pipeline's scheduler took no step between "
     "two calls of one branch"
 )
-
 CALIBRATED = (
     "target_psnr {0.target_psnr:g} dB: target_error {0.bound:g}, with which 90% of the prompts of the preset's "
     "calibration reached it"

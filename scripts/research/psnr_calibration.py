@@ -83,9 +83,9 @@ def left_out(found: Sequence[Run]) -> list[str]:
     lines = []
     for model in sorted({run.model for run in found}):
         own, others = [run for run in found if run.model == model], [run for run in found if run.model != model]
-        entries = []
+        pairs, own_pairs, entries = calibration(others), calibration(own), []
         for level in LEVELS:
-            target, known = chosen(calibration(others), level), chosen(calibration(own), level)
+            target, known = chosen(pairs, level), chosen(own_pairs, level)
             if target is None:
                 entries.append("—")
                 continue

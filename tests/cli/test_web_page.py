@@ -106,7 +106,7 @@ def test_another_model_brings_its_own_values(page):
 
 
 def test_empty_numbers_are_filled_once_a_model_is_loaded(page):
-    """What a visitor entered stays."""
+    """Keep what a visitor entered."""
     fill = next(each.fn for each in page.fns.values() if getattr(each.fn, "__name__", "") == "fill_numbers")
     assert fill("some/model", None, 48, None, None) == [28, 48, 32, None]
     assert fill("other/model", None, 48, None, None) == [None, 48, None, None]

@@ -42,10 +42,10 @@ class Sheet:
         middle = frames[len(frames) // 2].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
         Image.fromarray(np.ascontiguousarray(middle.numpy())).save(self._path(setting, prompt))
 
-    def write(self, settings: Sequence[str]) -> Path | None:
+    def write(self, settings: Sequence[str]) -> Path:
         """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings.
 
-        Settings without images, which an earlier run measured without a sheet, are left out. None = there is no image.
+        Settings without images, which an earlier run measured without a sheet, are left out.
         """
         shown = [name for name in (PLAIN, *settings) if self._path(name, 0).is_file()]
         rows = []
@@ -54,8 +54,6 @@ class Sheet:
             for panel in panels:
                 panel.thumbnail((PANEL, PANEL))
             rows.append(captioned_row(panels, shown, scale=1))
-        if not shown:
-            return None
         sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
         for index, row in enumerate(rows):
             sheet.paste(row, (0, index * row.height))
