@@ -92,8 +92,8 @@ def preset_of(name: str, *, is_video: bool) -> Preset:
 
 
 def target_of(preset: Preset) -> float | None:
-    """Return the preset's target error; None for a fixed interval."""
-    return getattr(preset.schedule, "target_error", None)
+    """Return the target error that the preset's loop keeps, calibrated if it has a PSNR; None for a fixed interval."""
+    return preset.schedule.bound or None
 
 
 def words_note(model: str, prompt: str) -> str:

@@ -133,7 +133,11 @@ def build_page(
         return changes | numbers | texts
 
     def suit_preset(preset: str, name: str) -> dict[Any, Any]:
-        settings = preset_of(preset, is_video=suited(name).is_video)
+        try:
+            fields = suited(name)
+        except DitAccelError as error:
+            return {status: f"**Failed.** {_as_text(error)}"}
+        settings = preset_of(preset, is_video=fields.is_video)
         value = target_of(settings)
         return {
             chosen: gr.update(info=_described(settings)),
@@ -235,11 +239,11 @@ def build_page(
         quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         made.then(fill_numbers, [models_box, *boxes.values()], [*boxes.values()], **quick)
         cancel.click(stop, api_name="cancel", queue=False)
-        of_preset = [chosen, own, target]
+        of_preset = [chosen, own, target, status]
         models_box.change(
             suit_model,
             [models_box, asked, chosen],
-            [asked, note, *buttons, *boxes.values(), *of_preset, status],
+            [asked, note, *buttons, *boxes.values(), *of_preset],
             **quick,
         )
         chosen.change(suit_preset, [chosen, models_box], of_preset, **quick)

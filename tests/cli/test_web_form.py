@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dit_accel.cli.web_form import EXAMPLES, Loaded, fields_of, in_the_pages_words, words_note
+from dit_accel.cli.web_form import EXAMPLES, Loaded, fields_of, in_the_pages_words, target_of, words_note
 from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError
+from dit_accel.presets import load_preset
 from dit_accel.serving.media import Pictures
 from dit_accel.tools.demo import DEMOS
 
@@ -65,3 +66,11 @@ def test_other_errors_say_what_to_do():
     assert "--batch-size" not in in_the_pages_words(OutOfMemoryError("try --batch-size"))
     assert "generate --image" in in_the_pages_words(OptionError("--image", "give one"))
     assert in_the_pages_words(RuntimeError("broken")).startswith("RuntimeError: broken. The terminal")
+
+
+def test_a_preset_with_a_quality_shows_its_calibrated_target():
+    """A fixed interval has none."""
+    balanced = load_preset("balanced")
+    asked = load_preset("balanced", target_psnr=30)
+    assert target_of(asked) == asked.schedule.bound != target_of(balanced) == balanced.schedule.target_error
+    assert target_of(load_preset("exact")) is None

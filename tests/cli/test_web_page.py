@@ -115,6 +115,8 @@ def test_empty_numbers_are_filled_once_a_model_is_loaded(page):
 def test_a_model_that_is_none_is_an_error_in_the_status(page):
     (message,) = changed(page, "suit_model", "<nonsense>", "a fox", "balanced").values()
     assert message.startswith("**Failed.** Model: &lt;nonsense&gt; is not a pipeline's folder")
+    (message,) = changed(page, "suit_preset", "quality", "<nonsense>").values()
+    assert message.startswith("**Failed.** Model must be an id such as") and "&lt;nonsense&gt;" in message
 
 
 def test_a_preset_without_a_target_hides_the_slider(page):

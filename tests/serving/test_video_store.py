@@ -139,6 +139,19 @@ def test_half_a_file_does_not_stay(monkeypatch, problem):
         asyncio.run(conversation(*both))
 
 
+def test_a_cleaned_temporary_folder_is_made_again():
+    store = videos.VideoStore(FORM, LIMITS)
+
+    async def conversation(app, _):
+        async with client(app) as http:
+            store.new_file().parent.rmdir()
+            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+            assert job["status"] == "completed" and len(files(store)) == 1
+
+    with store, running(released(), videos=store) as both:
+        asyncio.run(conversation(*both))
+
+
 def test_a_running_video_has_a_limit_of_its_own():
     """The time in the queue does not count; a run that takes longer ends at its next step."""
     held = Held()
