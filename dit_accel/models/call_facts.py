@@ -92,7 +92,7 @@ class CallReader:
         )
 
     def cut(self, arguments: Arguments, *, is_compiled: bool) -> tuple[Arguments, TextLengths | None]:
-        """Cut the padding behind the longest prompt off, and return the arguments and the lengths of the prompts.
+        """Cut padding off where the family can, and return the arguments and the lengths of the prompts.
 
         None = the lengths are not needed: no padding is cut off, and no attention is caught.
         """
@@ -105,8 +105,7 @@ class CallReader:
         lengths = self._masks.lengths(mask)
         if cuts:
             lengths = lengths.divisible(parallel_degree(self.transformer), mask.shape[1])
-            end = lengths.end
-            arguments = arguments | {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
+            return self.family.cut(arguments, lengths)
         return arguments, lengths
 
     def cuts_padding(self, device: torch.device, is_compiled: bool) -> bool:
@@ -117,7 +116,7 @@ class CallReader:
         """
         is_parallel = config_of(self.transformer) is not None
         on_device = device.type != "cpu" and not is_compiled
-        return self.family.cuts_padding and (self._preset.works_inside or on_device or is_parallel)
+        return self.family.cut is not None and (self._preset.works_inside or on_device or is_parallel)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         """Return True if blocks with features like ``x`` run through fused kernels."""

@@ -46,7 +46,7 @@ class HeadSite(TileSite):
     def attend_computed(self, inputs: Inputs) -> torch.Tensor:
         o = super().attend_computed(inputs)
         if self._call.records and not self.caches_bias:  # otherwise project_out records
-            self._record(o)
+            self._record(o if inputs.gate is None else o * inputs.gate)
         return o
 
     def attend(
@@ -109,7 +109,7 @@ class HeadSite(TileSite):
         """Compute tile and row symbols; return the plan of this call's own attention, which computes every row."""
         if not (self._skips or self.caches_bias):
             return None
-        q, k, _, layout, _, kv_len = inputs
+        q, k, _, layout, _, kv_len, _ = inputs
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
         symbols = self._tiles(inputs, pooled)
         drawn = lower(symbols) if self._skips else None

@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
         layout: layout of the S tokens.
         dense: runs the model's own attention on them, for calls that leave no tile out.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+        gate: ``[B, S, H, D]``, by which the model multiplies the output before its projection; None = 1.
     """
 
     q: torch.Tensor
@@ -36,6 +37,7 @@ class Inputs(NamedTuple):
     layout: TokenLayout
     dense: Callable[[], torch.Tensor]
     kv_len: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
 
 
 class TileSite:
@@ -76,7 +78,7 @@ class TileSite:
 
     def attend_computed(self, inputs: Inputs) -> torch.Tensor:
         """Return attention ``[B, S, H, D]`` of a call that computes every row; compute and record its symbols."""
-        q, k, v, _, dense, kv_len = inputs
+        q, k, v, _, dense, kv_len, _ = inputs
         plan = self._draw(inputs)
         o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
         is_exact = plan is None
@@ -147,7 +149,7 @@ class TileSite:
         if self._policy.target_error(self._skip) is not None:
             growth *= state.growth
             state.drawn_growth = state.growth
-        config, (q, k, _, layout, _, kv_len) = self._policy.ramped(self._skip, growth), inputs
+        config, (q, k, _, layout, _, kv_len, _) = self._policy.ramped(self._skip, growth), inputs
         symbols = self._policy.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
         if self._skip.refresh > 1:
             state.kept, state.drawn_step = symbols, step
@@ -170,7 +172,7 @@ class TileSite:
 
     def _probe(self, inputs: Inputs, o: torch.Tensor) -> None:
         """Compute dense attention on a few rows, and the error, which the host reads later."""
-        q, k, v, layout, _, kv_len = inputs
+        q, k, v, layout, _, kv_len, _ = inputs
         rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
         self.state.probe_turn += 1
         self._densities.error.copy_(attention_error(o, q, k, v, rows, kv_len=kv_len))

@@ -20,7 +20,7 @@ WRONG = {
         r"'helios', got 'mochii' \(did you mean 'mochi'\?\)",
     ),
     "head-of-any": (LEVEL_HEAD, "level 'head' needs hand-written blocks, and model is 'any'"),
-    "head": (LEVEL_HEAD | {"model": "sd3"}, "set model to flux, flux2, hunyuan_video, qwen_image, wan or z_image"),
+    "head": (LEVEL_HEAD | {"model": "sd3"}, "to flux, flux2, hunyuan_video, krea2, qwen_image, wan or z_image"),
     "order": (ORDERED | {"model": "flux"}, "'tiles' orders the tokens of videos, and model is 'flux'"),
 }
 WAYS = {

@@ -17,6 +17,7 @@ DISPATCHED = {
     "flux2": ["DISPATCH, plain"],
     "flux2-klein-4b": ["DISPATCH, plain"],
     "qwen-image": ["DISPATCH, plain", "DISPATCH, CFG"],
+    "krea2": ["DISPATCH, plain", "DISPATCH, CFG"],
     "hunyuan": ["DISPATCH, plain"],
     "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
     "wan-14b": ["DISPATCH, plain"],

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.memory import ModelSize, SiteSize
+from dit_accel.models.samples import TextLengths
 from dit_accel.sparse.token_order import Grid
 
 Arguments = dict[str, Any]  # of a transformer call, by name
@@ -175,7 +176,8 @@ class Family:
             hand-written blocks remember them.
         feeds: for some parts, other parts of the block that only feed them and need not run when they are forecast.
         text_mask: argument that says which text tokens count, int or bool ``[B, T]``; None = all do.
-        cuts_padding: True if text behind the longest prompt of a batch may be cut off.
+        cut: function of a call's arguments and the lengths of its prompts that returns both without padding that no
+            token reads; None = padding stays.
         used: part of an output ``[B, …]`` that the pipeline uses; forecasts are compared on it.
         order: for videos, where tokens are reordered.
         first_frame_apart: function of the transformer; True = the model finds the first frame's tokens by position.
@@ -214,7 +216,7 @@ class Family:
     parts: tuple[str, ...] = ()
     feeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_mask: str | None = None
-    cuts_padding: bool = False
+    cut: Callable[[Arguments, TextLengths], tuple[Arguments, TextLengths]] | None = None
     used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = lambda _, output, __: output
     order: OrderFacts | None = None
     first_frame_apart: Callable[[nn.Module], bool] = lambda _: False

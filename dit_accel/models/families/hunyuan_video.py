@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, Family, OrderFacts, SplitFacts, Stack, Tokens
+from dit_accel.models.samples import TextLengths
+
+MASK = "encoder_attention_mask"
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -22,6 +25,11 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     _, _, frames, height, width = arguments["hidden_states"].shape
     grid = frames // config.patch_size_t, height // config.patch_size, width // config.patch_size
     return Tokens(arguments["encoder_hidden_states"].shape[1], math.prod(grid), text_first=False, grid=grid)
+
+
+def cut(arguments: Arguments, lengths: TextLengths) -> tuple[Arguments, TextLengths]:
+    """Cut the padding behind the longest prompt off."""
+    return arguments | {name: arguments[name][:, : lengths.end] for name in ("encoder_hidden_states", MASK)}, lengths
 
 
 def replaces_first_frame(transformer: nn.Module) -> bool:
@@ -40,8 +48,8 @@ FAMILY = Family(
     model="HunyuanVideoTransformer3DModel",
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
     tokens=tokens,
-    text_mask="encoder_attention_mask",
-    cuts_padding=True,
+    text_mask=MASK,
+    cut=cut,
     used=used,
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D] of image tokens only
     first_frame_apart=replaces_first_frame,

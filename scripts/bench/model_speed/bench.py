@@ -66,10 +66,11 @@ class Bench:
         self.scheduler.set_timesteps(steps, device=self.device)
         self.scheduler.set_begin_index(0)
         latents = torch.randn(self.model.latents, device=self.device, generator=self._seeded())
+        context = getattr(self.transformer, "cache_context", nullcontext)  # Krea 2 has none
         for timestep in self.scheduler.timesteps:
             for branch in self.model.branches:
                 call = self.conditions(latents.to(self.dtype), timestep.expand(1))
-                with self.transformer.cache_context(branch):
+                with context(branch):
                     velocity = self.transformer(return_dict=False, **call)[0]
             velocity = velocity[:, : latents.shape[1]]  # without Kontext's reference tokens
             latents = self.scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]

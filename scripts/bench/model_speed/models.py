@@ -206,6 +206,41 @@ def _flux2(sizes: Mapping[str, Any], side: int, width: int) -> Model:
     )
 
 
+def _krea2_conditions(side: int, text: int, layers: int, width: int) -> MakeConditions:
+    """Image of ``side`` × ``side`` tokens; prompt of 60 tokens, padded before the 5 that end its template."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        places = torch.arange(text, device=device)
+        image = torch.cartesian_prod(torch.zeros_like(places[:1]), *2 * [torch.arange(side, device=device)])
+        kept = {
+            "encoder_hidden_states": torch.randn(1, text, layers, width, device=device, dtype=dtype),
+            "encoder_attention_mask": ((places < 60) | (places >= text - 5))[None],
+            "position_ids": torch.cat([torch.zeros_like(image[:1]).expand(text, -1), image]),
+        }
+        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep.to(dtype) / 1000, **kept}
+
+    return make
+
+
+def _krea2(sizes: Mapping[str, Any], side: int, *text: int) -> Model:
+    def build() -> torch.nn.Module:
+        transformer = diffusers.Krea2Transformer2DModel(**sizes)
+        for name, module in transformer.named_modules():
+            if name.rpartition(".")[2] in transformer._keep_in_fp32_modules:  # as from_pretrained does
+                module.float()
+        return transformer
+
+    return Model(
+        build,
+        _krea2_conditions(side, *text),
+        (1, side**2, 64),
+        "any",
+        "flux-sparge-balanced",
+        is_video=False,
+        variants=CFG,
+    )
+
+
 CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
 FLUX2_KLEIN = {"num_attention_heads": 24, "joint_attention_dim": 7680, "guidance_embeds": False}
 IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -215,6 +250,7 @@ MODELS = {
     "flux2": _flux2({}, 64, 15360),
     "flux2-klein-4b": _flux2({"num_layers": 5, "num_single_layers": 20, **FLUX2_KLEIN}, 64, 7680),
     "qwen-image": _qwen_image({}, 64, 3584),
+    "krea2": _krea2({}, 64, 512, 12, 2560),
     "hunyuan": _hunyuan({}, CLIP_480P, 4096, 768),
     "wan-1.3b": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, CLIP_480P, 4096, variants=CFG),
     "wan-14b": _wan({}, (1, 16, 21, 90, 160), 4096, **CFG["CFG"]),
@@ -240,12 +276,26 @@ _TINY_FLUX2 = {
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 4, 4),
 }
+_TINY_KREA2 = {
+    **_TINY_ATTENTION,
+    **_TINY_ROPE,
+    "num_layers": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "timestep_embed_dim": 16,
+    "text_hidden_dim": 32,
+    "num_text_layers": 2,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 2,
+    "text_intermediate_size": 32,
+}
 TINY = {
     "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
     "flux-2048": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
     "flux2": _flux2(_TINY_FLUX2, 12, 32),
     "flux2-klein-4b": _flux2({**_TINY_FLUX2, "guidance_embeds": False}, 12, 32),
     "qwen-image": _qwen_image({**_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "joint_attention_dim": 32}, 12, 32),
+    "krea2": _krea2(_TINY_KREA2, 12, 80, 2, 32),
     "hunyuan": _hunyuan(
         {
             **_TINY_ATTENTION,

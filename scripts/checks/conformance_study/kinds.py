@@ -76,7 +76,7 @@ def fuses_kernels(reader: CallReader, x: torch.Tensor) -> bool:
 
 def cuts_padding(reader: CallReader, device: torch.device, is_compiled: bool) -> bool:
     """Return True if blocks are fused, as a GPU does."""
-    return reader.family.cuts_padding
+    return reader.family.cut is not None
 
 
 def found(error: BaseException, statement: str, kind: str) -> str:
