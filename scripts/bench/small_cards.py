@@ -100,6 +100,7 @@ def measure_weights(
         return
     started = time.perf_counter()
     _limit(device, None)
+    _free_pinned(device)
     bench = Bench(case.model, device.type)
     WEIGHTS[weights][1](bench.transformer)
     facts |= {"weights_gib": bytes_of(bench.transformer) / 2**30}
@@ -111,7 +112,6 @@ def measure_weights(
             continue
         for row in measure_way(bench, case, facts, way, options.steps):
             yield {**facts, "way": way, **row}
-    _limit(device, None)
 
 
 def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int) -> Iterator[Row]:
@@ -217,6 +217,14 @@ def _limit(device: torch.device, gib: float | None) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(gib * 2**30 / total, 1.0), device)
     torch.cuda.reset_peak_memory_stats()
+
+
+def _free_pinned(device: torch.device) -> None:
+    """Free the pinned host memory of an earlier model, which torch keeps: blocks of other sizes can't use it."""
+    if device.type == "cuda":
+        free = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+        if free is not None:
+            free()
 
 
 def _host_gib() -> float | None:
