@@ -373,9 +373,9 @@ class TransformerHook(Hook):
             # diffusers < 0.38 keeps the context's name in another attribute.
             context = self.contexts._context or getattr(self.contexts, "_current_context", None)
             output = self.driver.forward(original, context, args, kwargs)
-        if is_offloaded_above(module):  # enabled later, or by loading a LoRA: forecast steps must move no weights
-            lift_hook(module, HOOK_NAME)
-        return output
+            if is_offloaded_above(module):  # enabled later, or by loading a LoRA: forecast steps must move no weights
+                lift_hook(module, HOOK_NAME)
+            return output
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """End a run; diffusers calls this at the end of a pipeline call."""
