@@ -29,6 +29,7 @@ RENDERERS = {  # stem of the JSON: module, function, and the arguments taken fro
     r"pareto-.+": ("dit_accel.tools.compare.report", "table", []),
     r"recorded-attention-.+": ("scripts.research.attention_study.report", "tables", ["results"]),
     r"sla-(features-)?demo-.+": ("scripts.research.finetuning.report", "table", ["rows"]),
+    r"small-cards.*": ("scripts.bench.card_memory.table", "markdown", []),
     r"tile-sparsity-.+": ("scripts.research.tile_sparsity", "tables", ["results"]),
     r"token-order-.+": ("scripts.research.token_order", "table", ["results"]),
 }

@@ -27,6 +27,7 @@ HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, which may also have a hook of another name
 ORDER_HOOK = "dit_accel_token_order"  # on the first block, and on modules where tokens enter and leave
 LINEAR_HOOK = "dit_accel_linear"  # on linear layers
+OFFLOAD_HOOK = "group_offloading"  # diffusers' name
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
@@ -101,6 +102,12 @@ def split_above(module: torch.nn.Module) -> Any:
     registry = module._diffusers_hook
     above = registry._hook_order[registry._hook_order.index(HOOK_NAME) + 1 :]
     return next((registry.hooks[name] for name in above if type(registry.hooks[name]).__name__ == SPLIT_HOOK), None)
+
+
+def is_offloaded_above(module: torch.nn.Module) -> bool:
+    """Return True if diffusers' group offload moves weights before a call reaches our hook on the module."""
+    order = module._diffusers_hook._hook_order
+    return OFFLOAD_HOOK in order[order.index(HOOK_NAME) + 1 :]
 
 
 def lift_split(module: torch.nn.Module) -> None:

@@ -32,6 +32,7 @@ from dit_accel.models.hooks import (
     LINEAR_HOOK,
     Hook,
     find_hook,
+    is_offloaded_above,
     lift_hook,
     lift_split,
     parameter_names,
@@ -371,7 +372,10 @@ class TransformerHook(Hook):
                 return self.driver.computing(original)(*args, **kwargs)
             # diffusers < 0.38 keeps the context's name in another attribute.
             context = self.contexts._context or getattr(self.contexts, "_current_context", None)
-            return self.driver.forward(original, context, args, kwargs)
+            output = self.driver.forward(original, context, args, kwargs)
+            if is_offloaded_above(module):  # enabled later, or by loading a LoRA: forecast steps must move no weights
+                lift_hook(module, HOOK_NAME)
+            return output
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """End a run; diffusers calls this at the end of a pipeline call."""

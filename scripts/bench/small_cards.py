@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Time transformers of full size in the memory of a small card, with random weights, plain and by `balanced`.
+
+    python -m scripts.bench.small_cards --models flux --output docs/results/small-cards.json
+    python -m scripts.bench.small_cards --models flux --weights bf16 --ways sequential --steps 5
+    python -m scripts.bench.small_cards --tiny                        # the same paths on the CPU, in seconds
+
+The process may allocate no more than a card of 24, 16 or 12 GiB leaves. The GPU's speed and its bus stay as they are:
+on a slower card both a computed step and the transfer of weights take longer. Text encoders and autoencoder are left
+out, because they are not on the GPU while steps run. Weights are in bf16, stored in float8 by diffusers (`cast`), in
+int8 or float8 by torchao, or in 4 bits as of a .gguf file (`q4`).
+
+A few computed and forecast steps are timed, at fixed places, because errors of forecasts mean nothing with random
+weights. The seconds of the whole denoising are calculated from their medians, for as many computed steps as in
+`scripts.bench.calls`. A profiler counts the copies to the GPU in a forecast step. A run whose memory would also fit a
+smaller card is not repeated for that one. The JSON is written after each row, and keeps rows of earlier commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.errors import headline
+from dit_accel.tools.origin import describe_run
+from scripts.bench.card_memory.table import markdown
+from scripts.bench.card_memory.ways import STARTS, WAYS, start, why_not_together
+from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
+from scripts.bench.model_speed.bench import Bench
+from scripts.bench.model_speed.models import MODELS, TINY, Model, variant
+
+Row = dict[str, Any]
+CARDS = (24, 16, 12)  # GiB
+CONTEXT = 0.75  # GiB of a card that driver, CUDA context and loaded kernels take
+TIMED = {"control": "interval", "warmup": 1, "interval": 3, "cooldown": 0}  # computes steps 0, 1, 4, 7, …
+NAMES = ("flux", "wan-14b", "qwen-image", "hunyuan")
+SHOWN = ("case", "weights", "way", "run", "card_gib", "fits", "computed_seconds", "forecast_seconds", "seconds")
+SHOWN += ("peak_gib", "host_gib", "copies", "setup_seconds", "error")
+
+
+class Case(NamedTuple):
+    """Model with the steps of its pipeline, and how many of them `EVERY_FIFTH` of `scripts.bench.calls` computes."""
+
+    model: Model
+    steps: int
+    computed: int
+
+
+def case_of(name: str, frames: int, *, tiny: bool) -> Case:
+    """Return a model as its pipeline runs it: images of 1024 x 1024, videos of 480p, guidance where it is usual."""
+    model = (TINY if tiny else MODELS)[name]
+    if model.is_video and not tiny:
+        model = replace(model, latents=(1, 16, (frames - 1) // 4 + 1, 60, 104))
+    if name == "qwen-image":
+        model = variant(model, "CFG")
+    return Case(model, *((28, 10) if name == "flux" else (50, 14)))
+
+
+def main() -> int:
+    options = _options()
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
+    deadline = time.monotonic() + options.seconds
+    rows: list[Row] = []
+    facts = describe_run(device) | {"rows": rows}
+    earlier = json.loads(options.output.read_text())["runs"] if options.output and options.output.exists() else []
+    for name in options.models:
+        for weights in options.weights:
+            for row in measure_weights(name, weights, options, device, deadline):
+                rows.append(row)
+                print(json.dumps({key: value for key, value in row.items() if key in SHOWN}), flush=True)
+                if options.output:
+                    options.output.parent.mkdir(parents=True, exist_ok=True)
+                    options.output.write_text(json.dumps({"runs": [*earlier, facts]}, indent=1) + "\n")
+    print(markdown({"runs": [facts]}))
+    return 0
+
+
+def measure_weights(
+    name: str, weights: str, options: argparse.Namespace, device: torch.device, deadline: float
+) -> Iterator[Row]:
+    """Yield the rows of a model with weights of one form: each way, plain and accelerated, on each card."""
+    case = case_of(name, options.frames, tiny=options.tiny)
+    facts: Row = {"case": name, "latents": case.model.latents, "weights": weights, "steps": case.steps}
+    if (reason := why_not_available(weights)) is not None:
+        yield {**facts, "error": reason}
+        return
+    if time.monotonic() > deadline:
+        yield {**facts, "error": "no time was left"}
+        return
+    started = time.perf_counter()
+    _limit(device, None)
+    _free_pinned(device)
+    bench = Bench(case.model, device.type)
+    WEIGHTS[weights][1](bench.transformer)
+    facts |= {"weights_gib": bytes_of(bench.transformer) / 2**30}
+    print(f"{name}, {weights}: built in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    for way in options.ways:
+        reason = "no time was left" if time.monotonic() > deadline else why_not_together(weights, way)
+        if reason is not None:
+            yield {**facts, "way": way, "error": reason}
+            continue
+        for row in measure_way(bench, case, facts, way, options.steps):
+            yield {**facts, "way": way, **row}
+
+
+def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int) -> Iterator[Row]:
+    """Yield a row for each card, first accelerated, then plain; group offload is enabled once for all of them."""
+    device = torch.device("cuda", 0) if bench.device.type == "cuda" else bench.device
+    largest = max(CARDS) - CONTEXT
+    if way in STARTS and facts["weights_gib"] > largest:
+        yield from ({"run": run, "card_gib": card, "fits": False} for run in ("balanced", "plain") for card in CARDS)
+        return
+    started = time.perf_counter()
+    accelerate_pipeline(bench, "balanced", schedule=TIMED)
+    try:
+        with WAYS[way](bench.transformer, device):
+            setup = {"setup_seconds": time.perf_counter() - started}
+            for run in ("balanced", "plain"):
+                if run == "plain":
+                    restore_pipeline(bench)
+                for row in measure_cards(bench, case, way, steps, device):
+                    yield {"run": run, **row, **setup}
+    except Exception as problem:  # of another package: the next way may still run
+        yield {"error": headline(problem)}
+    finally:
+        restore_pipeline(bench)
+        _limit(device, None)
+
+
+def measure_cards(bench: Bench, case: Case, way: str, steps: int, device: torch.device) -> Iterator[Row]:
+    """Yield the row of each card, largest first."""
+    row: Row = {}
+    for card in CARDS:
+        limit = card - CONTEXT
+        is_same = row.get("fits") and (row["reserved_gib"] is None or row["reserved_gib"] <= limit)
+        if row.get("fits") is not False and not is_same:
+            if way in STARTS:
+                bench.transformer.to("cpu")
+            row = _in_memory(bench, case, way, steps, device, limit) | {"measured_as_gib": card}
+        yield {"card_gib": card, **row}
+
+
+def _in_memory(bench: Bench, case: Case, way: str, steps: int, device: torch.device, limit: float) -> Row:
+    _limit(device, limit)
+    try:
+        return {"fits": True, **timed(bench, case, way, steps, device)}
+    except torch.OutOfMemoryError:
+        return {"fits": False}
+
+
+def timed(bench: Bench, case: Case, way: str, steps: int, device: torch.device) -> Row:
+    """Time the first steps of a run, and return the seconds of each kind of step and of the whole denoising."""
+    is_plain = not hasattr(bench, "dit_accel")
+    begin = start(bench.transformer, device) if way in STARTS else 0.0
+    steps = 1 + (steps - 1) // TIMED["interval"] if is_plain else steps  # as many computed steps
+    run = bench.loop(steps + (0 if is_plain else 1))  # one more step, which is profiled
+    seconds = [milliseconds / 1000 for milliseconds in bench.timed(run, steps)]
+    facts: Row = {}
+    if is_plain:
+        computed, forecast, count = statistics.median_low(seconds[1:]), None, case.steps
+    else:
+        facts["copies"] = _copies(run, device)
+        modes = [step.mode for step in bench.dit_accel.report().steps]
+        facts["copies"]["mode"] = modes[steps]
+        computed, forecast = (  # the lower one of two: kernels are compiled in the first step of a kind
+            statistics.median_low([each for each, own in zip(seconds, modes[:steps], strict=True) if own == mode])
+            for mode in ("update", "dispatch")
+        )
+        count = case.computed
+        facts["fallbacks"] = sorted({each["reason"] for each in bench.dit_accel.report().fallbacks})
+    whole = begin + count * computed + (case.steps - count) * (forecast or 0.0)
+    on_gpu = device.type == "cuda"
+    return {
+        "start_seconds": begin,
+        "first_step_seconds": seconds[0],
+        "computed_seconds": computed,
+        "forecast_seconds": forecast,
+        "computed_steps": count,
+        "seconds": whole,
+        "seconds_each": seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+        "host_gib": _host_gib(),
+        **facts,
+    }
+
+
+def _copies(run: Iterator[torch.Tensor], device: torch.device) -> Row:
+    """Profile the next step of a run: the number of copies from the host to the GPU, and their milliseconds."""
+    if device.type != "cuda":
+        next(run)
+        return {"count": None, "ms": None}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        next(run)
+        torch.cuda.synchronize()
+    times = [event.time_range.end - event.time_range.start for event in profiler.events() if "HtoD" in event.name]
+    return {"count": len(times), "ms": sum(times) / 1000}
+
+
+def _limit(device: torch.device, gib: float | None) -> None:
+    """Limit the memory that this process may allocate on a GPU, and begin to record its peak; None = no limit."""
+    if device.type != "cuda":
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(gib * 2**30 / total, 1.0), device)
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _free_pinned(device: torch.device) -> None:
+    """Free the pinned host memory of an earlier model, which torch keeps: blocks of other sizes can't use it."""
+    if device.type == "cuda":
+        free = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+        if free is not None:
+            free()
+
+
+def _host_gib() -> float | None:
+    """Host memory of this process, in GiB; None where the system does not report it."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * 4096 / 2**30 if file.exists() else None
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=_names_in(NAMES), default=list(NAMES), help=f"among {', '.join(NAMES)}")
+    parser.add_argument("--weights", type=_names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
+    parser.add_argument("--ways", type=_names_in(WAYS), default=list(WAYS)[:3], help=f"among {', '.join(WAYS)}")
+    parser.add_argument("--frames", type=int, default=81, help="of videos; default %(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="accelerated steps that are timed; default %(default)s")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new measurement after this time")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
+    return parser.parse_args()
+
+
+def _names_in(known: Any) -> Any:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; give names among {', '.join(known)}")
+        return names
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Group offload of diffusers moves weights in computed steps only, whether it was enabled first or later."""
+
+import pytest
+import torch
+from diffusers.hooks import group_offloading
+
+from dit_accel import accelerate_pipeline, load_preset
+from tests.tiny import tiny_output, tiny_pipeline
+
+CPU, STEPS = torch.device("cpu"), 6
+EVERY_THIRD = load_preset("balanced", schedule={"control": "interval", "warmup": 2, "interval": 3, "cooldown": 0})
+
+
+class Stream:
+    """Stands in for a stream of a GPU."""
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Numbers of weights that were moved to the device; nothing is moved, because host and device are the CPU."""
+    sizes = []
+
+    def onload(group):
+        modules = [weight for module in group.modules for weight in module.parameters()]
+        sizes.extend(weight.numel() for weight in (*modules, *group.parameters))
+
+    monkeypatch.setattr(group_offloading.ModuleGroup, "onload_", onload)
+    monkeypatch.setattr(group_offloading.ModuleGroup, "offload_", lambda group: None)
+    monkeypatch.setattr(group_offloading.ModuleGroup, "_init_cpu_param_dict", lambda group: {})
+    return sizes
+
+
+def offload(pipe, kind, *, streamed):
+    """``enable_group_offload``, which refuses streams on a CPU."""
+    kind, stream = group_offloading.GroupOffloadingType(kind), Stream() if streamed else None
+    config = group_offloading.GroupOffloadingConfig(CPU, CPU, kind, streamed, False, False, 1, stream=stream)
+    group_offloading._apply_group_offloading(pipe.transformer, config)
+
+
+def moved_by_step(pipe, moved):
+    """Modes of the steps of a call, and the number of weights that each moved."""
+    by_step = []
+
+    def count(pipe, step, timestep, tensors):
+        by_step.append(sum(moved))
+        moved.clear()
+        return tensors
+
+    moved.clear()
+    tiny_output(pipe, "flux", steps=STEPS, callback_on_step_end=count)
+    return [step.mode for step in pipe.dit_accel.report().steps], by_step
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["at-once", "streamed"])
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_forecast_step_moves_no_weights(moved, order, kind, streamed):
+    """Also if offload is enabled after the acceleration, as loading a LoRA does: its hooks are above ours then."""
+    pipe = tiny_pipeline("flux")
+    if order == "before":
+        offload(pipe, kind, streamed=streamed)
+    accelerate_pipeline(pipe, EVERY_THIRD)
+    if order == "after":
+        offload(pipe, kind, streamed=streamed)
+    modes, by_step = moved_by_step(pipe, moved)
+    weights = sum(weight.numel() for weight in pipe.transformer.parameters())
+    assert modes == ["full", "full", "update", "dispatch", "dispatch", "update"]
+    assert [count >= weights for count in by_step] == [mode != "dispatch" for mode in modes]
+    assert [count for mode, count in zip(modes, by_step, strict=True) if mode == "dispatch"] == [0, 0]

@@ -1,0 +1,92 @@
+"""The benchmark of small cards, at toy size: its rows, what they were calculated from, and its table."""
+
+import json
+import sys
+
+import pytest
+
+from dit_accel import accelerate_pipeline
+from scripts.bench import small_cards
+from scripts.bench.call_speed.pipelines import EVERY_FIFTH
+from scripts.bench.card_memory.table import markdown
+from scripts.bench.card_memory.weights import WEIGHTS, bytes_of
+from scripts.bench.model_speed.bench import Bench
+from scripts.bench.model_speed.models import TINY
+
+
+def run(monkeypatch, file, *options):
+    monkeypatch.setattr(sys, "argv", ["small_cards", "--tiny", "--steps", "5", *options, "--output", str(file)])
+    assert small_cards.main() == 0
+    return json.loads(file.read_text())["runs"][-1]
+
+
+def test_rows_of_every_way(monkeypatch, tmp_path):
+    """The seconds follow from those of the steps; a way that can't take the weights says why."""
+    ways = "model,block,leaf,block-no-stream,leaf-low-host,sequential"
+    document = run(
+        monkeypatch, tmp_path / "deep" / "cards.json", "--models", "flux", "--weights", "bf16", "--ways", ways
+    )
+    rows = document["rows"]
+    assert [(row["way"], row["run"], row["card_gib"]) for row in rows] == [
+        (way, which, card) for way in ways.split(",") for which in ("balanced", "plain") for card in (24, 16, 12)
+    ]
+    for row in rows:
+        forecast = row["forecast_seconds"] or 0.0
+        steps = row["computed_steps"] * row["computed_seconds"] + (28 - row["computed_steps"]) * forecast
+        assert row["seconds"] == pytest.approx(row["start_seconds"] + steps)
+        assert row["run"] == "plain" or (row["copies"]["mode"], row["fallbacks"]) == ("dispatch", [])
+    assert len(markdown({"runs": [document]}).split("FLUX.1-dev | bf16 | ")) == 1 + 6 * 3
+
+
+@pytest.mark.parametrize("name", ["wan-14b", "qwen-image", "hunyuan"])
+def test_every_model_runs(monkeypatch, tmp_path, name):
+    document = run(monkeypatch, tmp_path / "cards.json", "--models", name, "--weights", "bf16,cast", "--ways", "block")
+    assert [row["fits"] for row in document["rows"]] == [True] * 12
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_forms_of_weights(monkeypatch, tmp_path, weights):
+    """They take less memory, and run under group offload; a package that is missing is the row's error."""
+    package, change = WEIGHTS[weights]
+    if package is not None:
+        pytest.importorskip(package)
+    rows = run(monkeypatch, tmp_path / "c.json", "--models", "flux", "--weights", weights, "--ways", "leaf")["rows"]
+    assert [row["fits"] for row in rows] == [True] * 6
+    transformer = TINY["flux"].build()
+    before = bytes_of(transformer)
+    change(transformer)
+    assert bytes_of(transformer) <= before * {"bf16": 1, "q4": 0.4}.get(weights, 0.7)
+    monkeypatch.setattr(small_cards, "why_not_available", lambda weights: "package is not installed")
+    (row,) = run(monkeypatch, tmp_path / "c.json", "--models", "flux", "--weights", weights)["rows"]
+    assert row["error"] == "package is not installed"
+
+
+def test_memory_that_does_not_suffice_is_a_result(monkeypatch, tmp_path):
+    """A card that holds the memory of a larger one is not measured again; once it does not fit, no smaller is tried."""
+    limits = []
+
+    def in_memory(bench, case, way, steps, device, limit):
+        limits.append(limit)
+        seconds = {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
+        return {"fits": True, "peak_gib": 12.0, "reserved_gib": 13.0, **seconds} if limit > 13 else {"fits": False}
+
+    monkeypatch.setattr(small_cards, "_in_memory", in_memory)
+    options = ("--models", "flux", "--weights", "bf16", "--ways", "leaf")
+    document = run(monkeypatch, tmp_path / "cards.json", *options)
+    assert [row["fits"] for row in document["rows"]] == [True, True, False] * 2
+    assert limits == [24 - small_cards.CONTEXT, 12 - small_cards.CONTEXT] * 2
+    assert "| 12 | does not fit | does not fit | does not fit |" in markdown({"runs": [document]})
+
+
+@pytest.mark.parametrize("name", small_cards.NAMES)
+def test_computed_steps(name):
+    """The number of computed steps is that of the interval of whole calls."""
+    case = small_cards.case_of(name, 81, tiny=True)
+    bench = Bench(case.model, "cpu")
+    warmup, interval = EVERY_FIFTH
+    schedule = {"control": "interval", "warmup": warmup, "interval": interval, "cooldown": 1}
+    accelerate_pipeline(bench, "balanced", schedule=schedule)
+    for _ in bench.loop(case.steps):
+        pass
+    report = bench.dit_accel.report()
+    assert len(report.steps) - report.steps_by_mode["dispatch"] == case.computed
