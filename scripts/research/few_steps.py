@@ -33,7 +33,7 @@ from scripts.tables import write_table
 
 TARGETS = (0.1, 0.16, 0.25, 0.4, 0.65, 1.0, 1.6)
 RIVALS = ("meancache", "spectrum")
-PARTS = 4
+PARTS = 6
 
 # The most informative cells first.
 CELLS = [
