@@ -138,16 +138,10 @@ class Gap:
             The next computed step for this error alone.
         """
         course = course or self.course
-        schedule, coordinates = self.preset.schedule, course.coordinates
-        bends = course.bends or [1.0] * len(coordinates)
-        here, end = coordinates[step], len(coordinates)
-        used = math.ceil(order) + 1
-        remainder = bends[step] * math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
-        ahead = [here, *nodes][:used]
+        end = len(course.coordinates)
         interval, counted = 1, 0.0
-        while interval < schedule.max_interval and step + interval < end:
-            there = bends[step + interval] * math.prod(abs(coordinates[step + interval] - node) for node in ahead)
-            expected = error * there / remainder if remainder else math.inf
+        while interval < self.preset.schedule.max_interval and step + interval < end:
+            expected = self.expected_error(step, step + interval, nodes, order, error, course)
             counted += course.weights[step + interval] * expected
             # `not … <=`, so that a NaN error keeps the interval at 1.
             if not counted <= self.target_error:
@@ -159,6 +153,17 @@ class Gap:
         self._next_update = following if step != self._observed_step else min(self._next_update, following)
         self._observed_step = step
         return following
+
+    def expected_error(
+        self, step: int, later: int, nodes: Sequence[float], order: float, error: float, course: Course
+    ) -> float:
+        """Return the error to expect of a forecast at a later step; see :meth:`observe` for the arguments."""
+        coordinates, used = course.coordinates, math.ceil(order) + 1
+        bends = course.bends or [1.0] * len(coordinates)
+        here, there = coordinates[step], coordinates[later]
+        remainder = bends[step] * math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
+        ahead = bends[later] * math.prod(abs(there - node) for node in [here, *nodes][:used])
+        return error * ahead / remainder if remainder else math.inf
 
 
 class ClosedLoop:

@@ -18,7 +18,7 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -50,9 +50,12 @@ ONE_BY_ONE = "SeaCache"
 PARTS = 3  # parts of a cell's settings, with several processes
 
 
-def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]:
+Settings = Callable[[Subject, argparse.Namespace], Iterator[tuple[str, str, Any]]]
+
+
+def measure_part(work: tuple[Cell, slice, str, argparse.Namespace, Settings]) -> list[Row]:
     """Return a row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
-    cell, part, folder, options = work
+    cell, part, folder, options, settings = work
     torch.set_num_threads(1)
     growth.GROWTH = options.growth
     conditions = Conditions(cell, folder, options.prompts, options.split, options.device)
@@ -100,8 +103,13 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
     for target in options.targets:
         put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
         yield LOOP, f"target {target:g}", put_on
-    for rival in RIVALS if options.rivals else ():
-        for method in spread(PEERS[rival].methods(subject.steps), options.settings):
+    yield from rivals(subject, RIVALS if options.rivals else (), options.settings)
+
+
+def rivals(subject: Subject, names: Sequence[str], most: int) -> Iterator[tuple[str, str, Any]]:
+    """Yield at most so many settings of each of the other methods."""
+    for rival in names:
+        for method in spread(PEERS[rival].methods(subject.steps), most):
             yield method.series, method.name, partial(method.put_on, subject)
 
 
@@ -137,24 +145,38 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure as much as the time allows."""
-    diffusers.utils.logging.set_verbosity_error()
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """Return the wanted cells; with `--smoke`, two small ones for each model and a small measurement."""
+    models = list(folders_of(options))
+    if not options.smoke:
+        return [cell for cell in CELLS if cell.model in models and cell.scheduler in options.schedulers]
+    kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
+    options.prompts, options.targets, options.settings = 1, (), 1
+    return [
+        Cell(**{"model": name, "steps": 8, "size": 64, "dtype": "float32"} | kind) for name in models for kind in kinds
+    ]
+
+
+def folders_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return the folder of each model."""
     named = dict(name.partition("=")[::2] for name in options.models)
-    folders = {name: folder or str(demo_path(name)) for name, folder in named.items()}
-    cells = [cell for cell in CELLS if cell.model in folders and cell.scheduler in options.schedulers]
-    if options.smoke:
-        kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
-        cells = [
-            Cell(**{"model": name, "steps": 8, "size": 64, "dtype": "float32"} | kind)
-            for name in folders
-            for kind in kinds
-        ]
-        options.prompts, options.targets, options.settings = 1, (), 1
+    return {name: folder or str(demo_path(name)) for name, folder in named.items()}
+
+
+def measure(
+    options: argparse.Namespace, cells: Sequence[Cell], settings: Settings = settings, parts: int = PARTS
+) -> dict[str, Any]:
+    """Measure as much as the time allows, each cell's settings in so many parts if there are several processes."""
+    diffusers.utils.logging.set_verbosity_error()
+    folders = folders_of(options)
     found: dict[str, Any] = {"run": describe_run(torch.device(options.device)), "rows": []}
     found |= {"growth": options.growth, "set": dict(options.set), "split": options.split}
-    parts = PARTS if options.processes > 1 else 1
-    work = [(cell, slice(part, None, parts), folders[cell.model], options) for cell in cells for part in range(parts)]
+    parts = parts if options.processes > 1 else 1
+    work = [
+        (cell, slice(part, None, parts), folders[cell.model], options, settings)
+        for cell in cells
+        for part in range(parts)
+    ]
     end = time.monotonic() + 60 * options.minutes
     with pool_of(options.processes) as pool:
         for rows in pool.imap_unordered(measure_part, work):
@@ -171,7 +193,7 @@ def main() -> None:
         parts = [json.loads(file.read_text()) for file in options.merge]
         found = parts[0] | {"rows": [row for part in parts for row in part["rows"]]}
     else:
-        found = measure(options)
+        found = measure(options, cells_of(options))
     options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
     write_table(options.output.with_suffix(".md"), tables(found["rows"]))
     draw(found["rows"], options.output.with_suffix(".png"))

@@ -81,9 +81,9 @@ def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def at(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
-    """The loop's PSNR in dB at a computed fraction, interpolated between targets; None outside of them."""
-    points = sorted((row["computed"], statistic(row["psnr"])) for row in rows if row["series"] == LOOP)
+def at(rows: Sequence[Row], share: float, statistic: Statistic, series: str = LOOP) -> float | None:
+    """A series' PSNR in dB at a computed fraction, interpolated between targets; None outside of them."""
+    points = sorted((row["computed"], statistic(row["psnr"])) for row in rows if row["series"] == series)
     if not points or not points[0][0] <= share <= points[-1][0]:
         return None
     return float(np.interp(share, *zip(*points, strict=True)))
