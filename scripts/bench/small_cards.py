@@ -44,6 +44,7 @@ Row = dict[str, Any]
 CARDS = (24, 16, 12)  # GiB
 CONTEXT = 0.75  # GiB of a card that driver, CUDA context and loaded kernels take
 TIMED = {"control": "interval", "warmup": 1, "interval": 3, "cooldown": 0}  # computes steps 0, 1, 4, 7, …
+NO_TIME = "no time was left"
 NAMES = ("flux", "wan-14b", "qwen-image", "hunyuan")
 SHOWN = ("case", "weights", "way", "run", "card_gib", "fits", "computed_seconds", "forecast_seconds", "seconds")
 SHOWN += ("peak_gib", "host_gib", "copies", "setup_seconds", "error")
@@ -96,7 +97,7 @@ def measure_weights(
         yield {**facts, "error": reason}
         return
     if time.monotonic() > deadline:
-        yield {**facts, "error": "no time was left"}
+        yield {**facts, "error": NO_TIME}
         return
     started = time.perf_counter()
     _limit(device, None)
@@ -106,15 +107,15 @@ def measure_weights(
     facts |= {"weights_gib": bytes_of(bench.transformer) / 2**30}
     print(f"{name}, {weights}: built in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     for way in options.ways:
-        reason = "no time was left" if time.monotonic() > deadline else why_not_together(weights, way)
+        reason = NO_TIME if time.monotonic() > deadline else why_not_together(weights, way)
         if reason is not None:
             yield {**facts, "way": way, "error": reason}
             continue
-        for row in measure_way(bench, case, facts, way, options.steps):
+        for row in measure_way(bench, case, facts, way, options.steps, deadline):
             yield {**facts, "way": way, **row}
 
 
-def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int) -> Iterator[Row]:
+def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int, deadline: float) -> Iterator[Row]:
     """Yield a row for each card, first accelerated, then plain; group offload is enabled once for all of them."""
     device = torch.device("cuda", 0) if bench.device.type == "cuda" else bench.device
     largest = max(CARDS) - CONTEXT
@@ -129,7 +130,7 @@ def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int) -> I
             for run in ("balanced", "plain"):
                 if run == "plain":
                     restore_pipeline(bench)
-                for row in measure_cards(bench, case, way, steps, device):
+                for row in measure_cards(bench, case, way, steps, device, deadline):
                     yield {"run": run, **row, **setup}
     except Exception as problem:  # of another package: the next way may still run
         yield {"error": headline(problem)}
@@ -138,13 +139,21 @@ def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int) -> I
         _limit(device, None)
 
 
-def measure_cards(bench: Bench, case: Case, way: str, steps: int, device: torch.device) -> Iterator[Row]:
-    """Yield the row of each card, largest first."""
+def measure_cards(
+    bench: Bench, case: Case, way: str, steps: int, device: torch.device, deadline: float
+) -> Iterator[Row]:
+    """Yield the row of each card, largest first; after the deadline one that says so."""
     row: Row = {}
+    whole = bytes_of(bench.transformer) / 2**30 if way in STARTS else 0.0
     for card in CARDS:
         limit = card - CONTEXT
         is_same = row.get("fits") and (row["reserved_gib"] is None or row["reserved_gib"] <= limit)
-        if row.get("fits") is not False and not is_same:
+        if whole > limit:
+            row = {"fits": False}  # without moving its weights to the GPU and back, which takes seconds
+        elif row.get("fits") is not False and not is_same:
+            if time.monotonic() > deadline:
+                yield {"error": NO_TIME}
+                return
             if way in STARTS:
                 bench.transformer.to("cpu")
             row = _in_memory(bench, case, way, steps, device, limit) | {"measured_as_gib": card}

@@ -78,6 +78,41 @@ def test_memory_that_does_not_suffice_is_a_result(monkeypatch, tmp_path):
     assert "| 12 | does not fit | does not fit | does not fit |" in markdown({"runs": [document]})
 
 
+def test_weights_above_the_limit_are_not_moved(monkeypatch, tmp_path):
+    """A card that can't hold the weights alone is no measurement under model offload."""
+    limits = []
+
+    def in_memory(bench, case, way, steps, device, limit):
+        limits.append(limit)
+        seconds = {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
+        return {"fits": True, "peak_gib": 21.0, "reserved_gib": 22.0, **seconds}
+
+    monkeypatch.setattr(small_cards, "_in_memory", in_memory)
+    monkeypatch.setattr(small_cards, "bytes_of", lambda transformer: 20 * 2**30)
+    options = ("--models", "flux", "--weights", "bf16", "--ways", "model")
+    rows = run(monkeypatch, tmp_path / "cards.json", *options)["rows"]
+    assert [row["fits"] for row in rows] == [True, False, False] * 2
+    assert limits == [24 - small_cards.CONTEXT] * 2
+
+
+def test_a_run_that_was_not_measured_is_not_called_too_large(monkeypatch, tmp_path):
+    """Nothing begins after the deadline, also between the cards of a way; the table leaves that run's cells empty."""
+    now = [0.0]
+
+    def in_memory(bench, case, way, steps, device, limit):
+        now[0] += 30
+        return {"fits": False}
+
+    monkeypatch.setattr(small_cards, "_in_memory", in_memory)
+    monkeypatch.setattr(small_cards.time, "monotonic", lambda: now[0])
+    options = ("--models", "flux", "--weights", "bf16", "--ways", "leaf", "--seconds", "20")
+    document = run(monkeypatch, tmp_path / "cards.json", *options)
+    *measured, last = document["rows"]
+    assert [(row["run"], row["fits"]) for row in measured] == [("balanced", False)] * 3
+    assert (last["run"], last["error"]) == ("plain", "no time was left")
+    assert "| 12 |  → does not fit | does not fit |  → does not fit |" in markdown({"runs": [document]})
+
+
 @pytest.mark.parametrize("name", small_cards.NAMES)
 def test_computed_steps(name):
     """The number of computed steps is that of the interval of whole calls."""

@@ -399,8 +399,9 @@ def test_tiles_are_for_long_clips_alone():
 )
 def test_pipelines_are_made_to_fit_their_card(gpu, options):
     """A transformer of 27 GiB fits a large card, fills half of a middling one, and fits a small one by halves."""
-    shell = recommend("hunyuanvideo-community/HunyuanVideo", gpu=gpu).shell
-    assert " ".join(re.findall(r"--(?:quantize|offload) \S+", shell)) == options
+    found = recommend("hunyuanvideo-community/HunyuanVideo", gpu=gpu)
+    assert " ".join(re.findall(r"--(?:quantize|offload) \S+", found.shell)) == options
+    assert ("enable_group_offload" in " ".join(found.notes)) == ("sequential" in options)
 
 
 @pytest.mark.parametrize(

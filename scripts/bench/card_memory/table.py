@@ -46,7 +46,7 @@ def _lines(rows: list[Row]) -> Iterator[list[str]]:
     for (*_, card), pair in pairs.items():
         plain, ours = pair.get("plain", {}), pair.get("balanced", {})
         cells = [*_key_cells(ours or plain), str(card)]
-        if not plain.get("fits") and not ours.get("fits"):
+        if all(row.get("fits") is False for row in (plain, ours)):  # a run that was not measured has no row
             yield [*cells, *[UNFIT] * 3, "", "", ""]
             continue
         cells += [_both(plain, ours, "computed_seconds"), _figure(ours, "forecast_seconds", 4)]
