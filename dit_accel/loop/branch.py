@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,7 +44,7 @@ class BranchState:
 
     Args:
         name: name of the branch, from the pipeline or from the order of calls in a step.
-        shapes: shapes of the call's tensors, and the arguments that determine the form of the output.
+        shapes: shapes of the call's tensors except timesteps, and the arguments that determine the form of the output.
         size: numbers that determine the memory of the blocks' records.
         memory: memory plan of these records.
         loops: one loop for each group of samples that are decided together.
@@ -116,6 +117,7 @@ class Call:
         facts: facts about a call whose blocks run, for the transformer's driver.
         work: FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
         dense: blocks that fell back to their own forward.
+        turns: how often each part of a block has run or was forecast, by the names of both. The driver fills it.
         symbols: symbols that blocks computed in this call, by name.
         densities: densities of these symbols, float32 on the device, by name.
         measured: float32 tensors that the host reads at the end of the call, all in one copy, each group with the
@@ -136,6 +138,7 @@ class Call:
     facts: Any = None
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
+    turns: Counter[tuple[str, str]] = field(default_factory=Counter)
     symbols: dict[str, SparseSymbols] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)

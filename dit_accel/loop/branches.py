@@ -33,8 +33,8 @@ class Request:
     Args:
         transformer: its name in the pipeline.
         context: the pipeline's name of the branch; None = the order of the calls in a step decides.
-        shapes: shapes of the call's tensors, and the arguments that determine the form of its output; a change within
-            a run drops the run's records.
+        shapes: shapes of the call's tensors except timesteps, and the arguments that determine the form of its output;
+            a change within a run drops the run's records.
         size: returns the numbers that determine the records' memory; called at a branch's first call.
         samples: returns the rows whose steps are decided separately; called at a branch's first call.
         conditions: returns the conditioning of the call besides latents and time; a change within a run drops the

@@ -22,6 +22,7 @@ LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
     [
         *(*LATENTS, *FURTHER_LATENTS),
         *("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma"),
+        "timestep_indices",  # of each token among the timesteps
     ]
 )
 SCALE = re.compile("scale|guidance")  # in names of a pipeline's attributes that hold the strength of guidance

@@ -125,7 +125,7 @@ class FamilyDriver(TransformerDriver):
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():
-                    self.hook(module, PartHook(self.runs, name, part))
+                    self.hook(module, PartHook(self.runs, name, part, self.family.calls.get(part, 1)))
                 for module in feeding:
                     self.hook(module, FeedHook(self.runs))
             if preset.skip.steps == "all" and preset.forecast.level != "head":

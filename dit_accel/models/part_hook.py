@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.loop.branch import Call
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import StepMode
@@ -49,19 +50,21 @@ class PartHook(Hook):
         runs: runs over the transformer; they have the call in progress.
         block: the block's name in the report.
         part: the part's name in the block.
+        calls: how often the block calls the part; each of these calls has a history of its own.
     """
 
-    def __init__(self, runs: Runs, block: str, part: str) -> None:
+    def __init__(self, runs: Runs, block: str, part: str, calls: int = 1) -> None:
         super().__init__()
         self._runs = runs
         self._block = block
         self._part = part
+        self._calls = calls
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._runs.current.call
         if call is None:
             return self.fn_ref.original_forward(*args, **kwargs)
-        history = call.site(self._block, SiteState).history(self._part, call.branch.memory)
+        history = call.site(self._block, SiteState).history(self._next(call), call.branch.memory)
         if call.mode is StepMode.DISPATCH:
             output = forecast(self._runs.current.preset.forecast.method, history, call.coordinate, call.branch.order)
             return output if self._is_tuple else output[0]
@@ -75,3 +78,9 @@ class PartHook(Hook):
             self._is_tuple = not isinstance(output, torch.Tensor)
             history.record(call.coordinate, output if self._is_tuple else (output,))
         return output
+
+    def _next(self, call: Call) -> str:
+        """Name of the history of the part's next output in a transformer call."""
+        turn = call.turns[self._block, self._part] % self._calls
+        call.turns[self._block, self._part] += 1
+        return f"{self._part}, call {turn + 1}" if turn else self._part

@@ -205,7 +205,8 @@ class TransformerDriver:
         if timestep is None:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return self.computing(original)(*args, **kwargs)
-        leaves = pytree.tree_leaves(arguments)
+        # MiniMax-H3 has one timestep for each noise level, whose number varies over a run.
+        leaves = pytree.tree_leaves({name: each for name, each in arguments.items() if name not in self._timesteps})
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
         lengths = self.lengths(arguments) if self._works_inside else ()
         form = *shapes, *lengths, arguments.get("return_dict", True)

@@ -1,5 +1,6 @@
 """Parts of a block that level `layer` forecasts, and modules that only feed them."""
 
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -39,15 +40,14 @@ class History:
 def hooked(monkeypatch):
     """A part with its hook, its history, and the call in progress, which is None at first."""
 
-    def make(is_tuple=False):
-        history = History()
-        sites = SimpleNamespace(history=lambda part, memory: history)
-        controller = SimpleNamespace(
-            call=None, preset=SimpleNamespace(forecast=SimpleNamespace(method="newton")), history=history
-        )
+    def make(is_tuple=False, calls=1):
+        histories = defaultdict(History)
+        sites = SimpleNamespace(history=lambda part, memory: histories[part])
+        preset = SimpleNamespace(forecast=SimpleNamespace(method="newton"))
+        controller = SimpleNamespace(call=None, preset=preset, histories=histories, history=histories["attn"])
         controller.site = lambda name, kind: sites
         module = Part(is_tuple)
-        register_hook(module, PartHook(SimpleNamespace(current=controller), "blocks.0", "attn"))
+        register_hook(module, PartHook(SimpleNamespace(current=controller), "blocks.0", "attn", calls))
         return module, controller
 
     forecasts = []
@@ -61,7 +61,7 @@ def hooked(monkeypatch):
 def call(controller, mode, coordinate, records=True):
     branch = SimpleNamespace(memory=None, order=2)
     controller.call = SimpleNamespace(
-        mode=mode, coordinate=coordinate, records=records, branch=branch, site=controller.site
+        mode=mode, coordinate=coordinate, records=records, branch=branch, site=controller.site, turns=Counter()
     )
 
 
@@ -96,6 +96,21 @@ def test_a_part_that_runs_in_chunks_is_refused(hooked):
     module(X)
     call(controller, StepMode.FULL, 0.8, records=False)
     module(X)
+
+
+def test_each_call_of_a_part_has_its_own_history(hooked):
+    """A block may call a part for the image and again for the text; a third call would be a chunk."""
+    module, controller = hooked(calls=2)
+    for coordinate in (0.9, 0.8):
+        call(controller, StepMode.UPDATE, coordinate)
+        made = [float(module(X)[0, 0, 0]) for _ in range(2)]
+    call(controller, StepMode.DISPATCH, 0.7)
+    assert [float(module(X)[0, 0, 0]) for _ in range(2)] == made == [3, 4] and module.calls == 4
+    call(controller, StepMode.UPDATE, 0.6)
+    module(X)
+    module(X)
+    with pytest.raises(UnsupportedError, match="in chunks"):
+        module(X)
 
 
 class Gate(torch.nn.Module):

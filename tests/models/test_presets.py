@@ -17,7 +17,7 @@ WRONG = {
     "unknown": (
         {"model": "mochii"},
         r"preset 'balanced' is not valid: model: Input should be 'any', 'flux', .* or "
-        r"'helios', got 'mochii' \(did you mean 'mochi'\?\)",
+        r"'minimax_h3', got 'mochii' \(did you mean 'mochi'\?\)",
     ),
     "head-of-any": (LEVEL_HEAD, "level 'head' needs hand-written blocks, and model is 'any'"),
     "head": (LEVEL_HEAD | {"model": "sd3"}, "to flux, flux2, hunyuan_video, krea2, qwen_image, wan or z_image"),

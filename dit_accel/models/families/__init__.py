@@ -13,6 +13,7 @@ from dit_accel.models.families import (
     flux,
     flux2,
     flux3,
+    glm_image,
     helios,
     hidream,
     hunyuan_image,
@@ -24,6 +25,7 @@ from dit_accel.models.families import (
     ltx,
     ltx2,
     lumina2,
+    minimax_h3,
     mochi,
     prx,
     qwen_image,
@@ -44,7 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
     *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
     *(longcat_image.FAMILY, hunyuan_image.FAMILY, krea2.FAMILY, qwen_image_21.FAMILY, ernie_image.FAMILY),
-    *(flux3.FAMILY, helios.FAMILY),
+    *(flux3.FAMILY, helios.FAMILY, glm_image.FAMILY, minimax_h3.FAMILY),
 )
 
 

@@ -174,6 +174,7 @@ class Family:
         attentions: names of a block's attentions over its own tokens, and True where these include text.
         parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = the
             hand-written blocks remember them.
+        calls: how often a block calls a part, for parts that it calls more than once.
         feeds: for some parts, other parts of the block that only feed them and need not run when they are forecast.
         text_mask: argument that says which text tokens count, int or bool ``[B, T]``; None = all do.
         cut: function of a call's arguments and the lengths of its prompts that returns both without padding that no
@@ -214,6 +215,7 @@ class Family:
     work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
     parts: tuple[str, ...] = ()
+    calls: Mapping[str, int] = field(default_factory=dict)
     feeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_mask: str | None = None
     cut: Callable[[Arguments, TextLengths], tuple[Arguments, TextLengths]] | None = None

@@ -19,6 +19,7 @@ PIPELINES = {
     "krea2": images.krea2,
     "ernie-image": images.ernie_image,
     "flux3": images.flux3,
+    "glm-image": images.glm_image,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,
@@ -32,6 +33,7 @@ PIPELINES = {
     "wan-animate": videos.wan_animate,
     "skyreels-v2": videos.skyreels_v2,
     "helios": videos.helios,
+    "minimax-h3": videos.minimax_h3_whole,
     "anyflow-far": videos.anyflow_far,
     "diffusion-forcing": videos.diffusion_forcing,
 }

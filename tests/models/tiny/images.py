@@ -283,6 +283,25 @@ def flux3():
     return pipe, prompt
 
 
+def glm_image():
+    """Tokens that another model drew first, here random ones, join the latents; guidance drops them in its branch."""
+    transformer = diffusers.GlmImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        text_embed_dim=WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=16,
+    )
+    pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
+    drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))
+    prompt = {"prompt_embeds": text(1, TOKENS, WIDTH), "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1)}
+    return pipe, {**prompt, "prior_token_ids": drawn, "height": 192, "width": 192}
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(

@@ -15,6 +15,12 @@ from tests.tiny.inputs import random_picture
 H3_SHIFTS = {"": 12.0, "audio_": 3.0}
 H3_VIDEO, H3_AUDIO = (24, 16), (10, 8)  # tokens and channels of MiniMax-H3's latents
 
+H3_SIZES = {
+    **{"num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 48, "num_layers": 2, "ffn_dim": 64},
+    **{"num_refiner_layers": 1, "text_dim": WIDTH, "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 16},
+    "rope_freq_dim": 4,
+}
+
 
 def kandinsky5():
     """Latents ``[B, F, H, W, C]``, and text in separate blocks."""
@@ -91,21 +97,7 @@ def minimax_h3(name="transformer"):
     loop = {"transformer": denoise.MiniMaxH3DenoiseStep, "transformer_ref": denoise.MiniMaxH3Ref2VADenoiseStep}[name]
     steps = {"set_timesteps": before_denoise.MiniMaxH3SetTimestepsStep(), "denoise": loop()}
     pipe = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
-    transformer = diffusers.MiniMaxH3Transformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        hidden_size=64,
-        num_layers=2,
-        num_refiner_layers=1,
-        ffn_dim=64,
-        in_channels=4,
-        audio_in_channels=8,
-        text_dim=WIDTH,
-        freq_dim=16,
-        time_embed_hidden_dim=32,
-        time_embed_dim=32,
-        rope_freq_dim=4,
-    )
+    transformer = diffusers.MiniMaxH3Transformer3DModel(**H3_SIZES, in_channels=4, audio_in_channels=8)
     schedulers = {f"{kind}scheduler": diffusers.MiniMaxH3Scheduler(shift) for kind, shift in H3_SHIFTS.items()}
     pipe.update_components(**{name: transformer}, **schedulers)
     modalities = torch.tensor([1] * TOKENS + [0] * H3_VIDEO[0] + [2] * H3_AUDIO[0])
@@ -116,6 +108,24 @@ def minimax_h3(name="transformer"):
     kinds = ("video", "text", "audio")
     indices = {f"{kind}_indices": (modalities == tag).nonzero()[:, 0] for tag, kind in enumerate(kinds)}
     return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **indices, "denoiser_input_fields": layout | indices}
+
+
+class StepScheduler(diffusers.MiniMaxH3Scheduler):
+    """Takes the number of steps, while diffusers' own counts the end of the run too."""
+
+    def set_timesteps(self, num_inference_steps, **settings):
+        super().set_timesteps(num_inference_steps + 1, **settings)
+
+
+def minimax_h3_whole():
+    """All of its steps with latents, which make 148 tokens of video and 414 of audio."""
+    from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
+
+    pipe = MiniMaxH3CoreDenoiseStep().init_pipeline()
+    schedulers = {f"{kind}scheduler": StepScheduler(shift) for kind, shift in H3_SHIFTS.items()}
+    pipe.update_components(transformer=diffusers.MiniMaxH3Transformer3DModel(**H3_SIZES), **schedulers)
+    prompt = {"prompt_embeds": text(1, TOKENS, WIDTH), "text_token_tags": torch.ones(TOKENS, dtype=torch.long)}
+    return pipe, {**prompt, "height": 64, "width": 64, "num_frames": 124}
 
 
 class SixTokens:

@@ -1,0 +1,56 @@
+"""MiniMax-H3: blocks over one sequence of text, given images and sounds, the audio, and the video.
+
+Everything but text counts as vision. Audio and video have schedules of their own. Attention is wider than the tokens,
+so level ``layer`` takes less memory than is expected.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    video, audio, text = (arguments[f"{kind}hidden_states"].shape[1] for kind in ("", "audio_", "encoder_"))
+    return Tokens(text, video + audio)
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """Return an output without given tokens, which come first and have a timestep of their own, close to no noise.
+
+    The number of channels says whether it is of the video or of the audio.
+    """
+    is_video = output.shape[-1] == arguments["hidden_states"].shape[-1]
+    timesteps = arguments["timestep_indices"][arguments["video_indices" if is_video else "audio_indices"]]
+    return output * (timesteps == timesteps[-1]).unsqueeze(-1)
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """FLOPs of attention, whose heads are together wider than the tokens, and of the gated MLP."""
+    config, width, batch = transformer.config, width_of(transformer), batch_of(arguments)
+    joint = tokens.text + tokens.vision
+    projection = 2 * batch * joint * config.hidden_size * width
+    return BlockWork(
+        tiles={"attn": 4 * batch * joint**2 * width},
+        rest=2 * projection + 6 * batch * joint * config.hidden_size * config.ffn_dim,
+        rows=2 * projection,
+        bias=projection,
+    )
+
+
+FAMILY = Family(
+    name="minimax_h3",
+    title="MiniMax-H3",
+    model="MiniMaxH3Transformer3DModel",
+    stacks=(Stack("transformer_blocks"),),
+    tokens=tokens,
+    work=work,
+    parts=("attn", "ff"),
+    used=used,
+    names_transformer=True,
+    makes="videos",
+    words=("minimaxh3",),
+    is_modular=True,
+)
