@@ -52,8 +52,9 @@ class Options(RunOptions):
     max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
     max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
     max_frames: int = option("Most frames of a video.", default=300, min=1, max=MOST_FRAMES)
-    max_videos: int = option(
-        "Most finished videos that each API key keeps, for an hour.", default=64, min=1, max=10_000
+    max_videos: int = option("Most finished videos of each API key, for an hour.", default=64, min=1, max=10_000)
+    max_video_bytes: int = option(
+        "Most bytes of each API key's finished videos.", default=4 * 2**30, min=2**20, max=2**50
     )
     max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
     max_upload: int = option(
@@ -95,6 +96,7 @@ class Options(RunOptions):
             seconds=self.max_seconds,
             frames=self.max_frames,
             videos=self.max_videos,
+            video_bytes=self.max_video_bytes,
         )
 
 

@@ -31,8 +31,8 @@ from dit_accel.presets import Preset
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
 logger = logging.getLogger(__name__)
 STUCK = (
-    "rest of the run computed: its steps can't be told apart, because the pipeline's scheduler took no step between "
-    "two calls of one branch"
+    "rest of the run computed: its steps can't be told apart, because two calls of one branch had the same step, by "
+    "the scheduler's step_index or the timestep"
 )
 CALIBRATED = (
     "target_psnr {0.target_psnr:g} dB: target_error {0.bound:g}, with which 90% of the prompts of the preset's "

@@ -27,6 +27,7 @@ BATCHED = frozenset(  # tensors, or lists of them, with one entry per sample, or
         *("control_hidden_states", "pose_hidden_states", "face_pixel_values"),
         *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask", "audio_timestep"),
         *("sigma", "audio_sigma", "video_coords", "audio_coords"),
+        *("position_ids", "segment_ids", "indicator"),  # of Ideogram 4; see _is_shared
     ]
 )
 LISTED = frozenset(["img_shapes"])  # lists with one entry per sample, or one for all
@@ -36,6 +37,7 @@ SHARED = frozenset(  # arguments that all samples share
         *("visual_rope_pos", "text_rope_pos", "scale_factor", "control_hidden_states_scale"),
     ]
 )
+AXES = 3  # coordinates of a token in position ids [tokens, AXES], which all samples share
 UNCONDITIONAL_FIRST = "cond_uncond"  # diffusers' name of a batch that holds every prompt twice
 
 
@@ -93,7 +95,7 @@ def why_not_divisible(arguments: dict[str, Any]) -> str | None:
         return "latents that are not called hidden_states may have no dimension for samples"
     batch = len(arguments["hidden_states"])
     for name, value in arguments.items():
-        if name in SHARED:
+        if _is_shared(name, value):
             continue
         if name in LISTED and isinstance(value, list):
             if len(value) not in (1, batch):
@@ -118,11 +120,19 @@ def arguments_of_rows(arguments: dict[str, Any], rows: Sequence[int]) -> dict[st
         return take_rows(leaf, rows) if has_samples else leaf
 
     def of_rows(name: str, value: Any) -> Any:
+        if _is_shared(name, value):
+            return value
         if name in LISTED and isinstance(value, list) and len(value) == batch:
             return [value[row] for row in rows]
         return pytree.tree_map(take, value) if name in BATCHED else value
 
     return {name: of_rows(name, value) for name, value in arguments.items()}
+
+
+def _is_shared(name: str, value: Any) -> bool:
+    """Return True for an argument that all samples share; position ids are shared if they have no batch dimension."""
+    has_tokens_first = name == "position_ids" and isinstance(value, torch.Tensor) and value.shape[1:] == (AXES,)
+    return name in SHARED or has_tokens_first
 
 
 @dataclass(frozen=True)

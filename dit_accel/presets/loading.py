@@ -14,10 +14,12 @@ from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.names import PLAIN
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
+from dit_accel.presets.section import section_in
 from dit_accel.presets.skip import drop_foreign_keys
 
 LONGEST_CHAIN = 20  # presets in a chain of bases
-UNCALIBRATED = {"forecast", "skip", "reuse", "blocks", "linear"}  # sections that change what a target error reaches
+DECISIVE = ("forecast", "skip", "reuse", "blocks", "linear", "kernels")  # sections that change a target error's PSNR
+EQUIVALENT = {"kernels": {"attention", "gemm", "graphs"}}  # keys of them that do not
 
 
 def _config_directory() -> Path:
@@ -136,6 +138,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     """Merge changes into values; choosing a form of a section drops the values of other forms."""
+    before = _decisive(values)
     for name, formed in FORMED.items():
         section, chosen = _sections(name, values, changes)
         for key in formed.foreign_keys(chosen.get(formed.chooser)):
@@ -143,8 +146,6 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     (schedule, chosen_schedule), (forecast, chosen_forecast), (skip, chosen_skip) = (
         _sections(name, values, changes) for name in FORMED
     )
-    if UNCALIBRATED & changes.keys():
-        schedule.pop("calibration", None)
     if "target_error" in chosen_schedule:
         schedule.pop("target_psnr", None)
     if chosen_forecast.get("level") not in (None, "output"):
@@ -160,6 +161,21 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     for name in changed_layers:
         drop_foreign_keys(*_sections(name, layers, changed_layers))
     merge(values, changes)
+    if "calibration" not in chosen_schedule and _decisive(values) != before:
+        schedule.pop("calibration", None)
+
+
+def _decisive(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the values, defaults included, that change a target error's PSNR; None if they are not valid."""
+    found = {}
+    for name in DECISIVE:
+        section = section_in(Preset.model_fields[name])
+        assert section is not None
+        try:
+            found[name] = section.model_validate(values.get(name, {})).model_dump(exclude=EQUIVALENT.get(name))
+        except (ValidationError, PresetError):
+            return None
+    return found
 
 
 def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:

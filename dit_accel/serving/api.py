@@ -27,6 +27,7 @@ class Limits:
         seconds: from the request to its answer, including the time in the queue; of a video, seconds of its run.
         frames: frames of a video.
         videos: number of finished videos that are kept for each API key, and of failed ones.
+        video_bytes: bytes of the finished videos that are kept for each API key; the latest stays, whatever its size.
         kept: seconds that a finished video is kept.
     """
 
@@ -38,6 +39,7 @@ class Limits:
     upload: int = 20 * 2**20
     frames: int = 300
     videos: int = 64
+    video_bytes: int = 4 * 2**30
     kept: float = 3600.0
 
 

@@ -51,6 +51,7 @@ class VideoJob(Task):
         super().__init__([request.job(form)], preset, SUFFIX)
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
+        self.bytes = 0  # of its file, once it is completed
         self.status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
         self._progress, self._error, self._latest = 0, None, math.inf
         self._file, self._limits, self._metrics, self._lock = file, limits, metrics, RLock()
@@ -137,7 +138,7 @@ class VideoJob(Task):
             "computed_fraction": made.computed_fraction,
             "stage_seconds": made.stages,
         }
-        self._progress = 100
+        self._progress, self.bytes = 100, len(made.data)
         self._end("completed")
         self._metrics.finish(self, [made])
 
@@ -147,7 +148,7 @@ class VideoJob(Task):
 
 
 class VideoStore:
-    """Jobs by their ids: all that wait or run, and ended ones up to the limits on number (of each key) and age.
+    """Jobs by their ids: all that wait or run, and ended ones up to limits on age, number and bytes (of each key).
 
     Use it as a context manager; its end deletes all videos.
     """
@@ -210,15 +211,19 @@ class VideoStore:
                 self._drop_old()
 
     def _drop_old(self) -> None:
-        """Delete ended jobs beyond the limits: old ones, and of each key the oldest of too many.
+        """Delete ended jobs beyond the limits: old ones, and of each key the oldest of too many, or of too many bytes.
 
-        Failed jobs are counted apart, so that they make no video go.
+        Failed jobs are counted apart, so that they make no video go. A key's latest video stays, whatever its size.
         """
         ended = [(job.ended, job) for job in self._jobs.values() if job.ended is not None]
-        latest, newer = time.monotonic() - self._limits.kept, Counter[tuple[int | None, str]]()
+        limits, latest = self._limits, time.monotonic() - self._limits.kept
+        number, size = Counter[tuple[int | None, str]](), Counter[tuple[int | None, str]]()  # so far, newest first
         for when, job in sorted(ended, key=lambda each: each[0], reverse=True):
-            newer[job.owner, job.status] += 1
-            if newer[job.owner, job.status] > self._limits.videos or when < latest:
+            kind = job.owner, job.status
+            number[kind] += 1
+            size[kind] += job.bytes
+            is_too_large = number[kind] > 1 and size[kind] > limits.video_bytes
+            if number[kind] > limits.videos or is_too_large or when < latest:
                 del self._jobs[job.id]
                 job.discard()
 

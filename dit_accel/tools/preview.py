@@ -26,8 +26,9 @@ RIDGE = 1e-3  # of the squared latents
 class Previewer:
     """Maps latents to coarse images; learns from finished outputs.
 
-    Latents are ``[batch, channels, height, width]``, ``[batch, channels, frames, height, width]`` or packed
-    ``[batch, tokens, channels]``. Other forms, and packed videos, give no preview.
+    Latents are ``[batch, channels, height, width]``, packed ``[batch, tokens, channels]``, or of a video with channels
+    before or after frames, or last, where the pipeline's models have the number of channels. Other forms, and packed
+    videos, give no preview.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class Previewer:
         self._size = (0, 0)  # width and height of images
         self._before: torch.Tensor | None = None
         self.latents: torch.Tensor | None = None  # after the latest step
+        self.channels: int | None = None  # of a video's latents; None = unknown
 
     def learn(self, result: Image.Image | np.ndarray) -> None:
         """Fit the map to the latest latents and the output that was decoded from them.
@@ -50,7 +52,7 @@ class Previewer:
         image = result if isinstance(result, Image.Image) else Image.fromarray(result[len(result) // 2])
         scale = min(1.0, LONGEST_SIDE / max(image.size))
         self._size = (round(image.width * scale), round(image.height * scale))
-        tokens = None if self.latents is None else _tokens(self.latents, self._size)
+        tokens = None if self.latents is None else _tokens(self.latents, self._size, self.channels)
         self._weights = self._before = self.latents = None
         if tokens is None:
             return
@@ -77,7 +79,7 @@ class Previewer:
         clean = self.latents.float()
         if sigmas is not None and self._before is not None and sigmas[0] != sigmas[1]:
             clean = clean + (clean - self._before.float()) * (sigmas[1] / (sigmas[0] - sigmas[1]))
-        tokens = _tokens(clean, self._size)
+        tokens = _tokens(clean, self._size, self.channels)
         if tokens is None or tokens.shape[2] + 1 != len(self._weights):
             return None
         rows, columns, _ = tokens.shape
@@ -94,6 +96,7 @@ class Previewer:
             nonlocal shown_at
             latents = tensors.get("latents")
             latents = latents if isinstance(latents, torch.Tensor) else None
+            self.channels = _latent_channels(pipe)
             has_same_shape = latents is not None and self.latents is not None and self.latents.shape == latents.shape
             self._before, self.latents = self.latents if has_same_shape else None, latents
             if show is not None and time.monotonic() - shown_at >= INTERVAL:
@@ -106,11 +109,12 @@ class Previewer:
         return callback
 
 
-def _tokens(latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor | None:
+def _tokens(latents: torch.Tensor, size: tuple[int, int], channels: int | None) -> torch.Tensor | None:
     """Return latents of the first sample, of its middle frame, as float32 ``[rows, columns, channels]`` on the CPU.
 
     Args:
         size: width and height of an image of the same shape.
+        channels: number of a video's channels; None = unknown.
     """
     latents = latents.detach()[0]
     if latents.ndim == 2:
@@ -118,12 +122,34 @@ def _tokens(latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor | None
         if not rows or len(latents) % rows:
             return None
         latents = latents.view(rows, -1, latents.shape[-1])
-    elif latents.ndim in (3, 4):
-        latents = latents if latents.ndim == 3 else latents[:, latents.shape[1] // 2]
+    elif latents.ndim == 3:
         latents = latents.permute(1, 2, 0)
+    elif latents.ndim == 4 and (frames := _frames(latents, size, channels)) is not None:
+        latents = frames[len(frames) // 2]
     else:
         return None
     return latents.float().cpu()
+
+
+def _frames(video: torch.Tensor, size: tuple[int, int], channels: int | None) -> torch.Tensor | None:
+    """Return a video's latents as ``[frames, rows, columns, channels]``; None if its layout is not certain."""
+    layouts = (video.movedim(axis, -1) for axis in (0, 1, 3))  # channels before frames, after frames, or last
+    fitting = [
+        frames
+        for frames in layouts
+        if frames.shape[3] == channels and frames.shape[1] == round(frames.shape[2] * size[1] / size[0])
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _latent_channels(pipe: Any) -> int | None:
+    """Return the number of channels that the autoencoder, or else the transformer, has in its config."""
+    for part, keys in (("vae", ("latent_channels", "z_dim")), ("transformer", ("in_channels",))):
+        config = getattr(getattr(pipe, part, None), "config", None)
+        for key in keys:
+            if isinstance(channels := getattr(config, key, None), int):
+                return channels
+    return None
 
 
 def _with_one(tokens: torch.Tensor) -> torch.Tensor:

@@ -187,6 +187,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--max-steps": Acts(("--max-steps", 30), {"steps": 30}),
         "--max-frames": Acts(("--max-frames", 49), {"frames": 49}),
         "--max-videos": Acts(("--max-videos", 9), {"videos": 9}),
+        "--max-video-bytes": Acts(("--max-video-bytes", 2**24), {"video_bytes": 2**24}),
         "--max-images": Acts(("--max-images", 1), {"images": 1}),
         "--max-body": Acts(("--max-body", 2048), {"body": 2048}),
         "--max-upload": Acts(("--max-upload", 2048), {"upload": 2048}),

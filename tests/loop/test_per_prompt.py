@@ -60,6 +60,29 @@ def test_each_prompt_gets_what_it_gets_alone(name, target):
     assert not any("computed together" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("name, target", [("krea2", 0.6), ("ideogram4", 0.2)])
+def test_position_ids_do_not_keep_prompts_together(name, target):
+    """All prompts of Krea 2 share them; Ideogram 4 has them for each image."""
+    pipe, arguments = tiny.built(name)
+
+    def run(rows):
+        asked = {key: value[rows] if "prompt_embeds" in key else value for key, value in arguments.items()}
+        if name == "ideogram4":
+            asked["num_images_per_prompt"] = len(rows)
+        seeds = [generators(2)[row] for row in rows]
+        sizes = {"height": 96, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
+        (latents,) = pipe(**{**sizes, **asked, "generator": seeds}, return_dict=False)
+        report = pipe.dit_accel.report()
+        assert not any("computed together" in note for note in report.notes)
+        return latents, torch.tensor(report.density[0])
+
+    with accelerated(pipe, PRESET, **{"schedule.target_error": target}):
+        together, density = run([0, 1])
+        alone = [run([row]) for row in range(2)]
+    torch.testing.assert_close(together, torch.cat([latents for latents, _ in alone]), rtol=1e-3, atol=1e-3)
+    assert torch.equal(density, torch.stack([share for _, share in alone]).mean(0)) and 0.5 in density
+
+
 def sd3_with_perturbed_attention():
     components = {name: part for name, part in tiny_pipeline("sd3").components.items() if part is not None}
     return diffusers.StableDiffusion3PAGPipeline(**components, pag_applied_layers=["blocks.1"]), None
@@ -202,6 +225,7 @@ def test_arguments_of_rows():
         "hidden_states": torch.arange(3.0)[:, None],
         "timestep": torch.tensor(5.0),
         "img_ids": torch.zeros(3, 3),  # as many tokens as samples
+        "position_ids": torch.zeros(3, 3),
         "controlnet_block_samples": [torch.arange(3.0), torch.zeros(1, 2)],
         "joint_attention_kwargs": {"scale": 0.5, "ip_adapter_image_embeds": (torch.arange(3.0),)},
         "guidance": None,
@@ -213,7 +237,7 @@ def test_arguments_of_rows():
     assert part["controlnet_block_samples"][0].tolist() == [2.0, 0.0]
     assert part["joint_attention_kwargs"]["ip_adapter_image_embeds"][0].tolist() == [2.0, 0.0]
     assert part["img_shapes"] == [[(1, 4, 4)], [(1, 2, 2)]]
-    untouched = ("timestep", "img_ids", "guidance")
+    untouched = ("timestep", "img_ids", "position_ids", "guidance")
     assert all(part[name] is arguments[name] for name in untouched)
     assert part["controlnet_block_samples"][1] is arguments["controlnet_block_samples"][1]
 

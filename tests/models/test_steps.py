@@ -2,6 +2,7 @@
 
 import importlib
 
+import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
@@ -200,6 +201,17 @@ def test_diffusion_forcing_runs_plainly(kind):
             assert torch.equal(call("diffusion-forcing", **kind), plain)
         report = pipe.dit_accel.report()
         assert STUCK in report.notes and report.computed_fraction == 1.0 and len(report.notes) <= 3
+
+
+def test_a_note_says_no_more_than_the_scheduler_shows():
+    """Helios' DMD scheduler takes steps and does not count them."""
+    whole, arguments = built("helios")
+    pipe = diffusers.HeliosPyramidPipeline(**whole.components, is_distilled=True)
+    pipe.scheduler = diffusers.HeliosDMDScheduler(stages=1, stage_range=[0, 1])
+    pipe.set_progress_bar_config(disable=True)
+    with accelerated(pipe, "turbo"), pytest.warns(UserWarning, match="had the same step"):
+        pipe(**arguments, pyramid_num_inference_steps_list=[5], output_type="latent")
+        assert STUCK in pipe.dit_accel.report().notes
 
 
 NEW_NOISE = {

@@ -35,6 +35,29 @@ def test_a_later_target_error_replaces_it():
 
 
 @pytest.mark.parametrize(
+    ("keys", "stays"),
+    [
+        ({"forecast": {}}, True),
+        ({"order": 2, "level": "output"}, True),
+        ({"linear.dtype": None, "graphs": "never"}, True),
+        ({"order": 1}, False),
+        ({"linear.dtype": "int8"}, False),
+    ],
+    ids=str,
+)
+def test_a_calibration_stays_until_a_value_changes_the_result(keys, stays):
+    """A section or key that is given with the value that it had changes nothing."""
+    assert bool(load_preset("balanced", **keys).schedule.calibration) is stays
+    assert load_preset("balanced", **keys, **PAIRS).schedule.calibration  # is for the given keys
+
+
+def test_attention_in_8_bits_drops_the_calibration_of_the_same_preset():
+    sparse = load_preset("balanced", **PAIRS, skip={"policy": "sparge", "steps": "all"})
+    assert load_preset(sparse, kernels={"attention": "triton"}, tau_kv=0.15).schedule.calibration
+    assert not load_preset(sparse, qk_dtype="int8").schedule.calibration
+
+
+@pytest.mark.parametrize(
     ("keys", "told"),
     [
         ({"target_psnr": 50}, r"target_psnr must be at most 35\.1 dB.*got 50: calibrate .* tune --target-psnr 50"),

@@ -90,6 +90,31 @@ def test_ended_jobs_are_limited_in_number_and_age():
     assert not store.new_file().parent.exists()
 
 
+@pytest.mark.parametrize("fitting, kept", [(0.5, 1), (2.5, 2), (9, 3)])
+def test_ended_jobs_are_limited_in_bytes(fitting, kept):
+    """The oldest videos of the same key go first; the latest stays, whatever its size."""
+    held, limits = released(), replace(LIMITS, video_bytes=int(fitting * 1000))
+    held.make_one, make = lambda *job: replace(make(*job), data=bytes(1000)), held.make_one
+    mine, other = ({"Authorization": f"Bearer {key}".encode()} for key in KEYS)
+
+    async def conversation(app, _):
+        async with client(app) as http:
+
+            async def made(headers):
+                job = (await http.post(PATH, json=GOOD, headers=headers)).json()["id"]
+                await until(lambda: store._jobs[job].ended is not None)
+                return job
+
+            foreign, *jobs = [await made(headers) for headers in (other, mine, mine, mine)]
+            listed = (await http.get(PATH, params={"order": "asc"}, headers=mine)).json()["data"]
+            assert [job["id"] for job in listed] == jobs[-kept:]
+            assert (await http.get(f"{PATH}/{foreign}/content", headers=other)).status_code == 200
+            assert len(files(store)) == kept + 1
+
+    with videos.VideoStore(FORM, limits) as store, running(held, videos=store, keys=KEYS) as both:
+        asyncio.run(conversation(*both))
+
+
 def test_an_old_video_is_deleted_without_a_request(monkeypatch):
     monkeypatch.setattr(videos, "SWEEP", 0.01)
     store = videos.VideoStore(FORM, replace(LIMITS, kept=1000.0))

@@ -21,9 +21,15 @@ def scene(seed):
     return latents, Image.fromarray(colours).resize((16 * COLUMNS, 16 * ROWS), Image.Resampling.NEAREST)
 
 
+def frames(grid, count=3):
+    return torch.stack([9 * grid] * (count // 2) + [grid] + [0 * grid] * (count - count // 2 - 1))
+
+
 LAYOUTS = {
     "images": lambda grid: grid.permute(2, 0, 1)[None],
-    "videos": lambda grid: torch.stack([0 * grid, grid, 9 * grid]).permute(3, 0, 1, 2)[None],
+    "videos": lambda grid: frames(grid).permute(3, 0, 1, 2)[None],
+    "videos-frames-first": lambda grid: frames(grid).permute(0, 3, 1, 2)[None],
+    "videos-channels-last": lambda grid: frames(grid)[None],
     "packed": lambda grid: grid.reshape(1, ROWS * COLUMNS, CHANNELS),
 }
 
@@ -37,6 +43,7 @@ def seen(previewer, latents, sigmas=None):
 def test_a_preview_looks_like_the_decoded_image(layout):
     """Of latents that it has not seen; before a fit there is none."""
     previewer = Previewer()
+    previewer.channels = CHANNELS
     (known, image), (other, expected) = scene(0), scene(1)
     assert seen(previewer, layout(known)) is None
     previewer.learn(image)
@@ -45,6 +52,28 @@ def test_a_preview_looks_like_the_decoded_image(layout):
         for each in (seen(previewer, layout(other)), expected)
     )
     assert np.abs(drawn - wanted).mean() < 2
+
+
+@pytest.mark.parametrize(
+    "pipe, count, has_preview",
+    [
+        ({"vae": {"latent_channels": CHANNELS}, "transformer": {"in_channels": 99}}, 3, True),
+        ({"vae": {"z_dim": CHANNELS}}, 3, True),
+        ({"transformer": {"in_channels": CHANNELS}}, 3, True),
+        ({"vae": {"latent_channels": 3}}, 5, False),
+        ({"vae": {"latent_channels": CHANNELS}}, CHANNELS, False),
+        ({}, 3, False),
+    ],
+    ids=["autoencoder", "wan", "transformer", "other-number", "as-many-frames", "unknown"],
+)
+def test_channels_of_a_video_are_read_from_the_pipeline(pipe, count, has_preview):
+    """Without them, or with as many frames, frames can't be told from channels."""
+    models = {name: SimpleNamespace(config=SimpleNamespace(**config)) for name, config in pipe.items()}
+    previewer, (known, image) = Previewer(), scene(0)
+    latents = frames(known, count).permute(0, 3, 1, 2)[None]
+    previewer.watch()(SimpleNamespace(**models), 0, None, {"latents": latents})
+    previewer.learn(image)
+    assert (seen(previewer, latents) is not None) is has_preview
 
 
 def test_a_preview_has_no_noise():
