@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 REMEMBERED = 12  # results of a session
 MOST_VISITORS = 20  # runs that wait at once; others are queued by gradio
+TAB_SELECTS = """() => document.querySelector("#preset").addEventListener("keydown", (event) => {
+    if (event.key !== "Tab") return;
+    event.stopPropagation();
+    document.getElementById(event.target.getAttribute("aria-activedescendant"))
+        ?.dispatchEvent(new MouseEvent("mousedown", {bubbles: true}));
+}, true)"""  # as Enter does: with Tab, gradio drops what was typed and leaves the list open
 LONGEST_KEPT = 24 * 3600  # seconds that an output file is kept
 
 
@@ -194,6 +200,7 @@ def build_page(
                     value=DEFAULT,
                     label=LABELS["preset"],
                     info=_described(settings),
+                    elem_id="preset",
                 )
                 own = gr.Checkbox(True, label="The preset's own target_error")
                 target = gr.Slider(
@@ -249,6 +256,7 @@ def build_page(
         chosen.change(suit_preset, [chosen, models_box], of_preset, **quick)
         own.input(suit_preset, [chosen, models_box], of_preset, **quick)
         asked.change(noted, [models_box, asked], note, trigger_mode="always_last", **quick)
+        page.load(None, js=TAB_SELECTS, api_visibility="private")
         page.unload(stop)
     return page
 

@@ -283,17 +283,24 @@ def test_results_are_in_view_without_scrolling(site, browser, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_typing_a_presets_name_selects_it(site, browser):
-    """Also where other names contain it; the slider then shows its target."""
+@pytest.mark.parametrize("key", ["Enter", "Tab"])
+def test_typing_a_presets_name_selects_it(site, browser, key):
+    """Also where other names contain it; the slider then shows its target. Tab alone changes nothing and goes on."""
     page, _ = opened(browser, site)
     box = page.get_by_role("combobox", name="Preset")
+    box.focus()
+    page.keyboard.press("Tab")
+    page.get_by_role("option").first.wait_for(state="detached")
+    assert box.input_value() == "Balanced"
     box.click()
     box.press("Control+a")
     page.keyboard.type("quality")
     page.get_by_role("option", name="Nearly identical").wait_for()
-    page.keyboard.press("Enter")
+    page.keyboard.press(key)
     until(lambda: page.get_by_role("slider").first.input_value() == "0.07")
     assert box.input_value() == "Nearly identical (quality)"
+    if key == "Tab":
+        assert page.evaluate("document.activeElement.type") == "checkbox"
 
 
 def test_a_failure_ends_the_status(site, browser):
