@@ -12,8 +12,8 @@ class (`class_study/blocks.py`) run too.
     python -m scripts.checks.every_class diffusers --output docs/results/every-class --only Krea2Transformer2DModel
     python -m tests.models.test_transformer_table          # then writes the page of the table
 
-Writes STEM.json; classes that are already in the file are replaced, the others stay. Exits with 1 if a run crashed or a
-result is wrong.
+Writes STEM.json. With --only, the other classes in the file stay, and `run again` gets the commit of these. Exits with
+1 if a run crashed or a result is wrong.
 """
 
 from __future__ import annotations
@@ -233,7 +233,11 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"--only names {', '.join(unknown)}, and diffusers has {', '.join(classes())}")
     written, checkout = options.output.with_suffix(".json").resolve(), options.checkout.resolve()
-    rows = json.loads(written.read_text())["classes"] if written.exists() else {}
+    run = describe_run("cpu") | {"commit of diffusers' tests": commit_of(checkout)}
+    document = {"run": run, "run again": {}, "bound": BOUND, "classes": {}}
+    if options.only and written.exists():
+        document |= json.loads(written.read_text())
+    rows = document["classes"]
     signal.signal(signal.SIGALRM, _give_up)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -248,9 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
                 rows[name] = {"not run": f"it took longer than {options.seconds} s"}
             signal.alarm(0)
             print(name, json.dumps(rows[name]), flush=True)
-            run = describe_run("cpu") | {"commit of diffusers' tests": commit_of(checkout)}
-            document = {"run": run, "bound": BOUND, "classes": dict(sorted(rows.items()))}
-            written.write_text(json.dumps(document, indent=1) + "\n")
+            if document["run"] is not run:
+                document["run again"][name] = run["commit"]
+            written.write_text(json.dumps(document | {"classes": dict(sorted(rows.items()))}, indent=1) + "\n")
         os.chdir("/")
     wrong = [name for name, found in rows.items() if is_wrong(found)]
     ran = sum(len(found.get(kind, [])) for found in rows.values() for kind in ("runs", "modular"))
