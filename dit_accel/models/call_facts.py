@@ -112,11 +112,14 @@ class CallReader:
         """Return True if padding is cut off: if tiles, rows or layers may be skipped, on a GPU, or on several devices.
 
         On a CPU it stays otherwise, so that steps equal diffusers' bit by bit. In a transformer that is compiled whole
-        it stays so that prompts of other lengths need no recompilation.
+        it stays so that prompts of other lengths need no recompilation. It stays if the caller's own plan splits the
+        tokens of several devices, because theirs must divide evenly.
         """
-        is_parallel = config_of(self.transformer) is not None
-        on_device = device.type != "cpu" and not is_compiled
-        return self.family.cut is not None and (self._preset.works_inside or on_device or is_parallel)
+        if self.family.cut is None:
+            return False
+        if config_of(self.transformer) is not None:
+            return self.family.split is not None
+        return self._preset.works_inside or (device.type != "cpu" and not is_compiled)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         """Return True if blocks with features like ``x`` run through fused kernels."""

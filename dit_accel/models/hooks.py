@@ -105,9 +105,13 @@ def split_above(module: torch.nn.Module) -> Any:
 
 
 def is_offloaded_above(module: torch.nn.Module) -> bool:
-    """Return True if diffusers' group offload moves weights before a call reaches our hook on the module."""
-    order = module._diffusers_hook._hook_order
-    return OFFLOAD_HOOK in order[order.index(HOOK_NAME) + 1 :]
+    """Return True if diffusers' group offload moves weights before a call reaches our hook on the module.
+
+    False if another thread has removed our hook since the call began.
+    """
+    registry = getattr(module, "_diffusers_hook", None)
+    order = [] if registry is None else registry._hook_order
+    return HOOK_NAME in order and OFFLOAD_HOOK in order[order.index(HOOK_NAME) + 1 :]
 
 
 def lift_split(module: torch.nn.Module) -> None:

@@ -109,7 +109,7 @@ class VideoJob(Task):
 
     def tell(self, event: Step | Made | BaseException | None) -> None:
         if isinstance(event, Made):
-            self._file.parent.mkdir(exist_ok=True)  # a cleaner of temporary folders may have removed it
+            self._file.parent.mkdir(0o700, exist_ok=True)  # a cleaner of temporary folders may have removed it
             self._file.write_bytes(event.data)  # which takes time, so that the lock stays free
         with self._lock:
             if self.ended is not None:

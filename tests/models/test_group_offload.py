@@ -1,10 +1,14 @@
 """Group offload of diffusers moves weights in computed steps only, whether it was enabled first or later."""
 
+import threading
+import time
+
 import pytest
 import torch
 from diffusers.hooks import group_offloading
 
-from dit_accel import accelerate_pipeline, load_preset
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.models.hooks import find_hook
 from tests.tiny import tiny_output, tiny_pipeline
 
 CPU, STEPS = torch.device("cpu"), 6
@@ -70,3 +74,26 @@ def test_a_forecast_step_moves_no_weights(moved, order, kind, streamed):
     assert modes == ["full", "full", "update", "dispatch", "dispatch", "update"]
     assert [count >= weights for count in by_step] == [mode != "dispatch" for mode in modes]
     assert [count for mode, count in zip(modes, by_step, strict=True) if mode == "dispatch"] == [0, 0]
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["plain", "offloaded"])
+def test_a_call_ends_well_if_another_thread_restores_the_pipeline_meanwhile(moved, offloaded):
+    pipe, threads = tiny_pipeline("flux"), []
+    plain, transformer = tiny_output(pipe, "flux", steps=2), pipe.transformer
+    accelerate_pipeline(pipe, "exact")
+    if offloaded:
+        offload(pipe, "block_level", streamed=False)
+
+    def restore(*_):
+        if not threads:
+            threads.append(threading.Thread(target=restore_pipeline, args=(pipe,)))
+            threads[0].start()
+            latest = time.monotonic() + 20
+            while find_hook(transformer) is not None and time.monotonic() < latest:
+                time.sleep(0.01)
+
+    handle = transformer.proj_out.register_forward_hook(restore)
+    assert torch.equal(tiny_output(pipe, "flux", steps=2), plain)
+    handle.remove()
+    threads[0].join()
+    assert find_hook(transformer) is None and torch.equal(tiny_output(pipe, "flux", steps=2), plain)

@@ -165,6 +165,7 @@ def test_half_a_file_does_not_stay(monkeypatch, problem):
 
 
 def test_a_cleaned_temporary_folder_is_made_again():
+    """Other users can't read the new one either."""
     store = videos.VideoStore(FORM, LIMITS)
 
     async def conversation(app, _):
@@ -172,6 +173,7 @@ def test_a_cleaned_temporary_folder_is_made_again():
             store.new_file().parent.rmdir()
             job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
             assert job["status"] == "completed" and len(files(store)) == 1
+            assert store.new_file().parent.stat().st_mode & 0o077 == 0
 
     with store, running(released(), videos=store) as both:
         asyncio.run(conversation(*both))

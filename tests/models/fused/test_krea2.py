@@ -1,6 +1,7 @@
 """Krea 2's blocks: shared keys and values, the gate of attention, padding between a prompt's tokens, and fallbacks."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,16 @@ def test_padding_is_taken_out(rows, tokens, keeps_mask):
     assert found["encoder_hidden_states"].shape == (len(rows), tokens, 2, 3) and lengths.end == tokens
     assert (found[krea2.MASK] is not None) is keeps_mask
     assert torch.equal(found["position_ids"][tokens:, 0], torch.arange(12, 20))
+
+
+def test_padding_stays_where_several_devices_share_the_tokens(monkeypatch):
+    """The caller's own plan splits text and image as one sequence, whose length must divide evenly."""
+    transformer = tiny.pipeline("krea2").transformer
+    reader = CallReader(transformer, krea2.FAMILY, load_preset("exact"), has_fused=True)
+    on_gpu = {"device": torch.device("cuda"), "is_compiled": False}
+    assert reader.cuts_padding(**on_gpu)
+    monkeypatch.setattr(transformer, "_parallel_config", SimpleNamespace(context_parallel_config=object()))
+    assert not reader.cuts_padding(**on_gpu)
 
 
 @contextmanager
