@@ -1,0 +1,74 @@
+"""Acceleration inside SGLang-Diffusion and vLLM-Omni, where their diffusers backend holds a diffusers pipeline.
+
+Both engines load the pipeline in worker processes, so each loads its hook there by name. SGLang finds
+:func:`register_in_sglang` as an entry point of its group ``sglang.multimodal_gen.plugins``. vLLM-Omni takes
+:class:`VllmOmniWorker` as ``worker_extension_cls``. The environment variable ``DIT_ACCEL_PRESET`` names the preset.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.pipeline import accelerate_pipeline
+
+PRESET = "DIT_ACCEL_PRESET"
+SGLANG = "sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline"  # its module of the diffusers backend
+logger = logging.getLogger(__name__)
+
+
+def register_in_sglang() -> None:
+    """Register hooks that accelerate SGLang's diffusers pipelines; does nothing if ``DIT_ACCEL_PRESET`` is not set.
+
+    SGLang calls this in each of its processes and applies the hooks before it loads a model.
+    """
+    if not os.environ.get(PRESET):
+        return
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+    HookRegistry.register(f"{SGLANG}.DiffusersPipeline.__init__", _after_loading, HookType.AFTER)
+    HookRegistry.register(f"{SGLANG}.DiffusersExecutionStage.forward", _after_request, HookType.AFTER)
+
+
+def _after_loading(_result: None, backend: Any, *_args: Any, **_kwargs: Any) -> None:
+    accelerate_pipeline(backend.diffusers_pipe, os.environ.get(PRESET))
+
+
+def _after_request(_result: Any, stage: Any, *_args: Any, **_kwargs: Any) -> None:
+    logger.info("%s", stage.diffusers_pipe.dit_accel.report())
+
+
+class VllmOmniWorker:
+    """Extension of vLLM-Omni's worker that accelerates the pipeline of its diffusers backend.
+
+    Without ``DIT_ACCEL_PRESET`` the preset is `balanced`. vLLM-Omni makes a subclass of this class and its own worker.
+    """
+
+    model_runner: Any  # of vLLM-Omni's worker
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, then accelerate it.
+
+        Raises:
+            UnsupportedError: the pipeline is one of vLLM-Omni's own.
+        """
+        super().load_model(*args, **kwargs)
+        accelerate_pipeline(self._diffusers_pipeline(), os.environ.get(PRESET) or None)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Execute a request, and log the report of its run."""
+        output = super().execute_model(*args, **kwargs)
+        logger.info("%s", self._diffusers_pipeline().dit_accel.report())
+        return output
+
+    def _diffusers_pipeline(self) -> Any:
+        adapter = self.model_runner.pipeline
+        pipe = getattr(adapter, "_pipeline", None)
+        if pipe is None:
+            raise UnsupportedError(
+                "diffusion_load_format must be 'diffusers', so that vLLM-Omni runs a pipeline of diffusers, got "
+                f"{type(adapter).__name__}; add --diffusion-load-format diffusers"
+            )
+        return pipe
