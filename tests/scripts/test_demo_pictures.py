@@ -14,7 +14,6 @@ SHOWN = {
     "two pink stars over the sea at sunset": Scene(
         "sea", "sunset", "single", "centre", (Group("star", "pink", "medium", "plain", 2),)
     ),
-    "a yellow ring": Scene("hills", "noon", "single", "centre", (Group("ring", "yellow", "medium", "plain", 1),)),
 }
 
 
