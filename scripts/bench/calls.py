@@ -121,15 +121,17 @@ def _write(document: Row, file: Path | None) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
-    parser.add_argument("--ways", type=_names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
+    parser.add_argument("--models", type=names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
+    parser.add_argument("--ways", type=names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
     parser.add_argument("--runs", type=int, default=2, help="whole calls of cache-dit and the presets; default 2")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
 
 
-def _names_in(known: Any) -> Any:
+def names_in(known: Any) -> Any:
+    """Return an argument's type: a list of names among the known ones, separated by commas."""
+
     def parse(text: str) -> list[str]:
         names = text.split(",")
         unknown = [name for name in names if name not in known]

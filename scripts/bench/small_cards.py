@@ -34,6 +34,7 @@ import torch
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import headline
 from dit_accel.tools.origin import describe_run
+from scripts.bench.calls import names_in
 from scripts.bench.card_memory.table import markdown
 from scripts.bench.card_memory.ways import STARTS, WAYS, start, why_not_together
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
@@ -244,26 +245,15 @@ def _host_gib() -> float | None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_names_in(NAMES), default=list(NAMES), help=f"among {', '.join(NAMES)}")
-    parser.add_argument("--weights", type=_names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
-    parser.add_argument("--ways", type=_names_in(WAYS), default=list(WAYS)[:3], help=f"among {', '.join(WAYS)}")
+    parser.add_argument("--models", type=names_in(NAMES), default=list(NAMES), help=f"among {', '.join(NAMES)}")
+    parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
+    parser.add_argument("--ways", type=names_in(WAYS), default=list(WAYS)[:3], help=f"among {', '.join(WAYS)}")
     parser.add_argument("--frames", type=int, default=81, help="of videos; default %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="accelerated steps that are timed; default %(default)s")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new measurement after this time")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
-
-
-def _names_in(known: Any) -> Any:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; give names among {', '.join(known)}")
-        return names
-
-    return parse
 
 
 if __name__ == "__main__":
