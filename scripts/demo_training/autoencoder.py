@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from diffusers import AutoencoderKL
 
-from .training import MasterWeights, Pace
+from .training import MasterWeights, Pace, trained_weights
 
 LATENT_CHANNELS = 16
 KL_WEIGHT = 2e-4
@@ -55,9 +55,9 @@ def train_autoencoder(
         size: side of the rendered images in pixels.
 
     Returns:
-        The averaged weights in float32, in the order of `vae.parameters()`.
+        The averaged weights in float32, in the order of `trained_weights(vae)`.
     """
-    masters = [weight.detach().float() for weight in vae.parameters()]
+    masters = [weight.detach().float() for _, weight in trained_weights(vae)]
     weights = MasterWeights(vae, masters, average_decay=0.998)
     generator = torch.Generator(numbers.device).manual_seed(1)
     for pictures in _draw_batches(numbers, render, batch, size, generator):

@@ -23,10 +23,11 @@ from .rendering import FOLDS, sticker_distance, table_rows
 from .scenes import SHAPES as ALL_SHAPES
 
 CLIP_SIZE = 128  # side in pixels at which everything but the landscape is read
-LEAST_AREA = 0.006  # share of the frame, mean over the video; a star that passes behind a square has 0.011
-LEAST_MOVE = 0.22  # minimum path of a moving object in frame widths; a walk is 0.56, half hiding shifts a centre by 0.1
+LEAST_AREA = 0.006  # share of the frame; the smallest star has 0.026
+AREA_CHANGE = 0.15  # of an object that stays whole, relative to its first area
+LEAST_MOVE = 0.12  # minimum path of a moving object in frame widths; a walk is 0.24
 LEAST_TURN = TURN / 2
-LEAST_PAN = 0.15  # frame widths; a pan is 0.4
+LEAST_PAN = 0.12  # frame widths; a pan is 0.3
 
 _CELLS = 40  # side of the crops in which outlines are compared
 _REACH = 1.7  # half of a crop's side, in radii of the disc with the object's area; a star's points reach 1.5
@@ -38,7 +39,7 @@ _SYMMETRY = {"circle": math.inf, "square": 4, "triangle": 3, "star": 5, "heart":
 class SeenActor:
     """An object as read: mean centre in frame widths, y down; `motion` is "" if none of `clip_prompts.MOTIONS` fits.
 
-    `hidden` is the share of its largest visible area that it lost in some frame.
+    `whole`: in every frame it is one piece, whose area is within AREA_CHANGE of the first frame's.
     """
 
     shape: str
@@ -46,16 +47,17 @@ class SeenActor:
     motion: str
     x: float
     y: float
-    hidden: float
+    whole: bool
 
 
 @dataclass(frozen=True)
 class ClipReading:
-    """Everything read from one video."""
+    """Everything read from one video; `scraps`: in some frame there is an object that is not among the actors."""
 
     actors: tuple[SeenActor, ...]
     place: str
     camera: str
+    scraps: bool
 
 
 def read_clips(clips: torch.Tensor) -> list[ClipReading]:
@@ -76,6 +78,7 @@ def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:
         "shape": found and all(seen.shape == actor.shape for seen, actor in pairs),
         "colour": found and len(reading.actors) == len(pairs),
         "motion": found and all(seen.motion == actor.motion for seen, actor in pairs),
+        "whole": found and not reading.scraps and all(seen.whole for seen, _ in pairs),
         "relation": found and _relation_holds(scene.layout, [seen for seen, _ in pairs]),
         "place": reading.place == scene.place,
         "camera": reading.camera == scene.camera,
@@ -83,13 +86,11 @@ def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:
 
 
 def _relation_holds(layout: str, seen: list[SeenActor]) -> bool:
-    """Return True if the first object is where the layout says; the object behind loses more of its area."""
+    """Return True if the first object is where the layout says."""
     if layout == "single":
         return True
     first, second = seen
     return {
-        "front": second.hidden > first.hidden,
-        "behind": first.hidden > second.hidden,
         "above": first.y < second.y - 0.2,
         "below": first.y > second.y + 0.2,
     }[layout]
@@ -101,14 +102,13 @@ def _read_clip(clip: torch.Tensor) -> ClipReading:
     hues = _nearest_hues(frames)
     of_colour = torch.stack([vivid & (hues == index) for index in range(len(COLOURS))], dim=1).float()
     masks = F.avg_pool2d(of_colour, 5, stride=1, padding=2) > 0.5  # [F, colours, H, W]; removes specks and gaps
-    actors = tuple(
-        _read_actor(mask, colour)
-        for mask, colour in zip(masks.unbind(1), COLOURS, strict=True)
-        if float(mask.float().mean()) > LEAST_AREA
-    )
+    areas = masks.float().mean(dim=(2, 3))  # [F, colours]
+    lasting = (areas.mean(dim=0) > LEAST_AREA).tolist()
+    actors = tuple(_read_actor(masks[:, index], COLOURS[index]) for index, lasts in enumerate(lasting) if lasts)
+    brief = (areas.amax(dim=0) > LEAST_AREA).sum() > sum(lasting)
     first = _resize(frames[:1], READ_SIZE).cpu()
     place = read_background(first[0], vivid_pixels(first)[0])[1]
-    return ClipReading(actors, place, _read_camera(frames, vivid))
+    return ClipReading(actors, place, _read_camera(frames, vivid), scraps=bool(brief))
 
 
 def _resize(frames: torch.Tensor, size: int) -> torch.Tensor:
@@ -147,8 +147,22 @@ def _read_actor(mask: torch.Tensor, colour: str) -> SeenActor:
         motion=_name_motion(x[seen], y[seen], turned),
         x=float(x[seen].mean()),
         y=float(y[seen].mean()),
-        hidden=float(1 - areas.amin() / areas.amax()),
+        whole=bool(((areas / areas[0] - 1).abs() < AREA_CHANGE).all()) and _in_one_piece(mask),
     )
+
+
+def _in_one_piece(mask: torch.Tensor) -> bool:
+    """Return True if in every frame of [F, H, W] all pixels but specks of 2% hang together."""
+    inside = mask[:, None].float()
+    first = inside.flatten(1).argmax(dim=1)
+    reached = F.one_hot(first, mask[0].numel()).view_as(inside) * inside
+    while True:
+        grown = reached
+        for _ in range(8):
+            grown = F.max_pool2d(grown, 3, stride=1, padding=1) * inside
+        if torch.equal(grown, reached):
+            return bool((reached.sum(dim=(1, 2, 3)) >= 0.98 * inside.sum(dim=(1, 2, 3))).all())
+        reached = grown
 
 
 def _name_motion(x: torch.Tensor, y: torch.Tensor, turned: float) -> str:

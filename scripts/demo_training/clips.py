@@ -23,8 +23,10 @@ from .scenes import COLOURS, SHAPES, Landscape, draw_training_scene
 MOST_ACTORS = 2
 ACTOR_NUMBERS = PATH_NUMBERS + 3  # radius, shape, colour
 CLIP_NUMBERS = LANDSCAPE_NUMBERS + 1 + MOST_ACTORS * ACTOR_NUMBERS
-PAN = 0.4  # frame widths of a camera pan over a video
+PAN = 0.3  # frame widths of a camera pan over a video
+SPAN = 0.24  # frame widths of a walk over a video, and of each way of a bounce
 PAN_SIGNS = {"still": 0, "left": -1, "right": 1}
+SOFTNESS = 2.0  # of a sticker's edge in pixels: a sharp edge that moves costs an autoencoder most of its capacity
 PIXELS_AT_ONCE = 64 * 256 * 256  # about 1 GB of intermediate values
 
 
@@ -51,8 +53,6 @@ def draw_clip(rng: random.Random, scene: ClipScene | None = None) -> Clip:
     )
     numbers = [*landscape_numbers(landscape), PAN * PAN_SIGNS[scene.camera]]
     actors = [_actor_numbers(scene, index, rng) for index in range(len(scene.actors))]
-    if scene.layout == "front":
-        actors.reverse()  # the last is rendered on top
     actors += [[0.0] * ACTOR_NUMBERS] * (MOST_ACTORS - len(actors))
     return Clip(prompt, scene, numbers + [number for actor in actors for number in actor])
 
@@ -94,7 +94,7 @@ def render_clips(
         chunk = slice(start, start + at_once)
         x, y, pixel = window_grid(corners[chunk], size, extent)
         canvas = paint_landscape(landscapes[chunk], x + pans[chunk, None, None], y, pixel)
-        paint_stickers(canvas, objects[chunk], x, y, pixel)
+        paint_stickers(canvas, objects[chunk], x, y, SOFTNESS * pixel)
         rows[chunk] = canvas.clamp(0, 1) * 2 - 1
     return drawn.transpose(1, 2)
 
@@ -122,21 +122,18 @@ def _frame_numbers(numbers: torch.Tensor, times: torch.Tensor) -> tuple[torch.Te
 
 
 def _actor_numbers(scene: ClipScene, index: int, rng: random.Random) -> list[float]:
-    """Path, radius, shape and colour of one actor. Crossing actors are apart at the start and at the end."""
+    """Path, radius, shape and colour of one actor."""
     actor = scene.actors[index]
-    centre_x, centre_y, span, radius = {
-        "single": ((0.5, 0.5, 0.56, 0.16),),
-        "front": ((0.5, 0.5, 0.60, 0.12), (0.5, 0.5, 0.0, 0.165)),
-        "behind": ((0.5, 0.5, 0.60, 0.12), (0.5, 0.5, 0.0, 0.165)),
-        "above": ((0.5, 0.26, 0.56, 0.135), (0.5, 0.74, 0.56, 0.135)),
-        "below": ((0.5, 0.74, 0.56, 0.135), (0.5, 0.26, 0.56, 0.135)),
+    centre_y, radius = {
+        "single": ((0.5, 0.18),),
+        "above": ((0.26, 0.145), (0.74, 0.145)),
+        "below": ((0.74, 0.145), (0.26, 0.145)),
     }[scene.layout][index]
     radius *= rng.uniform(0.97, 1.03)
     path = choose_path(
         actor.motion,
-        (centre_x + rng.uniform(-0.02, 0.02), centre_y + rng.uniform(-0.02, 0.02)),
-        span=span,
-        radius=radius,
+        (0.5 + rng.uniform(-0.02, 0.02), centre_y + rng.uniform(-0.02, 0.02)),
+        span=SPAN,
         tilt=rng.uniform(-0.1, 0.1),
     )
     return [*path.numbers(), radius, SHAPES.index(actor.shape), COLOURS.index(actor.colour)]

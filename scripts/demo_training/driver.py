@@ -28,7 +28,7 @@ Log = dict[str, object]
 
 
 def train_demo(demo: Demo, options: argparse.Namespace) -> None:
-    """Train, export, and report, all within `options.minutes`."""
+    """Train, export, and report, all within `options.minutes`; an autoencoder may take all of it."""
     started = time.monotonic()
     say = partial(_say, started)
     device = torch.device("cpu" if options.smoke else "cuda")
@@ -50,23 +50,24 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     say(f"generated {len(prompts)} scenes")
 
     resumed = family.load(options.resume) if options.resume else None
-    vae = make_trained_autoencoder(demo, resumed and resumed.vae, numbers, options, log)
+    vae = family.load(options.vae).vae if options.vae else resumed and resumed.vae
+    vae = make_trained_autoencoder(demo, vae, numbers, options, log)
     quick_vae = demo.quick(copy.deepcopy(vae), device)
     log["vae_psnr_db"] = demo.autoencoder_psnr(quick_vae, device)
     say(f"autoencoder: {log['vae_psnr_db']} dB")
 
     tokenizers = family.tokenizers_of(resumed) if resumed else family.make_tokenizers(demo.words)
-    text = tuple(ids.to(device) for ids in family.tokenize(tokenizers, ["", *prompts]))
-    bank = demo.make_bank(quick_vae, numbers, text)
-    if compiler:
-        compiler.join(timeout=90)
-    log[f"bank_{demo.unit}"] = len(bank)
-    say(f"bank of {len(bank)} {demo.unit}; compiled")
-
     torch.manual_seed(options.seed)
     flow = family.flow_of(resumed) if resumed else family.make_flow(tokenizers, small=options.smoke)
-    seconds = options.minutes * 60 - sizes.finish_seconds - (time.monotonic() - started)
-    flow = make_trained_flow(demo, flow, bank, seconds, options, log)
+    end = started + options.minutes * 60 - sizes.finish_seconds
+    if time.monotonic() < end:
+        text = tuple(ids.to(device) for ids in family.tokenize(tokenizers, ["", *prompts]))
+        bank = demo.make_bank(quick_vae, numbers, text)
+        if compiler:
+            compiler.join(timeout=90)
+        log[f"bank_{demo.unit}"] = len(bank)
+        say(f"bank of {len(bank)} {demo.unit}; compiled")
+        flow = make_trained_flow(demo, flow, bank, end - time.monotonic(), options, log)
     pipe = family.assemble(vae, flow, tokenizers)
     if options.state:
         pipe.save_pretrained(options.state, max_shard_size=SHARD_SIZE)
@@ -91,6 +92,10 @@ def make_trained_autoencoder(
         seconds = 0 if vae else demo.sizes.vae_seconds
     if vae and not seconds:
         return vae
+    if options.freeze_encoder:
+        for part in (vae.encoder, vae.quant_conv):
+            if part is not None:  # FLUX's layout has no convolution there
+                part.requires_grad_(False)
     torch.manual_seed(options.seed)
     vae = vae or demo.family.make_vae(small=options.smoke)
     pace = Pace("vae", seconds, demo.sizes.vae_rate, most_steps=demo.sizes.steps)

@@ -30,7 +30,7 @@ from .reading import agreement, read_pictures
 from .rendering import pack_pictures, render
 from .scenes import describe, draw_picture, draw_short_scene, vocabulary
 from .text_encoders import TEXT_TOKENS
-from .training import Pace, take_weights
+from .training import Pace, take_weights, trained_weights
 
 MODEL_CARD = """---
 license: apache-2.0
@@ -122,7 +122,7 @@ class ImageDemo(Demo):
         averages = train_autoencoder(
             trained, numbers, pace, render=self.render, batch=sizes.vae_batch, size=sizes.vae_size
         )
-        take_weights(vae.parameters(), averages)
+        take_weights((weight for _, weight in trained_weights(vae)), averages)
         sample = self.render(numbers[:64], max(self.sizes.batches)).bfloat16()
         vae.register_to_config(**latent_statistics(trained, sample))
 

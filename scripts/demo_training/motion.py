@@ -16,8 +16,7 @@ STRAIGHT = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 DIAGONAL = {"up left": (-1, -1), "up right": (1, -1), "down left": (-1, 1), "down right": (1, 1)}
 BOUNCES = {"side to side": (1, 0), "up and down": (0, 1)}
 
-TURN = 2 * math.pi / 3  # over the video, clockwise; 7.5 degrees per frame at 17 frames; no shape looks the same midway
-EDGE_MARGIN = 0.02  # between a bouncing object's radius and the frame's edge: its points extend beyond the radius
+TURN = math.pi / 3  # over the video, clockwise; 3.75 degrees per frame at 17 frames; no shape looks the same at the end
 
 
 @dataclass(frozen=True)
@@ -43,34 +42,24 @@ class Path:
 PATH_NUMBERS = len(Path.__dataclass_fields__)
 
 
-def choose_path(motion: str, centre: tuple[float, float], *, span: float, radius: float, tilt: float) -> Path:
+def choose_path(motion: str, centre: tuple[float, float], *, span: float, tilt: float) -> Path:
     """Return the path of a motion.
 
     Args:
         motion: one of `clip_prompts.MOTIONS`.
-        centre: middle of a straight walk, or position of an object that turns or rests; a bounce keeps its other
-            coordinate.
-        span: length of a straight walk, along each axis of a diagonal one. A bounce goes from edge to edge.
-        radius: radius of the object.
+        centre: middle of the way, or position of an object that turns or rests.
+        span: length of the way, along each axis of a diagonal one.
         tilt: in radians, clockwise.
     """
     x, y = centre
-    if motion in BOUNCES:
-        along_x, along_y = BOUNCES[motion]
-        reach = 0.5 - radius - EDGE_MARGIN
-        middle_x, middle_y = (0.5, y) if along_x else (x, 0.5)
-        legs = 2.0
-    else:
-        along_x, along_y = {**STRAIGHT, **DIAGONAL}.get(motion, (0, 0))
-        reach = span / 2
-        middle_x, middle_y = centre
-        legs = 1.0
+    along_x, along_y = {**STRAIGHT, **DIAGONAL, **BOUNCES}.get(motion, (0, 0))
+    reach = span / 2
     return Path(
-        start_x=middle_x - reach * along_x,
-        start_y=middle_y - reach * along_y,
-        end_x=middle_x + reach * along_x,
-        end_y=middle_y + reach * along_y,
-        legs=legs,
+        start_x=x - reach * along_x,
+        start_y=y - reach * along_y,
+        end_x=x + reach * along_x,
+        end_y=y + reach * along_y,
+        legs=2.0 if motion in BOUNCES else 1.0,
         tilt=tilt,
         turn=TURN if motion == "turns" else 0.0,
     )

@@ -86,7 +86,7 @@ def paint_stickers(canvas: torch.Tensor, objects: torch.Tensor, x: torch.Tensor,
         canvas: [B, 3, H, W] in 0..1.
         objects: float32 [B, slots, OBJECT_NUMBERS]; radius 0 where absent.
         x, y: coordinates [B, 1, W] and [B, H, 1] of the canvas.
-        pixel: width of a pixel in those coordinates.
+        pixel: width of the edges in those coordinates: a pixel, or more for softer ones.
     """
     folds, colours = table_rows(FOLDS, SHAPES, objects), table_rows(palette.STICKER, COLOURS, objects)
     for slot in range(objects.shape[1]):

@@ -4,6 +4,8 @@
     python -m scripts.demo_training.train ... --state STATE        # also keep the pipeline in float32, to resume from
     python -m scripts.demo_training.train ... --resume STATE       # resume the transformer and the text encoders
     python -m scripts.demo_training.train ... --resume STATE --vae-seconds 60               # ... and the autoencoder
+    python -m scripts.demo_training.train ... --vae-seconds 60 --freeze-encoder  # its decoder: the latents stay
+    python -m scripts.demo_training.train ... --resume STATE --vae OTHER         # with the autoencoder of OTHER
     python -m scripts.demo_training.train --model demo-wan --output /tmp/demo --smoke  # toy size, on any CPU
 
 Writes the pipeline to --output; a sheet of held-out prompts, the log and the prompt-following table to --results.
@@ -47,6 +49,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="use another one with --resume for other scenes")
     parser.add_argument("--state", type=Path, help="folder to keep the float32 pipeline in")
     parser.add_argument("--resume", type=Path, help="folder of an earlier --state")
+    parser.add_argument("--vae", type=Path, help="folder of an earlier --state, whose autoencoder replaces --resume's")
+    parser.add_argument("--freeze-encoder", action="store_true", help="with --resume: train the decoder alone")
     parser.add_argument("--smoke", action="store_true", help="two steps of everything at toy size on the CPU")
     return parser.parse_args()
 

@@ -20,7 +20,7 @@ from .clip_reading import agreement, read_clips
 from .demo import Batch, Demo, Sizes
 from .exporting import contact_sheet
 from .prompts import HeldOutPrompt
-from .training import Pace, take_weights
+from .training import Pace, take_weights, trained_weights
 from .video_exporting import paint_clips, save_pipeline
 from .video_family import GUIDANCE, Shape, VideoFamily
 from .video_flow import Bank, backward_at_every_shape, compile_blocks, train_flow
@@ -49,7 +49,7 @@ FULL = VideoSizes(
     flow_rate=1e-3,
     finish_seconds=50,
     sample_steps=50,
-    prompts=64,
+    prompts=100,
 )
 
 SMOKE = VideoSizes(
@@ -85,10 +85,13 @@ class VideoDemo(Demo):
 
     def train_autoencoder(self, vae: nn.Module, numbers: torch.Tensor, pace: Pace) -> None:
         sizes = self.sizes
+        weights = [weight for _, weight in trained_weights(vae)]
         trained = copy.deepcopy(vae).to(numbers.device, torch.bfloat16)
-        masters = [weight.detach().clone().to(numbers.device) for weight in vae.parameters()]
+        masters = [weight.detach().clone().to(numbers.device) for weight in weights]
         batches = {"batches": sizes.vae_batches, "frames": self.shape.frames}
-        take_weights(vae.parameters(), train_autoencoder(self.family, trained, masters, numbers, pace, **batches))
+        take_weights(weights, train_autoencoder(self.family, trained, masters, numbers, pace, **batches))
+        if not any(weight.requires_grad for weight in vae.encoder.parameters()):
+            return  # the latents, and so their statistics, are as before
         sample = clips.render_clips(numbers[:64], **self.shape._asdict()).bfloat16()
         mean, deviation = latent_statistics(self.family, trained, sample)
         self.family.set_statistics(vae, mean.cpu(), deviation.cpu())

@@ -56,7 +56,7 @@ def train_flow(
         masters: its trained weights in float32.
         bank: latents and text.
         pace: the budget.
-        batches: videos per step, by shape; steps cycle through the shapes.
+        batches: videos per step, by shape; each step at a longer shape follows three at the first.
         seed: seed of all random numbers; use another one when resuming.
         long_text_every: period in steps at which text has the pipeline's own padded length, if that matters, with a
             quarter of the batch and not compiled.
@@ -64,7 +64,8 @@ def train_flow(
     """
     weights = MasterWeights(flow, masters, average_decay=average_decay)
     generator = torch.Generator(bank.text[0].device).manual_seed(seed)
-    turns = itertools.cycle(batches)
+    first, *longer = batches
+    turns = itertools.cycle([shape for other in longer for shape in (first, first, first, other)] or [first])
     running: dict[str, torch.Tensor] = {}
     while pace.spent < 1:
         shape = next(turns)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .autoencoder import EDGE_WEIGHT, KL_WEIGHT, SQUARE_WEIGHT
+from .autoencoder import EDGE_WEIGHT, KL_WEIGHT
 from .clips import render_clips
 from .training import MasterWeights, Pace, finite
 from .video_family import VideoFamily
+
+SQUARE_WEIGHT = 10.0  # most of the error is at edges that move, in one pixel of a hundred
 
 
 def train_autoencoder(
@@ -31,7 +33,7 @@ def train_autoencoder(
     Args:
         family: the family of `vae`.
         vae: bf16, on the device of `numbers`.
-        masters: its weights in float32, in the order of `vae.parameters()`.
+        masters: its trained weights in float32, in the order of `trained_weights(vae)`.
         numbers: packed videos [N, K].
         pace: the budget.
         batches: videos per step, by pixels along a side; each size gets an equal part of the budget, small ones first,
@@ -39,7 +41,7 @@ def train_autoencoder(
         frames: frames of each video.
 
     Returns:
-        The averaged weights in float32, in the order of `vae.parameters()`.
+        The averaged weights in float32, in the same order.
     """
     weights = MasterWeights(vae, masters, average_decay=0.998)
     generator = torch.Generator(numbers.device).manual_seed(1)

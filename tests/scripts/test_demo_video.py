@@ -188,3 +188,16 @@ def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
     later = resumed.transformer.state_dict()
     changes = [float((later[name] - weight).abs().max()) for name, weight in pipe.transformer.state_dict().items()]
     assert 0 < max(changes) < 0.02  # two steps from the state, not from nothing
+
+    train(*arguments, tmp_path / "decoder", "--resume", tmp_path / "state", "--vae-seconds", 1, "--freeze-encoder")
+    decoder = DiffusionPipeline.from_pretrained(tmp_path / "decoder", dtype=torch.float32).vae.state_dict()
+    changed = {name.split(".")[0] for name, weight in pipe.vae.state_dict().items() if (weight != decoder[name]).any()}
+    assert changed == {"decoder", "post_quant_conv"}
+
+    train(*arguments, tmp_path / "other", "--resume", tmp_path / "state", "--vae", tmp_path / "decoder", "--minutes", 0)
+    other = DiffusionPipeline.from_pretrained(tmp_path / "other", dtype=torch.float32)
+    assert all(torch.equal(weight, decoder[name]) for name, weight in other.vae.state_dict().items())
+    assert all(
+        torch.equal(weight, later)
+        for weight, later in zip(other.transformer.parameters(), pipe.transformer.parameters(), strict=True)
+    )
