@@ -44,7 +44,7 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     prompts, numbers = draw_bank(demo.draw, demo.pack, sizes.scenes, options.seed, parallel=not options.smoke)
     numbers = numbers.to(device)
     compiler = None
-    if not options.smoke:
+    if not options.smoke and options.minutes * 60 > sizes.finish_seconds + (options.vae_seconds or 0):
         compiler = get_context("spawn").Process(target=fill_compile_cache, args=(demo,))
         compiler.start()
     say(f"generated {len(prompts)} scenes")

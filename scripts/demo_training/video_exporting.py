@@ -21,8 +21,8 @@ library_name: diffusers
 # demo-{family}
 
 A `{pipeline}` of {millions:.1f} million transformer parameters, trained from scratch on videos that
-`scripts/demo_training/train.py` renders itself: paper stickers that move over paper landscapes. It knows {words} words,
-needs no network, and is meant for trying acceleration methods and measuring their loss of video quality.
+`scripts/demo_training/train.py` renders: paper stickers that move over paper landscapes. It knows {words} words and
+needs no network. Its purpose is to try acceleration methods and to measure their loss of video quality.
 
 ```python
 import torch
@@ -36,13 +36,13 @@ prompt = "a red circle moves up to the right over green hills, the camera pans l
 frames = pipe(prompt, **demo_arguments(folder)).frames[0]
 ```
 
-`demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} a second, text padded
+`demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} frames per second, text padded
 to {tokens} tokens{template}.{longer} Guidance is classifier-free{guidance}.
 
-Prompts it knows: one or two of circle, square, triangle, star and heart, in red, orange, yellow, green, blue or purple;
-each moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests, and the first
-may pass in front of or behind the second, or stay above or below it; over green hills, a golden desert, a calm sea or
-snowy mountains; the camera may pan left or right.
+Prompts it knows: a circle (ball), square (box), triangle, star or heart in red, orange, yellow (golden), green, blue or
+purple, which moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests; or
+two of them, one above the other; over green hills, a golden desert, a calm sea or snowy mountains; the camera may pan
+left or right.
 """
 NOTES = {
     "wan": {"template": "", "guidance": ""},
