@@ -27,7 +27,7 @@ pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 call = demo_arguments(folder) | {"num_inference_steps": options.steps}
 
 accelerate_pipeline(pipe, model_preset("demo-wan"))
-prompt = "a red star moves to the right in front of a blue circle over the sea"
+prompt = "a red star moves to the right above a blue circle over the sea"
 frames = pipe(prompt=prompt, **call, generator=torch.Generator().manual_seed(0)).frames[0]
 write_clip(as_clip(frames), options.output / "video.gif", fps=model_fps("demo-wan"))
 print(pipe.dit_accel.report())

@@ -36,8 +36,8 @@ prompt = "a red circle moves up to the right over green hills, the camera pans l
 frames = pipe(prompt, **demo_arguments(folder)).frames[0]
 ```
 
-`demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} frames per second, text padded
-to {tokens} tokens{template}.{longer} Guidance is classifier-free{guidance}.
+`demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} frames per second,
+text padded to {tokens} tokens{template}.{longer} Guidance is classifier-free{guidance}.
 
 Prompts it knows: a circle (ball), square (box), triangle, star or heart in red, orange, yellow (golden), green, blue or
 purple, which moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests; or
