@@ -14,6 +14,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, 
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop.controller import STUCK
 from dit_accel.loop.tracker import SchedulerClock
+from dit_accel.models.hooks import find_hook
 from tests.tiny import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 12
@@ -123,6 +124,34 @@ def test_interrupt_leaves_the_next_run_clean(preset):
     call(pipe, callback_on_step_end=interrupt)
     assert len(pipe.dit_accel.report().steps) == 7
     assert torch.equal(call(pipe), fresh(preset))
+
+
+@pytest.mark.parametrize("preset", FLUX_PRESETS)
+@pytest.mark.parametrize("change", ["restore", "accelerate", "reset"])
+@pytest.mark.parametrize("place", ["callback", "block"])
+def test_a_run_ends_well_if_its_own_thread_restores_in_the_middle(pipe, preset, change, place):
+    """Abuse: the rest of the run is plain or accelerated anew, the next run is clean, and no hook is left behind."""
+    plain = call(pipe)
+    accelerate_pipeline(pipe, preset)
+    do = {"restore": restore_pipeline, "accelerate": lambda pipe: accelerate_pipeline(pipe, preset)}
+    calls = []
+
+    def interfere(*given):
+        calls.append(place)
+        if len(calls) == 4:
+            do.get(change, lambda pipe: pipe.dit_accel.reset())(pipe)
+        return given[-1] if place == "callback" else None
+
+    if place == "callback":
+        call(pipe, callback_on_step_end=interfere)
+    else:
+        handle = pipe.transformer.transformer_blocks[0].attn.register_forward_hook(interfere)
+        call(pipe)
+        handle.remove()
+    if change == "restore":
+        assert find_hook(pipe.transformer) is None and torch.equal(call(pipe), plain)
+    else:
+        assert torch.equal(call(pipe), fresh(preset))
 
 
 def test_exception_inside_the_transformer_drops_its_caches(pipe):

@@ -35,6 +35,7 @@ class Runs:
         self._lock = threading.RLock()
         self._in_thread = threading.local()
         self._depth = 0  # number of nested calls in progress
+        self._is_reset_due = False  # once the call in progress is over
         self.caller: Any = None  # the pipeline of the call in progress
         self.current = self.of(first)
 
@@ -68,6 +69,8 @@ class Runs:
             finally:
                 self._depth -= 1
                 self.caller, self.current = outer or (None, self.current)
+                if self._is_reset_due and self._depth == 0:
+                    self.reset()
 
     @property
     def latest(self) -> Controller:
@@ -79,7 +82,10 @@ class Runs:
         return [*self._of_pipelines.values(), *self._of_threads.values()]
 
     def reset(self) -> None:
-        """Drop all caches and reports."""
+        """Drop all caches and reports; if this thread's call is in progress, once it is over."""
         with self._lock:
+            self._is_reset_due = self._depth > 0
+            if self._is_reset_due:
+                return
             for controller in self.all():
                 controller.reset()
