@@ -26,7 +26,7 @@ HEADS = load_preset(
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )
-HOOKED, GROUP = "it carries hooks (offload, layerwise casting, …)", "another hook of diffusers lies on the block"
+HOOKED = "it carries hooks (offload, layerwise casting, …)"
 NO_LINEAR, PACKED = "not a plain linear layer", "its weight is quantised"
 
 
@@ -134,7 +134,7 @@ COMPANIONS = {
     "bitsandbytes": (bitsandbytes_weights, NO_LINEAR),
     "lora-hot-swap": (hot_swap, NO_LINEAR),
     "ip-adapter": (ip_adapter, None),
-    "group-offload-blocks": (functools.partial(group_offload, kind="block_level"), GROUP),
+    "group-offload-blocks": (functools.partial(group_offload, kind="block_level"), None),
     "group-offload-leaves": (functools.partial(group_offload, kind="leaf_level"), HOOKED),
     "model-offload": (lambda pipe: pipe.enable_model_cpu_offload(device=CPU), None),
     "sequential-offload": (lambda pipe: accelerate.cpu_offload(pipe.transformer, CPU, offload_buffers=True), HOOKED),
@@ -192,7 +192,7 @@ def test_levels_inside_of_blocks_run_or_say_why_not(companion):
     """Blocks that can't be cut, or not be replaced, are computed as they are, to the bit, and the report names why."""
     plain, (_, of_heads) = plainly(companion), COMPANIONS[companion]
     pipe = joined(companion, "before", "exact")
-    for preset, reason in ((LAYERS, of_heads if of_heads == GROUP else None), (HEADS, of_heads)):
+    for preset, reason in ((LAYERS, None), (HEADS, of_heads)):
         accelerate_pipeline(pipe, preset)
         result, report = call(pipe, companion), pipe.dit_accel.report()
         if reason is None:

@@ -21,7 +21,7 @@ from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.call_facts import NO_CALL, CallFacts, CallReader
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of
-from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
+from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled, lift_offload
 from dit_accel.models.kernel_limits import EveryRow, why_no_kernels, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
@@ -122,6 +122,7 @@ class FamilyDriver(TransformerDriver):
         for name, block in self.blocks().items():
             if self._hand_written is not None:
                 self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
+                lift_offload(block)
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():

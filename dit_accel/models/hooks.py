@@ -28,6 +28,7 @@ ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, which may also h
 ORDER_HOOK = "dit_accel_token_order"  # on the first block, and on modules where tokens enter and leave
 LINEAR_HOOK = "dit_accel_linear"  # on linear layers
 OFFLOAD_HOOK = "group_offloading"  # diffusers' name
+OFFLOAD_HOOKS = (OFFLOAD_HOOK, "layer_execution_tracker")  # on blocks; the second notes their order for streams
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
@@ -119,6 +120,13 @@ def lift_split(module: torch.nn.Module) -> None:
     registry = module._diffusers_hook
     for name in [name for name, hook in registry.hooks.items() if type(hook).__name__ == SPLIT_HOOK]:
         lift_hook(module, name)
+
+
+def lift_offload(module: torch.nn.Module) -> None:
+    """Let group offload move a module's weights before a call reaches our hook, which replaces the module's forward."""
+    for name in OFFLOAD_HOOKS:
+        if name in module._diffusers_hook.hooks:
+            lift_hook(module, name)
 
 
 def before_splits(model: torch.nn.Module, watch: Callable[[torch.Tensor, int], None]) -> None:
@@ -237,7 +245,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def why_not_replaceable(module: torch.nn.Module) -> str | None:
-    """Return why our hook on a module must call the forward beneath it (group offload, another cache), or None."""
+    """Return why our hook on a module must call the forward beneath it, such as another cache's, or None."""
     beneath = module._diffusers_hook._hook_order[0]
     if beneath != HOOK_NAME:
         return f"another hook of diffusers lies on the block: {beneath}"

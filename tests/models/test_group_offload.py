@@ -76,6 +76,23 @@ def test_a_forecast_step_moves_no_weights(moved, order, kind, streamed):
     assert [count for mode, count in zip(modes, by_step, strict=True) if mode == "dispatch"] == [0, 0]
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["at-once", "streamed"])
+def test_blocks_that_are_offloaded_already_are_replaced_and_prefetched(moved, streamed):
+    """Their weights move before our hooks run, which replace the blocks, and streams see the order of all blocks."""
+    pipe = tiny_pipeline("flux")
+    offload(pipe, "block_level", streamed=streamed)
+    plain = tiny_output(tiny_pipeline("flux"), "flux", steps=STEPS)
+    accelerate_pipeline(pipe, "flux-taylorseer", schedule={"interval": 2})
+    tiny_output(pipe, "flux", steps=STEPS)
+    report = pipe.dit_accel.report()
+    assert report.computed_fraction < 1 and report.fallbacks == []
+    transformer = pipe.transformer
+    blocks = (transformer, *transformer.transformer_blocks, *transformer.single_transformer_blocks)
+    following = [block._diffusers_hook.get_hook("group_offloading").next_group is not None for block in blocks]
+    assert following == [streamed] * (len(blocks) - 1) + [False]
+    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=STEPS), plain)
+
+
 @pytest.mark.parametrize("offloaded", [False, True], ids=["plain", "offloaded"])
 def test_a_call_ends_well_if_another_thread_restores_the_pipeline_meanwhile(moved, offloaded):
     pipe, threads = tiny_pipeline("flux"), []
