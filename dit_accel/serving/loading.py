@@ -28,7 +28,8 @@ class Loading:
     Args:
         device: None = the GPU if there is one.
         dtype: None = bfloat16 on a GPU, else float32.
-        offload: weights kept in host memory: "none", whole models ("model") or single layers ("sequential").
+        offload: weights kept in host memory: "none", or all but the weights of the model ("model"), block ("group") or
+            layer ("sequential") that runs.
         loras: weight of each LoRA, by its path or id.
         quantize: "float8", "int8", or None.
     """
@@ -45,7 +46,7 @@ class Loading:
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
             raise OptionError(
-                "--offload", "must be model or none with --quantize: quantised layers can't move one by one"
+                "--offload", "must be none, model or group with --quantize: quantised layers can't move one by one"
             )
 
     @property
@@ -82,6 +83,8 @@ def load_pipeline(model: str, how: Loading, console: Console) -> Any:
             _quantize(pipe, how.quantize, place)
         if how.offload == "model":
             pipe.enable_model_cpu_offload(device=place)
+        elif how.offload == "group":
+            _offload_groups(pipe, place)
         elif how.offload == "sequential":
             pipe.enable_sequential_cpu_offload(device=place)
         else:
@@ -125,6 +128,32 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
             raise OptionError("--quantize", f"the model's {name} is already quantised; leave --quantize out")
         names = {each for each, _ in block_linears(transformer)}
         quantize_(transformer, config, lambda _, name, names=names: name in names, device=place)
+
+
+def _offload_groups(pipe: Any, place: torch.device) -> None:
+    """Move the blocks of each transformer, and the layers of other models, to the device when they run.
+
+    A stream uploads the next block while one runs.
+    """
+    import torch
+    from diffusers.hooks import apply_group_offloading
+
+    from dit_accel.models import denoisers
+
+    transformers = denoisers(pipe)
+    for name, transformer in transformers.items():
+        if not getattr(transformer, "_supports_group_offloading", False):
+            kind = type(transformer).__name__
+            raise OptionError("--offload", f"group can't move the blocks of the model's {name}, {kind}; use model")
+        transformer.enable_group_offload(place, num_blocks_per_group=1, use_stream=True)
+    moved = [id(each) for each in transformers.values()]
+    for part in pipe.components.values():
+        if not isinstance(part, torch.nn.Module) or id(part) in moved:
+            continue
+        if getattr(part, "_supports_group_offloading", True):
+            apply_group_offloading(part, place, offload_type="leaf_level")
+        else:
+            part.to(place)
 
 
 def resolve_model(model: str) -> str:

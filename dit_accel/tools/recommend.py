@@ -369,11 +369,9 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     if QUANTIZED * peak.gib <= card.memory_gib:
         kind = "float8" if card.capability >= FLOAT8_SINCE else "int8"
         return ["--quantize", kind, *options], [f"{parts}, and quantise it: {why}."]
-    slow = f"Keep its layers in host memory while others run, which is slow: {why}."
     page = "docs/guide/troubleshooting.md, Out of memory"
-    return ["--offload", "sequential"], [
-        slow,
-        f"In Python, enable_group_offload moves blocks, and forecast steps upload nothing ({page}).",
+    return ["--offload", "group"], [
+        f"Keep its blocks in host memory while others run: {why}. Forecast steps upload nothing ({page})."
     ]
 
 

@@ -63,11 +63,8 @@ def test_what_goes_on_replaces_its_own_files(run, reached, tmp_path, command, th
 def test_whole_runs_are_repeated_where_weights_are_moved(handed_on):
     """Offloading moves weights at the start of a run, which a few steps of one would count too often."""
     base = ("generate", "--prompt", "a", "--model", PICTURES, "--image", "black.png", "--compare")
-    assert [handed_on(*base, "--offload", way)["whole"] for way in ("none", "model", "sequential")] == [
-        False,
-        True,
-        True,
-    ]
+    ways = ("none", "model", "group", "sequential")
+    assert [handed_on(*base, "--offload", way)["whole"] for way in ways] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("option", ["--output", "--json", "--plot", "--num-images", "--compare"])

@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 
+from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import OptionError
+from dit_accel.models.hooks import OFFLOAD_HOOK, find_hook
 from dit_accel.serving import loading
 from dit_accel.serving.loading import Loading, load_pipeline
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
@@ -67,9 +69,9 @@ def test_what_cannot_be_quantised_is_told(folder, console):
     """float8 without a GPU that has its products, and layers that are moved one by one."""
     with pytest.raises(OptionError, match=r"float8 needs compute capability 8.9 or later .*, got cpu; use int8"):
         load_pipeline(str(folder), Loading(device="cpu", quantize="float8"), console)
-    with pytest.raises(OptionError, match="--offload: must be model or none with --quantize"):
+    with pytest.raises(OptionError, match="--offload: must be none, model or group with --quantize"):
         Loading(offload="sequential", quantize="int8")
-    for offload in ("model", "none"):
+    for offload in ("none", "model", "group"):
         assert Loading(offload=offload, quantize="int8").facts == {"quantize": "int8"}
 
 
@@ -116,6 +118,7 @@ def loaded(monkeypatch):
         monkeypatch.setattr(loading, "_resolve_device", lambda device: torch.device(device or "cuda"))
         monkeypatch.setattr(loading, "load_loras", lambda pipe, loras: pipe.done.append(("loras", *loras)))
         monkeypatch.setattr(loading, "_quantize", lambda pipe, kind, place: pipe.done.append(("quantize", kind)))
+        monkeypatch.setattr(loading, "_offload_groups", lambda pipe, place: pipe.offload_groups(place))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 9))
         load_pipeline(source, how, Console(quiet=quiet, file=io.StringIO()))
         return pipe.done
@@ -140,10 +143,15 @@ def test_weights_have_the_type_of_the_device_unless_another_is_asked_for(loaded,
 
 @pytest.mark.parametrize(
     ("offload", "done"),
-    [("none", "to"), ("model", "enable_model_cpu_offload"), ("sequential", "enable_sequential_cpu_offload")],
+    [
+        ("none", "to"),
+        ("model", "enable_model_cpu_offload"),
+        ("group", "offload_groups"),
+        ("sequential", "enable_sequential_cpu_offload"),
+    ],
 )
 def test_a_pipeline_goes_where_it_is_asked_to(loaded, offload, done):
-    """The pipeline moves to the device, or stays in host memory in one of two ways, which need a GPU."""
+    """The pipeline moves to the device, or stays in host memory in one of three ways, which need a GPU."""
     assert (done, torch.device("cuda")) in loaded(Loading(offload=offload))
     if offload != "none":
         with pytest.raises(OptionError, match="--offload: needs a CUDA device, got mps"):
@@ -155,6 +163,39 @@ def test_loras_come_before_quantising_and_both_before_the_weights_move(loaded):
     how = Loading(loras={"owner/lora": 1.0}, quantize="float8", offload="model")
     names = [name for name, *_ in loaded(how)]
     assert names == ["load", "loras", "quantize", "enable_model_cpu_offload", "set_progress_bar_config"]
+
+
+def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_models(monkeypatch):
+    """Results are the plain ones, and blocks are fused. A CPU has no streams, so they are asked for only."""
+    pipe, plain = tiny_pipeline("flux"), tiny_output(tiny_pipeline("flux"), "flux", steps=6)
+    enable, asked = pipe.transformer.enable_group_offload, []
+
+    def without_stream(place, **named):
+        asked.append(named.pop("use_stream"))
+        enable(place, **named)
+
+    monkeypatch.setattr(pipe.transformer, "enable_group_offload", without_stream, raising=False)
+    loading._offload_groups(pipe, torch.device("cpu"))
+    assert asked == [True]
+    assert find_hook(pipe.transformer.transformer_blocks[0], OFFLOAD_HOOK) is not None
+    assert find_hook(pipe.transformer.transformer_blocks[0].attn.to_q, OFFLOAD_HOOK) is None
+    assert find_hook(pipe.vae.decoder.conv_in, OFFLOAD_HOOK) is not None
+    accelerate_pipeline(pipe, "flux-taylorseer", schedule={"interval": 2})
+    tiny_output(pipe, "flux", steps=6)
+    assert pipe.dit_accel.report().computed_fraction < 1 and pipe.dit_accel.report().fallbacks == []
+    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=6), plain)
+
+
+def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):
+    """diffusers says which; a transformer among them is an error that names what fits."""
+    pipe = tiny_pipeline("flux")
+    monkeypatch.setattr(pipe.vae, "_supports_group_offloading", False, raising=False)
+    monkeypatch.setattr(pipe.transformer, "enable_group_offload", lambda *_, **__: None, raising=False)
+    loading._offload_groups(pipe, torch.device("cpu"))
+    assert not any(find_hook(each, OFFLOAD_HOOK) for each in pipe.vae.modules())
+    monkeypatch.setattr(pipe.transformer, "_supports_group_offloading", False, raising=False)
+    with pytest.raises(OptionError, match=r"--offload: group can't move .* transformer, FluxTransformer2DModel; use"):
+        loading._offload_groups(pipe, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
