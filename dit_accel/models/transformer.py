@@ -25,7 +25,7 @@ from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_fo
 from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.conditions import Conditions
-from dit_accel.models.families.family import FURTHER_LATENTS, TIMESTEPS, latents_of, timestep_names
+from dit_accel.models.families.family import TIMESTEPS, further_latents_of, latents_of, timestep_names
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import (
     HOOK_NAME,
@@ -174,7 +174,7 @@ class TransformerDriver:
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """Size of a call's records; here only outputs, assumed to be as large as the latents."""
-        tensors = latents_of(arguments)
+        tensors = [*latents_of(arguments), *further_latents_of(arguments)]
         if not tensors:
             return ModelSize()
         return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
@@ -305,9 +305,7 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     The first leaf is one if it is a tensor. Another leaf is one if it has the shape of some latents of the call, except
     for the number of channels.
     """
-    further = pytree.tree_leaves([arguments[name] for name in arguments if name in FURTHER_LATENTS])
-    latents = [*latents_of(arguments), *further]
-    shapes = [each.shape for each in latents if isinstance(each, torch.Tensor)]
+    shapes = [each.shape for each in (*latents_of(arguments), *further_latents_of(arguments))]
     return [
         isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
         for place, leaf in enumerate(leaves)

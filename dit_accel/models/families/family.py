@@ -166,6 +166,8 @@ class Family:
         tokens: function of the transformer and a call's arguments that gives the joint sequence; see
             :func:`packed_tokens`.
         heads: function of the transformer that gives the number of attention heads and the features of one.
+        width: function of the transformer that gives the features of a token between attentions, which level ``layer``
+            remembers; None = the features of all heads.
         mlp: function of the transformer that gives the weights of a block's MLP as a multiple of the width's square.
         text_mlp: the same for the MLP of text tokens, from the transformer and the block; None = as ``mlp``.
         work: function of the transformer, the arguments, the joint sequence and the block that gives the FLOPs of the
@@ -210,6 +212,7 @@ class Family:
         transformer.config.num_attention_heads,
         transformer.config.attention_head_dim,
     )
+    width: Callable[[nn.Module], int] | None = None
     mlp: Callable[[nn.Module], float] = lambda transformer: 2 * getattr(transformer.config, "mlp_ratio", 4)
     text_mlp: Callable[[nn.Module, nn.Module], float] | None = None
     work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
@@ -295,8 +298,15 @@ class Family:
             symbols: bytes of one block's symbols.
         """
         config, latents, tokens = transformer.config, latents_of(arguments), layout.tokens
+        heads, head_dim = self.heads(transformer)
+        width = heads * head_dim
+        between = width if self.width is None else self.width(transformer)
         sites = [
-            SiteSize(tokens if stack.joint else layout.vision, stack.features * tokens, stack.crossed * tokens)
+            SiteSize(
+                tokens if stack.joint else layout.vision,
+                stack.features * tokens * between // width,
+                stack.crossed * tokens,
+            )
             for stack in self.stacks
             for _ in getattr(transformer, stack.attribute)
         ]
@@ -304,14 +314,13 @@ class Family:
         if given and (made := getattr(config, "out_channels", None)):
             patch = config.patch_size**2 if latents[0].dim() == 3 else 1
             output = output // given * made * patch
-        heads, head_dim = self.heads(transformer)
         return ModelSize(
-            output=output,
+            output=output + sum(each.numel() for each in further_latents_of(arguments)),
             itemsize=latents[0].element_size(),
             batch=batch_of(arguments),
             layout=layout,
             heads=heads,
-            width=heads * head_dim,
+            width=width,
             sites=tuple(sites),
             symbols=symbols,
         )
@@ -319,7 +328,15 @@ class Family:
 
 def latents_of(arguments: Arguments) -> list[torch.Tensor]:
     """Return the latents of a call, a tensor or a list of samples; empty if no argument has their name."""
-    latents = next((arguments[name] for name in LATENTS if name in arguments), None)
+    return _tensors(next((arguments[name] for name in LATENTS if name in arguments), None))
+
+
+def further_latents_of(arguments: Arguments) -> list[torch.Tensor]:
+    """Return the latents of a call for outputs other than the first, such as audio."""
+    return _tensors([arguments[name] for name in arguments if name in FURTHER_LATENTS])
+
+
+def _tensors(latents: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,7 +1,6 @@
 """MiniMax-H3: blocks over one sequence of text, given images and sounds, the audio, and the video.
 
-Everything but text counts as vision. Audio and video have schedules of their own. Attention is wider than the tokens,
-so level ``layer`` takes less memory than is expected.
+Everything but text counts as vision. Audio and video have schedules of their own. Attention is wider than the tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ FAMILY = Family(
     model="MiniMaxH3Transformer3DModel",
     stacks=(Stack("transformer_blocks"),),
     tokens=tokens,
+    width=lambda transformer: transformer.config.hidden_size,
     work=work,
     parts=("attn", "ff"),
     used=used,
