@@ -135,7 +135,8 @@ class Preset(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Preset:
-        touched = [name for name in self._unread_sections() if getattr(self, name).model_fields_set]
+        unread = {name: getattr(self, name) for name in self._unread_sections()}
+        touched = [name for name, section in unread.items() if section.model_fields_set and section != NoSkip()]
         if touched:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
             raise ValueError(

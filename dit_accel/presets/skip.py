@@ -78,7 +78,7 @@ class Skip(Formed):
             raise ValueError("residual corrects steps that keep their masks, and refresh is 1: set refresh, e.g. to 4")
         self._by_layer = {name: self._changed(name, changes) for name, changes in self.layers.items()}
         if self.steps == "all" and not self.skips:
-            raise ValueError("steps 'all' has no effect with policy 'none': set policy to sparge, or remove steps")
+            raise ValueError("steps 'all' has no effect with policy 'none': set policy to sparge, or steps to dispatch")
         return self
 
     def _changed(self, name: str, changes: dict[str, Any]) -> Skip:

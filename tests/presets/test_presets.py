@@ -367,6 +367,14 @@ def test_inconsistent_combination_is_refused(overrides, complaint):
         load_preset("balanced", **overrides)
 
 
+@pytest.mark.parametrize("level", ["output", "layer"])
+def test_nothing_to_skip_may_be_said_where_nothing_skips(level):
+    """Like ``memory.offload: false``: the value is the default and asks for nothing."""
+    said = load_preset("balanced", skip={"policy": "none", "refresh": 1}, **{"model": "flux", "forecast.level": level})
+    assert said.effective() == load_preset("balanced", **{"model": "flux", "forecast.level": level}).effective()
+    assert not said.works_inside or level == "layer"
+
+
 def test_base_chain_merges_nearest_last(write):
     """A preset takes its base's values, its base's base's, and its own before both."""
     write("base: balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
