@@ -3,14 +3,18 @@
 python -m tests.models.test_transformer_table      # rewrites the page, and the families in other pages
 """
 
+import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 
+from dit_accel.kernels.checks import TRITON_HEAD_DIMS
 from dit_accel.models.families import FAMILIES, known_family
+from dit_accel.models.families.family import Family
 from scripts.checks.class_study import report
 from scripts.checks.class_study.cases import STEPS
 from scripts.checks.every_class import classes, is_wrong
@@ -61,13 +65,24 @@ def test_the_table_is_right():
         assert [*document["classes"]] == sorted(classes())
 
 
+def released_head_dim(family: Family) -> int:
+    """Features of a head by the defaults of the class, which are those of a released model."""
+    parameters = inspect.signature(getattr(diffusers, family.model).__init__).parameters
+    config = SimpleNamespace(**{name: each.default for name, each in parameters.items()})
+    return family.heads(SimpleNamespace(config=config))[1]
+
+
 def rows() -> dict[str, list[tuple[str, str, str]]]:
     """Cells of other pages that list families: by page, the text before each cell, the cell, and the text behind it."""
     facts, own = (", ".join(each.title for each in FAMILIES if each.fused == fused) for fused in (False, True))
     names = ", ".join(f"`{name}`" for name in ("any", *(each.name for each in FAMILIES)))
     *heads, last = (f"`{each.name}`" for each in FAMILIES if each.fused)
+    dense = ", ".join(each.title for each in FAMILIES if released_head_dim(each) not in TRITON_HEAD_DIMS)
     return {
-        "docs/guide/using.md": [("| ", facts, " | ✓, and sparse tiles on computed steps | ✓ | – |")],
+        "docs/guide/using.md": [
+            ("| ", facts, " | ✓, and sparse tiles on computed steps (not on a GPU: "),
+            ("(not on a GPU: ", dense, ") | ✓ | – |\n"),
+        ],
         "docs/reference/adding_a_model.md": [("| families | ", f"{facts} | {own}", " |\n")],
         "docs/reference/presets.md": [
             ("| `model` | ", names, " | family that the preset is made for; "),
