@@ -4,6 +4,7 @@ import functools
 
 import diffusers
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.models.tiny import images, others, videos
 from tests.tiny import TINY_PIPELINES, tiny_output, tiny_pipeline
@@ -52,6 +53,19 @@ def built(name: str):
                     torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     pipe.set_progress_bar_config(disable=True)
     return pipe, arguments
+
+
+def moved(pipe, arguments: dict, device: torch.device | str, dtype: torch.dtype) -> dict:
+    """Move a pipeline in place, with the weights in float32 that ``from_pretrained`` keeps so; return its arguments."""
+    pipe.to(device, dtype)
+    for part in pipe.components.values():
+        kept = getattr(part, "_keep_in_fp32_modules", None) or ()
+        for name, parameter in part.named_parameters() if kept else ():
+            if not set(kept).isdisjoint(name.split(".")):
+                parameter.data = parameter.data.float()
+    return tree_map_only(
+        torch.Tensor, lambda given: given.to(device, dtype if given.is_floating_point() else given.dtype), arguments
+    )
 
 
 def call(name: str, **changes) -> torch.Tensor:

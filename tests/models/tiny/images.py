@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import diffusers
 import torch
 
-from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
+from tests.models.tiny.parts import TOKENS, WIDTH, flow, like, text
 from tests.tiny import encoders, flux
 from tests.tiny.families import SIZES
 from tests.tiny.inputs import random_picture
@@ -50,7 +50,7 @@ def qwen_image_edit():
     transformer = diffusers.QwenImageTransformer2DModel(**SIZES, joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12))
     pipe = diffusers.QwenImageEditPipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe.vae_scale_factor = 64
-    pipe._encode_vae_image = lambda image, generator: text(1, 16, 1, 16, 16, seed=2)
+    pipe._encode_vae_image = lambda image, generator: like(transformer, text(1, 16, 1, 16, 16, seed=2))
     prompt = {"image": random_picture(torch.Generator().manual_seed(0), 64, 64), "height": 1536, "width": 1536}
     for seed, name in enumerate(("", "negative_")):
         prompt[f"{name}prompt_embeds"] = text(1, TOKENS + 8 * seed, WIDTH, seed=seed)
@@ -187,7 +187,7 @@ def longcat_image():
         axes_dims_rope=(8, 12, 12),
     )
     pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
-    pipe._encode_prompt = lambda prompt: text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0]))
+    pipe._encode_prompt = lambda prompt: like(transformer, text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0])))
     return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, "height": 192, "width": 192}
 
 
@@ -319,7 +319,7 @@ def ideogram4():
 
     def encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device):
         ids = pipe._prepare_ids([max_sequence_length], grid_h, grid_w, max_sequence_length, device)
-        return text(1, max_sequence_length + grid_h * grid_w, WIDTH), *ids
+        return like(pipe.transformer, text(1, max_sequence_length + grid_h * grid_w, WIDTH)), *ids
 
     pipe.encode_prompt = encode_prompt
     return pipe, {

@@ -13,5 +13,10 @@ def text(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def like(model: diffusers.ModelMixin, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the model's dtype, on its device, as an encoder on the same device gives it."""
+    return tensor.to(model.device, model.dtype)
+
+
 def flow(**settings):
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)

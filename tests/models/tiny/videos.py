@@ -140,7 +140,7 @@ class SixTokens:
         return SimpleNamespace(input_ids=[3, 4, 5, 6])
 
 
-class PlainSound(torch.nn.Module):
+class PlainSound(diffusers.ModelMixin):
     """Replaces Cosmos 3's decoder of sound, which then returns its latents."""
 
     config, _hop_size = SimpleNamespace(sampling_rate=16000), 160
