@@ -14,6 +14,8 @@ instead, and decodes with the reference code of fused kernels. Models from the H
     python -m scripts.checks.conformance diffusers --output conformance-autoencoders --kinds autoencoders
 
 Writes STEM.json and STEM.md after each process; families that are already in the file are replaced, the others stay.
+Both name each family of the checkout that has no result, and why: its tests need a package or a model of the Hub, its
+pipelines have a UNet, or it was not run. The tests need the packages parameterized and requests-mock.
 ``conformance_study/kinds.py`` describes the classes of failures.
 """
 
@@ -34,7 +36,7 @@ from dit_accel.stages.vae import PAGES
 from dit_accel.tools.origin import describe_run
 from scripts.checks.conformance_study import stand_ins
 from scripts.checks.conformance_study.kinds import AUTOENCODERS, FAILURES, KINDS
-from scripts.checks.conformance_study.report import Test, markdown, read, summary
+from scripts.checks.conformance_study.report import Test, left_out, markdown, read, summary
 from scripts.tables import write_table
 
 ROOT = Path(__file__).parents[2]
@@ -135,10 +137,13 @@ def main(arguments: list[str] | None = None) -> None:
                 chosen = {"chosen": options.only} if options.only else {}
                 families[family] = chosen | summary(own.pop(PLAIN), own)
             told = {"run": describe_run("cpu"), "tests": options.tests}
-            document = {**told, "families": dict(sorted(families.items()))}
+            not_run = sorted(set(known) - set(families))
+            document = {**told, "families": dict(sorted(families.items())), "not_run": not_run}
             written.write_text(json.dumps(document, indent=1) + "\n")
             write_table(options.output.with_suffix(".md"), markdown(document))
     failures = [each for family in families.values() for each in family["only"] if each["class"] in FAILURES]
+    for family, why in left_out(document).items():
+        print(f"{family}: {why}")
     print(f"{len(failures)} failures only when accelerated")
 
 

@@ -1,7 +1,10 @@
 """Run of other projects' tests, on a checkout of one file, and its report."""
 
+import json
 import os
 import subprocess
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -12,6 +15,7 @@ from scripts.checks.conformance_study import stand_ins
 from scripts.checks.conformance_study.kinds import found
 from scripts.checks.conformance_study.report import markdown, read, summary
 
+RUN = {"diffusers": "1", "torch": "2", "device": "CPU"}
 TESTS = """
 import pytest
 import torch
@@ -64,6 +68,9 @@ def checkout(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, pytest.main(command[3:]), stdout="", stderr="")
 
     monkeypatch.setattr(conformance.subprocess, "run", run)
+    monkeypatch.setattr(conformance, "ThreadPoolExecutor", lambda jobs: nullcontext(SimpleNamespace(map=map)))
+    monkeypatch.setattr(conformance.stand_ins, "write", lambda folder: None)
+    monkeypatch.setattr(conformance, "describe_run", lambda device: RUN)
     return tmp_path / "checkout"
 
 
@@ -80,12 +87,45 @@ def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
     assert [(each["kind"], each["class"]) for each in told["only"]] == [("exact", "inspects")]
     assert told["accelerated"]["exact"]["left_plain"] == {}
     assert list(told["accelerated"]["flashomni"]["left_plain"]) == ["LTXPipeline"]
-    table = markdown(
-        {"run": {"diffusers": "1", "torch": "2", "device": "CPU"}, "tests": "1", "families": {"toy": told}}
-    )
+    assert told["idle"] is None
+    table = markdown({"run": RUN, "tests": "1", "families": {"toy": told}})
     assert "| toy/test_toy_pipeline.py | 3 | 2 | 1 | 2 |" in table
     assert "| `test_toy_pipeline.py::test_modules_are_bare` | exact | inspects |" in table
     assert diffusers.LTXPipeline.__call__ is call
+
+
+SILENT = {  # families that say nothing: their only test file, and the reason
+    "skipped": (
+        "import pytest\n@pytest.mark.skip('needs a GPU')\ndef test_it(): pass",
+        "no test of a pipeline passes plainly: Skipped: needs a GPU",
+    ),
+    "broken": (
+        "import some_package",
+        "no test of a pipeline passes plainly: ModuleNotFoundError: No module named 'some_package'",
+    ),
+    "empty": ("", "no test was collected"),
+    "unet": (
+        "from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel\n"
+        "SIZE = {'block_out_channels': (32,), 'down_block_types': ['DownBlock2D'], 'up_block_types': ['UpBlock2D']}\n"
+        "def test_it(): DDPMPipeline(UNet2DModel(8, **SIZE), DDPMScheduler())(num_inference_steps=1)",
+        "pipelines that denoise with a UNet are not supported",
+    ),
+}
+
+
+def test_families_that_say_nothing_are_told_with_the_reason(checkout, tmp_path, capsys):
+    """In the JSON, in the table and on the console; and so is one that the command leaves out."""
+    for family, (text, _) in SILENT.items():
+        (checkout / "tests" / "pipelines" / family).mkdir()
+        (checkout / "tests" / "pipelines" / family / f"test_{family}.py").write_text(text)
+    options = ("--families", *SILENT, "--kinds", "exact")
+    conformance.main([str(checkout), "--output", str(tmp_path / "found"), *options])
+    console, table = capsys.readouterr().out, (tmp_path / "found.md").read_text()
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["not_run"] == ["toy"] and "| toy | not run |" in table and "\ntoy: not run\n" in console
+    for family, (_, why) in SILENT.items():
+        idle = document["families"][family]["idle"]
+        assert why in idle and f"| {family} | {idle} |" in table and f"\n{family}: {idle}\n" in console
 
 
 def test_decoders_are_fused_in_tests_of_autoencoders(checkout, tmp_path):

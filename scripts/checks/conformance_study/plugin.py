@@ -69,6 +69,12 @@ class Study:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write({"collected": [item.nodeid for item in session.items]})
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # a file that can't be imported counts as one test
+            reason = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
+            failed = {"test": report.nodeid, "outcome": "failed", "class": "crash", "reason": shortened(reason)}
+            self._write({**failed, "pipelines": {}, "forecast": 0})
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._test = {"test": item.nodeid, "outcome": "passed", "pipelines": {}, "forecast": 0}
@@ -85,6 +91,8 @@ class Study:
         report = yield
         if report.outcome != "passed":
             self._test["outcome"] = report.outcome
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._test["reason"] = shortened(report.longrepr[-1])
         if report.failed and call.excinfo is not None:
             error = call.excinfo.value
             line = next(iter(str(error).strip().splitlines()), "") or str(call.excinfo.traceback[-1].statement)

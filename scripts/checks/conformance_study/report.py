@@ -31,7 +31,7 @@ def summary(plain: dict[str, Test], by_kind: dict[str, dict[str, Test]]) -> dict
         ``files``: for each file the tests that ran plainly (``ran``), that passed plainly (``passed``), and the passed
         ones that also pass with each kind; ``only``: tests that pass plainly and fail with a kind; ``accelerated``: by
         kind the numbers of tests with an accelerated pipeline and with a forecast step, and the plain pipelines with
-        reasons.
+        reasons; ``idle``: why no test says anything, or None.
     """
     passed = {test for test, told in plain.items() if told["outcome"] == "passed"}
     files = {}
@@ -47,16 +47,40 @@ def summary(plain: dict[str, Test], by_kind: dict[str, dict[str, Test]]) -> dict
         for test in tests
         if test in passed and _outcome(tests, test) == "failed"
     ]
-    return {"files": files, "only": only, "accelerated": {k: _accelerated(t.values()) for k, t in by_kind.items()}}
+    accelerated = {kind: _accelerated(tests.values()) for kind, tests in by_kind.items()}
+    return {"files": files, "only": only, "accelerated": accelerated, "idle": _why_idle(plain, passed, by_kind)}
+
+
+def _why_idle(plain: dict[str, Test], passed: set[str], by_kind: dict[str, dict[str, Test]]) -> str | None:
+    """Return why no test of a family compares an accelerated pipeline with the plain one, or None."""
+    if not plain:
+        return "no test was collected"
+    called = [(test, why) for tests in by_kind.values() for test in tests for why in tests[test]["pipelines"].values()]
+    if any(test in passed for test, why in called if why is None):
+        return None
+    if reasons := [why for _, why in called if why is not None]:
+        return reasons[0]
+    for outcome in ("failed", "skipped"):
+        if reasons := [told.get("reason", outcome) for told in plain.values() if told["outcome"] == outcome]:
+            return f"no test of a pipeline passes plainly: {Counter(reasons).most_common(1)[0][0]}"
+    return "no test calls a pipeline"
+
+
+def left_out(document: dict[str, Any]) -> dict[str, str]:
+    """Families of which no test says anything, with the reasons."""
+    idle = {name: why for name, found in document["families"].items() if (why := found.get("idle"))}
+    return idle | dict.fromkeys(document.get("not_run", ()), "not run")
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """Tables of files, of tests that fail only when accelerated, and of pipelines that ran plainly."""
+    """Tables of families, files, tests that fail only when accelerated, and pipelines that ran plainly."""
     run, kinds = document["run"], _kinds(document)
     parts = [
         f"diffusers {run['diffusers']}, tests of {document['tests']}, torch {run['torch']}, {run['device']}.",
         _table(_totals(document, kinds), ["family", "ran", "passed plainly", *kinds, *FAILURES, *APART]),
         *_chosen(document),
+        "## Families without a result",
+        _table([[*row] for row in left_out(document).items()], ["family", "why"]),
         "## By file",
         _table(_by_file(document, kinds), ["file", "ran", "passed plainly", *kinds]),
         "## Tests that fail only when accelerated",
