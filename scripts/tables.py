@@ -31,7 +31,6 @@ RENDERERS = {  # stem of the JSON: module, function, and the arguments taken fro
     r"sla-(features-)?demo-.+": ("scripts.research.finetuning.report", "table", ["rows"]),
     r"small-cards.*": ("scripts.bench.card_memory.table", "markdown", []),
     r"tile-sparsity-.+": ("scripts.research.tile_sparsity", "tables", ["results"]),
-    r"token-order-.+": ("scripts.research.token_order", "table", ["results"]),
 }
 
 
