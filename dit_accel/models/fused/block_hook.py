@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from dit_accel.kernels import attention
+from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
@@ -23,7 +25,7 @@ from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.models.parallel.context_parallel import RING, config_of, shares_layers
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.site_state import SiteState
-from dit_accel.sparse.tile_site import TileSite
+from dit_accel.sparse.tile_site import Inputs, TileSite
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -157,6 +159,29 @@ class BlockHook(Hook, ABC):
             plan = self.driver.every_row(*q.shape[:3], q.device)
             return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
+
+    def attend_computed(
+        self, site: TileSite | HeadSite, attn: nn.Module, *qkv: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a computed step over the block's own tokens; ``gate`` as in ``Inputs``."""
+        attend = partial(self._attend_computed, site, attn.processor._attention_backend, gate)
+        return self.attend_whole(attend, *qkv, arranged=self.attends)
+
+    def _attend_computed(
+        self, site: TileSite | HeadSite, backend: Any, gate: torch.Tensor | None, *qkv: torch.Tensor
+    ) -> torch.Tensor:
+        joint, block = self.driver.facts.joint, self.controller.preset.blocks.size
+        layout = TokenLayout(0, qkv[0].shape[1], block) if joint is None else joint.layout(block)
+        return site.attend_computed(Inputs(*qkv, layout, partial(self.attend_dense, *qkv, backend), gate=gate))
+
+    @staticmethod
+    def project_out(
+        site: TileSite | HeadSite, out: nn.Module, o: torch.Tensor, tokens: slice = slice(None)
+    ) -> torch.Tensor:
+        """Project the ``tokens`` of attention ``[B, T, H, D]`` to ``[B, S, C]``; the site may cache a bias."""
+        if site.caches_bias:
+            return site.project_out(o, out.weight, out.bias, tokens)
+        return out(o[:, tokens].flatten(2))
 
     def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
         """Record a whole feature if a later DISPATCH step may forecast it; ``by_row`` also allows some rows."""

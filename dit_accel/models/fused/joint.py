@@ -160,15 +160,12 @@ class DoubleBlockHook(JointBlockHook):
 
     def attend(self, attn: nn.Module, x: torch.Tensor, context: torch.Tensor, rotary: Rotary) -> Streams:
         """Joint attention of both streams, with their output projections."""
-        site, out, text = self.site(), attn.to_out[0], context.shape[1]
+        site, text = self.site(), context.shape[1]
         q, k, v = self.project(site, attn, x, context, rotary)
         o = self.attend_jointly(site, attn, q, k, v, text)
         start = text if self.text_first else x.shape[1]  # of the second stream
         of_image, of_text = self.in_order(slice(start), slice(start, None))
-        if site.caches_bias:
-            projected = site.project_out(o, out.weight, out.bias, of_image)
-        else:
-            projected = out(o[:, of_image].flatten(2))
+        projected = self.project_out(site, attn.to_out[0], o, of_image)
         return attn.to_out[1](projected), attn.to_add_out(o[:, of_text].flatten(2))
 
     def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:

@@ -7,7 +7,6 @@ A norm multiplies by 1 + weight, which is multiplied into the scale.
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -15,12 +14,9 @@ from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, 
 from torch import nn
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, norm_rope, swiglu
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, is_hooked, why_not_plain
-from dit_accel.sparse.head_site import HeadSite
-from dit_accel.sparse.tile_site import Inputs, TileSite
 
 
 class Krea2BlockHook(BlockHook):
@@ -76,17 +72,8 @@ class Krea2BlockHook(BlockHook):
         else:
             q, gate = (_heads(attn.num_heads, made) for made in project_together((attn.to_q, attn.to_gate), x))
             q, gate = norm_rope(q, 1 + norm_q.weight, rotary, eps=norm_q.eps), gate.sigmoid()
-            o = self.attend_whole(partial(self._attend_computed, site, attn, gate), q, k, v, arranged=self.attends)
-        o = o * gate
-        return site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
-
-    def _attend_computed(
-        self, site: TileSite | HeadSite, attn: nn.Module, gate: torch.Tensor, *qkv: torch.Tensor
-    ) -> torch.Tensor:
-        joint, block = self.driver.facts.joint, self.controller.preset.blocks.size
-        layout = TokenLayout(0, qkv[0].shape[1], block) if joint is None else joint.layout(block)
-        dense = partial(self.attend_dense, *qkv, attn.processor._attention_backend)
-        return site.attend_computed(Inputs(*qkv, layout, dense, gate=gate))
+            o = self.attend_computed(site, attn, q, k, v, gate=gate)
+        return self.project_out(site, out, o * gate)
 
 
 def _modulation(block: nn.Module, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +16,6 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import nn
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import MAX_HEADS, AttentionPlan
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import (
@@ -33,7 +31,7 @@ from dit_accel.models.fused.parts import (
     why_not_plain,
 )
 from dit_accel.sparse.head_site import HeadSite
-from dit_accel.sparse.tile_site import Inputs, TileSite
+from dit_accel.sparse.tile_site import TileSite
 
 TEXT_TOKENS = 512  # tokens of a prompt behind image tokens; diffusers' processor has the same number
 
@@ -81,7 +79,6 @@ class WanBlockHook(BlockHook):
         self, site: TileSite | HeadSite, attn: WanAttention, x: torch.Tensor, rotary: Rotary, rows: AttentionPlan | None
     ) -> torch.Tensor:
         """Self-attention ``[B, S, C]`` with its output projection; ``rows`` is the plan of a DISPATCH step."""
-        out = attn.to_out[0]
         if rows is None:
             q, k, v = query_key_value(attn, x)
         else:
@@ -89,19 +86,8 @@ class WanBlockHook(BlockHook):
             k, v = key_value(attn, x)
         tables = tuple(table[0, :, 0].float() for table in rotary)  # of [1, S, 1, D]
         q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
-        if rows is None:
-            o = self.attend_whole(partial(self._attend_computed, site, attn), q, k, v, arranged=self.attends)
-        else:
-            o = site.attend(q, k, v)
-        projected = site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
-        return attn.to_out[1](projected)
-
-    def _attend_computed(
-        self, site: TileSite | HeadSite, attn: WanAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        layout = TokenLayout(0, q.shape[1], self.controller.preset.blocks.size)
-        backend = attn.processor._attention_backend
-        return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_dense(q, k, v, backend)))
+        o = self.attend_computed(site, attn, q, k, v) if rows is None else site.attend(q, k, v)
+        return attn.to_out[1](self.project_out(site, attn.to_out[0], o))
 
     def attend_to_prompt(
         self, attn: WanAttention, x: torch.Tensor, context: torch.Tensor, rows: AttentionPlan | None

@@ -9,7 +9,6 @@ modulations of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, swiglu
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import (
@@ -30,8 +28,6 @@ from dit_accel.models.fused.parts import (
     normalise_heads,
     normalise_pair,
 )
-from dit_accel.sparse.head_site import HeadSite
-from dit_accel.sparse.tile_site import Inputs, TileSite
 
 NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")  # in the order of their modulations
 _TABLES = WeakTensorKeyDictionary()  # RoPE tables of a call's samples, which all blocks share
@@ -100,17 +96,9 @@ class ZImageBlockHook(BlockHook):
                 of_sample = slice(sample, sample + 1)
                 own = tuple(each[of_sample] for each in turned)
                 normalise_pair(norms, q[of_sample], k[of_sample], tables, out=own)
-            o = self.attend_whole(partial(self._attend_computed, site, attn), *turned, v, arranged=self.attends)
-        projected = site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
+            o = self.attend_computed(site, attn, *turned, v)
+        projected = self.project_out(site, out, o)
         return projected if len(attn.to_out) == 1 else attn.to_out[1](projected)
-
-    def _attend_computed(
-        self, site: TileSite | HeadSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        joint, block = self.driver.facts.joint, self.controller.preset.blocks.size
-        layout = TokenLayout(0, q.shape[1], block) if joint is None else joint.layout(block)
-        backend = attn.processor._attention_backend
-        return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_dense(q, k, v, backend)))
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
         given = super()._bind(args, kwargs)
