@@ -1,8 +1,6 @@
 """The tiny pipelines run, repeat exactly, stay finite, and hide no parameter behind a zero."""
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -183,12 +181,6 @@ def test_unknown_name_lists_the_valid_ones(function):
     """A misspelt name is refused with every valid one."""
     with pytest.raises(ValueError, match=r"name must be one of flux, .*hunyuan15-i2v; got 'fluxx'"):
         function("fluxx")
-
-
-def test_import_is_light():
-    """The module may be imported where diffusers and transformers are not wanted: both load on first use."""
-    code = "import sys, tests.tiny; sys.exit(bool({'diffusers', 'transformers', 'peft'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 REFUSED = pytest.mark.xfail(reason="diffusers keeps history_key_scale in float32, and attention refuses such keys")

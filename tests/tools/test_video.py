@@ -1,8 +1,5 @@
 """Videos on disk: reading returns the written frames, and the files are what players expect."""
 
-import subprocess
-import sys
-
 import imageio.v3 as imageio
 import numpy as np
 import pytest
@@ -113,10 +110,3 @@ def test_what_is_no_clip_is_refused(tmp_path, clip, name, message):
     with pytest.raises(ShapeError, match=message):
         write_clip(clip, tmp_path / name, fps=8)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_import_loads_no_imageio():
-    """imageio is imported by the functions that read or write with it."""
-    subprocess.run(
-        [sys.executable, "-c", "import sys, dit_accel.tools.video; sys.exit('imageio' in sys.modules)"], check=True
-    )
