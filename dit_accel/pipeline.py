@@ -21,7 +21,7 @@ from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepCl
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
 from dit_accel.models.beside.other_caches import refuse_other_cache, set_cache_config
-from dit_accel.models.caller import calling_pipeline, held_module
+from dit_accel.models.caller import calling_pipeline, clock_of, held_module
 from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
 from dit_accel.models.drive import drive, left_plain
 from dit_accel.models.driver import FamilyDriver
@@ -243,7 +243,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer may outlive it
 
     def clock(pipeline: Any) -> SchedulerClock:
-        return _clock_of(owner if pipeline is None else weakref.ref(pipeline))
+        return clock_of(owner if pipeline is None else weakref.ref(pipeline))
 
     called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
@@ -356,7 +356,7 @@ def accelerate_transformer(
         if timesteps is not None:
             return TimestepClock(timesteps)
         return (
-            _clock_of(weakref.ref(pipeline)) if keeps_timesteps(getattr(pipeline, "scheduler", None)) else PlaceClock()
+            clock_of(weakref.ref(pipeline)) if keeps_timesteps(getattr(pipeline, "scheduler", None)) else PlaceClock()
         )
 
     def called() -> torch.nn.Module:
@@ -364,11 +364,6 @@ def accelerate_transformer(
         return transformer if held is None else held
 
     return _attach({"transformer": own}, {"transformer": called}, settings, clock, control_net)
-
-
-def _clock_of(pipe: weakref.ref) -> SchedulerClock:
-    """Return a clock that reads a pipeline's schedulers and does not keep the pipeline alive."""
-    return SchedulerClock(lambda: getattr(pipe(), "scheduler", None), lambda: _further_schedulers(pipe()))
 
 
 def _attach(
@@ -442,14 +437,6 @@ def _refuse_own_config(transformer: torch.nn.Module, name: str) -> None:
             f"pipe.{name} is accelerated already, by enable_cache({config!r}): keep that, or call "
             f"pipe.{name}.disable_cache() first"
         )
-
-
-def _further_schedulers(pipe: Any) -> dict[str, Any]:
-    """Return the schedulers of further outputs by name: "audio" for ``audio_scheduler`` and ``audio_hidden_states``."""
-    suffix = "_scheduler"
-    inputs = {name for each in denoisers(pipe).values() for name in inspect.signature(type(each).forward).parameters}
-    named = {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
-    return {part: each for part, each in named.items() if any(name.startswith(f"{part}_") for name in inputs)}
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:

@@ -1,12 +1,17 @@
-"""Search for the pipeline that calls a transformer, because several pipelines may share one."""
+"""The pipeline that calls a transformer, which several pipelines may share, and the clock of its schedulers."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
 import torch
+
+from dit_accel.loop.tracker import SchedulerClock
+from dit_accel.models import denoisers
 
 BETWEEN = ("torch", "accelerate", "dit_accel")  # packages whose frames lie between a pipeline and its transformer
 
@@ -67,3 +72,16 @@ def held_module(owner: Any, transformer: torch.nn.Module) -> torch.nn.Module | N
         if isinstance(held, torch.nn.Module) and (held is transformer or held._modules.get("_orig_mod") is transformer):
             return held
     return None
+
+
+def clock_of(pipe: weakref.ref) -> SchedulerClock:
+    """Return a clock that reads a pipeline's schedulers and does not keep the pipeline alive."""
+    return SchedulerClock(lambda: getattr(pipe(), "scheduler", None), lambda: _further_schedulers(pipe()))
+
+
+def _further_schedulers(pipe: Any) -> dict[str, Any]:
+    """Return the schedulers of further outputs by name: "audio" for ``audio_scheduler`` and ``audio_hidden_states``."""
+    suffix = "_scheduler"
+    inputs = {name for each in denoisers(pipe).values() for name in inspect.signature(type(each).forward).parameters}
+    named = {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
+    return {part: each for part, each in named.items() if any(name.startswith(f"{part}_") for name in inputs)}
