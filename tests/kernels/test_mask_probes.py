@@ -13,6 +13,7 @@ from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import plan as draw_plan
 from dit_accel.sparse.policies import static
+from scripts.bench.kernels.masks import RANDOM, random_tiles
 from tests.kernels.conftest import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
@@ -50,8 +51,10 @@ PATTERNS = {
         static.interleaved(parts(tokens), [True, False, True][: len(parts(tokens))], **options)
     ),
     "sliding": lambda tokens, **options: lower(static.sliding(tokens, 50, **options)),
-    "full-partial": lambda tokens, **options: lower(static.random_tiles(tokens, ("full", "partial"), **options)),
-    "full-causal-partial": lambda tokens, **options: lower(static.random_tiles(tokens, **options)),
+    "full-partial": lambda tokens, **options: lower(random_tiles(tokens, RANDOM["full/partial"], **options)),
+    "full-causal-partial": lambda tokens, **options: lower(
+        random_tiles(tokens, RANDOM["full/causal/partial"], **options)
+    ),
     "any-mask": any_mask,
 }
 

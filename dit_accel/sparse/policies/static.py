@@ -1,8 +1,8 @@
 """Masks that do not depend on queries and keys, built tile by tile without an S × S mask.
 
-The patterns are OmniAttention's (section 3.1.2): causal, packed documents, text interleaved with images, and random
-FULL / CAUSAL / PARTIAL tiles. In addition there are a sliding window and the policy ``static`` of presets. All return
-:class:`~dit_accel.kernels.symbols.SparseSymbols` under which every row computes:
+Causal, packed documents, and text interleaved with images are OmniAttention's (section 3.1.2). In addition there are a
+sliding window and the policy ``static`` of presets. All return :class:`~dit_accel.kernels.symbols.SparseSymbols` under
+which every row computes:
 
 >>> from dit_accel.kernels import lower
 >>> plan = lower(interleaved([133, 309, 70], [True, False, True], heads=8))  # text, an image, text
@@ -17,16 +17,15 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.kept import Kept
-from dit_accel.kernels.layout import TokenLayout, block_count
-from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
-from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.kernels.tile_masks import symbols_from_intervals
 from dit_accel.sparse.policies.policy import Policy
 
 if TYPE_CHECKING:
     from dit_accel.presets.skip import StaticSkip
 
 _SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has one or two layouts, and a few layers with another pattern
-TILE_KINDS = ("full", "causal", "partial")
 
 
 def block_mask_from_segments(
@@ -96,42 +95,6 @@ def sliding(tokens: int, window: int, *, device: str | torch.device = "cpu", **o
     """
     first, end = _around(torch.arange(tokens, device=device), window)
     return symbols_from_intervals(first[:, None], end[:, None], **options)
-
-
-def random_tiles(
-    tokens: int,
-    kinds: Sequence[str] = TILE_KINDS,
-    *,
-    generator: torch.Generator | None = None,
-    block: int = 128,
-    batch: int = 1,
-    heads: int = 1,
-    device: str | torch.device = "cpu",
-) -> SparseSymbols:
-    """Return random tiles on and below the diagonal; in PARTIAL tiles each pair attends with probability ½.
-
-    Args:
-        tokens: S.
-        kinds: "full", "causal" and "partial"; each is chosen with equal probability.
-        generator: random generator on ``device``; None = torch's own.
-        block, batch, heads, device: see :func:`block_mask_from_segments`.
-
-    Raises:
-        ShapeError: a kind is unknown.
-    """
-    if not kinds or set(kinds) - set(TILE_KINDS):
-        raise ShapeError(f"kinds must be among {TILE_KINDS}, got {tuple(kinds)}")
-    blocks = block_count(tokens, block)
-    tiles = torch.ones(1, 1, blocks, blocks, dtype=torch.bool, device=device).tril()
-    code_of = {"full": FULL_TILE, "causal": CAUSAL_TILE, "partial": FIRST_PARTIAL_TILE}
-    choices = torch.tensor([code_of[kind] for kind in kinds], dtype=torch.int32, device=device)
-    codes = choices[torch.randint(len(kinds), tiles.shape, generator=generator, device=device)]
-    partial = tiles & (codes == FIRST_PARTIAL_TILE)
-    count = int(partial.sum())
-    codes[partial] += torch.arange(count, dtype=torch.int32, device=device)
-    shape = (count, block, block // 8)
-    pool = torch.randint(256, shape, generator=generator, device=device, dtype=torch.uint8)
-    return symbols_of_tiles(tiles, TileMasks(codes, pool), tokens, block, batch, heads)
 
 
 class Static(Policy):

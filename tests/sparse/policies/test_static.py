@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
+from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE
 from dit_accel.kernels.tile_masks import mask_from_plan, symbols_from_mask
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, static
@@ -84,24 +84,6 @@ def test_sliding(window, block):
 
 
 @every_block
-@pytest.mark.parametrize("kinds", [("full", "partial"), ("full", "causal", "partial"), ("causal",)], ids="-".join)
-def test_random_tiles(kinds, block):
-    """Tiles on and below the diagonal, of the kinds asked for; half the pairs of a PARTIAL one, other ones in each."""
-    symbols = static.random_tiles(10 * block - 20, kinds, generator=torch.Generator().manual_seed(0), block=block)
-    computes = unpack_bits(symbols.skip_bits, 10)[0, 0]
-    assert torch.equal(computes, torch.ones(10, 10, dtype=torch.bool).tril())
-    codes = symbols.masks.codes[0, 0][computes]
-    expected = {"full": FULL_TILE, "causal": CAUSAL_TILE, "partial": FIRST_PARTIAL_TILE}
-    assert set(codes.clamp(max=FIRST_PARTIAL_TILE).tolist()) == {expected[kind] for kind in kinds}
-    pool = unpack_bits(symbols.masks.pool, block)
-    assert len(pool) == (codes >= FIRST_PARTIAL_TILE).sum() == len({entry.numpy().tobytes() for entry in pool})
-    if len(pool):
-        assert 0.45 < pool.float().mean() < 0.55
-    again = static.random_tiles(10 * block - 20, kinds, generator=torch.Generator().manual_seed(0), block=block)
-    assert torch.equal(mask_of(again), mask_of(symbols))
-
-
-@every_block
 @every_lengths
 def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, block):
     """The symbols equal those of the whole mask, which keeps one of several equal entries."""
@@ -118,11 +100,6 @@ def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, b
 def test_segments_that_make_no_sequence_are_refused(lengths, causal, says):
     with pytest.raises(ShapeError, match=says):
         static.block_mask_from_segments(lengths, causal=causal)
-
-
-def test_unknown_kinds_are_refused():
-    with pytest.raises(ShapeError, match="'full', 'causal', 'partial'"):
-        static.random_tiles(100, ("whole",))
 
 
 LAYOUTS = {
