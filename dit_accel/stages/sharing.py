@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import copy
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -25,11 +23,10 @@ from dit_accel.models import denoisers
 from dit_accel.models.caller import local_of
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.models.parallel.context_parallel import config_of
-from dit_accel.stages.vae.layers import Layers, dense
+from dit_accel.stages.rows import FAILED, NO, YES, Ranks, Rows
+from dit_accel.stages.vae.layers import Layers
 
 LEAST_ROWS = 8  # of latents, in a band
-FAILED, NO, YES = -1, 0, 1  # votes
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the former from torch 2.13 on
 
 
 def group_of(pipe: Any) -> dist.ProcessGroup | None:
@@ -62,112 +59,6 @@ def all_decode(pipe: Any, device: torch.device, *, can_share: bool) -> bool:
     if ranks is None or wanted is None:
         return False
     return ranks.vote(YES if can_share and wanted != "latent" else NO) == YES
-
-
-class Ranks:
-    """The ranks that share a decode.
-
-    Args:
-        group: their process group.
-        device: this rank's device.
-
-    Attributes:
-        count: number of ranks.
-        rank: this one.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-        self.count = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-
-    def vote(self, value: int, about: Any = None) -> int:
-        """Return the least vote of all ranks, at most NO if they vote about different things."""
-        number = zlib.crc32(repr(about).encode())  # hash() differs between processes
-        votes = torch.tensor([value, number, -number], device=self.device)
-        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
-        least, low, high = votes.tolist()
-        return least if low == -high else min(least, NO)
-
-
-class Rows:
-    """Bands of the rows of an image or frame, one a rank, which may differ in height by a row.
-
-    Args:
-        ranks: of the decode.
-        height: rows of the latents, at least one a rank.
-
-    Attributes:
-        done: number of exchanges so far.
-    """
-
-    def __init__(self, ranks: Ranks, height: int) -> None:
-        self._ranks = ranks
-        self._ends = [height * (rank + 1) // ranks.count for rank in range(ranks.count)]
-        self._heights = [end - start for start, end in zip([0, *self._ends], self._ends, strict=False)]
-        self._own = self._heights[ranks.rank]
-        self._skipped = 0
-        self.done = 0
-
-    def without(self, count: int) -> Rows:
-        """Return the same bands, for meta tensors, without the first ``count`` exchanges."""
-        rows = copy.copy(self)
-        rows._skipped, rows.done = count, 0
-        return rows
-
-    def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of whole features ``[..., H, W]``."""
-        scale, end = x.shape[-2] // self._ends[-1], self._ends[self._ranks.rank]
-        return x[..., scale * (end - self._own) : scale * end, :]
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return whole features from the bands of all ranks."""
-        scale, most = x.shape[-2] // self._own, max(self._heights)
-        bands = self._gathered(F.pad(x, (0, 0, 0, scale * most - x.shape[-2])))
-        return torch.cat([band[..., : scale * rows, :] for band, rows in zip(bands, self._heights, strict=True)], -2)
-
-    def tallest(self, x: torch.Tensor) -> int:
-        """Return the number of rows of the tallest band of such features."""
-        return x.shape[3] // self._own * max(self._heights)
-
-    def merged(self, moments: torch.Tensor) -> torch.Tensor:
-        """Return the moments of whole features ``[B, groups, 2]``, mean and variance, from those of each band."""
-        mean, variance = self._gathered(moments).unbind(-1)
-        shares = mean.new_tensor(self._heights).view(-1, 1, 1) / self._ends[-1]
-        whole = (shares * mean).sum(0)
-        return torch.stack([whole, (shares * (variance + (mean - whole).square())).sum(0)], -1)
-
-    def exchange_border(self, x: torch.Tensor) -> None:
-        """Write the neighbours' rows into the border of ``[B, C, T, H + 2, W + 2]``; it stays at an image's border."""
-        rows = x.permute(0, 2, 3, 4, 1)  # dense pixels
-        edges = self._gathered(torch.stack([rows[:, :, 1], rows[:, :, -2]]))  # [ranks, 2, B, T, W + 2, C]
-        if self._ranks.rank > 0:
-            rows[:, :, 0] = edges[self._ranks.rank - 1, 1]
-        if self._ranks.rank < self._ranks.count - 1:
-            rows[:, :, -1] = edges[self._ranks.rank + 1, 0]
-
-    def bordered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return features with a border of neighbours' rows, and of zeros at the border of the image."""
-        x = F.pad(dense(x), (1, 1, 1, 1))
-        self.exchange_border(x)
-        return x
-
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """Return tensors of one shape from all ranks; meta tensors are sent as zeros."""
-        if own.is_meta:
-            if self.done >= self._skipped:
-                self._sent(torch.zeros(own.shape, dtype=own.dtype, device=self._ranks.device))
-            made = own.new_empty(self._ranks.count, *own.shape)
-        else:
-            made = self._sent(own)
-        self.done += 1
-        return made
-
-    def _sent(self, own: torch.Tensor) -> torch.Tensor:
-        gathered = own.new_empty(self._ranks.count * len(own), *own.shape[1:])
-        _all_gather(gathered, own.contiguous(), group=self._ranks.group)
-        return gathered.unflatten(0, (self._ranks.count, -1))
 
 
 class Bands:

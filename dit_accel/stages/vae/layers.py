@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,31 +19,10 @@ from dit_accel.kernels import (
     single_head_attention,
     upsampled_convolution,
 )
+from dit_accel.stages.rows import Rows
 
 LAST = torch.channels_last_3d
 BYTES = 2**30  # of normalised features at a time, at least one frame
-
-
-class Bands(Protocol):
-    """Bands of rows, one a rank (:class:`dit_accel.stages.sharing.Rows`)."""
-
-    def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of whole features."""
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return whole features from the bands of all ranks."""
-
-    def tallest(self, x: torch.Tensor) -> int:
-        """Return the number of rows of the tallest band of such features."""
-
-    def merged(self, moments: torch.Tensor) -> torch.Tensor:
-        """Return the moments of whole features ``[B, groups, 2]`` from those of each band."""
-
-    def exchange_border(self, x: torch.Tensor) -> None:
-        """Write the neighbours' rows into the border of features."""
-
-    def bordered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return features with a border of neighbours' rows."""
 
 
 class Layers:
@@ -58,7 +37,7 @@ class Layers:
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
-        self.bands: Bands | None = None
+        self.bands: Rows | None = None
         self._convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
         self._converted: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
