@@ -37,8 +37,7 @@ def lower(
         order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values nearly fit the
             cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". The choice depends on the shape only.
         scratch: a plan of the same B, H, T and device (and with ``full_count`` where the symbols have masks), whose
-            buffers are overwritten and returned in the new plan. Long videos lower into one scratch for all layers,
-            just before use.
+            buffers are overwritten and returned in the new plan.
         backend: "auto", "reference" or "triton".
 
     Raises:

@@ -49,16 +49,7 @@ def preset_path(name: str) -> Path:
 
 
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
-    """Load a preset and apply overrides; :mod:`dit_accel.models.presets` checks it against the model family.
-
-    Args:
-        preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
-        overrides: keys of any section, e.g. ``target_error=0.1, order=2``; whole sections, whose keys are merged, e.g.
-            ``schedule={"warmup": 8}``; or dotted keys, e.g. ``**{"forecast.order": 2}``.
-
-    Raises:
-        PresetError: unknown preset, keyword, key or value; the message lists the valid ones.
-    """
+    """Load a preset, as :func:`dit_accel.models.presets.load_preset`, without checking it against the families."""
     if isinstance(preset, Preset):
         name, values = preset.name, preset.model_dump(exclude_unset=True, exclude={"name"})
     elif isinstance(preset, (str, Path)):

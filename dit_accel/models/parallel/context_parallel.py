@@ -144,9 +144,9 @@ class Exchange:
 
         return functional.wait_tensor(functional.all_to_all_single(send, received, sent, self._group))
 
-    def arrange(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
+    def arrange(self, x: torch.Tensor) -> torch.Tensor:
         """Sort tokens from diffusers' own exchange: text in one piece, and vision tokens in their order."""
-        return x if self._arranged is None else x.index_select(axis, self._arranged)
+        return x if self._arranged is None else x.index_select(1, self._arranged)
 
     def as_received(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
         """Undo :meth:`arrange`."""
