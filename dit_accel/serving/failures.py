@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Iterator
 
 from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, shortened
 
-CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess"}  # functions of diffusers that check a user's arguments
+# Functions of diffusers that check a user's arguments.
+CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess", "cropped_pos_embed"}
 
 
 @contextlib.contextmanager
@@ -16,14 +18,18 @@ def explained_failures(pipeline: type) -> Iterator[None]:
     """Within the block, turn errors of a pipeline's call into errors that its user can act on.
 
     Raises:
-        UnsupportedError: the pipeline rejected its inputs, or its scheduler the timesteps or sigmas.
+        UnsupportedError: the pipeline rejected its inputs, its scheduler the timesteps or sigmas, or its transformer
+            the size.
         OutOfMemoryError: memory ran out.
     """
     try:
         with explained_memory():
             yield
     except (TypeError, ValueError) as error:
-        if not CHECKS & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        call = getattr(inspect.unwrap(pipeline.__call__), "__code__", None)
+        is_own_check = isinstance(error, ValueError) and frames[-1] is call
+        if not is_own_check and not CHECKS & {frame.co_name for frame in frames}:
             raise
         raise UnsupportedError(f"{pipeline.__name__} rejects its arguments: {error}") from None
 

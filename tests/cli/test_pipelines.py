@@ -15,7 +15,7 @@ from dit_accel.errors import DitAccelError, OptionError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
-from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeline
+from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeline, timed_call
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools.demo import demo_arguments, demo_path
 from tests.tiny import tiny_pipeline
@@ -99,6 +99,32 @@ def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
         raise RuntimeError("device-side assert")
     with pytest.raises(KeyError), explained_failures(dict):
         check_inputs(KeyError("a"))
+
+
+class Strict:
+    """A pipeline with a check in its call, as diffusers' image-to-image pipelines check `strength`."""
+
+    @torch.no_grad()
+    def __call__(self, value=None):
+        if value is None:
+            raise ValueError("not so")
+        return int(value)
+
+
+def test_a_check_in_the_call_itself_is_a_refusal():
+    """An error from a function that the call runs is a bug."""
+    with pytest.raises(UnsupportedError, match="Strict rejects its arguments: not so"), explained_failures(Strict):
+        Strict()()
+    with pytest.raises(TypeError, match="int"), explained_failures(Strict):
+        Strict()([])
+
+
+def test_a_size_beyond_the_models_positions_is_refused():
+    """Stable Diffusion 3 has a table of positions, and checks the size within its transformer."""
+    pipe = tiny_pipeline("sd3")
+    side = 16 * (pipe.transformer.config.pos_embed_max_size + 1)
+    with pytest.raises(UnsupportedError, match="cannot be greater than `pos_embed_max_size`"):
+        timed_call(pipe, {"prompt": "a fox", "height": 32, "width": side, "num_inference_steps": 1}, 0)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("9 GiB")])
