@@ -34,6 +34,7 @@ from dit_accel.presets import Preset
 from dit_accel.serving.access import Access
 from dit_accel.serving.api import Limits, RequestError, answered
 from dit_accel.serving.bodies import read_body, read_form
+from dit_accel.serving.connections import configured
 from dit_accel.serving.dispatcher import AwaitedTask, Busy, Cancelled, Dispatcher, Step, Task
 from dit_accel.serving.engine import Made
 from dit_accel.serving.metrics import Metrics
@@ -261,8 +262,7 @@ def serve(
     Args:
         ready: called when the server listens.
     """
-    own_log: dict[str, Any] = {"access_log": False, "log_level": "error", "server_header": False, "lifespan": "off"}
-    server = _Server(uvicorn.Config(app, timeout_graceful_shutdown=round(limits.seconds) + 1, **own_log))
+    server = _Server(configured(app, limits))
     server.dispatcher, server.ready = dispatcher, ready
     try:
         server.run(sockets=[bound])  # which raises KeyboardInterrupt again after its end

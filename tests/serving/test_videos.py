@@ -22,6 +22,7 @@ from tests.tiny import tiny_pipeline
 
 uvicorn = pytest.importorskip("uvicorn")
 videos = pytest.importorskip("dit_accel.serving.videos")
+configured = pytest.importorskip("dit_accel.serving.connections").configured
 
 PATH = "/v1/videos"
 FORM = VideoForm(fps=16.0, frames_unit=4)
@@ -55,7 +56,7 @@ def released():
 @contextmanager
 def listening(app):
     """The URL of an application that uvicorn serves in a thread."""
-    site = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    site = uvicorn.Server(configured(app, LIMITS, port=0))
     thread = threading.Thread(target=site.run, daemon=True)
     thread.start()
     asyncio.run(until(lambda: site.started))

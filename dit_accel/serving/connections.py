@@ -1,0 +1,85 @@
+"""Connections of a server: those of uvicorn, with limits on clients that send or read too slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.config import LOGGING_CONFIG
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dit_accel.serving import bodies
+from dit_accel.serving.api import Limits
+
+SLOWEST_READER = 60.0  # seconds in which a client has to read some of an answer
+
+
+class Connection(H11Protocol):
+    """A connection that ends if a request does not arrive in time, or if the client stops reading an answer.
+
+    uvicorn waits without limit for a head, for the rest of a body that is already refused, and for readers.
+    """
+
+    _awaited: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _await_request(self) -> None:
+        """Limit the time until a whole request is here: to that of a body, twice, as its head takes time too."""
+        is_awaited = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_awaited and self._awaited is None:
+            self._awaited = self.loop.call_later(2 * bodies.SLOWEST_BODY, self.transport.close)
+        elif not is_awaited and self._awaited is not None:
+            self._awaited.cancel()
+            self._awaited = None
+
+    def _await_reader(self, before: int | None = None) -> None:
+        """End the connection if none of ``before`` unread bytes was read; otherwise look again later."""
+        unread = self.transport.get_write_buffer_size()
+        if before is not None and unread >= before:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(SLOWEST_READER, self._await_reader, unread)
+
+
+def configured(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration, which logs errors but nothing of what clients send.
+
+    Args:
+        more: further arguments of ``uvicorn.Config``.
+    """
+    loggers = LOGGING_CONFIG["loggers"] | {"python_multipart": {"level": "ERROR"}}  # it warns of each broken form
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=LOGGING_CONFIG | {"loggers": loggers},
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(limits.seconds) + 1,
+        **more,
+    )

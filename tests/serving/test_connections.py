@@ -1,0 +1,130 @@
+"""Connections whose client sends or reads too slowly, on sockets."""
+
+import asyncio
+import json
+import logging
+import time
+
+import pytest
+
+from tests.serving.test_server import GOOD, Held, bodies, running
+from tests.serving.test_videos import listening
+
+connections = pytest.importorskip("dit_accel.serving.connections")
+
+HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\n"
+SLOW = 0.3  # seconds of a body
+
+
+async def opened(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    return await asyncio.open_connection(host, int(port), limit=2**22)
+
+
+async def answer(reader):
+    """All that the server sends until it closes the connection."""
+    async with asyncio.timeout(20):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+@pytest.mark.parametrize("dribbles", [False, True], ids=["silent", "byte by byte"])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (HEAD[:20], b""),
+        (HEAD + b"X: ", b""),
+        (HEAD + b"Content-Length: 999\r\n\r\n", b"408"),
+        (HEAD + b"Content-Length: 99999999\r\n\r\n", b"413"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nPOST /v1/", b"200"),
+    ],
+    ids=["nothing", "half a line", "half a head", "half a body", "a refused body", "half a second request"],
+)
+def test_a_request_that_does_not_end_is_closed(monkeypatch, sent, dribbles, status):
+    """Also if bytes go on coming; what was answered before is sent."""
+    monkeypatch.setattr(bodies, "SLOWEST_BODY", SLOW)
+
+    async def ask(url):
+        reader, writer = await opened(url)
+        writer.write(sent)
+
+        async def dribble():
+            while dribbles:
+                await asyncio.sleep(SLOW / 5)
+                writer.write(b"a")
+
+        dribbling = asyncio.create_task(dribble())
+        started = time.monotonic()
+        try:
+            got = await answer(reader)
+        finally:
+            dribbling.cancel()
+        return got, time.monotonic() - started
+
+    with running(Held()) as (app, _), listening(app) as url:
+        got, seconds = asyncio.run(ask(url))
+    assert got[9:12] == status and seconds < 20 * SLOW
+
+
+def test_a_request_that_runs_longer_is_answered(monkeypatch):
+    """The limit is one on its arrival; a second request on the connection has the same time again."""
+    monkeypatch.setattr(bodies, "SLOWEST_BODY", SLOW)
+    held, body = Held(), json.dumps(GOOD).encode()
+
+    async def ask(url):
+        reader, writer = await opened(url)
+        for _ in range(2):
+            held.release.clear()
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            await asyncio.sleep(3 * SLOW)
+            held.release.set()
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
+
+    with running(held) as (app, _), listening(app) as url:
+        asyncio.run(ask(url))
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["never", "slowly"])
+def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
+    """A client that reads slowly gets the whole answer."""
+    monkeypatch.setattr(connections, "SLOWEST_READER", 1.0)
+    length = 40_000_000
+
+    async def app(scope, receive, send):
+        head = [(b"content-length", b"%d" % length)]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": bytes(length)})
+
+    async def ask(url):
+        reader, writer = await opened(url)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        got = 0
+        while reads and got < length and (data := await reader.read(2**20)):
+            got += len(data)
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0 if reads else 3)
+        return got + len(await answer(reader))
+
+    with listening(app) as url:
+        assert (asyncio.run(ask(url)) > length) == reads
+
+
+def test_nothing_that_clients_send_is_logged(capfd, caplog):
+    """No line for bytes that are no HTTP, an upgrade, or a broken form."""
+    form = b"Content-Type: multipart/form-data; boundary=cut\r\nContent-Length: 9\r\n\r\nsecret: a"
+
+    async def ask(url):
+        for data in (b"secret\r\n\r\n", HEAD + b"Connection: Upgrade\r\nUpgrade: secret\r\n\r\n", HEAD + form):
+            reader, writer = await opened(url)
+            writer.write(data.replace(b"generations", b"edits"))
+            assert (await reader.read(15)).startswith(b"HTTP/1.1 400")
+            writer.close()
+
+    with caplog.at_level(logging.NOTSET), running(Held()) as (app, _), listening(app) as url:
+        asyncio.run(ask(url))
+    assert capfd.readouterr().err == "" and not [each for each in caplog.records if each.levelno >= logging.WARNING]
