@@ -166,13 +166,10 @@ async def exchange(port: int, request: Hostile) -> tuple[int, bytes]:
             await sending
             return CLOSED, b""
         async with asyncio.timeout(PATIENCE + (2 * bodies.SLOWEST_BODY if request.is_slow else 0)):
-            head = await reader.readuntil(b"\r\n\r\n")
-            status, lengths = int(head.split(b" ")[1]), head.lower().partition(b"content-length: ")[2]
-            length = 0 if request.pieces[0].startswith(b"HEAD ") else int(lengths.split(b"\r")[0] or -1)
-            body = await (reader.read() if length < 0 else reader.readexactly(length))
+            answer = await _answer(reader, is_head=request.pieces[0].startswith(b"HEAD "))
             if request.is_slow:
                 await reader.read()  # until the server closes the connection
-            return status, body
+            return answer
     except TimeoutError:
         return HANGS, b""
     except (OSError, asyncio.IncompleteReadError):
@@ -180,6 +177,17 @@ async def exchange(port: int, request: Hostile) -> tuple[int, bytes]:
     finally:
         sending.cancel()
         writer.transport.abort() if request.leaves else writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader, *, is_head: bool) -> tuple[int, bytes]:
+    """Read an answer: with a length, in chunks, or up to the end of the connection."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    status, length = int(head.split(b" ")[1]), head.partition(b"content-length: ")[2]
+    if is_head:
+        return status, b""
+    if length:
+        return status, await reader.readexactly(int(length.split(b"\r")[0]))
+    return status, await (reader.readuntil(b"\r\n0\r\n\r\n") if b"chunked" in head else reader.read())
 
 
 async def attack(ports: dict[str, int], attacks: Attacks, count: int, found: Findings, secret: list[bytes]) -> None:
