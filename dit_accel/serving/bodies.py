@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from fastapi import Request
+from starlette.datastructures import FormData
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
@@ -48,6 +49,22 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+class _WholeForm(MultiPartParser):
+    """Parser that refuses a form without its last boundary; starlette drops the fields at such an end."""
+
+    _is_whole = False
+
+    def on_end(self) -> None:
+        self._is_whole = True
+
+    async def parse(self) -> FormData:
+        form = await super().parse()
+        if not self._is_whole:
+            await form.close()
+            raise MultiPartException("Its last boundary is missing.")
+        return form
+
+
 async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:
     """Read a form of up to ``most`` bytes; return its names and values, bytes for files.
 
@@ -62,7 +79,8 @@ async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]
     try:
         if not is_form(request):
             raise MultiPartException("Content-Type is another one.")
-        form = await MultiPartParser(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
+        parser = _WholeForm(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS)
+        form = await parser.parse()
     except (MultiPartException, ValueError) as error:
         message = f"the body must be multipart/form-data: {shortened(str(error))}"
         raise RequestError(message, code="invalid_form") from None

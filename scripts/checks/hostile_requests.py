@@ -191,10 +191,11 @@ class Attacks:
     def _broken_form(self) -> Hostile:
         """Break the form itself: its boundaries, heads, character set, or end."""
         route = self.draw.choice((EDITS, VIDEOS))
-        body = encoded(self._parts(route))
+        body, allowed = encoded(self._parts(route)), TAKEN
         kind = b"multipart/form-data; boundary=cut"
         match self.draw.randrange(7):
             case 0:
+                allowed = REFUSED
                 kind = self.draw.choice((b"multipart/form-data", b"multipart/form-data; boundary=", b"text/plain", b""))
             case 1:
                 kind = b"multipart/form-data; boundary=" + self.draw.choice(
@@ -204,7 +205,7 @@ class Attacks:
                 kind += b"; charset=" + self.draw.choice(CHARSETS).encode()
                 body = body.replace(b"a hostile fox", self.draw.choice((b"\\ud800", b"+2AA-", b"xn--a", b"\xff\xfe")))
             case 3:
-                body = body[: self.draw.randrange(len(body))]
+                body, allowed = body[: self.draw.randrange(len(body) - 2)], REFUSED
             case 4:
                 kept = b'name="prompt"'
                 heads = (
@@ -220,7 +221,7 @@ class Attacks:
                 body = body.replace(b"\r\n", b"\n")
             case _:
                 body = self._mutated(body)
-        return self._post("broken forms", route, body, TAKEN, kind)
+        return self._post("broken forms", route, body, allowed, kind)
 
     def _parts(self, route: str) -> list[tuple[str, str | None, bytes]]:
         parts = [(name, None, str(value).encode()) for name, value in self._good(route).items()]

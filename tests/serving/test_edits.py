@@ -29,6 +29,7 @@ def file(side=(40, 24), form="png"):
 
 
 PNG = ("in.png", file())
+WHOLE = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na fox\r\n'  # up to its last boundary
 
 
 def post(app, **request):
@@ -129,10 +130,26 @@ def test_a_wrong_field_of_a_form_is_named(fields, files, param, message):
         (b"--x\r\n", "multipart/form-data", 400, "invalid_form"),
         (b"no form", "multipart/form-data; boundary=x", 400, "invalid_form"),
         (b"--x\r\n\r\nvalue\r\n--x--", "multipart/form-data; boundary=x", 400, "invalid_form"),
-        (b"", "multipart/form-data; boundary=x", 400, "missing_required_parameter"),
+        (b"", "multipart/form-data; boundary=x", 400, "invalid_form"),
+        (b"--x--", "multipart/form-data; boundary=x", 400, "missing_required_parameter"),
+        (WHOLE + b"--x--\r\n", "multipart/form-data; boundary=x", 400, "missing_required_parameter"),
+        (WHOLE, "multipart/form-data; boundary=x", 400, "invalid_form"),
+        (WHOLE + b"--x\r\nContent-Disp", "multipart/form-data; boundary=x", 400, "invalid_form"),
         (b" " * (LIMITS.upload + 1), "multipart/form-data; boundary=x", 413, "body_too_large"),
     ],
-    ids=["JSON", "another form", "no boundary", "no parts", "no name", "empty", "too large"],
+    ids=[
+        "JSON",
+        "another form",
+        "no boundary",
+        "no parts",
+        "no name",
+        "empty",
+        "no fields",
+        "whole",
+        "no end",
+        "half",
+        "too large",
+    ],
 )
 def test_a_body_that_is_no_form_is_refused(content, kind, status, code):
     with running(Held()) as (app, _):
