@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Event, Thread
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,17 +39,18 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step of a job: number of finished steps and of all steps."""
+    """A finished step of a job: number of finished steps and of all steps, and the file of a partial image or None."""
 
     job: Job
     done: int
     steps: int
+    partial_image: bytes | None = None
 
 
 class JobWorker(Protocol):
     """A :class:`~dit_accel.serving.remote_worker.RemoteWorker`."""
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
         """Run a job; raise ``BatchError`` if the worker is broken."""
 
     def restart(self) -> None:
@@ -84,11 +86,11 @@ class Task:
         """Take an event, from any thread; an error or None is the last event."""
         raise NotImplementedError
 
-    def step(self, job: Job, done: int, steps: int) -> None:
+    def step(self, job: Job, done: int, steps: int, partial_image: bytes | None = None) -> None:
         """Take a step; raise :class:`Cancelled` in a cancelled task."""
         if self.is_cancelled:
             raise Cancelled
-        self.tell(Step(job, done, steps))
+        self.tell(Step(job, done, steps, partial_image))
 
 
 class AwaitedTask(Task):
@@ -231,11 +233,7 @@ class Dispatcher:
         task.begin()
         try:
             for job in task.jobs:
-
-                def tell(done: int, steps: int, job: Job = job) -> None:
-                    task.step(job, done, steps)
-
-                task.tell(worker.make_one(job, task.preset, task.suffix, tell))
+                task.tell(worker.make_one(job, task.preset, task.suffix, partial(task.step, job)))
             self._failures.pop(worker, None)
         except (Cancelled, DitAccelError) as error:
             end = error

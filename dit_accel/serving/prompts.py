@@ -23,6 +23,7 @@ KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed a
     "guidance": (int, float),
 }
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
+PARTIAL_IMAGES = "partial-images"  # setting of a job that is not an argument: number of partial images
 
 
 @dataclass(frozen=True)

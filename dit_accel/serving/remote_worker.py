@@ -1,7 +1,8 @@
 """A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies or hangs.
 
-The process receives ``(job, preset, suffix)`` and sends ``(finished steps, all steps)`` after each step, which the
-server answers with True, or False to end the run. Then it sends the :class:`Made`, or the error.
+The process receives ``(job, preset, suffix)``. After each step it sends ``(finished steps, all steps)``, and the file
+of a partial image if there is one; the server answers with True, or False to end the run. At the end the process sends
+the :class:`Made`, or the error.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class RemoteWorker:
         except EOFError:
             raise BatchError(f"the process that loads {self._setup.model} died; its log is above") from None
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
         """Run a job; see :meth:`Worker.make_one`. If the process dies, the job runs again in a new process.
 
         Raises:
@@ -123,7 +124,7 @@ class RemoteWorker:
         self._link, self._process = own, process
         self._is_idle = False  # True while the process waits for a message
 
-    def _follow(self, tell: Callable[[int, int], None]) -> Made:
+    def _follow(self, tell: Callable[..., None]) -> Made:
         """Answer the steps of a run until it ends."""
         while not isinstance(event := self._receive(self._patience), Made):
             try:
@@ -153,8 +154,8 @@ def _run(link: Connection, setup: Setup) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the terminal and service managers send them to all processes
         signal.signal(number, signal.SIG_IGN)
 
-    def tell(done: int, steps: int) -> None:
-        link.send((done, steps))
+    def tell(*step: Any) -> None:
+        link.send(step)
         if not link.recv():
             raise Cancelled
 

@@ -17,7 +17,7 @@ from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.serving.api import Limits, RequestError, explained
 from dit_accel.serving.engine import VideoForm
-from dit_accel.serving.prompts import Job
+from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 
 LONGEST_PROMPT = 4000  # characters
 SIDE_UNIT = 16  # pixels of one token in most models
@@ -76,6 +76,7 @@ class ImageRequest(PromptRequest):
     response_format: Literal["b64_json"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     stream: bool = False
+    partial_images: int = Field(0, ge=0, le=3)
 
     @property
     def suffix(self) -> str:
@@ -83,7 +84,7 @@ class ImageRequest(PromptRequest):
 
     def jobs(self) -> list[Job]:
         """Return a job for each image, with seeds that follow each other."""
-        settings = self.settings()
+        settings = self.settings() | ({PARTIAL_IMAGES: self.partial_images} if self.partial_images else {})
         return [Job(index, {**settings, "seed": settings["seed"] + index}) for index in range(self.n)]
 
 
@@ -142,7 +143,7 @@ def read_request(body: bytes, limits: Limits, model: str) -> ImageRequest:
         RequestError: a field is missing, unknown, of another type, or beyond the limits.
     """
     request = _parsed(body, ImageRequest)
-    _require_within(request, limits, model, n=(request.n, limits.images))
+    _require_images_within(request, limits, model)
     return request
 
 
@@ -156,7 +157,7 @@ def read_edit(fields: Fields, limits: Limits, model: str) -> EditRequest:
     if request.mask is not None and request.mask.size != request.image[0].size:
         size, mask = ("x".join(map(str, each.size)) for each in (request.image[0], request.mask))
         raise RequestError(f"mask must have the size of the first image, {size}, got {mask}", "mask", "invalid_value")
-    _require_within(request, limits, model, n=(request.n, limits.images))
+    _require_images_within(request, limits, model)
     return request
 
 
@@ -258,6 +259,12 @@ def _mask(image: Image.Image) -> Image.Image:
     """Return a mask as diffusers takes it; OpenAI's is transparent, not white, where the image changes."""
     alpha = image.convert("RGBA").getchannel("A")
     return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else image.convert("L")
+
+
+def _require_images_within(request: ImageRequest, limits: Limits, model: str) -> None:
+    if request.partial_images and not request.stream:
+        raise RequestError("partial_images are events: add stream: true", "partial_images", "invalid_value")
+    _require_within(request, limits, model, n=(request.n, limits.images))
 
 
 def _require_within(request: PromptRequest, limits: Limits, model: str, **counts: tuple[int, int]) -> None:

@@ -15,6 +15,7 @@ import json
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -108,15 +109,21 @@ class ImageServer:
         return JSONResponse({"created": int(time.time()), "output_format": wanted.output_format, "data": images})
 
     async def _events(self, request: Request, wanted: ImageRequest, task: AwaitedTask) -> AsyncIterator[str]:
-        """Yield an event for each step and each image, or for the error."""
+        """Yield an event for each step, each partial image and each image, or for the error."""
         made: list[Made] = []
         common = {"output_format": wanted.output_format}
+        partials: Counter[int] = Counter()  # partial images by job
         try:
             async with self._watched(request, task):
                 async for event in task:
                     if isinstance(event, Step):
                         step = {"index": event.job.index, "step": event.done, "steps": event.steps}
                         yield _event(f"{wanted.event}.progress", step)
+                        if event.partial_image is not None:
+                            partial = {"partial_image_index": partials[event.job.index], **common}
+                            partials[event.job.index] += 1
+                            partial |= {"index": event.job.index, "b64_json": _base64(event.partial_image)}
+                            yield _event(f"{wanted.event}.partial_image", {"created_at": int(time.time()), **partial})
                         continue
                     image = self._image(wanted, task, len(made), event)
                     made.append(event)
@@ -152,7 +159,7 @@ class ImageServer:
     def _image(self, wanted: ImageRequest, task: Task, index: int, made: Made) -> dict[str, Any]:
         width, height = Image.open(BytesIO(made.data)).size
         return {
-            "b64_json": base64.b64encode(made.data).decode(),
+            "b64_json": _base64(made.data),
             "size": f"{width}x{height}",
             "seed": task.jobs[index].settings["seed"],
             "preset": "none" if task.preset is None else task.preset.name,
@@ -308,6 +315,10 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self.dispatcher.close()
         await super().shutdown(sockets)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def _event(kind: str, content: dict[str, Any]) -> str:

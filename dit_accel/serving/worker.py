@@ -13,8 +13,9 @@ from dit_accel.errors import OptionError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Made, Progress, VideoForm, made_alone
 from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
+from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.processes import ranks
-from dit_accel.serving.prompts import OWN, Job
+from dit_accel.serving.prompts import OWN, PARTIAL_IMAGES, Job
 from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Worker:
         if preset and setup.batch_size > 1:
             preset = _decided_apart(preset, console)
         start_pipeline(self._pipe, preset, console.quiet)
+        self._previews = Previews(self._pipe)
 
     @property
     def preset_in_use(self) -> Preset | None:
@@ -69,30 +71,40 @@ class Worker:
         units = (getattr(self._pipe, name, None) for name in names)
         return VideoForm(self._medium.fps, next(filter(None, units), 1))
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
         """Run a job with a preset of its own, which stays in use.
 
         Args:
             preset: None = plain.
             suffix: of the file.
-            tell: called with the number of finished steps and of all steps. An exception from it ends the call.
+            tell: called with the number of finished steps and of all steps, and with the file of a partial image if
+                there is one. An exception from it ends the call.
 
         Raises:
             OptionError: the pipeline does not support the preset.
         """
         self._use(preset)
+        previews = None if self.video_form else self._previews.of(job, suffix)
         try:
-            with watched_steps(self._pipe, tell):
-                (made,) = self.make([job], suffix)
+            with watched_steps(self._pipe, previews.telling(tell) if previews else tell):
+                (made,) = self.make([job], suffix, previews)
         except BaseException:
             self._pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
             raise
+        finally:
+            if previews:
+                previews.end()
         return made
 
-    def make(self, batch: Sequence[Job], suffix: str | None = None) -> list[Made]:
+    def make(self, batch: Sequence[Job], suffix: str | None = None, previews: JobPreviews | None = None) -> list[Made]:
         """Run jobs that share their settings in one call of the pipeline; ``suffix`` None = :attr:`suffix`."""
         seeds = [job.settings["seed"] for job in batch]
-        output = timed_call(self._pipe, self._arguments(batch), seeds if len(batch) > 1 else seeds[0])
+        arguments = self._arguments(batch)
+        if previews:
+            arguments["callback_on_step_end"] = previews.callback()
+        output = timed_call(self._pipe, arguments, seeds if len(batch) > 1 else seeds[0])
+        if previews:
+            previews.learn(output.results[0])
         if len(output.results) != len(batch):
             raise UnsupportedError(f"{type(self._pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
         report = self._pipe.dit_accel.report() if self.preset else None
@@ -156,7 +168,7 @@ class Worker:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
             self._pipe.guider = self._guider
-        own = {key: value for key, value in batch[0].settings.items() if key not in ("seed", "fps")}
+        own = {key: value for key, value in batch[0].settings.items() if key not in ("seed", "fps", PARTIAL_IMAGES)}
         if len(batch) > 1:
             own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
         return call_arguments(self._pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)

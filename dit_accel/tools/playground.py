@@ -8,7 +8,6 @@ for event in run:  # Waiting, Began, Step, Preview, Made, Compared or Cancelled
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from dit_accel.pipeline import accelerated, preset_for
 from dit_accel.presets import Preset
 from dit_accel.tools.demo import model_preset
 from dit_accel.tools.metrics import psnr
-from dit_accel.tools.preview import Previewer
+from dit_accel.tools.preview import Previewer, takes_previews
 from dit_accel.tools.steps import watched_steps
 from dit_accel.tools.timing import Output
 
@@ -320,7 +319,7 @@ class Playground:
         self, pipe: Any, arguments: dict[str, Any], wish: Wish, show: Callable[[Image.Image], None] | None = None
     ) -> dict[str, Any]:
         """Return the arguments with a callback for previews, if the pipeline takes one."""
-        if "callback_on_step_end" not in inspect.signature(pipe.__call__).parameters:
+        if not takes_previews(pipe):
             return arguments
         return {**arguments, "callback_on_step_end": self._previewer(wish).watch(show)}
 

@@ -5,6 +5,7 @@ The map is fitted to finished outputs of the same model and size, so it needs ne
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +24,11 @@ UNEXPLAINED = 0.5  # share of the colours' variance; a fit with a larger error g
 RIDGE = 1e-3  # of the squared latents
 
 
+def takes_previews(pipe: Any) -> bool:
+    """Return True if the pipeline's call takes :meth:`Previewer.watch`."""
+    return "callback_on_step_end" in inspect.signature(pipe.__call__).parameters
+
+
 class Previewer:
     """Maps latents to coarse images; learns from finished outputs.
 
@@ -38,6 +44,15 @@ class Previewer:
         self.latents: torch.Tensor | None = None  # after the latest step
         self.channels: int | None = None  # of a video's latents; None = unknown
 
+    @property
+    def has_learned(self) -> bool:
+        """True if there is a map, so that :meth:`image` returns images."""
+        return self._weights is not None
+
+    def forget_latents(self) -> None:
+        """Free the latents of the latest run."""
+        self._before = self.latents = None
+
     def learn(self, result: Image.Image | np.ndarray) -> None:
         """Fit the map to the latest latents and the output that was decoded from them.
 
@@ -47,13 +62,15 @@ class Previewer:
         from PIL import Image
 
         if not isinstance(result, Image.Image | np.ndarray):
-            self._weights = self._before = self.latents = None
+            self._weights = None
+            self.forget_latents()
             return
         image = result if isinstance(result, Image.Image) else Image.fromarray(result[len(result) // 2])
         scale = min(1.0, LONGEST_SIDE / max(image.size))
         self._size = (round(image.width * scale), round(image.height * scale))
         tokens = None if self.latents is None else _tokens(self.latents, self._size, self.channels)
-        self._weights = self._before = self.latents = None
+        self._weights = None
+        self.forget_latents()
         if tokens is None:
             return
         rows, columns, _ = tokens.shape
@@ -87,10 +104,17 @@ class Previewer:
         pixels = colours.transpose(1, 2).reshape(rows * PIXELS, columns * PIXELS, 3)
         return Image.fromarray(pixels.byte().numpy()).resize(self._size, Image.Resampling.BICUBIC)
 
-    def watch(self, show: Callable[[Image.Image], None] | None = None) -> Callable[..., dict[str, Any]]:
-        """Return a ``callback_on_step_end`` that keeps the latents and, at most once a second, shows an image."""
+    def watch(
+        self, show: Callable[[Image.Image], None] | None = None, is_due: Callable[[int], bool] | None = None
+    ) -> Callable[..., dict[str, Any]]:
+        """Return a ``callback_on_step_end`` that keeps the latents and shows images.
+
+        Args:
+            show: takes an image.
+            is_due: takes a step's index; True if it shows an image. None = at most once a second.
+        """
         shown_at = time.monotonic()
-        self._before = self.latents = None
+        self.forget_latents()
 
         def callback(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal shown_at
@@ -99,7 +123,7 @@ class Previewer:
             self.channels = _latent_channels(pipe)
             has_same_shape = latents is not None and self.latents is not None and self.latents.shape == latents.shape
             self._before, self.latents = self.latents if has_same_shape else None, latents
-            if show is not None and time.monotonic() - shown_at >= INTERVAL:
+            if show is not None and (is_due(index) if is_due else time.monotonic() - shown_at >= INTERVAL):
                 image = self.image(_sigmas(pipe, index))
                 if image is not None:
                     show(image)

@@ -21,6 +21,7 @@ from dit_accel.serving.api import Limits
 from dit_accel.serving.engine import Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
+from dit_accel.tools import preview
 from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
@@ -574,6 +575,28 @@ def test_a_stream_has_every_step_and_the_image(worker):
     assert [content["step"] for _, content in steps] == list(range(7))
     assert {(name, content["steps"]) for name, content in steps} == {("image_generation.progress", 6)}
     assert last == "image_generation.completed" and content["b64_json"] == whole
+
+
+def test_partial_images_are_events_between_steps(worker, monkeypatch):
+    """They come after a third and two thirds of the steps, once an image of that size was made, and change nothing."""
+    monkeypatch.setattr(preview, "UNEXPLAINED", float("inf"))  # an untrained decoder is no linear map
+    asked = GOOD | {"stream": True, "partial_images": 2}
+    with running(worker) as (app, _):
+        post(app, GOOD | {"seed": 1})
+        *steps, (_, content) = events(post(app, asked).text)
+        whole = post(app, GOOD).json()["data"][0]["b64_json"]
+    assert content["b64_json"] == whole
+    order = [each["partial_image_index"] if name.endswith("partial_image") else each["step"] for name, each in steps]
+    assert order == [0, 1, 2, 0, 3, 4, 1, 5, 6]
+    partial = next(each for name, each in steps if name == "image_generation.partial_image")
+    image = Image.open(io.BytesIO(base64.b64decode(partial["b64_json"])))
+    assert image.format == "PNG" and f"{image.width}x{image.height}" == content["size"]
+
+
+def test_partial_images_need_a_stream():
+    with running(Held()) as (app, _):
+        answer = post(app, GOOD | {"partial_images": 1})
+    assert answer.status_code == 400 and "add stream: true" in answer.json()["error"]["message"]
 
 
 def test_an_error_in_a_stream_is_an_event():

@@ -1,0 +1,85 @@
+"""Partial images of a request: coarse images of unfinished steps, from :mod:`dit_accel.tools.preview`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from dit_accel.tools.preview import Previewer
+
+KEPT = 16  # sizes whose previewers are kept
+
+
+class Previews:
+    """Previewers of a pipeline by the size of its images; each learns from the first image of its size."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._by_size: dict[tuple[int | None, int | None], Previewer] = {}
+
+    def of(self, job: Job, suffix: str) -> JobPreviews | None:
+        """Return the previews of a job's run; None where there are none to draw and nothing to learn."""
+        from dit_accel.tools.preview import Previewer, takes_previews
+
+        if not takes_previews(self._pipe):
+            return None
+        count = job.settings.get(PARTIAL_IMAGES, 0)
+        size = job.settings.get("height"), job.settings.get("width")
+        previewer = self._by_size.pop(size, None) or Previewer()
+        self._by_size[size] = previewer
+        for oldest in list(self._by_size)[:-KEPT]:
+            del self._by_size[oldest]
+        return JobPreviews(previewer, count, suffix) if count or not previewer.has_learned else None
+
+
+class JobPreviews:
+    """Partial images of one run.
+
+    Args:
+        previewer: of the images' size.
+        count: number of images, spread evenly over the steps.
+        suffix: of the images' files.
+    """
+
+    def __init__(self, previewer: Previewer, count: int, suffix: str) -> None:
+        self._previewer, self._count, self._suffix = previewer, count, suffix
+        self._steps = 0
+        self._drawn: list[bytes] = []  # not told yet
+
+    def telling(self, tell: Callable[..., None]) -> Callable[[int, int], None]:
+        """Return a function that tells a step, and a file with the partial image that was drawn behind it."""
+
+        def told(done: int, steps: int) -> None:
+            drawn, self._drawn, self._steps = self._drawn, [], steps
+            tell(done, steps, *drawn)
+
+        return told
+
+    def callback(self) -> Callable[..., dict[str, Any]]:
+        """Return the run's ``callback_on_step_end``."""
+        return self._previewer.watch(self._keep, self._is_due)
+
+    def learn(self, result: Any) -> None:
+        """Fit the map from latents to colours to the run's result."""
+        self._previewer.learn(result)
+
+    def end(self) -> None:
+        """Drop the latents of a run, which may be on the GPU."""
+        self._previewer.forget_latents()
+
+    def _is_due(self, index: int) -> bool:
+        parts = self._count + 1
+        return index + 1 in {round(self._steps * part / parts) for part in range(1, parts)}
+
+    def _keep(self, image: Image.Image) -> None:
+        from PIL import Image
+
+        file = BytesIO()
+        image.save(file, Image.registered_extensions()[self._suffix])
+        self._drawn = [file.getvalue()]
