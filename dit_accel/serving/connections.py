@@ -29,6 +29,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._await_request()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._awaited, self._unread):
+            if timer is not None:
+                timer.cancel()
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._await_request()

@@ -4,10 +4,11 @@ import asyncio
 import json
 import logging
 import time
+from unittest.mock import MagicMock
 
 import pytest
 
-from tests.serving.test_server import GOOD, Held, bodies, running
+from tests.serving.test_server import GOOD, LIMITS, Held, bodies, running
 from tests.serving.test_videos import listening
 
 connections = pytest.importorskip("dit_accel.serving.connections")
@@ -112,6 +113,19 @@ def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
 
     with listening(app) as url:
         assert (asyncio.run(ask(url)) > length) == reads
+
+
+def test_a_lost_connection_leaves_no_timer():
+    async def lose():
+        config = connections.configured(None, LIMITS)
+        config.load()
+        connection = connections.Connection(config, MagicMock(), {})
+        connection.connection_made(MagicMock())
+        connection.pause_writing()
+        connection.connection_lost(None)
+        return connection._awaited.cancelled(), connection._unread.cancelled()
+
+    assert asyncio.run(lose()) == (True, True)
 
 
 def test_nothing_that_clients_send_is_logged(capfd, caplog):
