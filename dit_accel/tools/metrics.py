@@ -1,4 +1,4 @@
-"""Metrics between two outputs: PSNR, SSIM and LPIPS of images and videos, relative error of latents.
+"""Metrics between two outputs: PSNR, SSIM, MS-SSIM, FLIP and LPIPS of images and videos, relative error of latents.
 
 Images are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
 ``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, of R, G, B
 SSIM_WINDOW = 11
 SSIM_SIGMA = 1.5
 SSIM_K1, SSIM_K2 = 0.01, 0.03
+SCALE_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)  # of MS-SSIM, finest first
+MS_SSIM_SIDE = SSIM_WINDOW * 2 ** (len(SCALE_WEIGHTS) - 1)  # 176 pixels: the coarsest scale still has a window
 LPIPS_BACKBONE = "alexnet-owt-7be5be79.pth"  # torchvision's, which lpips builds on
 
 
@@ -56,28 +59,62 @@ def ssim(a: Picture, b: Picture) -> float:
     Raises:
         ShapeError: the images differ in shape, are smaller than the window, or are not single images.
     """
+    return _similarity(*_lumas(a, b, "ssim", SSIM_WINDOW))[0]
+
+
+def ms_ssim(a: Picture, b: Picture) -> float:
+    """Multi-scale structural similarity, 1 for equal images (Wang et al. 2003, equation 7 and section 3.2).
+
+    Five scales, each of half the size of the one before; windows and colours as in :func:`ssim`. Negative similarities
+    count as 0.
+
+    Raises:
+        ShapeError: the images differ in shape, have a side below 176 pixels, or are not single images.
+    """
+    first, second = _lumas(a, b, "ms_ssim", MS_SSIM_SIDE)
+    product = 1.0
+    for scale, weight in enumerate(SCALE_WEIGHTS):
+        if scale:
+            first, second = _halved(first), _halved(second)
+        whole, structure = _similarity(first, second)
+        product *= max(whole if scale == len(SCALE_WEIGHTS) - 1 else structure, 0.0) ** weight
+    return product
+
+
+def _lumas(a: Picture, b: Picture, metric: str, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return both images as luma ``[height, width]``, with sides of at least ``least`` pixels."""
     first, second = (_luma(_unit_range(picture)) for picture in _same_shape(a, b))
-    if min(first.shape) < SSIM_WINDOW:
-        raise ShapeError(f"ssim needs images of at least {SSIM_WINDOW} x {SSIM_WINDOW} pixels, got {list(first.shape)}")
+    if min(first.shape) < least:
+        raise ShapeError(f"{metric} needs images of at least {least} x {least} pixels, got {list(first.shape)}")
+    return first, second
+
+
+def _halved(image: np.ndarray) -> np.ndarray:
+    """Mean of each 2 × 2 pixels; an odd last row or column is left out."""
+    height, width = (side // 2 for side in image.shape)
+    return image[: 2 * height, : 2 * width].reshape(height, 2, width, 2).mean((1, 3))
+
+
+def _similarity(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """Return the mean structural similarity of two images, and that of contrast and structure alone."""
     mean_first, mean_second = _blur(first), _blur(second)
     variance_first = _blur(first * first) - mean_first**2
     variance_second = _blur(second * second) - mean_second**2
     covariance = _blur(first * second) - mean_first * mean_second
     c1, c2 = SSIM_K1**2, SSIM_K2**2  # the dynamic range is 1
-    similarity = ((2 * mean_first * mean_second + c1) * (2 * covariance + c2)) / (
-        (mean_first**2 + mean_second**2 + c1) * (variance_first + variance_second + c2)
-    )
-    return float(np.mean(similarity))
+    structure = (2 * covariance + c2) / (variance_first + variance_second + c2)
+    luminance = (2 * mean_first * mean_second + c1) / (mean_first**2 + mean_second**2 + c1)
+    return float(np.mean(luminance * structure)), float(np.mean(structure))
 
 
-def clip_ssim(a: Picture, b: Picture) -> float:
-    """Mean :func:`ssim` over the frames of two videos.
+def clip_ssim(a: Picture, b: Picture, metric: Callable[[Picture, Picture], float] = ssim) -> float:
+    """Mean :func:`ssim`, or another metric, over the frames of two videos.
 
     Raises:
-        ShapeError: the videos differ in shape, hold no frames, or :func:`ssim` rejects their frames.
+        ShapeError: the videos differ in shape, hold no frames, or the metric rejects their frames.
     """
     first, second = _same_shape(a, b)
-    return float(np.mean([ssim(*frames) for frames in zip(first, second, strict=True)]))
+    return float(np.mean([metric(*frames) for frames in zip(first, second, strict=True)]))
 
 
 def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | np.ndarray) -> float:
@@ -93,6 +130,23 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
         return 0.0
     norm = float(np.linalg.norm(second))
     return math.inf if norm == 0.0 else distance / norm
+
+
+def flip_error() -> Callable[[Picture, Picture], float] | str:
+    """Return a function for the mean FLIP over two videos' frames, or the reason why it is unavailable.
+
+    FLIP is the difference that a viewer sees when two images alternate, 0..1 (Andersson et al. 2020), at 67 pixels per
+    degree, by NVIDIA's package ``flip-evaluator``.
+    """
+    if find_spec("flip_evaluator") is None:
+        return "the package flip-evaluator is not installed"
+    import flip_evaluator
+
+    def of_frames(first: np.ndarray, second: np.ndarray) -> float:
+        images = (np.ascontiguousarray(_unit_range(each)[..., :3], dtype=np.float32) for each in (first, second))
+        return float(flip_evaluator.evaluate(*images, "LDR", applyMagma=False)[1])
+
+    return partial(clip_ssim, metric=of_frames)
 
 
 def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], float] | str:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from dit_accel.errors import ShapeError
-from dit_accel.tools.metrics import clip_ssim, latent_error, psnr, ssim
+from dit_accel.tools.metrics import clip_ssim, latent_error, ms_ssim, psnr, ssim
 
 
 def _noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -74,6 +74,22 @@ def test_ssim_of_colour_is_that_of_its_luma():
     a, b = _noise(16, 16, 4), _noise(16, 16, 4, seed=1)
     luma = np.array([0.299, 0.587, 0.114])
     assert ssim(a, b) == pytest.approx(ssim(a[..., :3] @ luma, b[..., :3] @ luma), abs=1e-12)
+
+
+def test_ms_ssim_judges_luminance_at_the_coarsest_scale_alone():
+    """Constant images differ in luminance only, which counts with the last weight."""
+    a, b = np.full((176, 180), 0.25), np.full((176, 180), 0.75)
+    term = (2 * 0.25 * 0.75 + 1e-4) / (0.25**2 + 0.75**2 + 1e-4)
+    assert ms_ssim(a, b) == pytest.approx(term**0.1333)
+
+
+def test_ms_ssim_forgives_fine_errors_more_than_coarse_ones():
+    """Noise of single pixels costs less than in SSIM, and any error costs something."""
+    image = np.kron(_noise(24, 24), np.ones((8, 8)))
+    fine, coarse = 0.2 * _noise(192, 192, seed=1), 0.2 * np.kron(_noise(24, 24, seed=2), np.ones((8, 8)))
+    assert ms_ssim(image, image) == pytest.approx(1)
+    assert ms_ssim(image, image + fine) > ssim(image, image + fine)
+    assert ms_ssim(image, image + coarse) < 1
 
 
 def test_a_clip_counts_by_all_of_its_frames():
@@ -142,10 +158,11 @@ def test_different_shapes_are_refused(metric):
     [
         (psnr, np.zeros((12, 12), np.int64), "uint8 .* or floating .* got int64"),
         (ssim, np.zeros((8, 40)), r"at least 11 x 11 pixels, got \[8, 40\]"),
+        (ms_ssim, np.zeros((175, 300)), r"at least 176 x 176 pixels, got \[175, 300\]"),
         (ssim, np.zeros((2, 16, 16, 3)), r"single images .* got shape \[2, 16, 16, 3\]"),
         (psnr, np.zeros((0, 4)), r"must hold values, got shape \[0, 4\]"),
     ],
-    ids=["integers", "too-small", "batch", "empty"],
+    ids=["integers", "too-small", "too-small-for-scales", "batch", "empty"],
 )
 def test_what_cannot_be_compared_is_refused(metric, picture, message):
     """Each error names the requirement and the given value."""

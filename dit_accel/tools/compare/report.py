@@ -15,6 +15,7 @@ from dit_accel.tools.repeats import DISTURBED, Spread, disturbed, speedup
 
 Row = dict[str, Any]
 
+FURTHER_METRICS = {"ms_ssim": "MS-SSIM", "flip": "FLIP", "lpips": "LPIPS"}  # that not every comparison has
 FRACTIONS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 
 
@@ -99,9 +100,9 @@ def _markdown(head: list[str], lines: list[list[str]]) -> str:
 def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headings and cells of every measured setting, cheapest first within a series."""
     rows = document["results"]
-    has_lpips = any("lpips" in row for row in rows)
+    further = {key: name for key, name in FURTHER_METRICS.items() if any(key in row for row in rows)}
     head = ["series", "setting", "computed", "seconds", "speed-up", "PSNR dB", "worst dB", "SSIM"]
-    head += ["LPIPS"] if has_lpips else []
+    head += further.values()
     order = _series(rows)
     lines = []
     for row in sorted(measured(rows), key=lambda row: (order.index(row["series"]), row["computed_fraction"])):
@@ -115,7 +116,7 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
             f"{min(row['psnr_db_each']):.1f}",
             f"{row['ssim']:.4f}",
         ]
-        lines.append(cells + ([_number(row.get("lpips"), 4)] if has_lpips else []))
+        lines.append(cells + [_number(row.get(key), 4) for key in further])
     return head, lines
 
 
@@ -144,8 +145,9 @@ def remarks(document: dict[str, Any]) -> list[str]:
     if shaken:
         names = ", ".join(shaken) if len(shaken) <= 5 else f"{len(shaken)} of {len(apart)} settings"
         found.append(disturbed(f"Times of {names}", max(shaken.values())))
-    if document["plain"]["lpips"] is not None:
-        found.append(f"No LPIPS: {document['plain']['lpips']}.")
+    for key, name in FURTHER_METRICS.items():
+        if (reason := document["plain"].get(key)) is not None:
+            found.append(f"No {name}: {reason}.")
     return found
 
 

@@ -18,7 +18,16 @@ from dit_accel.models import denoisers
 from dit_accel.tools.compare.methods import Method, Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.compare.work import WorkCounter
-from dit_accel.tools.metrics import IDENTICAL, clip_ssim, latent_error, lpips_distance, psnr
+from dit_accel.tools.metrics import (
+    IDENTICAL,
+    MS_SSIM_SIDE,
+    clip_ssim,
+    flip_error,
+    latent_error,
+    lpips_distance,
+    ms_ssim,
+    psnr,
+)
 from dit_accel.tools.repeats import PLAIN_STEPS, REPEATS
 from dit_accel.tools.timing import denoise, run_pipeline, transformer_clock
 
@@ -101,7 +110,7 @@ class Bench:
         self._first_steps, _ = self._run_first_steps()
         self._tolerance = self._distance_to_plain()[0]  # 0 except on devices with nondeterministic results
         self._snapshot = Snapshot(pipe)
-        self._lpips = lpips_distance(pipe.device)
+        self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device)}
 
     @property
     def pipe(self) -> Any:
@@ -113,9 +122,9 @@ class Bench:
         return self._tolerance == 0.0
 
     @property
-    def lpips(self) -> str | None:
-        """Reason why LPIPS is unavailable, or None."""
-        return None if callable(self._lpips) else self._lpips
+    def unavailable(self) -> dict[str, str | None]:
+        """Reason why a metric is unavailable, or None, for each metric that needs a package."""
+        return {name: None if callable(metric) else metric for name, metric in self._optional.items()}
 
     def measure(self, method: Method) -> dict[str, Any]:
         """Measure a method; return its metrics as means over prompts, or ``error`` if it fails.
@@ -203,8 +212,11 @@ class Bench:
         }
         if not math.isfinite(figures["psnr_db"]):
             raise ValueError("the output contains values that are not finite")
-        if callable(self._lpips):
-            figures["lpips"] = self._lpips(made["frames"], plain["frames"])
+        if min(plain["frames"].shape[-2:]) >= MS_SSIM_SIDE:
+            figures["ms_ssim"] = clip_ssim(made["frames"], plain["frames"], ms_ssim)
+        for name, metric in self._optional.items():
+            if callable(metric):
+                figures[name] = metric(made["frames"], plain["frames"])
         return figures
 
     def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:

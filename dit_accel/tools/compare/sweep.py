@@ -44,7 +44,7 @@ class Sweep:
         moved = self.document["origin"].get("device") != origin.get("device")
         known = None if retime or moved else self.document["plain"].get("seconds")
         seconds = bench.time_plain() if known is None else known
-        plain = {"seconds": seconds, "repeats": bench.repeatable, "lpips": bench.lpips}
+        plain = {"seconds": seconds, "repeats": bench.repeatable, **bench.unavailable}
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
         self._save()
 

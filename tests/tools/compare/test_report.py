@@ -22,7 +22,7 @@ ROWS = [
 ]
 DOCUMENT = {
     "results": ROWS,
-    "plain": {"seconds": 1.0, "repeats": True, "lpips": "the package lpips is not installed"},
+    "plain": {"seconds": 1.0, "repeats": True, "lpips": "the package lpips is not installed", "flip": None},
     "left_out": {"scm": "cache-dit is not installed"},
 }
 

@@ -47,7 +47,7 @@ def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
     """A resumed sweep, or a merged shard, keeps them; new times replace them."""
 
     def describe(stem, seconds, **changes):
-        bench = SimpleNamespace(time_plain=lambda: seconds, repeatable=True, lpips=None)
+        bench = SimpleNamespace(time_plain=lambda: seconds, repeatable=True, unavailable={"lpips": None})
         Sweep(tmp_path / stem, SETTINGS).describe(bench, {}, {}, **changes)
         return json.loads((tmp_path / f"{stem}.json").read_text())["plain"]["seconds"]
 
