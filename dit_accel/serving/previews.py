@@ -50,10 +50,10 @@ class JobPreviews:
     def __init__(self, previewer: Previewer, count: int, suffix: str) -> None:
         self._previewer, self._count, self._suffix = previewer, count, suffix
         self._steps = 0
-        self._drawn: list[bytes] = []  # not told yet
+        self._drawn: list[bytes] = []  # not passed on yet
 
     def telling(self, tell: Callable[..., None]) -> Callable[[int, int], None]:
-        """Return a function that tells a step, and a file with the partial image that was drawn behind it."""
+        """Return a function that passes a step on to ``tell``, and the file of a partial image drawn after it."""
 
         def told(done: int, steps: int) -> None:
             drawn, self._drawn, self._steps = self._drawn, [], steps
