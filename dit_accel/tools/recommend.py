@@ -363,7 +363,7 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     if peak.transformers * peak.gib <= card.memory_gib / 2:
         return [], []
     options, parts = ["--offload", "model"], "Keep the pipeline's other models in host memory while one runs"
-    why = f"the {card.title} has little memory for this transformer (docs/results/{peak.source}.md)"
+    why = f"the {card.title} has little memory for this transformer (docs/results/{peak.source}.json)"
     if peak.gib <= card.memory_gib:
         return options, [f"{parts}: {why}."]
     if QUANTIZED * peak.gib <= card.memory_gib:
