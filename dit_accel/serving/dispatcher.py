@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -57,7 +58,7 @@ class JobWorker(Protocol):
         """Make a broken worker ready for jobs; raise ``BatchError`` if that fails."""
 
 
-class Task:
+class Task(ABC):
     """A request in the queue; a subclass takes its events.
 
     Args:
@@ -79,12 +80,12 @@ class Task:
         self._stop.set()
         self.tell(Cancelled())
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - most tasks need not know
         """Note that a worker runs the task now."""
 
+    @abstractmethod
     def tell(self, event: Step | Made | BaseException | None) -> None:
         """Take an event, from any thread; an error or None is the last event."""
-        raise NotImplementedError
 
     def step(self, job: Job, done: int, steps: int, partial_image: bytes | None = None) -> None:
         """Take a step; raise :class:`Cancelled` in a cancelled task."""

@@ -84,7 +84,7 @@ class Worker:
             OptionError: the pipeline does not support the preset.
         """
         self._use(preset)
-        previews = None if self.video_form else self._previews.of(job, suffix)
+        previews = None if isinstance(self._medium, Clips) else self._previews.of(job, suffix)
         try:
             with watched_steps(self._pipe, previews.telling(tell) if previews else tell):
                 (made,) = self.make([job], suffix, previews)

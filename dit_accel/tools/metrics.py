@@ -107,8 +107,13 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     return float(np.mean(luminance * structure)), float(np.mean(structure))
 
 
-def clip_ssim(a: Picture, b: Picture, metric: Callable[[Picture, Picture], float] = ssim) -> float:
-    """Mean :func:`ssim`, or another metric, over the frames of two videos.
+def clip_ssim(a: Picture, b: Picture) -> float:
+    """Mean :func:`ssim` over the frames of two videos; raises as :func:`mean_over_frames`."""
+    return mean_over_frames(ssim, a, b)
+
+
+def mean_over_frames(metric: Callable[[Picture, Picture], float], a: Picture, b: Picture) -> float:
+    """Mean of a metric of single images over the frames of two videos.
 
     Raises:
         ShapeError: the videos differ in shape, hold no frames, or the metric rejects their frames.
@@ -146,7 +151,7 @@ def flip_error() -> Callable[[Picture, Picture], float] | str:
         images = (np.ascontiguousarray(_unit_range(each)[..., :3], dtype=np.float32) for each in (first, second))
         return float(flip_evaluator.evaluate(*images, "LDR", applyMagma=False)[1])
 
-    return partial(clip_ssim, metric=of_frames)
+    return partial(mean_over_frames, of_frames)
 
 
 def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], float] | str:

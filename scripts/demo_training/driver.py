@@ -44,7 +44,8 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     prompts, numbers = draw_bank(demo.draw, demo.pack, sizes.scenes, options.seed, parallel=not options.smoke)
     numbers = numbers.to(device)
     compiler = None
-    if not options.smoke and options.minutes * 60 > sizes.finish_seconds + (options.vae_seconds or 0):
+    end = started + options.minutes * 60 - sizes.finish_seconds  # of the training
+    if not options.smoke and started + (options.vae_seconds or 0) < end:
         compiler = get_context("spawn").Process(target=fill_compile_cache, args=(demo,))
         compiler.start()
     say(f"generated {len(prompts)} scenes")
@@ -59,7 +60,6 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     tokenizers = family.tokenizers_of(resumed) if resumed else family.make_tokenizers(demo.words)
     torch.manual_seed(options.seed)
     flow = family.flow_of(resumed) if resumed else family.make_flow(tokenizers, small=options.smoke)
-    end = started + options.minutes * 60 - sizes.finish_seconds
     if time.monotonic() < end:
         text = tuple(ids.to(device) for ids in family.tokenize(tokenizers, ["", *prompts]))
         bank = demo.make_bank(quick_vae, numbers, text)

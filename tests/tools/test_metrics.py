@@ -83,7 +83,7 @@ def test_ms_ssim_judges_luminance_at_the_coarsest_scale_alone():
     assert ms_ssim(a, b) == pytest.approx(term**0.1333)
 
 
-def test_ms_ssim_forgives_fine_errors_more_than_coarse_ones():
+def test_ms_ssim_forgives_fine_errors():
     """Noise of single pixels costs less than in SSIM, and any error costs something."""
     image = np.kron(_noise(24, 24), np.ones((8, 8)))
     fine, coarse = 0.2 * _noise(192, 192, seed=1), 0.2 * np.kron(_noise(24, 24, seed=2), np.ones((8, 8)))

@@ -25,6 +25,7 @@ from dit_accel.tools.metrics import (
     flip_error,
     latent_error,
     lpips_distance,
+    mean_over_frames,
     ms_ssim,
     psnr,
 )
@@ -213,7 +214,7 @@ class Bench:
         if not math.isfinite(figures["psnr_db"]):
             raise ValueError("the output contains values that are not finite")
         if min(plain["frames"].shape[-2:]) >= MS_SSIM_SIDE:
-            figures["ms_ssim"] = clip_ssim(made["frames"], plain["frames"], ms_ssim)
+            figures["ms_ssim"] = mean_over_frames(ms_ssim, made["frames"], plain["frames"])
         for name, metric in self._optional.items():
             if callable(metric):
                 figures[name] = metric(made["frames"], plain["frames"])
