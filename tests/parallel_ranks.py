@@ -1,6 +1,7 @@
-"""Checks that two processes run together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER``. Each writes
-its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` reads them. The ranks are forked, because imports take
-much of the time."""
+"""Checks that two processes run together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER [CHECK …]``.
+Each writes its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` reads them. The ranks are forked, because
+imports take much of the time. With ``RANKS_DEVICE=cuda`` in the environment each has a GPU of its own, and they use
+NCCL."""
 
 import faulthandler
 import json
@@ -37,6 +38,7 @@ from tests.models.fake_graph import RecordedGraph
 from tests.tiny import redraw, tiny_output, tiny_pipeline
 
 RANKS = 2
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 STEPS = 6
 LONGEST = 180  # seconds of one check
 TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
@@ -66,14 +68,14 @@ def check(function: Callable[[], dict]) -> Callable[[], dict]:
 def pipeline(name: str):
     """A tiny pipeline whose heads divide by two."""
     if name in tiny.PIPELINES:
-        return tiny.pipeline(name)
+        return tiny.pipeline(name).to(DEVICE)
     pipe = tiny_pipeline(name)
     config = {**pipe.transformer.config, "num_attention_heads": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pipe.transformer = type(pipe.transformer).from_config(config).eval()
         redraw(pipe.transformer)
-    return pipe
+    return pipe.to(DEVICE)
 
 
 def share_tokens(pipe, name: str) -> None:
@@ -162,7 +164,7 @@ def any_size() -> dict:
     odd = {"flux": {"max_sequence_length": 37}, "wan": {"latents": latents}, "3 heads": {}}
     found = {}
     for name, arguments in odd.items():
-        pipe, family = (tiny_pipeline("wan"), "wan") if name == "3 heads" else (pipeline(name), name)
+        pipe, family = (tiny_pipeline("wan").to(DEVICE), "wan") if name == "3 heads" else (pipeline(name), name)
         alone = {}
         for preset in SHARED:
             accelerate(pipe, preset, family)
@@ -170,7 +172,7 @@ def any_size() -> dict:
         parallelize_pipeline(pipe, ulysses=2)
         for preset, expected in alone.items():
             accelerate(pipe, preset, family)
-            with patch.object(dist, "all_gather", gathered_one_by_one):
+            with patch.object(dist, "all_gather", dist.all_gather if DEVICE == "cuda" else gathered_one_by_one):
                 found[f"{name}, {preset}"] = compared(pipe, output(pipe, family, **arguments), *expected)
     return found
 
@@ -438,13 +440,14 @@ def decoding() -> dict:
         def preview(pipe, *_, previews=previews):
             if dist.get_rank() == 0:
                 shape = (1, pipe.vae.config.z_dim, 1, 4, 4) if name == "wan" else (2, 4, 4, 4)  # noqa: B023
-                pipe.vae.decode(torch.zeros(shape))
+                pipe.vae.decode(torch.zeros(shape, device=DEVICE))
                 previews.append(FusedDecode.on(pipe.vae).remark)
             return {}
 
         for share in (True, False):
             accelerate_pipeline(pipe, "exact", **{"stages.share": share})
-            FusedDecode.on(pipe.vae)._backend = "reference"
+            if DEVICE == "cpu":
+                FusedDecode.on(pipe.vae)._backend = "reference"
             for call in range(2):
                 given = {"output_type": "pt", "callback_on_step_end": preview if call else None}
                 with (
@@ -478,7 +481,10 @@ def run(rank: int) -> None:
     warnings.simplefilter("ignore")
     store = dist.FileStore(str(folder / "store"), RANKS)
     timeout = timedelta(seconds=LONGEST)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timeout)
     found = {}
     for name in chosen:
         faulthandler.dump_traceback_later(LONGEST, exit=True)  # a rank that waits for ever would not say where

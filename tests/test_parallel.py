@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dit_accel.stages.decode import FUSED
 from tests.parallel_ranks import SHARED
 
 ROUNDING = 2e-6  # float32, relative, of latents after eight steps
+GPU_ROUNDING = 1e-3  # of kernels that multiply float32 as TF32
 FAMILIES = ("flux", "wan", "hunyuan", "qwen")
 REPOSITORY = Path(__file__).parents[1]
 
@@ -19,9 +21,13 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Results of each rank, by check; both run all checks, in one go."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.parallel_ranks", folder]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return results_of_ranks(tmp_path_factory.mktemp("ranks"))
+
+
+def results_of_ranks(folder, *checks, **environment):
+    """Results of both ranks, and the folder; without names all checks run."""
+    command = [sys.executable, "-m", "tests.parallel_ranks", folder, *checks]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     made = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)] + [folder]
@@ -198,3 +204,16 @@ def test_the_benchmark_of_several_gpus_runs_at_toy_size(found):
     exact = next(row for row in rows if row["of"] == "flux, 2 devices" and row["run"] == "exact")
     assert exact["relative_error"] < ROUNDING and exact["over_one"] > 0
     assert "| flux, 2 devices | two branches, exact |" in (found[2] / "speed.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_make_what_one_makes(tmp_path):
+    """Over NCCL, with the kernels of GPUs: even and uneven numbers of tokens and heads, branches, shared decodes."""
+    names = ("flux", "wan", "hunyuan", "qwen", "any_size", "branches", "decoding")
+    found = results_of_ranks(tmp_path, *names, RANKS_DEVICE="cuda")
+    for name in names[:-1]:
+        first, second = on_both(found, name)
+        assert {case: row["error"] < GPU_ROUNDING for case, row in first.items()} == dict.fromkeys(first, True)
+        assert [row["sum"] for row in first.values()] == [row["sum"] for row in second.values()]
+    for row in on_both(found, "decoding"):
+        assert all(max(of_family["errors"]) < GPU_ROUNDING for of_family in row.values())

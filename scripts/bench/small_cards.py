@@ -8,7 +8,7 @@
 The process may allocate no more than a card of 24, 16 or 12 GiB leaves. The GPU's speed and its bus stay as they are:
 on a slower card both a computed step and the transfer of weights take longer. Text encoders and autoencoder are left
 out, because they are not on the GPU while steps run. Weights are in bf16, stored in float8 by diffusers (`cast`), in
-int8 or float8 by torchao, or in 4 bits as of a .gguf file (`q4`).
+int8 or float8 by torchao, or in 4 bits: as of a .gguf file (`q4`) or by bitsandbytes (`nf4`).
 
 A few computed and forecast steps are timed, at fixed places, because errors of forecasts mean nothing with random
 weights. The seconds of the whole denoising are calculated from their medians, for as many computed steps as in

@@ -21,24 +21,27 @@ class AgainstPlain:
         pipe: the pipeline, changed in place.
         arguments: arguments of its call, except prompt and generator.
         prompts: held-out prompts with their seeds.
+
+    Attributes:
+        plain: the plain output of each prompt, float32 ``[frames, 3, height, width]`` in 0..1.
     """
 
     def __init__(self, pipe: Any, arguments: dict[str, Any], prompts: Sequence[HeldOutPrompt]) -> None:
         self.pipe = pipe
-        self._arguments = arguments
-        self._prompts = prompts
-        self._plain = [self._call(prompt) for prompt in prompts]
+        self.arguments = arguments
+        self.prompts = prompts
+        self.plain = [self._call(prompt) for prompt in prompts]
 
     def runs(self, preset: Preset) -> Iterator[tuple[torch.Tensor, torch.Tensor, RunReport]]:
         """Yield for each prompt the output with the preset, the plain output, and the report.
 
         Both outputs are images or videos, float32 ``[frames, 3, height, width]`` in 0..1.
         """
-        for prompt, plain in zip(self._prompts, self._plain, strict=True):
+        for prompt, plain in zip(self.prompts, self.plain, strict=True):
             with accelerated(self.pipe, preset):
                 made = self._call(prompt)
                 report = self.pipe.dit_accel.report()
             yield made, plain, report
 
     def _call(self, prompt: HeldOutPrompt) -> torch.Tensor:
-        return run_pipeline(self.pipe, self._arguments, prompt.prompt, prompt.seed)["frames"]
+        return run_pipeline(self.pipe, self.arguments, prompt.prompt, prompt.seed)["frames"]

@@ -4,12 +4,13 @@ import json
 import sys
 
 import pytest
+import torch
 
 from dit_accel import accelerate_pipeline
 from scripts.bench import small_cards
 from scripts.bench.call_speed.pipelines import EVERY_FIFTH
 from scripts.bench.card_memory.table import markdown
-from scripts.bench.card_memory.weights import WEIGHTS, bytes_of
+from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, packed_q4
 from scripts.bench.model_speed.bench import Bench
 from scripts.bench.model_speed.models import TINY
 
@@ -55,10 +56,19 @@ def test_forms_of_weights(monkeypatch, tmp_path, weights):
     transformer = TINY["flux"].build()
     before = bytes_of(transformer)
     change(transformer)
-    assert bytes_of(transformer) <= before * {"bf16": 1, "q4": 0.4}.get(weights, 0.7)
+    assert bytes_of(transformer) <= before * {"bf16": 1, "q4": 0.4, "nf4": 0.4}.get(weights, 0.7)
     monkeypatch.setattr(small_cards, "why_not_available", lambda weights: "package is not installed")
     (row,) = run(monkeypatch, tmp_path / "c.json", "--models", "flux", "--weights", weights)["rows"]
     assert row["error"] == "package is not installed"
+
+
+def test_4_bits_are_those_of_gguf():
+    """Bit for bit as the package packs them, a block of zeros included."""
+    gguf = pytest.importorskip("gguf")
+    weight = torch.randn(6, 96)
+    weight[2, 32:64] = 0
+    expected = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
+    assert (packed_q4(weight).numpy() == expected).all()
 
 
 def test_memory_that_does_not_suffice_is_a_result(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ FORMS = {
     "int8": "int8 (torchao)",
     "float8": "float8 (torchao)",
     "q4": "4 bits (GGUF)",
+    "nf4": "NF4 (bitsandbytes)",
 }
 TITLES = (
     *("model", "weights", "offload", "card, GiB", "computed step, s", "forecast step, s", "denoising, s", "speed-up"),

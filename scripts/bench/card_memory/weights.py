@@ -10,7 +10,7 @@ from torch import nn
 
 from dit_accel.models.beside.quantized_linears import block_linears
 
-Q4_BLOCK, Q4_BYTES = 32, 18  # weights of a block of GGUF's Q4_0, and its bytes: a scale in float16, then nibbles
+Q4_BLOCK = 32  # weights that share a scale
 
 
 def _as_built(transformer: nn.Module) -> None:
@@ -33,27 +33,56 @@ def _by_torchao(config: str) -> Callable[[nn.Module], None]:
     return quantize
 
 
-def _packed_in_4_bits(transformer: nn.Module) -> None:
-    """Random weights like those of a .gguf file of type Q4_0, with scales that keep their spread."""
+def _as_gguf(transformer: nn.Module) -> None:
+    """Weights as in a .gguf file of type Q4_0."""
     import gguf
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
+    def made(layer: nn.Linear) -> nn.Module:
+        new = GGUFLinear(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=layer.weight.dtype, device="meta"
+        )
+        new.weight = GGUFParameter(packed_q4(layer.weight.data), quant_type=gguf.GGMLQuantizationType.Q4_0)
+        new.bias = layer.bias
+        return new
+
+    _replace(transformer, made)
+
+
+def packed_q4(weight: torch.Tensor) -> torch.Tensor:
+    """Pack a weight ``[N, C]`` as GGUF's Q4_0 does: uint8 ``[N, C / 32 * 18]``.
+
+    Each block of 32 has a scale in float16, which takes its largest value to -8, then the integers from -8 to 7 plus 8,
+    two a byte: the first half of the block in the lower bits.
+    """
+    blocks = weight.unflatten(-1, (-1, Q4_BLOCK)).float()
+    largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
+    scales = largest / -8
+    levels = (blocks / scales.where(scales != 0, 1.0) + 8.5).to(torch.uint8).clamp(max=15)
+    low, high = levels.chunk(2, dim=-1)
+    return torch.cat([scales.half().view(torch.uint8), low | high << 4], dim=-1).flatten(-2)
+
+
+def _as_nf4(transformer: nn.Module) -> None:
+    """bitsandbytes' NF4, as `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` loads it."""
+    import bitsandbytes
+
+    def made(layer: nn.Linear) -> nn.Module:
+        new = bitsandbytes.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=layer.weight.dtype, device="meta"
+        )
+        weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
+        new.weight = weight.to(layer.weight.device)  # which rounds it
+        new.bias = layer.bias
+        return new
+
+    _replace(transformer, made)
+
+
+def _replace(transformer: nn.Module, made: Callable[[nn.Linear], nn.Module]) -> None:
     for name, layer in list(block_linears(transformer)):
-        if layer.in_features % Q4_BLOCK:
-            continue
-        device, has_bias = layer.weight.device, layer.bias is not None
-        packed = torch.randint(
-            256, (layer.out_features, layer.in_features // Q4_BLOCK, Q4_BYTES), dtype=torch.uint8, device=device
-        )
-        spread = (3 * layer.in_features) ** -0.5 / 4.6  # of nn.Linear's weights, over that of integers from -8 to 7
-        packed[..., :2] = torch.tensor([spread], dtype=torch.float16, device=device).view(torch.uint8)
-        made = GGUFLinear(
-            layer.in_features, layer.out_features, bias=has_bias, compute_dtype=layer.weight.dtype, device="meta"
-        )
-        made.weight = GGUFParameter(packed.flatten(1), quant_type=gguf.GGMLQuantizationType.Q4_0)
-        made.bias = layer.bias
-        parent, _, own = name.rpartition(".")
-        setattr(transformer.get_submodule(parent), own, made)
+        if layer.in_features % Q4_BLOCK == 0:
+            transformer.set_submodule(name, made(layer))
 
 
 # name: (package that it needs, or None; function that changes a transformer)
@@ -62,7 +91,8 @@ WEIGHTS: dict[str, tuple[str | None, Callable[[nn.Module], None]]] = {
     "cast": (None, _stored_in_float8),
     "int8": ("torchao", _by_torchao("Int8WeightOnlyConfig")),
     "float8": ("torchao", _by_torchao("Float8WeightOnlyConfig")),
-    "q4": ("gguf", _packed_in_4_bits),
+    "q4": ("gguf", _as_gguf),
+    "nf4": ("bitsandbytes", _as_nf4),
 }
 
 

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Measure what the demo models lose when their weights are stored in 8 or 4 bits, with and without the loop.
+
+Each form of the weights runs plainly and by the closed loop's preset. PSNR on held-out prompts, to the plain run of the
+unchanged weights and to that of the same weights: the loop's own part of the error.
+
+    python -m scripts.research.stored_weights --dtype bfloat16 --output docs/results/stored-weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_accel import load_preset
+from dit_accel.tools.demo import demo_arguments
+from dit_accel.tools.metrics import IDENTICAL, psnr
+from dit_accel.tools.origin import describe_run
+from scripts.bench.calls import names_in
+from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
+from scripts.demo_training import clips, prompts
+from scripts.demo_training.against_plain import AgainstPlain
+from scripts.demo_training.loading import demo_folder, load_demo
+from scripts.research.layers_in_8_bits import BALANCED
+from scripts.tables import write_table
+
+
+def measured(model: str, weights: str, plain: AgainstPlain, options: argparse.Namespace) -> dict[str, Any]:
+    """Row of one form: PSNR in dB of each prompt, and the computed fraction under the loop."""
+    pipe = load_demo(model, options.dtype, options.device)
+    WEIGHTS[weights][1](pipe.transformer)
+    study = AgainstPlain(pipe, plain.arguments, plain.prompts)
+    row: dict[str, Any] = {"model": model, "weights": weights, "gib": bytes_of(pipe.transformer) / 2**30}
+    row["weights_db"] = [_db(own, other) for own, other in zip(study.plain, plain.plain, strict=True)]
+    row["loop_db"], row["both_db"], fractions = [], [], []
+    for (made, own, report), other in zip(study.runs(load_preset(BALANCED[model])), plain.plain, strict=True):
+        row["loop_db"].append(_db(made, own))
+        row["both_db"].append(_db(made, other))
+        fractions.append(report.computed_fraction)
+    return row | {"computed_fraction": statistics.fmean(fractions)}
+
+
+def _db(made: torch.Tensor, other: torch.Tensor) -> float:
+    return min(psnr(made, other), IDENTICAL)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Format the rows: mean and worst PSNR of the weights alone, the loop alone, and both."""
+    lines = ["| model | weights | weights alone | loop alone | both | computed |", "|---|---|---|---|---|---|"]
+    for row in results:
+        figures = (row[name] for name in ("weights_db", "loop_db", "both_db"))
+        cells = " | ".join(f"{statistics.fmean(each):.1f} / {min(each):.1f}" for each in figures)
+        lines.append(f"| {row['model']} | {row['weights']} | {cells} | {row['computed_fraction']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="stem of the .json and .md files")
+    parser.add_argument("--models", nargs="+", choices=list(BALANCED), default=list(BALANCED))
+    parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    settings = {"prompts": options.prompts, "dtype": options.dtype}
+    document = {"settings": settings, **describe_run(options.device), "results": []}
+    for model in options.models:
+        arguments = demo_arguments(demo_folder(model))
+        arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
+        held_out = (prompts if model == "demo-flux" else clips).held_out_prompts(options.prompts, "reporting")
+        plain = AgainstPlain(load_demo(model, options.dtype, options.device), arguments, held_out)
+        for weights in options.weights:
+            if (reason := why_not_available(weights)) is not None:
+                print(f"{weights}: {reason}", flush=True)
+                continue
+            document["results"].append(measured(model, weights, plain, options))
+            options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            print(table(document["results"]).splitlines()[-1], flush=True)
+    write_table(options.output.with_suffix(".md"), table(document["results"]))
+
+
+if __name__ == "__main__":
+    main()
