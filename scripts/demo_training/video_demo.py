@@ -139,7 +139,7 @@ class VideoDemo(Demo):
             f"painted, guidance {GUIDANCE}": painted(prompts),
             "drawn": ((drawn + 1) / 2, few),
             "drawn, through the autoencoder": ((reconstruct(pipe.vae, drawn) + 1) / 2, few),
-            **{f"painted, guidance {guidance}": painted(few, guidance=guidance) for guidance in (1.0, 5.0)},
+            **{f"painted, guidance {guidance}": painted(few, guidance=guidance) for guidance in (1.0, 2.0, 5.0)},
             **{
                 f"painted, {longer.frames} frames of {longer.size}px": painted(prompts[:16], longer, batch=8)
                 for longer in self.longer
