@@ -1,7 +1,7 @@
 """Checks that two processes run together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER [CHECK …]``.
 Each writes its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` reads them. The ranks are forked, because
-imports take much of the time. With ``RANKS_DEVICE=cuda`` in the environment each has a GPU of its own, and they use
-NCCL."""
+imports take much of the time. With ``RANKS_DEVICE=cuda`` in the environment each is spawned, has a GPU of its own, and
+they use NCCL."""
 
 import faulthandler
 import json
@@ -496,4 +496,7 @@ def run(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_forked(RANKS, run))
+    if DEVICE == "cuda":
+        torch.multiprocessing.spawn(run, nprocs=RANKS)
+    else:
+        sys.exit(run_forked(RANKS, run))

@@ -16,7 +16,7 @@ from transformers import CLIPTextModel, LlamaModel
 
 from .llama import LLAMA_WIDTH, UNUSED_LAYERS, make_llama_encoder, make_llama_tokenizer
 from .text_encoders import CLIP_TOKENS, make_clip_encoder, make_clip_tokenizer
-from .video_family import GUIDANCE, LATENT_CHANNELS, TEXT_TOKENS, VideoFamily, init_transformer, make_scheduler
+from .video_family import LATENT_CHANNELS, TEXT_TOKENS, VideoFamily, init_transformer, make_scheduler
 
 CLIP_WIDTH = 64
 GUIDANCE_RANGE = (1.0, 10.0)  # embedded guidance scales; the model is not distilled and learns to ignore them
@@ -50,7 +50,7 @@ class Hunyuan(VideoFamily):
 
     name = "hunyuan"
     call: ClassVar[dict[str, Any]] = {
-        "true_cfg_scale": GUIDANCE,
+        "true_cfg_scale": 3.0,
         "negative_prompt": "",
         "prompt_template": {"template": "{}", "crop_start": 0},
         "max_sequence_length": TEXT_TOKENS,

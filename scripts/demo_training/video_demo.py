@@ -22,7 +22,7 @@ from .exporting import contact_sheet
 from .prompts import HeldOutPrompt
 from .training import Pace, take_weights, trained_weights
 from .video_exporting import paint_clips, save_pipeline
-from .video_family import GUIDANCE, Shape, VideoFamily
+from .video_family import Shape, VideoFamily
 from .video_flow import Bank, backward_at_every_shape, compile_blocks, train_flow
 from .video_vae import encode_clips, latent_statistics, mean_psnr, reconstruct, train_autoencoder
 
@@ -134,12 +134,17 @@ class VideoDemo(Demo):
             return paint_clips(self.family, pipe, prompts, **shape._asdict(), steps=steps, **options), prompts
 
         few = prompts[:32]
+        usual = self.family.call[self.family.guidance_argument]
         drawn = self._drawn(len(few), self.shape, pipe.device)
         return {
-            f"painted, guidance {GUIDANCE}": painted(prompts),
+            f"painted, guidance {usual}": painted(prompts),
             "drawn": ((drawn + 1) / 2, few),
             "drawn, through the autoencoder": ((reconstruct(pipe.vae, drawn) + 1) / 2, few),
-            **{f"painted, guidance {guidance}": painted(few, guidance=guidance) for guidance in (1.0, 2.0, 5.0)},
+            **{
+                f"painted, guidance {guidance}": painted(few, guidance=guidance)
+                for guidance in (1.0, 2.0, 3.0, 5.0)
+                if guidance != usual
+            },
             **{
                 f"painted, {longer.frames} frames of {longer.size}px": painted(prompts[:16], longer, batch=8)
                 for longer in self.longer

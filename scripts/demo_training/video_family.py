@@ -16,7 +16,6 @@ from .family import Family
 LATENT_CHANNELS = 16
 TEXT_TOKENS = 64  # padded length in the transformers' training
 SHIFT = 7.0  # of the noise schedule; noise levels above 0.9 decide the motion, so most steps must be there
-GUIDANCE = 3.0
 
 
 class Shape(NamedTuple):

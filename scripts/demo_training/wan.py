@@ -14,7 +14,7 @@ from torch import nn
 from transformers import UMT5EncoderModel
 
 from .text_encoders import make_t5_encoder, make_t5_tokenizer
-from .video_family import GUIDANCE, LATENT_CHANNELS, TEXT_TOKENS, Shape, VideoFamily, init_transformer, make_scheduler
+from .video_family import LATENT_CHANNELS, TEXT_TOKENS, Shape, VideoFamily, init_transformer, make_scheduler
 
 TEXT_WIDTH = 128
 LONG_TEXT = 512  # WanPipeline's default padded length
@@ -37,7 +37,7 @@ class Wan(VideoFamily):
     """See `VideoFamily`."""
 
     name = "wan"
-    call: ClassVar[dict[str, Any]] = {"guidance_scale": GUIDANCE, "max_sequence_length": TEXT_TOKENS}
+    call: ClassVar[dict[str, Any]] = {"guidance_scale": 2.0, "max_sequence_length": TEXT_TOKENS}
     guidance_argument = "guidance_scale"
     longer: ClassVar[dict[Shape, int]] = {Shape(49, 512): 12}
 
