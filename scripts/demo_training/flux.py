@@ -24,6 +24,7 @@ class Flux(Family):
         blocks: double blocks, single blocks and heads of 64 of the transformer.
         shift: the schedule's shift at the two numbers SHIFT_TOKENS of image tokens.
         guidance: whether the transformer embeds a guidance scale.
+        channels: channels of the autoencoder at factors 1, 2, 4 and 8.
     """
 
     name = "flux"
@@ -34,11 +35,12 @@ class Flux(Family):
         shift: tuple[float, float] = SHIFT,
         *,
         guidance: bool = False,
+        channels: tuple[int, ...] = (32, 48, 64, 80),
     ) -> None:
-        self.blocks, self.shift, self.guidance = blocks, shift, guidance
+        self.blocks, self.shift, self.guidance, self.channels = blocks, shift, guidance, channels
 
     def make_vae(self, *, small: bool) -> AutoencoderKL:
-        return make_autoencoder((8, 8, 8, 8) if small else (32, 48, 64, 80), groups=2)
+        return make_autoencoder((8, 8, 8, 8) if small else self.channels, groups=2)
 
     def make_tokenizers(self, words: list[str]) -> tuple:
         return make_clip_tokenizer(words), make_t5_tokenizer(words)

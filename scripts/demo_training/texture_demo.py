@@ -1,7 +1,8 @@
-"""Two more image demos, to test methods on models that they were not chosen on; neither ships.
+"""Three more image demos, to test methods on models that they were not chosen on; none ships.
 
 `TextureDemo` has demo-flux's size but different images: fine texture and sharp edges everywhere. `MixedDemo` is deeper
-and wider, embeds a guidance scale and has scenes of both kinds. Both have shifts of about FLUX.1-dev's.
+and wider, embeds a guidance scale and has scenes of both kinds. `CollageDemo` learns real images, which
+`fetch_collage` fetches. All have shifts of about FLUX.1-dev's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from typing import Any
 
 import torch
 
+from .collage import (
+    collage_vocabulary,
+    describe_collage,
+    draw_collage,
+    draw_collage_scene,
+    pack_collages,
+    render_collages,
+)
 from .flux import Flux
 from .image_demo import ImageDemo
 from .prompts import held_out_prompts
@@ -119,3 +128,18 @@ class MixedDemo(TextureDemo):
     words = sorted({*vocabulary(), *texture_vocabulary()})
     family = Flux((3, 8, 5), (0.5, 1.15), guidance=True)
     card = CARD.format(name="demo-mixed", paints="stickers over landscapes, and fine textures")
+
+
+class CollageDemo(TextureDemo):
+    """See `Demo`."""
+
+    draw = staticmethod(draw_collage)
+    pack = staticmethod(pack_collages)
+    render = staticmethod(render_collages)
+    held_out = staticmethod(partial(held_out_prompts, draw=draw_collage_scene, write=describe_collage))
+    family = Flux((2, 5, 4), (0.5, 1.15), channels=(32, 64, 128, 192))
+    card = CARD.format(name="demo-pictures", paints="emoji and photographed stamps over photographs")
+
+    def __init__(self, *, small: bool) -> None:
+        super().__init__(small=small)
+        self.words = collage_vocabulary()

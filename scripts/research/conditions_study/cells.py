@@ -16,12 +16,13 @@ from dit_accel.tools.demo import demo_arguments
 from scripts.demo_training import clips
 from scripts.demo_training import prompts as pictures
 from scripts.demo_training.exporting import paint
-from scripts.demo_training.texture_demo import MixedDemo, TextureDemo
+from scripts.demo_training.texture_demo import CollageDemo, MixedDemo, TextureDemo
 
 HELD_OUT = {
     "demo-flux": pictures.held_out_prompts,
     "demo-textures": TextureDemo.held_out,
     "demo-mixed": MixedDemo.held_out,
+    "demo-pictures": CollageDemo.held_out,
     "demo-wan": clips.held_out_prompts,
     "demo-hunyuan": clips.held_out_prompts,
 }
@@ -86,6 +87,13 @@ CELLS = [
     Cell("demo-mixed", shift=1.5, steps=28, strength=0.6),
     Cell("demo-mixed", shift=7.0, steps=12),
     Cell("demo-mixed", shift=1.5, scheduler="UniPC"),
+    Cell("demo-pictures"),
+    Cell("demo-pictures", shift=1.5, size=256),
+    Cell("demo-pictures", shift=3.0, steps=28),
+    Cell("demo-pictures", shift=3.0, steps=20),
+    Cell("demo-pictures", shift=3.0, guidance=3.0),
+    Cell("demo-pictures", shift=3.0, scheduler="UniPC"),
+    Cell("demo-pictures", shift=1.5, steps=28, scheduler="DPM++ 2M"),
     Cell("demo-wan", shift=7.0),
     Cell("demo-wan", shift=3.0, scheduler="UniPC"),
     Cell("demo-wan", shift=3.0),
