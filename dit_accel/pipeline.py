@@ -141,13 +141,22 @@ class Acceleration:
         """The pipelines that have this object."""
         return [owner for owner in (reference() for reference in self._owners) if owner is not None]
 
-    def restore(self) -> None:
-        """Remove the acceleration without a trace; a second call does nothing."""
+    def restore(self, heirs: Sequence[TransformerDriver] = ()) -> None:
+        """Remove the acceleration without a trace; a second call does nothing.
+
+        Args:
+            heirs: drivers of the acceleration that replaces this one.
+
+        Raises:
+            torch.OutOfMemoryError: weights that wait on the host don't fit on the device; nothing else is left undone.
+        """
         if self._restored:
             return
         self._restored = True
         self._undo()
         for driver in self._drivers:
+            for heir in heirs:
+                heir.inherit(driver)
             driver.detach()
             if self.config is not None:
                 set_cache_config(driver.transformer, None)
@@ -156,6 +165,8 @@ class Acceleration:
         self._runs.reset()
         for owner in self.owners:
             self.leave(owner)
+        for driver in self._drivers:
+            driver.return_weights()
 
     def leave(self, pipe: Any) -> None:
         """Remove this object from a pipeline, which may be a shallow copy of an accelerated one."""
@@ -302,8 +313,9 @@ def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **override
     try:
         yield pipe
     finally:
-        restore_pipeline(pipe)
-        if before is not None:
+        if before is None:
+            restore_pipeline(pipe)
+        else:
             accelerate_pipeline(pipe, before.preset)
 
 
@@ -407,13 +419,18 @@ def _attach(
     owners, replaced = [] if owner is None else [owner], _accelerations(transformers, owner)
     for earlier in replaced:
         owners += [other for other in earlier.owners if other is not owner and _is_part(other, transformers)]
-    for earlier in replaced:
-        earlier.restore()
-        if owner is not None:
-            earlier.leave(owner)
-    # At other levels every step runs blocks, which read the net's output.
-    watched = None if net is None else (net, watch_net(net, defers=preset.forecast.level == "output"))
-    acceleration = Acceleration(runs, drivers, owners, watched, [transformers[each] for each in refusals])
+    try:
+        for earlier in replaced:
+            earlier.restore(drivers)
+            if owner is not None:
+                earlier.leave(owner)
+        # At other levels every step runs blocks, which read the net's output.
+        watched = None if net is None else (net, watch_net(net, defers=preset.forecast.level == "output"))
+        acceleration = Acceleration(runs, drivers, owners, watched, [transformers[each] for each in refusals])
+    except BaseException:
+        for driver in drivers:
+            driver.return_weights()
+        raise
     try:
         for driver in drivers:
             driver.net = net

@@ -244,8 +244,10 @@ def _files(given: Options, medium: Pictures | Clips) -> list[Path]:
 def _make(pipe: Any, arguments: dict[str, Any], preset: Preset | None, given: Options, console: Console) -> Sides:
     """Run the pipeline: both sides with --compare, otherwise accelerated, or plain without a preset."""
     if given.compare:
+        from dit_accel import restore_pipeline
+
         whole = given.offload != "none"
-        return both_sides(pipe, arguments, given.seed, preset, given.repeats, console, whole=whole)
+        return both_sides(restore_pipeline(pipe), arguments, given.seed, preset, given.repeats, console, whole=whole)
     start_pipeline(pipe, preset, given.quiet)
     made = Side.of(timed_call(pipe, arguments, given.seed))
     return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)

@@ -111,7 +111,8 @@ class TransformerDriver:
     def prepare(self) -> None:
         """Check the preset against the transformer before anything is hooked; raise an error if they do not fit."""
         if self.controller.preset.linear.dtype is not None:
-            self._linears = QuantizedLinears(self.transformer, self.controller.preset.linear, self._note)
+            section = self.controller.preset.linear
+            self._linears = QuantizedLinears(self.transformer, section, self._note, self._free_graphs)
 
     def attach(self, acceleration: Any) -> None:
         """Hook the transformer; ``acceleration`` is the object that a later acceleration restores first."""
@@ -120,6 +121,16 @@ class TransformerDriver:
         if self._linears is not None:
             for layer in self._linears.layers.values():
                 self.hook(layer, LinearHook(self._linears), LINEAR_HOOK)
+            self._linears.on_host.attach()
+
+    def inherit(self, earlier: TransformerDriver) -> None:
+        """Take over weights that wait on the host from an earlier driver of the same transformer."""
+        if earlier.transformer is self.transformer and None not in (self._linears, earlier._linears):
+            self._linears.inherit(earlier._linears)
+
+    def _free_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _note(self, remark: str) -> None:
         self.controller.report.note(remark)
@@ -141,10 +152,14 @@ class TransformerDriver:
             remove_hook(*self._hooked.pop())
         if self.compiled is not None:
             self.compiled.put_back()
-        if self.graphs is not None:
-            self.graphs.clear()
+        self._free_graphs()
         if self._linears is not None:
-            self._linears.release()
+            self._linears.free()
+
+    def return_weights(self) -> None:
+        """Move weights that wait on the host back to the device."""
+        if self._linears is not None:
+            self._linears.on_host.give_all_back()
 
     def release(self) -> None:
         """Free memory of a finished run; rounded weights stay if graphs read them by address."""

@@ -216,11 +216,15 @@ class Linear(Section):
     error of int8 is a third of float8's (e4m3); float8 needs an RTX 4090, H100 or later."""
     exclude: list[str] = Field(default_factory=list, examples=[["*.to_out.0"]])
     """Layers that are not rounded, by their names in the transformer; `*` matches anything: `*.to_out.0`."""
+    weights: Literal["device", "host"] = "device"
+    """Place of the original weights. host: only rounded weights are on the device, and stay there between runs."""
 
     @model_validator(mode="after")
-    def _excludes_from_something(self) -> Linear:
-        if self.exclude and self.dtype is None:
-            raise ValueError("exclude has no effect without a dtype: set dtype to int8 or float8")
+    def _applies_to_something(self) -> Linear:
+        if self.dtype is None:
+            for name in ("exclude", "weights"):
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(f"{name} has no effect without a dtype: set dtype to int8 or float8")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,14 @@ class Loading:
         return {name: value for name, value in values.items() if value}
 
 
-def load_pipeline(model: str, how: Loading, console: Console) -> Any:
-    """Load the pipeline onto its device, ready to call; silent if the console is quiet."""
+def load_pipeline(
+    model: str, how: Loading, console: Console, before_move: Callable[[Any], object] | None = None
+) -> Any:
+    """Load the pipeline onto its device, ready to call; silent if the console is quiet.
+
+    Args:
+        before_move: called with the pipeline before all of it moves to the device.
+    """
     source = resolve_model(model)
     with console.status("importing diffusers"):
         import torch
@@ -88,6 +94,8 @@ def load_pipeline(model: str, how: Loading, console: Console) -> Any:
         elif how.offload == "sequential":
             pipe.enable_sequential_cpu_offload(device=place)
         else:
+            if before_move is not None:
+                before_move(pipe)
             pipe.to(place)
     pipe.set_progress_bar_config(disable=console.quiet)
     return pipe

@@ -64,16 +64,25 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
 
 
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
-    """Load a pipeline; return it (still plain), its output form, and the preset to run with, None = plain."""
-    from dit_accel import parallelize_pipeline
+    """Load a pipeline; return it, its output form, and the preset to run with, None = plain.
+
+    The pipeline is still plain, unless ``linear.weights: host`` keeps weights off the device.
+    """
+    from dit_accel import accelerate_pipeline, parallelize_pipeline
     from dit_accel.pipeline import preset_for
 
+    def preset_of(pipe: Any) -> Preset | None:
+        return None if setup.preset == "none" else preset_for(pipe, setup.preset, **setup.overrides)
+
+    def keep_on_host(pipe: Any) -> None:
+        if (preset := preset_of(pipe)) is not None and preset.linear.weights == "host":
+            accelerate_pipeline(pipe, preset)
+
     place = join(setup.degrees, setup.loading.device)
-    pipe = load_pipeline(setup.model, replace(setup.loading, device=place), console)
+    pipe = load_pipeline(setup.model, replace(setup.loading, device=place), console, keep_on_host)
     if setup.degrees:
         parallelize_pipeline(pipe, **setup.degrees)
-    medium = medium_of(pipe, model_fps(setup.model), setup.fps)
-    return pipe, medium, None if setup.preset == "none" else preset_for(pipe, setup.preset, **setup.overrides)
+    return pipe, medium_of(pipe, model_fps(setup.model), setup.fps), preset_of(pipe)
 
 
 def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:

@@ -32,6 +32,7 @@ CASES = {
     "two-transformers": ("wan22", load_preset("video-balanced"), 4),
     "no-facts": ("ltx", load_preset("balanced"), 1),
     "8-bits": ("flux", load_preset("turbo", linear={"dtype": "int8"}), 1),
+    "8-bits-on-host": ("flux", load_preset("turbo", linear={"dtype": "int8", "weights": "host"}), 1),
 }
 
 

@@ -147,7 +147,7 @@ CHANGES = {  # by key: another value
         "qk_dtype": "int8",
         "graphs": "always",
     },
-    "linear": {"dtype": "float8", "exclude": ["*.to_out.0"]},
+    "linear": {"dtype": "float8", "exclude": ["*.to_out.0"], "weights": "host"},
     "memory": {"budget_gib": 0.0005, "history_dtype": "float8", "offload": True},
     "stages": {"decode": False, "share": True, "prompts": False, "prompts_mib": 0.001},
 }

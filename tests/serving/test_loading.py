@@ -5,12 +5,14 @@ import json
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import OptionError
 from dit_accel.models.hooks import OFFLOAD_HOOK, find_hook
 from dit_accel.serving import loading
 from dit_accel.serving.loading import Loading, load_pipeline
+from dit_accel.serving.pipelines import Setup, open_pipeline
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 SMALL = ("-p", "a fox", "--steps", "6", "--height", "64", "--width", "64", "--quiet")
@@ -163,6 +165,28 @@ def test_loras_come_before_quantising_and_both_before_the_weights_move(loaded):
     how = Loading(loras={"owner/lora": 1.0}, quantize="float8", offload="model")
     names = [name for name, *_ in loaded(how)]
     assert names == ["load", "loras", "quantize", "enable_model_cpu_offload", "set_progress_bar_config"]
+
+
+def test_weights_that_wait_on_the_host_never_move(monkeypatch, folder, console):
+    """The pipeline is accelerated before it moves; an offloaded one moves by itself, and a plain one is not changed."""
+    moved = []
+    monkeypatch.setattr(DiffusionPipeline, "to", lambda pipe, place: moved.append(hasattr(pipe, "dit_accel")))
+    for weights in ("host", "device"):
+        overrides = {"linear.dtype": "int8", "linear.weights": weights}
+        pipe, _, preset = open_pipeline(Setup(str(folder), "exact", overrides), console)
+        assert (preset.linear.weights, hasattr(pipe, "dit_accel")) == (weights, weights == "host")
+    assert not hasattr(open_pipeline(Setup(str(folder), "none"), console)[0], "dit_accel")
+    assert moved == [True, False, False]
+
+
+@pytest.mark.parametrize("more", [(), ("--compare",)])
+def test_a_command_keeps_weights_on_the_host(run, folder, tmp_path, more):
+    """The other side of a comparison is plain."""
+    options = ("--preset", "exact", "--set", "linear.dtype=int8", "--set", "linear.weights=host", *more)
+    result = run("generate", "-m", folder, *SMALL, *options, "-o", "a.png", "--json", "a.json")
+    assert result.exit_code == 0, result.output
+    made = json.loads((tmp_path / "a.json").read_text())
+    assert any("on the host" in note for note in made["report"]["notes"])
 
 
 def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_models(monkeypatch):

@@ -1,7 +1,10 @@
 """Plain linear layers of a transformer's blocks that run in 8 bits while a pipeline is accelerated.
 
 Weights are rounded at the start of each run, which takes milliseconds, so later changes to the weights take effect. The
-rounded copies are freed at the end of the run. Layers that are not plain (LoRA, quantised, offloaded) run unchanged.
+rounded copies are freed at the end of the run. Layers that are not plain (quantised, offloaded) run unchanged.
+
+With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device. Only weights that
+have changed are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
 """
 
 from __future__ import annotations
@@ -21,9 +24,13 @@ from dit_accel.kernels.kept import hold, is_capturing
 from dit_accel.kernels.quantize import FP8_CAPABILITY
 from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.loop.conditioning import PLAIN_TENSORS
-from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled
+from dit_accel.models.beside.host_weights import HostWeights, is_same_state, state_of
+from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 
+NEEDED = (
+    "linear.weights: layers with few tokens, under gradients or autocast, or compiled, have their weights on the device"
+)
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
@@ -82,13 +89,16 @@ class QuantizedLinears:
         transformer: the transformer that has the layers.
         section: the preset's section ``linear``.
         note: takes remarks for the report of a run.
+        moved: called when the transformer moves to another device, if weights wait on the host.
 
     Raises:
         UnsupportedError: the transformer is compiled, or its GPU can't multiply such values; a pattern of excluded
-            layers matches none, or all are excluded.
+            layers matches none, or all are excluded; weights can't wait on the host under group offload.
     """
 
-    def __init__(self, transformer: nn.Module, section: Linear, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, transformer: nn.Module, section: Linear, note: Callable[[str], None], moved: Callable[[], None]
+    ) -> None:
         assert section.dtype is not None
         self.dtype = section.dtype
         if any(is_compiled(module) for module in transformer.modules()):
@@ -102,32 +112,50 @@ class QuantizedLinears:
                 f"linear.dtype {self.dtype!r} finds no layer to round: in the blocks of {type(transformer).__name__} "
                 "every plain linear layer is excluded or offloaded"
             )
-        device = next(iter(self.layers.values())).weight.device
-        if self.dtype == "float8" and device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < FP8_CAPABILITY:
-                raise UnsupportedError(
-                    f"linear.dtype 'float8' needs a GPU of compute capability {FP8_CAPABILITY} or more, got "
-                    f"{capability}; use int8"
-                )
+        on_host = section.weights == "host"
+        if on_host and any(find_hook(module, OFFLOAD_HOOK) for module in transformer.modules()):
+            raise UnsupportedError(
+                f"linear.weights 'host' keeps weights on the host, and group offload of {type(transformer).__name__} "
+                "moves them to the GPU: leave one of them out"
+            )
+        require_capability(self.dtype, next(iter(self.layers.values())).weight.device)
+        self._transformer = transformer
         self._note = note
+        self._moved = moved
         self._run: object = None
+        self.on_host = HostWeights(transformer, self.layers.values() if on_host else (), self._leave)
+        self._ready: dict[nn.Linear, Rounded] = {}  # rounded for the first call, which joins some
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
         self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # device of these layers at their first call
+        self._states: dict[tuple[nn.Linear, ...], list] = {}  # of weights on the host that were rounded
         self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input; q, k and v share it
+
+    def inherit(self, earlier: QuantizedLinears) -> None:
+        """Take over weights that wait on the host, and their rounded copies, so that nothing moves in between."""
+        self.on_host.inherit(earlier.on_host)
+        for layers, state in earlier._states.items() if self.dtype == earlier.dtype else ():
+            if layers in earlier._weights and all(layer in self.on_host for layer in layers):
+                self._weights[layers], self._states[layers] = earlier._weights[layers], state
+                self._together[layers] = earlier._together[layers]
 
     def begin(self, run: object) -> None:
         """Prepare a call of the transformer: round the weights again if a new run has begun."""
         if run is self._run:
             return
         self._run = run
-        self._note(f"{len(self.layers)} linear layers in {self.dtype}")
+        self._prepare_host()
+        remark = f"{len(self.layers)} linear layers in {self.dtype}"
+        self._note(f"{remark}, weights of {len(self.on_host)} on the host" if self.on_host else remark)
         for layers, device in self._together.items():  # now: a captured graph would round in each replay
             held, weights = self._weights.get(layers), [layer.weight for layer in layers]
-            if any(type(each) not in PLAIN_TENSORS or each.device != device for each in weights):  # offloaded since
+            are_plain = all(type(each) in PLAIN_TENSORS for each in weights)
+            if not are_plain or any(self.on_host.device_of(layer) != device for layer in layers):  # offloaded since
                 self._weights.pop(layers, None)
                 continue
-            new = self._rounded(layers)
+            if held is not None and self._is_unchanged(layers):
+                continue
+            new = _joined([self._round(layer, device) for layer in layers])
+            self._remember(layers)
             if held is None or any(map(_differ, held, new)):
                 self._weights[layers] = new
                 continue
@@ -136,14 +164,44 @@ class QuantizedLinears:
                     if each is not None:
                         each.copy_(fresh)
 
+    def _prepare_host(self) -> None:
+        """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
+        if self.on_host and any(map(is_compiled, self._transformer.modules())):
+            for layer in [*self.on_host]:
+                self.need_weight(layer)
+        self.on_host.collect()
+        used = {layer for layers in self._together for layer in layers}
+        unused = (layer for layer in self.on_host if layer not in used)
+        self._ready = {layer: self._round(layer, self.on_host.device_of(layer)) for layer in unused}
+
     def end_call(self) -> None:
         """Free the latest input."""
         self._rows = None
 
     def release(self) -> None:
-        """Free the rounded weights; the next run makes them again."""
-        self._weights.clear()
+        """Free the rounded weights after a run, unless the original weights wait on the host."""
         self._run = None
+        for layers in [*self._weights]:
+            if not any(layer in self.on_host for layer in layers):
+                del self._weights[layers]
+
+    def free(self) -> None:
+        """Free all rounded weights."""
+        self._run = None
+        for kept in (self._ready, self._weights, self._together, self._states):
+            kept.clear()
+
+    def _leave(self) -> None:
+        """Free everything on the device, because the transformer moves to another."""
+        if self._ready or self._together:
+            self._moved()
+            self.free()
+
+    def need_weight(self, layer: nn.Module) -> None:
+        """Move a layer's weight back to the device if it waits on the host, because the layer runs unchanged."""
+        if self.on_host.give_back(layer):
+            self._ready.pop(layer, None)
+            self._note(NEEDED)
 
     def takes(self, layer: nn.Linear, x: torch.Tensor) -> bool:
         """Return True if the layer's call with this input runs in 8 bits."""
@@ -153,7 +211,7 @@ class QuantizedLinears:
             not wants_gradients
             and not torch.is_autocast_enabled(x.device.type)
             and type(weight) in PLAIN_TENSORS
-            and (weight.dtype, weight.device) == (x.dtype, x.device)
+            and (weight.dtype, self.on_host.device_of(layer)) == (x.dtype, x.device)
             and x.shape[:-1].numel() >= LEAST_ROWS
         )
 
@@ -166,17 +224,37 @@ class QuantizedLinears:
         """
         weights = self._weights.get(layers)
         if weights is None:
-            weights = self._rounded(layers)
-            self._together[layers] = weights.values.device
+            weights = _joined([self._part(layer) or self._round(layer, x.device) for layer in layers])
+            self._together[layers] = x.device
             if not is_capturing():
                 self._weights[layers] = weights
+                self._remember(layers)
         name = str(x.dtype).removeprefix("torch.")
         return quantized_linear(*self._rows_of(x, gelu), *hold(weights), out_dtype=name)
 
-    def _rounded(self, layers: tuple[nn.Linear, ...]) -> Rounded:
-        weights = (quantize_rows(layer.weight, dtype=self.dtype) for layer in layers)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        return Rounded(*map(torch.cat, zip(*weights, strict=True)), torch.cat(biases) if biases else None)
+    def _round(self, layer: nn.Linear, device: torch.device) -> Rounded:
+        require_capability(self.dtype, device)
+        bias = None if layer.bias is None else layer.bias.clone()
+        return Rounded(*quantize_rows(layer.weight.to(device), dtype=self.dtype), bias)
+
+    def _part(self, layer: nn.Linear) -> Rounded | None:
+        """Return a layer's rounded weights, if they exist; they may be rows of weights that are used together."""
+        for layers, weights in self._weights.items():
+            if layer in layers:
+                start = sum(each.out_features for each in layers[: layers.index(layer)])
+                rows = slice(start, start + layer.out_features)
+                return Rounded(*(each if each is None else each[rows] for each in hold(weights)))
+        return self._ready.pop(layer, None)
+
+    def _remember(self, layers: tuple[nn.Linear, ...]) -> None:
+        if all(layer in self.on_host for layer in layers):
+            self._states[layers] = [*map(state_of, layers)]
+
+    def _is_unchanged(self, layers: tuple[nn.Linear, ...]) -> bool:
+        """Return True if the weights wait on the host and are those that were rounded."""
+        if layers not in self._states or not all(layer in self.on_host for layer in layers):
+            return False
+        return all(map(is_same_state, self._states[layers], map(state_of, layers)))
 
     def _rows_of(self, x: torch.Tensor, gelu: torch.Tensor | None) -> Quantized:
         if gelu is not None or x.is_inference():  # inference tensors have no version counter
@@ -194,7 +272,10 @@ class LinearHook(Hook):
         self.linears = linears
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not self.linears.takes(module, args[0]):
+        if torch.compiler.is_compiling():
+            return self.fn_ref.original_forward(*args, **kwargs)
+        if kwargs or len(args) != 1 or not self.linears.takes(module, args[0]):
+            self.linears.need_weight(module)
             return self.fn_ref.original_forward(*args, **kwargs)
         return self.linears.project(module, x=args[0])
 
@@ -217,6 +298,26 @@ def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[t
     if linears is None or any(each is not linears for each in others) or not _are_alike(layers):
         return [layer(x) for layer in layers]
     return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
+
+
+def require_capability(dtype: str, device: torch.device) -> None:
+    """Check that a GPU multiplies such values."""
+    if dtype == "float8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            raise UnsupportedError(
+                f"linear.dtype 'float8' needs a GPU of compute capability {FP8_CAPABILITY} or more, got "
+                f"{capability}; use int8"
+            )
+
+
+def _joined(parts: Sequence[Rounded]) -> Rounded:
+    """Concatenate the rounded weights of layers."""
+    if len(parts) == 1:
+        return parts[0]
+    values, scales, biases = zip(*parts, strict=True)
+    bias = None if biases[0] is None else torch.cat(biases)
+    return Rounded(torch.cat(values), torch.cat(scales), bias)
 
 
 def _differ(held: torch.Tensor | None, new: torch.Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
 from dit_accel.loop.conditioning import PLAIN_TENSORS
-from dit_accel.models.hooks import Hook, is_compiled, is_known, is_known_class, runs_known_code
+from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled, is_known, is_known_class, runs_known_code
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # types of arguments in a graph's key
@@ -70,8 +70,10 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
         return f"{where} carries hooks (offload, layerwise casting, …)"
     if is_compiled(module):
         return f"{where} is compiled"
+    linear = find_hook(module, LINEAR_HOOK)
+    unread = module.weight if linear is not None and module in linear.linears.on_host else None
     for each in (*module._parameters.values(), *module._buffers.values()):
-        if each is not None and (type(each) not in PLAIN_TENSORS or each.device != device):
+        if each is not None and each is not unread and (type(each) not in PLAIN_TENSORS or each.device != device):
             return f"a weight of {where} is a {type(each).__name__} on {each.device}"
     return None
 

@@ -233,7 +233,7 @@ class _Tuner:
         if LINEAR_BOUND in setting:
             kept = excluded(self.linears, setting[LINEAR_BOUND])
             if len(kept) == len(self.linears):
-                changes |= {"linear.dtype": None, "linear.exclude": []}
+                changes |= {"linear.dtype": None, "linear.exclude": [], "linear.weights": "device"}
             else:
                 changes["linear.exclude"] = [*self.preset.linear.exclude, *kept]
         return changes

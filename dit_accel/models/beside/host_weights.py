@@ -1,0 +1,165 @@
+"""Weights of linear layers that wait on the host, wherever the layers are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_accel.loop.conditioning import version_of
+
+HOST = torch.device("cpu")
+SAMPLES = 512  # values of a tensor that are compared; merging an adapter changes nearly all values
+STAY = "The weights of linear layers stay on the host: call pipe.to('cpu') before you use the pipeline"
+
+
+class HostWeight:
+    """Weight of one layer on the host. Moving the layer moves the rest of it, and sets the device.
+
+    The layer keeps its parameter, whose data moves.
+
+    Args:
+        device: device of the rest of the layer, to which the weight returns.
+        moved: called before the layer moves to another device.
+    """
+
+    def __init__(self, layer: nn.Linear, device: torch.device, moved: Callable[[], None]) -> None:
+        self.layer = layer
+        self.device = device
+        self.moved = moved
+
+    def keep(self) -> None:
+        """Move the weight to the host, where it stays if the layer is moved."""
+        vars(self.layer).setdefault("_apply", self._apply)  # `to`, `cuda`, `half` and so on of all parents call it
+        self._move(HOST)
+
+    def give_back(self) -> None:
+        """Move the weight to its layer's device, and leave nothing on the layer."""
+        self._move(self.device)
+        vars(self.layer).pop("_apply", None)
+
+    def leave(self) -> None:
+        """Move the weight to the host, and leave nothing on the layer."""
+        self._move(HOST)
+        vars(self.layer).pop("_apply", None)
+
+    def _move(self, device: torch.device) -> None:
+        weight = self.layer.weight
+        if weight.device != device:
+            weight.data = weight.data.to(device)
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is not self.layer.weight:
+                return function(tensor)
+            target = function(tensor.new_empty(0))
+            if target.device != self.device:
+                self.moved()
+                self.device = target.device
+            return tensor.to(target.dtype)
+
+        return type(self.layer)._apply(self.layer, placed, recurse)
+
+
+class HostWeights:
+    """Weights of a transformer's layers that wait on the host; iterates over the layers.
+
+    Args:
+        layers: layers whose weights :meth:`attach` moves.
+        moved: called before a layer moves to another device.
+    """
+
+    def __init__(self, transformer: nn.Module, layers: Iterable[nn.Linear], moved: Callable[[], None]) -> None:
+        self._transformer = transformer
+        self._layers = [*layers]
+        self._moved = moved
+        self._weights: dict[nn.Module, HostWeight] = {}
+        self._needed: set[nn.Module] = set()  # layers whose weights were given back
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._weights
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def inherit(self, earlier: HostWeights) -> None:
+        """Take over weights that wait on the host already; weights that had to return stay on the device."""
+        self._needed |= earlier._needed
+        for layer in self._layers:
+            if (held := earlier._weights.pop(layer, None)) is not None:
+                held.moved = self._moved
+                self._weights[layer] = held
+
+    def attach(self) -> None:
+        """Move weights to the host one by one."""
+        others = {id(each) for each in self._layers}
+        plain = (module for module in self._transformer.modules() if id(module) not in others)
+        around = next((each.device for module in plain for each in module.parameters(recurse=False)), HOST)
+        for layer in self._layers:
+            if layer not in self._weights and layer not in self._needed:
+                device = layer.weight.device
+                self._weights[layer] = HostWeight(layer, around if device == HOST else device, self._moved)
+        self.collect()
+
+    def collect(self) -> None:
+        """Move weights to the host that were replaced since, and adapters on these layers to the layers' device."""
+        for held in self._weights.values():
+            held.keep()
+        for module in self._transformer.modules() if self._weights else ():
+            if (base := self._weights.get(module._modules.get("base_layer"))) is not None:
+                module.to(base.device)  # peft puts an adapter on the device of the layer's weight
+
+    def device_of(self, layer: nn.Linear) -> torch.device:
+        """Device of a layer, apart from its weight on the host."""
+        held = self._weights.get(layer)
+        return layer.weight.device if held is None else held.device
+
+    def give_back(self, layer: nn.Module) -> bool:
+        """Move a layer's weight to the layer's device for good; return True if it was on the host."""
+        if layer not in self._weights:
+            return False
+        self._weights[layer].give_back()
+        del self._weights[layer]
+        self._needed.add(layer)
+        return True
+
+    def give_all_back(self) -> None:
+        """Move all weights to the layers' devices; if that fails, they all stay on the host.
+
+        Raises:
+            torch.OutOfMemoryError: a device lacks memory.
+        """
+        try:
+            for held in self._weights.values():
+                held.give_back()
+        except BaseException as error:
+            for held in self._weights.values():
+                held.leave()
+            error.add_note(STAY)
+            raise
+        finally:
+            self._weights.clear()
+
+
+def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
+    """Return address, version and a sample of the values of a layer's weight and bias.
+
+    Versions miss changes through ``.data``, such as those of a merged LoRA.
+    """
+    tensors = [each for each in (layer.weight, layer.bias) if each is not None]
+    return [(each.data_ptr(), version_of(each), _sample(each.detach())) for each in tensors]
+
+
+def is_same_state(state: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
+    """Return True if two results of :func:`state_of` are equal."""
+    pairs = zip(state, other, strict=True)
+    return all(before[:2] == now[:2] and torch.equal(before[2], now[2]) for before, now in pairs)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()[:: tensor.numel() // SAMPLES + 1].clone()

@@ -1,0 +1,356 @@
+"""Layers in 8 bits whose original weights wait on the host; a meta device stands for the GPU."""
+
+import weakref
+
+import pytest
+import torch
+from accelerate import cpu_offload_with_hook
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
+from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.models.beside import host_weights
+from dit_accel.models.beside.host_weights import HostWeight
+from dit_accel.models.beside.quantized_linears import LEAST_ROWS, QuantizedLinears
+from dit_accel.models.graphs.limits import why_not_module
+from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
+
+STEPS, CPU, META = 3, torch.device("cpu"), torch.device("meta")
+HOST = {"linear.dtype": "int8", "linear.weights": "host"}
+FAMILIES = ["flux", "wan", "hunyuan", "sd3", "ltx", "qwen-image", "wan22", "mochi", "cogvideox", "hunyuan15"]
+
+
+def on_host(pipe, preset="exact", **overrides):
+    return accelerate_pipeline(pipe, preset, **HOST, **overrides)
+
+
+def driver_of(pipe):
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].driver
+
+
+def linears_of(pipe):
+    return driver_of(pipe)._linears
+
+
+def made(pipe, name="flux", steps=STEPS):
+    return tiny_output(pipe, name, steps=steps)
+
+
+def attributes(pipe):
+    return {name: set(vars(module)) for name, module in pipe.transformer.named_modules()}
+
+
+@pytest.fixture(autouse=True)
+def moves(monkeypatch):
+    """Layers whose weights were moved, with the device. Data of a parameter can't move to a meta device by itself."""
+    seen = []
+
+    def move(self, device):
+        seen.append((self.layer, device))
+        weight = self.layer.weight
+        if weight.device != device:
+            self.layer.weight = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
+
+    monkeypatch.setattr(HostWeight, "_move", move)
+    return seen
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    """Layers that were rounded."""
+    seen, own = [], QuantizedLinears._round
+
+    def round_(self, layer, device):
+        seen.append(layer)
+        return own(self, layer, device)
+
+    monkeypatch.setattr(QuantizedLinears, "_round", round_)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan", "qwen-image", "wan22"])
+def test_outputs_are_those_of_weights_on_the_device(name):
+    """Nothing stays behind, and parameters keep their identity."""
+    pipe = tiny_pipeline(name)
+    parameters, state, before = [*pipe.transformer.parameters()], attributes(pipe), made(pipe, name)
+    accelerate_pipeline(pipe, "exact", **{"linear.dtype": "int8"})
+    expected = made(pipe, name)
+    on_host(pipe)
+    assert torch.equal(made(pipe, name), expected) and torch.equal(made(pipe, name), expected)
+    assert any("on the host" in note for note in pipe.dit_accel.report().notes)
+    restore_pipeline(pipe)
+    assert attributes(pipe) == state
+    assert all(a is b for a, b in zip(pipe.transformer.parameters(), parameters, strict=True))
+    assert torch.equal(made(pipe, name), before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_moving_a_transformer_leaves_the_weights_on_the_host(name):
+    """They go to its device when the pipeline is restored; nobody sees the difference in its state."""
+    pipe = on_host(tiny_pipeline(name))
+    weights = {each: layer.weight.clone() for each, layer in linears_of(pipe).layers.items()}
+    pipe.transformer.to("meta")
+    kept = {each: pipe.transformer.get_submodule(each).weight for each in weights}
+    assert all(torch.equal(kept[each], weight) for each, weight in weights.items())
+    waiting = {id(each) for each in kept.values()}
+    assert all(each.device == META for each in pipe.transformer.parameters() if id(each) not in waiting)
+    assert pipe.transformer.device == next(pipe.transformer.parameters()).device == META
+    assert all(torch.equal(pipe.transformer.state_dict()[f"{each}.weight"], weight) for each, weight in weights.items())
+    restore_pipeline(pipe)
+    assert all(each.device == META for each in pipe.transformer.parameters())
+
+
+def test_weights_are_cast_on_the_host():
+    pipe = on_host(tiny_pipeline("flux"))
+    pipe.transformer.to("meta", torch.bfloat16)
+    layer = next(iter(linears_of(pipe).layers.values()))
+    assert (layer.weight.device, layer.weight.dtype, layer.bias.device) == (CPU, torch.bfloat16, META)
+
+
+def test_weights_leave_the_device_one_by_one(moves):
+    """Weights that are on the device already go to the host, and return to the same device."""
+    pipe = tiny_pipeline("flux")
+    pipe.transformer.to("meta")
+    on_host(pipe)
+    layers = [*linears_of(pipe).layers.values()]
+    assert [layer for layer, device in moves if device == CPU] == layers
+    assert all(layer.weight.device == CPU for layer in layers)
+    restore_pipeline(pipe)
+    assert [layer for layer, device in moves if device == META] == layers
+    assert all(layer.weight.device == META for layer in layers)
+
+
+def test_only_changed_weights_are_rounded_again(rounded):
+    """Also weights that change through ``.data``, which counts no version."""
+    pipe = on_host(tiny_pipeline("flux"))
+    before = made(pipe)
+    assert len(rounded) == len(linears_of(pipe).layers)
+    rounded.clear()
+    assert torch.equal(made(pipe), before) and not rounded
+    attn, single = pipe.transformer.transformer_blocks[0].attn, pipe.transformer.single_transformer_blocks[0]
+    attn.to_v.weight.data.mul_(-1.0)
+    bias = single.proj_out.bias.detach().clone()
+    with torch.no_grad():
+        single.proj_out.bias.add_(1.0)
+    changed = made(pipe)
+    assert set(rounded) == {attn.to_v, single.proj_out} and not torch.equal(changed, before)
+    attn.to_v.weight.data.mul_(-1.0)
+    with torch.no_grad():
+        single.proj_out.bias.copy_(bias)
+    assert torch.equal(made(pipe), before)
+
+
+def test_a_replaced_parameter_goes_to_the_host():
+    pipe = on_host(tiny_pipeline("flux"))
+    before = made(pipe)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_v
+    layer.weight = nn.Parameter(-layer.weight.detach())
+    assert not torch.equal(made(pipe), before)
+
+
+def test_no_layer_is_kept_twice():
+    """Queries, keys and values are rounded before a call joins them."""
+    every_tile = {"policy": "sparge", "steps": "all", "top_k": 1.0}
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), load_preset("exact", model="flux", skip=every_tile), **HOST)
+    made(pipe)
+    linears = linears_of(pipe)
+    kept = [layer for layers in linears._weights for layer in layers]
+    assert len(kept) == len(set(kept)) and any(len(layers) == 3 for layers in linears._weights)
+    attn = pipe.transformer.single_transformer_blocks[0].attn
+    x = torch.randn(1, 80, attn.to_k.in_features)
+    with torch.no_grad():
+        attn.to_k(x)
+    together, alone = linears._weights[attn.to_q, attn.to_k, attn.to_v], linears._weights[(attn.to_k,)]
+    assert alone.values.untyped_storage().data_ptr() == together.values.untyped_storage().data_ptr()
+
+
+def test_a_layer_that_runs_unchanged_gets_its_weight_back(monkeypatch):
+    """With few tokens or under gradients; the report notes it."""
+    pipe = on_host(tiny_pipeline("flux"))
+    linears, attn = linears_of(pipe), pipe.transformer.transformer_blocks[0].attn
+    pipe.transformer.to("meta")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # which knows no meta device
+    x = torch.empty(1, LEAST_ROWS, attn.to_q.in_features, device=META)
+    with torch.no_grad():
+        attn.to_q(x)
+        attn.to_k(x[:, 1:])
+    attn.to_v(x)
+    on_device = {layer for layer in linears.layers.values() if layer.weight.device == META}
+    assert on_device == {attn.to_k, attn.to_v} and not on_device & set(linears.on_host)
+    assert any("have their weights on the device" in note for note in pipe.dit_accel.report().notes)
+    restore_pipeline(pipe)
+    assert all(each.device == META for each in pipe.transformer.parameters())
+
+
+def test_modulations_without_norm_in_their_names_return_to_the_device():
+    """They have one token per prompt, so each call needs their weights."""
+    pipe = on_host(tiny_pipeline("qwen-image"))
+    made(pipe, "qwen-image")
+    waiting = {name for name, layer in linears_of(pipe).layers.items() if layer in linears_of(pipe).on_host}
+    assert waiting and not any("_mod." in name for name in waiting)
+
+
+def test_rounded_weights_leave_the_device_with_the_transformer(rounded):
+    """They stay from run to run otherwise; graphs that read them go too."""
+    pipe = on_host(tiny_pipeline("flux"))
+    made(pipe)
+    linears = linears_of(pipe)
+    kept = [weakref.ref(weights.values) for weights in linears._weights.values()]
+    assert kept and all(each() is not None for each in kept)
+    pipe.transformer.to("cpu")
+    assert all(each() is not None for each in kept)
+    pipe.transformer.to("meta")
+    assert not any(each() is not None for each in kept)
+
+
+def test_another_preset_moves_and_rounds_nothing(moves, rounded):
+    """A card that can't hold all weights can change presets; the last of them returns the weights."""
+    pipe = on_host(tiny_pipeline("flux"))
+    before = made(pipe)
+    rounded.clear(), moves.clear()
+    with accelerated(pipe, "balanced", **HOST):
+        made(pipe)
+    on_host(pipe)
+    assert torch.equal(made(pipe), before) and not rounded
+    assert {device for _, device in moves} == {CPU}
+    accelerate_pipeline(pipe, "exact")
+    assert "_apply" not in vars(pipe.transformer.transformer_blocks[0].attn.to_q)
+    on_host(pipe, **{"linear.exclude": ["single_*"]})
+    assert len(linears_of(pipe).on_host) == len(linears_of(pipe).layers)
+
+
+def test_pipelines_that_share_a_transformer_share_the_weights(moves):
+    pipe = on_host(tiny_pipeline("flux"))
+    other = type(pipe)(**pipe.components)
+    assert torch.equal(made(other), made(pipe))
+    on_host(other)
+    restore_pipeline(pipe)
+    assert not any("_apply" in vars(module) for module in pipe.transformer.modules())
+    assert torch.equal(made(other), made(tiny_pipeline("flux")))
+
+
+def failing_moves(monkeypatch, after, error, to=None):
+    """Let moves of weights fail from a number of them on."""
+    count, own = [0], HostWeight._move
+
+    def move(self, device):
+        if to in (None, device):
+            count[0] += 1
+            if count[0] == after:
+                raise error
+        own(self, device)
+
+    monkeypatch.setattr(HostWeight, "_move", move)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_failed_acceleration_leaves_nothing(monkeypatch, error):
+    pipe = tiny_pipeline("flux")
+    state, before = attributes(pipe), made(pipe)
+    failing_moves(monkeypatch, 5, error)
+    with pytest.raises(type(error)):
+        on_host(pipe)
+    assert attributes(pipe) == state and not hasattr(pipe, "dit_accel")
+    assert torch.equal(made(pipe), before)
+
+
+def test_weights_that_do_not_fit_on_the_device_all_stay_on_the_host(monkeypatch):
+    """Everything else is restored; the pipeline can move to the host or be accelerated again."""
+    pipe = tiny_pipeline("flux")
+    state = attributes(pipe)
+    on_host(pipe)
+    layers = [*linears_of(pipe).layers.values()]
+    pipe.transformer.to("meta")
+    with monkeypatch.context() as patched:
+        own = HostWeight._move
+
+        def move(self, device):
+            if device == META and self.layer is layers[5]:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            own(self, device)
+
+        patched.setattr(HostWeight, "_move", move)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            restore_pipeline(pipe)
+    assert raised.value.__notes__ == [host_weights.STAY]
+    assert attributes(pipe) == state and not hasattr(pipe, "dit_accel")
+    assert all(layer.weight.device == CPU for layer in layers)
+    on_host(pipe)
+    assert all(linears_of(pipe).on_host.device_of(layer) == META for layer in layers)
+
+
+def test_adapters_that_are_loaded_later_go_to_the_device():
+    """peft puts them where the layer's weight is. The layers themselves still run in 8 bits."""
+
+    def output(**weights):
+        pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **{"linear.dtype": "int8"}, **weights)
+        made(pipe)
+        pipe.load_lora_weights(tiny_flux_lora(pipe), adapter_name="style")
+        return pipe, made(pipe)
+
+    pipe, image = output(**{"linear.weights": "host"})
+    assert torch.equal(image, output()[1]) and not torch.equal(image, made(tiny_pipeline("flux")))
+    pipe.transformer.to("meta")
+    pipe.load_lora_weights(tiny_flux_lora(tiny_pipeline("flux")), adapter_name="second")
+    on_host = linears_of(pipe).on_host
+    wrappers = [each for each in pipe.transformer.modules() if getattr(each, "base_layer", None) in on_host]
+
+    def devices():
+        named = (pair for wrapper in wrappers for pair in wrapper.named_parameters())
+        return {each.device for name, each in named if "lora_" in name}
+
+    assert CPU in devices()
+    on_host.collect()
+    assert devices() == {META}
+    assert all(layer.weight.device == CPU for layer in on_host)
+
+
+def test_a_merged_lora_takes_effect(rounded):
+    pipe = on_host(tiny_pipeline("flux"))
+    before = made(pipe)
+    pipe.load_lora_weights(tiny_flux_lora(pipe))
+    pipe.fuse_lora()
+    rounded.clear()
+    assert not torch.equal(made(pipe), before) and rounded
+
+
+def test_offload_of_whole_models_moves_everything_else():
+    """accelerate moves the transformer for each run; weights in 8 bits are made again, as the others are uploaded."""
+    pipe = tiny_pipeline("flux")
+    accelerate_pipeline(pipe, "exact", **{"linear.dtype": "int8"})
+    expected = made(pipe)
+    on_host(pipe)
+    pipe.transformer, hook = cpu_offload_with_hook(pipe.transformer, execution_device="cpu")
+    assert torch.equal(made(pipe), expected)
+    hook.offload()
+    assert torch.equal(made(pipe), expected)
+    restore_pipeline(pipe)
+    assert not any("_apply" in vars(module) for module in pipe.transformer.modules())
+
+
+def test_what_moves_weights_of_its_own_is_refused():
+    pipe = tiny_pipeline("flux")
+    with pytest.raises(PresetError, match="weights has no effect without a dtype"):
+        accelerate_pipeline(pipe, "exact", **{"linear.weights": "host"})
+    apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)
+    with pytest.raises(UnsupportedError, match="'host' keeps weights on the host, and group offload of Flux"):
+        on_host(pipe)
+
+
+def test_a_transformer_that_is_compiled_later_gets_its_weights_back():
+    pipe = on_host(tiny_pipeline("flux"))
+    pipe.transformer.compile_repeated_blocks(backend="eager")
+    made(pipe)
+    assert not linears_of(pipe).on_host
+
+
+def test_graphs_read_no_weight_on_the_host():
+    pipe = on_host(tiny_pipeline("flux"))
+    pipe.transformer.to("meta")
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    assert why_not_module("to_q", layer, META) is None
+    assert "a weight of to_q is a Parameter on meta" in why_not_module("to_q", layer, CPU)
+    restore_pipeline(pipe)
+    layer.to_empty(device=CPU)
+    assert "a weight of to_q is a Parameter on cpu" in why_not_module("to_q", layer, META)
