@@ -19,7 +19,6 @@ smaller card is not repeated for that one. The JSON is written after each row, a
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -39,6 +38,7 @@ from scripts.bench.card_memory.table import markdown
 from scripts.bench.card_memory.ways import STARTS, WAYS, start, why_not_together
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
 from scripts.bench.model_speed.bench import Bench
+from scripts.bench.model_speed.measures import limit_memory
 from scripts.bench.model_speed.models import MODELS, TINY, Model, variant
 
 Row = dict[str, Any]
@@ -101,7 +101,7 @@ def measure_weights(
         yield {**facts, "error": NO_TIME}
         return
     started = time.perf_counter()
-    _limit(device, None)
+    limit_memory(device, None)
     _free_pinned(device)
     bench = Bench(case.model, device.type)
     WEIGHTS[weights][1](bench.transformer)
@@ -137,7 +137,7 @@ def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int, dead
         yield {"error": headline(problem)}
     finally:
         restore_pipeline(bench)
-        _limit(device, None)
+        limit_memory(device, None)
 
 
 def measure_cards(
@@ -162,7 +162,7 @@ def measure_cards(
 
 
 def _in_memory(bench: Bench, case: Case, way: str, steps: int, device: torch.device, limit: float) -> Row:
-    _limit(device, limit)
+    limit_memory(device, limit)
     try:
         return {"fits": True, **timed(bench, case, way, steps, device)}
     except torch.OutOfMemoryError:
@@ -216,17 +216,6 @@ def _copies(run: Iterator[torch.Tensor], device: torch.device) -> Row:
         torch.cuda.synchronize()
     times = [event.time_range.end - event.time_range.start for event in profiler.events() if "HtoD" in event.name]
     return {"count": len(times), "ms": sum(times) / 1000}
-
-
-def _limit(device: torch.device, gib: float | None) -> None:
-    """Limit the memory that this process may allocate on a GPU, and begin to record its peak; None = no limit."""
-    if device.type != "cuda":
-        return
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(gib * 2**30 / total, 1.0), device)
-    torch.cuda.reset_peak_memory_stats()
 
 
 def _free_pinned(device: torch.device) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from dit_accel.errors import headline
 from dit_accel.pipeline import Acceleration
 
 from .forced import forced_density
+from .measures import peak_memory, stopwatch
 from .models import Model, variant
 
 STEPS = 50
@@ -45,16 +46,29 @@ class Bench:
         self.device = torch.device(device)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.scheduler = FlowMatchEulerDiscreteScheduler()
+        with self._building():
+            self.transformer = transformer or model.build().eval().requires_grad_(False)
+            self.controlnet = model.control_net().eval().requires_grad_(False) if model.control_net else None
+            self.conditions = model.conditions(self.device, self.dtype, self.controlnet)
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Build modules on the device, in the dtype, from the same seed."""
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device:
-                self.transformer = transformer or model.build().eval().requires_grad_(False)
-                self.controlnet = model.control_net().eval().requires_grad_(False) if model.control_net else None
-                self.conditions = model.conditions(self.device, self.dtype, self.controlnet)
+                yield
         finally:
             torch.set_default_dtype(default)
+
+    def rebuild(self) -> None:
+        """Replace a transformer that was changed by a new one with the same weights."""
+        del self.transformer
+        gc.collect()  # hooks and modules refer to each other
+        with self._building():
+            self.transformer = self.model.build().eval().requires_grad_(False)
 
     def variant(self, name: str) -> Bench:
         """Use the same transformer in one of the model's variants."""
@@ -80,7 +94,7 @@ class Bench:
         """Milliseconds of each of the next ``steps`` of a loop, all branches together."""
         milliseconds = []
         for _ in range(steps):
-            elapsed = _stopwatch(self.device)
+            elapsed = stopwatch(self.device)
             velocity = next(run)
             milliseconds.append(elapsed())
         if not velocity.isfinite().all():
@@ -100,11 +114,11 @@ class Bench:
         cuDNN's, whichever is faster for this model. Failures are noted, and leave the row without a time.
         """
         row: dict[str, Any] = {"run": "baseline", "eager_ms": {"native": self.plain_ms}, "failed": {}}
-        with _noting_failure(row["failed"], CUDNN), attention_backend(CUDNN):
+        with noting_failure(row["failed"], CUDNN), attention_backend(CUDNN):
             row["eager_ms"][CUDNN] = self.timed(self.loop(STEPS), 2)[1]
         for name in sorted(row["eager_ms"], key=row["eager_ms"].get):
             with (
-                _noting_failure(row["failed"], f"{name}, compiled"),
+                noting_failure(row["failed"], f"{name}, compiled"),
                 attention_backend(name),
                 compiled_blocks(self.transformer, self.device),
             ):
@@ -133,10 +147,9 @@ class Bench:
             warm: steps before the timed ones, in which kernels compile; None = the same number.
             whole: report the ``ms`` of the run's average step, not of a computed step.
         """
-        with self._accelerated(preset, rows, tiles, keys) as acceleration:
+        with self.accelerating(preset, rows, tiles, keys) as acceleration:
             warm = steps if warm is None else warm
-            if warm:
-                self.timed(self.loop(steps), warm)
+            warm_ms = self.timed(self.loop(steps), warm) if warm else []
             with peak_memory(self.device) as memory:
                 times = self.timed(self.loop(steps), steps)
             report = acceleration.report()
@@ -152,6 +165,7 @@ class Bench:
             "key_density": keys,
             "steps": steps,
             "seconds": sum(times) / 1000,
+            "warm_ms": warm_ms,
             "ms_by_mode": by_mode,
             "transformer_ms_by_mode": inside,
             "steps_by_mode": report.steps_by_mode,
@@ -166,8 +180,11 @@ class Bench:
 
     def relative_error(self, preset: Preset) -> float:
         """Relative L2 distance of the run's first velocity from that of the plain run, which :meth:`plain` keeps."""
-        with self._accelerated(preset):
-            velocity = next(self.loop(STEPS))
+        with self.accelerating(preset):
+            return self.error_of(next(self.loop(STEPS)))
+
+    def error_of(self, velocity: torch.Tensor) -> float:
+        """Relative L2 distance of a velocity from the plain run's first one."""
         return ((velocity.float() - self.velocity.float()).norm() / self.velocity.float().norm()).item()
 
     def occupancy(self, preset: Preset, *, tiles: float = 1.0) -> dict[str, float]:
@@ -197,7 +214,7 @@ class Bench:
 
     def _profiled(self, preset: Preset, tiles: float) -> list[tuple[str, float, float]]:
         """Profile consecutive steps: name, start and end (µs) of each GPU activity."""
-        with self._accelerated(preset, tiles=tiles):
+        with self.accelerating(preset, tiles=tiles):
             run = self.loop(UNPROFILED_STEPS + PROFILED_STEPS)
             self.timed(run, UNPROFILED_STEPS)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -208,7 +225,7 @@ class Bench:
         return [(event.name, event.time_range.start, event.time_range.end) for event in on_gpu]
 
     @contextmanager
-    def _accelerated(
+    def accelerating(
         self, preset: Preset, rows: float = 1.0, tiles: float = 1.0, keys: float = 1.0
     ) -> Iterator[Acceleration]:
         with forced_density(rows, tiles, keys) if min(rows, tiles, keys) < 1 else nullcontext():
@@ -270,33 +287,9 @@ def _forget_compiled(transformer: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
+def noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
     """Note any exception of a kernel or compiler that does not support this model, and go on without it."""
     try:
         yield
     except Exception as error:
         failed[what] = headline(error)
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
-    """Record the peak of allocated memory within the block, in GiB; None on a CPU."""
-    figures: dict[str, float | None] = {"peak_gib": None}
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    yield figures
-    if device.type == "cuda":
-        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-
-
-def _stopwatch(device: torch.device) -> Callable[[], float]:
-    """Start a clock; the returned function waits for the device and returns milliseconds."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1000 * time.perf_counter()
-
-    started = now()
-    return lambda: now() - started

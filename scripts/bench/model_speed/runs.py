@@ -14,6 +14,7 @@ from dit_accel import Preset, load_preset
 from dit_accel.models.families import require_family
 
 from .bench import STEPS, Bench
+from .layers_in_8_bits import torchao_layers, weights_on_host
 
 # FlashOmni's table 1: (40%, 1%, 6, 1, 0) skips 39% of all attention. That is 57% of each of the 34 DISPATCH steps among
 # 50, nearly all of it whole rows.
@@ -45,6 +46,13 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
         yield bench.accelerated(
             f"{1 - density:.0%} of tiles left out, by their means", means, TILED_STEPS, tiles=density
         )
+
+
+def exact(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Time a step that computes everything, also as CUDA graphs."""
+    for graphs, run in (("never", "exact"), ("always", "exact, CUDA graphs")):
+        preset = load_preset("exact", **{"kernels.graphs": graphs})
+        yield bench.accelerated(run, preset, 8, warm=4) | {"relative_error": bench.relative_error(preset)}
 
 
 def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -150,7 +158,10 @@ RUNS = {
     "papers": papers,
     "memory": memory_budget,
     "kernels": kernel_times,
+    "exact": exact,
     "linear": linear_layers,
+    "host": weights_on_host,
+    "torchao": torchao_layers,
     "compiled": compiled_whole,
 }
 

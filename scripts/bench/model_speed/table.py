@@ -60,8 +60,8 @@ def markdown(results: dict[str, Any]) -> str:
             figures = (form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items())
             lines.append(f"| {row['run']} | {' | '.join(figures)} |")
     lines += ["", MEANING.format(attention=baseline["attention"]) if baseline.get("attention") else MEANING_ALONE]
-    if baseline.get("failed"):
-        lines += ["", *(f"- {what} failed: {error}" for what, error in baseline["failed"].items())]
+    failed = [f"- {what} failed: {error}" for row in rows for what, error in row.get("failed", {}).items()]
+    lines += ["", *failed] if failed else []
     for row in rows:
         lines += _kernel_table(row) if row.get("kernels") else []
     dispatched = [row for row in rows if "dispatch_share" in row]
