@@ -1,19 +1,23 @@
 """Layers in 8 bits whose original weights wait on the host; a meta device stands for the GPU."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
-from accelerate import cpu_offload_with_hook
+from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
 from torch import nn
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.models import transformer
 from dit_accel.models.beside import host_weights
 from dit_accel.models.beside.host_weights import HostWeight
 from dit_accel.models.beside.quantized_linears import LEAST_ROWS, QuantizedLinears
 from dit_accel.models.graphs.limits import why_not_module
+from dit_accel.models.graphs.step_graphs import StepGraphs
+from tests.models.fake_graph import RecordedGraph
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 STEPS, CPU, META = 3, torch.device("cpu"), torch.device("meta")
@@ -329,6 +333,21 @@ def test_offload_of_whole_models_moves_everything_else():
     assert not any("_apply" in vars(module) for module in pipe.transformer.modules())
 
 
+@pytest.mark.parametrize("kind", ["layers", "groups"])
+def test_weights_that_are_offloaded_later_are_left_alone(kind):
+    """The layers run unchanged or in 8 bits, and restoring takes nothing from the offload."""
+    pipe = on_host(tiny_pipeline("flux"))
+    expected = made(pipe)
+    if kind == "layers":
+        cpu_offload(pipe.transformer, CPU, offload_buffers=True)
+    else:
+        apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)
+    output = made(pipe)
+    assert (output - expected).norm() < 0.05 * expected.norm()
+    assert not linears_of(pipe).on_host and not any("_apply" in vars(module) for module in pipe.transformer.modules())
+    assert torch.equal(made(restore_pipeline(pipe)), made(tiny_pipeline("flux")))
+
+
 def test_what_moves_weights_of_its_own_is_refused():
     pipe = tiny_pipeline("flux")
     with pytest.raises(PresetError, match="weights has no effect without a dtype"):
@@ -345,6 +364,20 @@ def test_a_transformer_that_is_compiled_later_gets_its_weights_back():
     assert not linears_of(pipe).on_host
 
 
+def test_graphs_replay_with_weights_that_have_changed(monkeypatch):
+    """Rounded weights keep their addresses from run to run."""
+    counted = type("CountedGraph", (RecordedGraph,), {})
+    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
+    pipe = on_host(tiny_pipeline("flux"), **{"kernels.graphs": "always"})
+    before = made(pipe, steps=6)
+    captures = counted.captures
+    pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
+    changed, replays = made(pipe, steps=6), counted.replays
+    assert counted.captures == captures > 0 and replays > 0 and not torch.equal(changed, before)
+    on_host(pipe, **{"kernels.graphs": "never"})
+    assert torch.equal(made(pipe, steps=6), changed)
+
+
 def test_graphs_read_no_weight_on_the_host():
     pipe = on_host(tiny_pipeline("flux"))
     pipe.transformer.to("meta")
@@ -354,3 +387,30 @@ def test_graphs_read_no_weight_on_the_host():
     restore_pipeline(pipe)
     layer.to_empty(device=CPU)
     assert "a weight of to_q is a Parameter on cpu" in why_not_module("to_q", layer, META)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graphs", ["never", "always"])
+@pytest.mark.parametrize("order", ["before", "after", "offload"])
+def test_on_a_gpu_outputs_are_those_of_weights_on_it(order, graphs):
+    """The pipeline moves before or after the acceleration, or model by model in each call."""
+    moved = tiny_pipeline("flux").to("cuda")
+    plain = made(moved, steps=6)
+    int8 = {"linear.dtype": "int8", "kernels.graphs": graphs}
+    expected = made(accelerate_pipeline(moved, "exact", **int8), steps=6)
+    pipe = tiny_pipeline("flux")
+    if order == "after":
+        pipe.to("cuda")
+    on_host(pipe, **{"kernels.graphs": graphs})
+    if order == "before":
+        pipe.to("cuda")
+    if order == "offload":
+        pipe.enable_model_cpu_offload()
+    for _ in range(2):
+        assert torch.equal(made(pipe, steps=6), expected)
+    report = pipe.dit_accel.report()
+    assert bool(report.replayed) == (graphs == "always" and order != "offload")
+    assert all(layer.weight.device == CPU for layer in linears_of(pipe).on_host)
+    restore_pipeline(pipe)
+    assert {each.device.type for each in pipe.transformer.parameters()} == {"cpu" if order == "offload" else "cuda"}
+    assert torch.equal(made(pipe, steps=6), plain)

@@ -36,8 +36,9 @@ class HostWeight:
         self._move(HOST)
 
     def give_back(self) -> None:
-        """Move the weight to its layer's device, and leave nothing on the layer."""
-        self._move(self.device)
+        """Move the weight to its layer's device, unless accelerate moves it now, and leave nothing on the layer."""
+        if not hasattr(self.layer, "_hf_hook"):
+            self._move(self.device)
         vars(self.layer).pop("_apply", None)
 
     def leave(self) -> None:
@@ -97,9 +98,9 @@ class HostWeights:
 
     def attach(self) -> None:
         """Move weights to the host one by one."""
-        others = {id(each) for each in self._layers}
-        plain = (module for module in self._transformer.modules() if id(module) not in others)
-        around = next((each.device for module in plain for each in module.parameters(recurse=False)), HOST)
+        own = {*self._layers}
+        others = (module for module in self._transformer.modules() if module not in own)
+        around = next((each.device for module in others for each in module.parameters(recurse=False)), HOST)
         for layer in self._layers:
             if layer not in self._weights and layer not in self._needed:
                 device = layer.weight.device
@@ -108,8 +109,11 @@ class HostWeights:
 
     def collect(self) -> None:
         """Move weights to the host that were replaced since, and adapters on these layers to the layers' device."""
-        for held in self._weights.values():
-            held.keep()
+        for layer, held in [*self._weights.items()]:
+            if hasattr(layer, "_hf_hook"):  # offloaded since
+                self.give_back(layer)
+            else:
+                held.keep()
         for module in self._transformer.modules() if self._weights else ():
             if (base := self._weights.get(module._modules.get("base_layer"))) is not None:
                 module.to(base.device)  # peft puts an adapter on the device of the layer's weight

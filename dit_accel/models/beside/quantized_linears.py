@@ -29,7 +29,8 @@ from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, i
 from dit_accel.presets import Linear
 
 NEEDED = (
-    "linear.weights: layers with few tokens, under gradients or autocast, or compiled, have their weights on the device"
+    "linear.weights: layers with few tokens, under gradients or autocast, compiled or offloaded in groups have their "
+    "weights on the device"
 )
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
@@ -166,7 +167,8 @@ class QuantizedLinears:
 
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
-        if self.on_host and any(map(is_compiled, self._transformer.modules())):
+        modules = self._transformer.modules() if self.on_host else ()
+        if any(is_compiled(module) or find_hook(module, OFFLOAD_HOOK) for module in modules):
             for layer in [*self.on_host]:
                 self.need_weight(layer)
         self.on_host.collect()

@@ -19,8 +19,8 @@ from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.timing import Output, timed_output
 from scripts.bench.model_speed.bench import OF_REPORT, compiled_blocks
-from scripts.bench.model_speed.measures import peak_memory
 from scripts.bench.model_speed.forced import forced_density
+from scripts.bench.model_speed.measures import peak_memory
 from scripts.bench.model_speed.models import MODELS
 
 from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
