@@ -19,8 +19,7 @@ def _as_built(transformer: nn.Module) -> None:
 
 def _stored_in_float8(transformer: nn.Module) -> None:
     """Layerwise casting of diffusers: every weight is stored in float8, and computed in the model's dtype."""
-    dtype = next(transformer.parameters()).dtype
-    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)
+    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=transformer.dtype)
 
 
 def _by_torchao(config: str) -> Callable[[nn.Module], None]:
