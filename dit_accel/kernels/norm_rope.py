@@ -3,6 +3,8 @@
 The norm is per head, as in FLUX and HunyuanVideo, or across all heads of a token, as in Wan:
 
     y = x / sqrt(mean(x^2) + eps) * weight          RoPE: (y0, y1) -> (y0 cos0 - y1 sin0, y1 cos1 + y0 sin1)
+
+The pairs are adjacent features, or the same features of the two halves of a head (LTX-2, MiniMax-H3).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def norm_rope(
         x: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides of batch and token, heads and features in order.
         weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: RMSNorm across all heads of a token; None = no
             norm.
-        rope: ``(cos, sin)``, float32 ``[S, D]``, of interleaved pairs, the last stride being 1; None = no rotation.
+        rope: ``(cos, sin)``, float32, the last stride being 1; None = no rotation. ``[S, D]``: of adjacent features.
+            ``[B or 1, S, H or 1, R]``: of features R apart, in the first 2 R of each head; the others stay.
         eps: added to the mean square.
         out: ``[B, S, H, D]`` like x, e.g. the stream's tokens of a joint sequence; None = allocated.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
@@ -103,11 +106,15 @@ def _norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
         normed = y if weight.shape[0] == x.shape[-1] else y.flatten(2)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps) * weight.float()
         y = normed.view(x.shape)
-    if rope is not None:
-        cos, sin = (table[:, None] for table in rope)
+    if rope is None:
+        return y
+    cos, sin = rope
+    if cos.dim() == 2:
         even, odd = y.unflatten(-1, (-1, 2)).unbind(-1)
-        y = y * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
-    return y
+        return y * cos[:, None] + torch.stack([-odd, even], dim=-1).flatten(-2) * sin[:, None]
+    half = cos.shape[-1]
+    first, second, others = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, others], dim=-1)
 
 
 def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor | None, name: str = "x") -> None:
@@ -130,7 +137,17 @@ def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tenso
 
 
 def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    _, tokens, _, head_dim = x.shape
-    for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
-        checks.require_typed(name, table, (tokens, head_dim), torch.float32, "x", x)
+    if rope is None:
+        return
+    batch, tokens, heads, head_dim = x.shape
+    shape = (tokens, head_dim)
+    if rope[0].dim() == 4:
+        shape, limits = tuple(rope[0].shape), ((1, batch), (tokens,), (1, heads), range(1, head_dim // 2 + 1))
+        if any(length not in allowed for length, allowed in zip(shape, limits, strict=True)):
+            raise ShapeError(
+                f"rope[0] must have shape [{batch} or 1, {tokens}, {heads} or 1, at most {head_dim // 2}], got "
+                f"{list(shape)}"
+            )
+    for name, table in zip(("rope[0]", "rope[1]"), rope, strict=True):
+        checks.require_typed(name, table, shape, torch.float32, "x", x)
         checks.require_unit_stride(name, table)

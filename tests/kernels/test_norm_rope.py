@@ -25,8 +25,15 @@ def exact_norm_rope(x, weight, rope, eps):
                 row = y[b, token].flatten()
                 y[b, token] = (row / (row.square().mean() + eps).sqrt() * weight.double()).view(heads, head_dim)
             if rope is not None:
-                cos, sin = (table[token].double() for table in rope)
                 row = y[b, token].clone()
+                if rope[0].dim() == 4:
+                    cos, sin = (table[b % len(table), token].double() for table in rope)
+                    half = cos.shape[-1]
+                    first, second = slice(half), slice(half, 2 * half)
+                    y[b, token, :, first] = row[:, first] * cos - row[:, second] * sin
+                    y[b, token, :, second] = row[:, second] * cos + row[:, first] * sin
+                    continue
+                cos, sin = (table[token].double() for table in rope)
                 y[b, token, :, 0::2] = row[:, 0::2] * cos[0::2] - row[:, 1::2] * sin[0::2]
                 y[b, token, :, 1::2] = row[:, 1::2] * cos[1::2] + row[:, 0::2] * sin[1::2]
     return y
@@ -48,6 +55,29 @@ def test_norm_and_rotation(heads, head_dim, length, rotated, implementation, mak
     actual = norm_rope(x, weight, rope, eps=1e-5, backend=backend)
     assert actual.dtype == dtype
     assert_rounded_once(actual, exact_norm_rope(x, weight, rope, 1e-5), dtype)
+
+
+HALVES = {  # batch and heads of the tables, and the features apart, of 16
+    "of-each-head": (2, 3, 8),
+    "of-all-heads": (1, 1, 8),
+    "of-some-features": (1, 1, 6),
+}
+
+
+@pytest.mark.parametrize("sizes", HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS)
+def test_halves_of_a_head_are_rotated(length, sizes, implementation, make_tensor):
+    """Tables may come with heads before tokens in memory, or as a part of wider ones."""
+    backend, dtype = implementation
+    batch, heads, half = sizes
+    x, weight = make_tensor(2, 5, 3, 16, dtype=dtype) * 2, None
+    if length is not None:
+        weight = make_tensor(length(3, 16), dtype=dtype)
+    rope = tuple(make_tensor(batch, heads, 5, 2 * half).transpose(1, 2)[..., :half] for _ in range(2))
+    expected = exact_norm_rope(x, weight, rope, 1e-5)
+    assert_rounded_once(norm_rope(x, weight, rope, eps=1e-5, backend=backend), expected, dtype)
+    for out in norm_rope_pair(x, x.clone(), (weight, weight), rope, eps=1e-5, backend=backend):
+        assert_rounded_once(out, expected, dtype)
 
 
 def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
@@ -98,10 +128,12 @@ def test_no_gradient_flows(enabled):
     [
         ({"weight": torch.ones(8)}, r"weight must have shape \[16\] or \[48\], got \[8\]"),
         ({"rope": (torch.ones(4, 16), torch.ones(4, 16))}, r"rope\[0\] must have shape \[5, 16\], got \[4, 16\]"),
+        ({"rope": 2 * (torch.ones(1, 5, 2, 8),)}, r"rope\[0\] must have shape \[2 or 1, 5, 3 or 1, at most 8\], got"),
+        ({"rope": (torch.ones(1, 5, 3, 8), torch.ones(1, 5, 1, 8))}, r"rope\[1\] must have shape \[1, 5, 3, 8\], got"),
         ({"x": torch.ones(2, 3, 5, 16).transpose(1, 2)}, "x must hold a token's heads contiguously"),
         ({"out": torch.ones(2, 4, 3, 16)}, r"out must have shape \[2, 5, 3, 16\]"),
     ],
-    ids=["weight", "rope", "strides", "out"],
+    ids=["weight", "rope", "heads", "tables", "strides", "out"],
 )
 def test_errors_name_the_argument(change, message):
     arguments = {"x": torch.ones(2, 5, 3, 16), "weight": torch.ones(16), "rope": None} | change

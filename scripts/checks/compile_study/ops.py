@@ -88,6 +88,9 @@ def _block() -> None:
     kernels.add_gated(x, x, one, update_eps=1e-5, backend="triton")
     given = inputs.norm_and_rope()
     kernels.norm_rope(inputs.features(), given["norm_weight"], given["rope"], backend="triton")
+    for weight, half in ((inputs.normal(WIDTH), DENSE.head_dim // 2), (given["norm_weight"], 3 * DENSE.head_dim // 8)):
+        halves = 2 * (torch.ones(1, TOKENS, 1, half),)
+        kernels.norm_rope(inputs.features(), weight, halves, backend="triton")
     kernels.swiglu(x, backend="triton")
     kernels.swiglu(x, x, backend="triton")
 
