@@ -43,7 +43,8 @@ BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # by the name 
 class FamilyDriver(TransformerDriver):
     """Drives a transformer by its family's facts: levels ``output`` and ``layer``, and sparse attention.
 
-    Families with hand-written blocks also have level ``head`` and, on a GPU, fused kernels in every computed block.
+    Families with hand-written blocks may also have level ``head``, and have fused kernels in every computed block on a
+    GPU.
 
     Args:
         transformer, runs, name, called: as for :class:`TransformerDriver`.
@@ -72,7 +73,7 @@ class FamilyDriver(TransformerDriver):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        return ("output", "layer") if self._hand_written is None else ("output", "layer", "head")
+        return ("output", "layer", "head") if self.family.fused == "head" else ("output", "layer")
 
     @property
     def token_order(self) -> torch.Tensor | None:

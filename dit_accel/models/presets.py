@@ -55,8 +55,8 @@ def _why_not_valid(preset: Preset) -> str | None:
         *others, last = map(repr, names)
         meant = did_you_mean(preset.model, names)
         return f"model: Input should be {', '.join(others)} or {last}, got {shown(preset.model)}{meant}"
-    if preset.forecast.level == "head" and not (family and family.fused):
-        *names, last = sorted(family.name for family in FAMILIES if family.fused)
+    if preset.forecast.level == "head" and not (family and family.fused == "head"):
+        *names, last = sorted(family.name for family in FAMILIES if family.fused == "head")
         return (
             f"level 'head' needs hand-written blocks, and model is '{preset.model}': set model to {', '.join(names)} "
             f"or {last}"

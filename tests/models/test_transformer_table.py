@@ -45,7 +45,7 @@ def inside(cls: type) -> str:
     family = known_family(cls.__new__(cls))
     if family is None:
         return "–"
-    return f"`{family.name}`: `layer`, `head`" if family.fused else f"`{family.name}`: `layer`"
+    return f"`{family.name}`: `layer`, `head`" if family.fused == "head" else f"`{family.name}`: `layer`"
 
 
 def page() -> str:
@@ -74,16 +74,20 @@ def released_head_dim(family: Family) -> int:
 
 def rows() -> dict[str, list[tuple[str, str, str]]]:
     """Cells of other pages that list families: by page, the text before each cell, the cell, and the text behind it."""
-    facts, own = (", ".join(each.title for each in FAMILIES if each.fused == fused) for fused in (False, True))
+
+    def titles(*levels: str | None) -> str:
+        """Families whose hand-written blocks reach one of these levels; None = families without such blocks."""
+        return ", ".join(each.title for each in FAMILIES if each.fused in levels)
+
     names = ", ".join(f"`{name}`" for name in ("any", *(each.name for each in FAMILIES)))
-    *heads, last = (f"`{each.name}`" for each in FAMILIES if each.fused)
+    *heads, last = (f"`{each.name}`" for each in FAMILIES if each.fused == "head")
     dense = ", ".join(each.title for each in FAMILIES if released_head_dim(each) not in TRITON_HEAD_DIMS)
     return {
         "docs/guide/using.md": [
-            ("| ", facts, " | ✓, and sparse tiles on computed steps (not on a GPU: "),
+            ("| ", titles(None, "layer"), " | ✓, and sparse tiles on computed steps (not on a GPU: "),
             ("(not on a GPU: ", dense, ") | ✓ | – |\n"),
         ],
-        "docs/reference/adding_a_model.md": [("| families | ", f"{facts} | {own}", " |\n")],
+        "docs/reference/adding_a_model.md": [("| families | ", f"{titles(None)} | {titles('layer', 'head')}", " |\n")],
         "docs/reference/presets.md": [
             ("| `model` | ", names, " | family that the preset is made for; "),
             ("level `head` needs ", f"{', '.join(heads)} or {last}", " |\n"),

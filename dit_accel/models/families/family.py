@@ -200,7 +200,7 @@ class Family:
         is_modular: True if diffusers has it as a modular pipeline alone, which the command line can't load.
         several_images: names of pipelines whose ``image`` may be several reference images of one output; others take
             a list as a batch.
-        fused: True if ``models/fused`` has hand-written blocks in a file of its name, and so level ``head``.
+        fused: deepest level of the hand-written blocks in ``models/fused``, in a file of its name; None = it has none.
     """
 
     name: str
@@ -238,7 +238,7 @@ class Family:
     sharing: tuple[str, ...] = ()
     is_modular: bool = False
     several_images: tuple[str, ...] = ()
-    fused: bool = False
+    fused: Literal["layer", "head"] | None = None
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
         """Return the transformer's blocks in order, by their names in reports.

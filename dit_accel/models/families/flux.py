@@ -29,5 +29,5 @@ FAMILY = Family(
     steps=28,
     distilled={"schnell": 4},
     sharing=("ulysses",),
-    fused=True,
+    fused="head",
 )

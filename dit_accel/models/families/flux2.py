@@ -32,5 +32,5 @@ FAMILY = Family(
     distilled={"klein4b": 4, "klein9b": 4},
     sharing=("ulysses",),
     several_images=("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline"),
-    fused=True,
+    fused="head",
 )

@@ -58,5 +58,5 @@ FAMILY = Family(
     words=("hunyuanvideo",),
     steps=50,
     sharing=("ulysses",),
-    fused=True,
+    fused="head",
 )

@@ -56,5 +56,5 @@ FAMILY = Family(
     branches=2,
     unguided=0.0,
     distilled={"krea2turbo": 8},
-    fused=True,
+    fused="head",
 )

@@ -38,5 +38,5 @@ FAMILY = Family(
     branches=2,
     sharing=("ulysses",),
     several_images=("QwenImageEditPlusPipeline",),
-    fused=True,
+    fused="head",
 )

@@ -65,5 +65,5 @@ FAMILY = Family(
     unguided=1.0,
     distilled={"fastwan": None},
     sharing=("ulysses", "branches"),
-    fused=True,
+    fused="head",
 )

@@ -32,7 +32,7 @@ def skyreels_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return replace(found, grid=None) if by_frames else found
 
 
-RELATIVE = replace(wan.FAMILY, parts=PARTS, order=None, distilled={}, sharing=(), fused=False)
+RELATIVE = replace(wan.FAMILY, parts=PARTS, order=None, distilled={}, sharing=(), fused=None)
 VACE = replace(
     RELATIVE,
     name="wan_vace",

@@ -57,5 +57,5 @@ FAMILY = Family(
     branches=2,
     unguided=0.0,
     distilled={"zimageturbo": 8},
-    fused=True,
+    fused="head",
 )

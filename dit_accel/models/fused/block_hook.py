@@ -40,7 +40,7 @@ class BlockHook(Hook, ABC):
         driver: driver of the transformer; has the run in progress, and whether kernels are fused.
     """
 
-    processor: type  # attention processor that the hook can replace
+    processors: tuple[type, ...]  # attention processors that the hook can replace
     attentions: tuple[str, ...] = ("attn",)  # names of the block's attention modules
     reads: tuple[str, ...] = ()  # arguments of the block's forward that some versions of diffusers lack
     norms: str | tuple[str, ...] = "norm"  # prefixes of the names of norms that fused kernels replace
@@ -72,15 +72,15 @@ class BlockHook(Hook, ABC):
     def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
         """Compute the block's output from forecast features; modulation and gates are fresh."""
 
-    @abstractmethod
     def sliced(self, block: nn.Module) -> list[nn.Module]:
-        """Projections whose weights GEMM-Q and GEMM-O read without calling the module."""
+        """Projections whose weights GEMM-Q and GEMM-O read at level ``head`` without calling the module."""
+        return []
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         """Why the block's attention must be left to its own processor now, or None."""
         for name in self.attentions:
             processor = getattr(block, name).processor
-            if type(processor) is not self.processor:
+            if type(processor) not in self.processors:
                 return f"attention processor {type(processor).__name__}"
         return self._why_not_shared()
 

@@ -34,7 +34,7 @@ _IGNORED_ATTENTION_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 class FluxBlockHook(JointBlockHook):
     """Attention of FLUX, which FLUX.2 and Qwen-Image have too."""
 
-    processor = FluxAttnProcessor
+    processors = (FluxAttnProcessor,)
     text_first = True
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:

@@ -29,7 +29,7 @@ from dit_accel.models.fused.parts import heads_of, is_hooked, join_streams, norm
 class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
     """``Flux2TransformerBlock``."""
 
-    processor = Flux2AttnProcessor
+    processors = (Flux2AttnProcessor,)
     reads = "temb_mod_img", "temb_mod_txt"
 
     def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
@@ -46,7 +46,7 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
 class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
     """Hook on ``Flux2SingleTransformerBlock``, which takes the joint sequence and returns it."""
 
-    processor = Flux2ParallelSelfAttnProcessor
+    processors = (Flux2ParallelSelfAttnProcessor,)
     reads = ("temb_mod",)
 
     def query_projection(self, attn: Flux2ParallelSelfAttention) -> nn.Module:

@@ -27,7 +27,7 @@ from dit_accel.sparse.tile_site import TileSite
 
 
 class _HunyuanBlockHook(JointBlockHook):
-    processor = HunyuanVideoAttnProcessor2_0
+    processors = (HunyuanVideoAttnProcessor2_0,)
     text_first = False
 
     def new_forward(

@@ -22,7 +22,7 @@ from dit_accel.models.fused.parts import Rotary, is_hooked, why_not_plain
 class Krea2BlockHook(BlockHook):
     """``Krea2TransformerBlock``."""
 
-    processor = Krea2AttnProcessor
+    processors = (Krea2AttnProcessor,)
 
     def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         return _why_not_plain((block.norm1, block.norm2), given.hidden_states)

@@ -21,7 +21,7 @@ _REAL = WeakIdKeyDictionary()  # the image's complex table -> the text's, and th
 class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
     """``QwenImageTransformerBlock``."""
 
-    processor = QwenDoubleStreamAttnProcessor2_0
+    processors = (QwenDoubleStreamAttnProcessor2_0,)
     reads = "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb"
     norms = "img_norm", "txt_norm"  # modulations are called, not replaced
     mlps = "img_mlp", "txt_mlp"

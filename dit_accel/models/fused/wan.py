@@ -39,7 +39,7 @@ TEXT_TOKENS = 512  # tokens of a prompt behind image tokens; diffusers' processo
 class WanBlockHook(BlockHook):
     """``WanTransformerBlock``."""
 
-    processor = WanAttnProcessor
+    processors = (WanAttnProcessor,)
     attentions = ("attn1", "attn2")
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:

@@ -36,7 +36,7 @@ _TABLES = WeakTensorKeyDictionary()  # RoPE tables of a call's samples, which al
 class ZImageBlockHook(BlockHook):
     """``ZImageTransformerBlock``."""
 
-    processor = ZSingleStreamAttnProcessor
+    processors = (ZSingleStreamAttnProcessor,)
     attentions = ("attention",)
     norms = ("attention_norm", "ffn_norm")
 
