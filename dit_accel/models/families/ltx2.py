@@ -40,4 +40,5 @@ FAMILY = replace(
     branches=2,
     unguided=1.0,
     sharing=(),
+    fused="layer",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -241,6 +242,36 @@ def _krea2(sizes: Mapping[str, Any], side: int, *text: int) -> Model:
     )
 
 
+def _ltx2_conditions(grid: tuple[int, int, int], audio: int, channels: int, text: int, width: int) -> MakeConditions:
+    """Frames, rows and columns of a video, ``audio`` tokens of its sound, and prompt of ``text`` tokens."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        prompt = torch.randn(1, text, width, device=device, dtype=dtype)
+        kept = {
+            "audio_hidden_states": torch.randn(1, audio, channels, device=device, dtype=dtype),
+            **dict.fromkeys(("encoder_hidden_states", "audio_encoder_hidden_states"), prompt),
+            **dict.fromkeys(
+                ("encoder_attention_mask", "audio_encoder_attention_mask"), torch.ones(1, text, device=device)
+            ),
+            **dict(zip(("num_frames", "height", "width"), grid, strict=True)),
+            "audio_num_frames": audio,
+        }
+        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, "sigma": timestep, **kept}
+
+    return make
+
+
+def _ltx2(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, *text: int) -> Model:
+    channels, audio_channels = (sizes.get(f"{kind}in_channels", 128) for kind in ("", "audio_"))
+    return Model(
+        lambda: diffusers.LTX2VideoTransformer3DModel(rope_type="split", **sizes),  # as all released models have
+        _ltx2_conditions(grid, audio, audio_channels, *text),
+        (1, math.prod(grid), channels),
+        "any",
+        "wan21-sparge-balanced",
+    )
+
+
 CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
 FLUX2_KLEIN = {"num_attention_heads": 24, "joint_attention_dim": 7680, "guidance_embeds": False}
 IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -252,6 +283,7 @@ MODELS = {
     "qwen-image": _qwen_image({}, 64, 3584),
     "krea2": _krea2({}, 64, 512, 12, 2560),
     "hunyuan": _hunyuan({}, CLIP_480P, 4096, 768),
+    "ltx2": _ltx2({}, (16, 16, 24), 126, 1024, 3840),  # 121 frames of 512 x 768, the pipeline's default
     "wan-1.3b": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, CLIP_480P, 4096, variants=CFG),
     "wan-14b": _wan({}, (1, 16, 21, 90, 160), 4096, **CFG["CFG"]),
     "wan-i2v-14b": _wan(IMAGE_TO_VIDEO, CLIP_480P, 4096, variants=CFG),
@@ -289,6 +321,12 @@ _TINY_KREA2 = {
     "text_num_key_value_heads": 2,
     "text_intermediate_size": 32,
 }
+_TINY_LTX2 = {
+    **_TINY_ATTENTION,
+    **{f"audio_{name}": value for name, value in _TINY_ATTENTION.items()},
+    **{"in_channels": 8, "out_channels": 8, "audio_in_channels": 4, "audio_out_channels": 4},
+    **{"cross_attention_dim": 32, "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16},
+}
 TINY = {
     "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
     "flux-2048": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
@@ -309,6 +347,7 @@ TINY = {
         _TINY_CLIP,
         *(32, 16),
     ),
+    "ltx2": _ltx2(_TINY_LTX2, (3, 6, 8), 10, 12, 16),
     "wan-1.3b": _wan(_TINY_WAN, _TINY_CLIP, 32, variants=CFG),
     "wan-14b": _wan(_TINY_WAN, _TINY_CLIP, 32, **CFG["CFG"]),
     "wan-i2v-14b": _wan(

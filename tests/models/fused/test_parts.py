@@ -80,7 +80,7 @@ def own_forward(block):
 
 
 @pytest.mark.parametrize("change", [own_class, own_forward], ids=["class", "forward"])
-@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan", "z-image", "krea2"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan", "z-image", "krea2", "ltx2"])
 def test_blocks_that_are_not_diffusers_own_run_themselves(name, change, as_on_a_gpu, monkeypatch):
     """A class derived from diffusers', or a forward that was put in its place, may do anything."""
     pipe, plain = copy.deepcopy(tiny.pipeline(name)), tiny.output(name, steps=2)

@@ -61,6 +61,7 @@ def ltx2():
         audio_cross_attention_dim=32,
         num_layers=2,
         caption_channels=WIDTH,
+        rope_type="split",
         perturbed_attn=True,
     )
     connector = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}

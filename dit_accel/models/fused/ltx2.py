@@ -1,0 +1,153 @@
+"""LTX-2's block: a video and an audio stream of the same form, y and z, and attention between them.
+
+    y' = y + g_1 attention(n_1(y))                       y'' = y' + g_2 attention(n_2(y'), prompt)
+    y''' = y'' + g_3 attention(n_3(y''), m(z''))         y'''' = y''' + g_4 mlp(n_4(y'''))
+
+n and m are RMSNorms without weights, each with a modulation. RoPE has tables for each head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_ltx2 import LTX2Attention
+from torch import nn
+
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
+from dit_accel.models.beside.quantized_linears import project_together
+from dit_accel.models.fused.block_hook import BlockHook
+from dit_accel.models.fused.parts import feed_forward, heads_of, is_plain_norm, normalise_heads, normalise_pair
+
+ATTENTIONS = {  # arguments of the block for each: RoPE tables of queries and of keys, and a mask
+    "attn1": ("video_rotary_emb", "video_rotary_emb", "self_attention_mask"),
+    "audio_attn1": ("audio_rotary_emb", "audio_rotary_emb", "audio_self_attention_mask"),
+    "audio_to_video_attn": ("ca_video_rotary_emb", "ca_audio_rotary_emb", "a2v_cross_attention_mask"),
+    "video_to_audio_attn": ("ca_audio_rotary_emb", "ca_video_rotary_emb", "v2a_cross_attention_mask"),
+}
+STREAMS = {"": "audio_to_video_attn", "audio_": "video_to_audio_attn"}  # attention to the other stream by prefix
+PERTURBED = ("perturbation_mask", "all_perturbed")  # arguments of guidance that replaces self-attention by its values
+
+
+class LTX2BlockHook(BlockHook):
+    """``LTX2VideoTransformerBlock``."""
+
+    processors = tuple(LTX2Attention._available_processors)
+    attentions = tuple(ATTENTIONS)
+    reads = ("temb_prompt", "temb_prompt_audio", "use_a2v_cross_attention", "use_v2a_cross_attention", *PERTURBED)
+    norms = ("norm", "audio_norm", "audio_to_video_norm", "video_to_audio_norm")
+
+    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        norms = [part for name, part in block.named_children() if name.startswith(self.norms)]
+        are_plain = all(type(norm) is RMSNorm and norm.weight is None and norm.eps == norms[0].eps for norm in norms)
+        return None if are_plain else "a norm is no RMSNorm without weights"
+
+    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, given)) is not None:
+            return reason
+        if any(
+            getattr(given, name) is not None for name in (PERTURBED[0], *(mask for *_, mask in ATTENTIONS.values()))
+        ):
+            return "guidance or a mask changes attention"
+        parts = [getattr(block, name) for name in ATTENTIONS]
+        norms = [norm for attn in parts for norm in (attn.norm_q, attn.norm_k)]
+        if not all(is_plain_norm(norm, given.hidden_states.device) for norm in norms):
+            return "queries or keys have no plain RMSNorm"
+        return None if all(attn.rope_type == "split" for attn in parts) else "RoPE turns adjacent features"
+
+    def compute(self, block: nn.Module, given: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+        attend = partial(self.attend, block, given, self.runs_attention(block, given))
+        streams = [_stream(block, given, prefix) for prefix in STREAMS]
+        for each in streams:
+            _add(each, attend(f"{each.prefix}attn1", _norm(each, each.norms[0])))
+            prompt, mask = each.prompt, getattr(given, f"{each.prefix}encoder_attention_mask")
+            _add(each, getattr(block, f"{each.prefix}attn2")(each.normed, prompt, mask))
+        pairs = [(each, other) for each, other in (streams, streams[::-1]) if each.crosses]
+        crossed = [attend(STREAMS[each.prefix], each.normed, _norm(other, other.of_keys)) for each, other in pairs]
+        for (each, _), update in zip(pairs, crossed, strict=True):
+            _add(each, update)
+        for each in streams:
+            _add(each, feed_forward(getattr(block, f"{each.prefix}ff"), each.normed))
+            self.remember(f"{each.prefix}{len(each.gates)} parts", tuple(each.updates))
+        return tuple(each.x for each in streams)
+
+    def forecast(self, block: nn.Module, given: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+        """Attentions and MLPs from the cache; their gates are fresh."""
+        streams = [_stream(block, given, prefix) for prefix in STREAMS]
+        for each in streams:
+            for update, gate in zip(self.recall(f"{each.prefix}{len(each.gates)} parts"), each.gates, strict=True):
+                each.x = add_gated(each.x, update, gate)
+        return tuple(each.x for each in streams)
+
+    def attend(
+        self,
+        block: nn.Module,
+        given: SimpleNamespace,
+        runs_here: bool,
+        name: str,
+        x: torch.Tensor,
+        *other: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, C]`` of a stream to itself or to the other one, with its output projection."""
+        attn, (rotary, key_rotary, mask) = getattr(block, name), (getattr(given, each) for each in ATTENTIONS[name])
+        if not runs_here:
+            more = {} if other or not block.perturbed_attn else {each: getattr(given, each) for each in PERTURBED}
+            return attn(x, *(other or (None,)), mask, rotary, key_rotary, **more)
+        tables, key_tables = (tuple(each.transpose(1, 2) for each in both) for both in (rotary, key_rotary))
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        parts = [attn.to_q(x), *project_together(layers[1:], *other)] if other else project_together(layers, x)
+        q, k, v = (heads_of(attn, part) for part in parts)
+        if other:
+            q, k = normalise_heads(attn.norm_q, q, tables), normalise_heads(attn.norm_k, k, key_tables)
+        else:
+            q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
+        if name == "attn1":
+            o = self.attend_computed(self.site(), attn, q, k, v)
+        else:
+            o = dispatch_attention_fn(q, k, v, backend=attn.processor._attention_backend).to(q.dtype)
+        if attn.to_gate_logits is not None:
+            o = o * (2 * attn.to_gate_logits(x).sigmoid()).unsqueeze(-1)
+        return attn.to_out[1](attn.to_out[0](o.flatten(2)))
+
+
+def _stream(block: nn.Module, given: SimpleNamespace, prefix: str) -> SimpleNamespace:
+    """Tokens and prompt of a stream, gates ``[B, 1 or S, C]`` of its parts, and scale and shift of the norms before."""
+    x, prompt = (getattr(given, f"{prefix}{name}") for name in ("hidden_states", "encoder_hidden_states"))
+    suffix, crosses = ("_audio", given.use_v2a_cross_attention) if prefix else ("", given.use_a2v_cross_attention)
+    values, table = partial(block.get_mod_params, batch_size=len(x)), getattr(block, f"{prefix}scale_shift_table")
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, *of_prompt = values(table, getattr(given, f"temb{suffix}"))
+    prompt_shift, prompt_scale, prompt_gate = of_prompt or (None, x.new_zeros(1, 1, x.shape[2]), None)
+    if block.cross_attn_adaln:
+        table, temb = getattr(block, f"{prefix}prompt_scale_shift_table"), getattr(given, f"temb_prompt{suffix}")
+        added, factor = values(table, x.new_zeros(len(x), 1, table.numel()) if temb is None else temb)
+        prompt = prompt * (1 + factor) + added
+    table = getattr(block, f"{prefix or 'video_'}a2v_cross_attn_scale_shift_table")
+    both = values(table[:4], getattr(given, f"temb_ca{suffix}_scale_shift"))  # to the video, and to the audio
+    of_query, of_keys = (both[2:], both[:2]) if prefix else (both[:2], both[2:])
+    crossing = [(of_query, *values(table[4:], getattr(given, f"temb_ca{suffix}_gate")))] if crosses else []
+    parts = [((scale, shift), gate), ((prompt_scale, prompt_shift), prompt_gate), *crossing]
+    norms, gates = zip(*parts, ((mlp_scale, mlp_shift), mlp_gate), strict=True)
+    made = SimpleNamespace(prefix=prefix, x=x, prompt=prompt, crosses=crosses, of_keys=of_keys, updates=[])
+    made.norms, made.gates, made.eps = norms, gates, block.norm1.eps
+    return made
+
+
+def _norm(stream: SimpleNamespace, modulation: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    return norm_modulate(stream.x, *modulation, eps=stream.eps, rms=True)
+
+
+def _add(stream: SimpleNamespace, update: torch.Tensor) -> None:
+    """Add the output of a stream's next part, and normalise the sum for the part after it."""
+    update, gate = update.to(stream.x.dtype), stream.gates[len(stream.updates)]
+    stream.updates.append(update)
+    if len(stream.updates) == len(stream.norms):
+        stream.x = add_gated(stream.x, update, gate)
+        return
+    scale, shift = stream.norms[len(stream.updates)]
+    stream.x, stream.normed = add_gated_norm_modulate(stream.x, update, gate, scale, shift, eps=stream.eps, rms=True)
+
+
+BLOCKS = {"transformer_blocks": LTX2BlockHook}
