@@ -2,9 +2,9 @@
 
     x' = x + gate * update          y = LayerNorm(x') * (1 + scale) + shift
 
-Some models (Z-Image) have RMSNorm, u / sqrt(mean(u^2) + eps), for LayerNorm, and normalise the update by it too. Each
-works on rows of a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times
-instead of once.
+Some models (Z-Image) have RMSNorm, u / sqrt(mean(u^2) + eps), for LayerNorm, and normalise the update by it too. In
+MiniMax-H3 each token takes its gate, scale and shift from a table of timesteps and modalities. Each op works on rows of
+a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times instead of once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def norm_modulate(
     *,
     eps: float = 1e-6,
     rms: bool = False,
+    rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``LayerNorm(x) * (1 + scale) + shift``, in float32 and rounded once. Forward only: no gradient flows.
@@ -37,12 +38,13 @@ def norm_modulate(
         scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype; no shift = 0.
         eps: added to the variance, or to the mean square.
         rms: normalise by the root mean square instead, and leave the mean.
+        rows: int64 ``[S]``, a row for each token of scale, shift (and gate), which are then ``[B or 1, R, C]``.
         backend: "auto", "reference" or "triton" (at most 16384 features).
 
     Returns:
         ``[B, S, C]`` like x.
     """
-    return _rows(x, None, None, scale, shift, eps, backend, rms=rms)[1]
+    return _rows(x, None, None, scale, shift, eps, backend, rms=rms, rows=rows)[1]
 
 
 @custom_op(like("x"))
@@ -52,6 +54,7 @@ def add_gated(
     gate: torch.Tensor | None,
     *,
     update_eps: float | None = None,
+    rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``x + gate * update``, in float32 and rounded once. Forward only: no gradient flows.
@@ -60,12 +63,12 @@ def add_gated(
         x, update: ``[B, S, C]``, of the same dtype: float16, bfloat16 or float32; copied if the last stride is not 1.
         gate: ``[B or 1, S or 1, C]``, floating; None = 1.
         update_eps: ``RMSNorm(update)`` is added, with this eps; None = the update itself.
-        backend: as for :func:`norm_modulate`, which also lists the errors.
+        rows, backend: as for :func:`norm_modulate`.
 
     Returns:
         ``[B, S, C]`` like x.
     """
-    return _rows(x, update, gate, None, None, 0.0, backend, update_eps=update_eps)[0]
+    return _rows(x, update, gate, None, None, 0.0, backend, update_eps=update_eps, rows=rows)[0]
 
 
 @custom_op(like("x", "x"))
@@ -79,6 +82,7 @@ def add_gated_norm_modulate(
     eps: float = 1e-6,
     rms: bool = False,
     update_eps: float | None = None,
+    rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_gated`, and :func:`norm_modulate` of its result, in one pass.
@@ -86,11 +90,11 @@ def add_gated_norm_modulate(
     Returns:
         x' and y, ``[B, S, C]`` like x.
     """
-    return _rows(x, update, gate, scale, shift, eps, backend, rms=rms, update_eps=update_eps)
+    return _rows(x, update, gate, scale, shift, eps, backend, rms=rms, update_eps=update_eps, rows=rows)
 
 
 def _rows(
-    x, update, gate, scale, shift, eps, backend, *, rms=False, update_eps=None
+    x, update, gate, scale, shift, eps, backend, *, rms=False, update_eps=None, rows=None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return x' if there is an update, and y if there is a scale."""
     checks.require_shape("x", x, ("B", "S", "C"))
@@ -98,10 +102,11 @@ def _rows(
     if update is not None:
         checks.require_shape("update", update, tuple(x.shape))
         checks.require_same("update", update, "x", x)
+    checks.require_typed("rows", rows, (x.shape[1],), torch.int64, "x", x)
     if gate is not None:
-        _require_modulation(x, gate=gate)
+        _require_modulation(x, rows, gate=gate)
     if scale is not None:
-        _require_modulation(x, scale=scale, **({} if shift is None else {"shift": shift}))
+        _require_modulation(x, rows, scale=scale, **({} if shift is None else {"shift": shift}))
     width = x.shape[-1]
     limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {width}" if width > MAX_WIDTH_TRITON else None
     summed = normed = None
@@ -112,8 +117,10 @@ def _rows(
             summed = torch.empty_like(x, memory_format=torch.contiguous_format)
         if scale is not None:
             normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows_into(x, update, gate, scale, shift, eps, summed, normed, rms=rms, update_eps=update_eps)
+        rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, rms=rms, update_eps=update_eps)
         return summed, normed
+    if rows is not None:
+        gate, scale, shift = (None if each is None else each[:, rows] for each in (gate, scale, shift))
     if update is not None:
         update = update.float() if update_eps is None else F.rms_norm(update.float(), update.shape[-1:], eps=update_eps)
         x = summed = (x.float() + (update if gate is None else gate.float() * update)).to(x.dtype)
@@ -124,14 +131,15 @@ def _rows(
     return summed, normed
 
 
-def _require_modulation(x: torch.Tensor, **values: torch.Tensor) -> None:
+def _require_modulation(x: torch.Tensor, rows: torch.Tensor | None, **values: torch.Tensor) -> None:
     """Check that the values have the same shape, which broadcasts to x's, the same dtype, and x's device."""
     (first_name, first), *others = values.items()
     batch, tokens, width = x.shape
     shape = first.shape
-    fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, tokens) and shape[2] == width
-    if not fits:
-        raise ShapeError(f"{first_name} must have shape [{batch} or 1, {tokens} or 1, {width}], got {list(shape)}")
+    fits = len(shape) == 3 and shape[0] in (1, batch) and shape[2] == width
+    if not fits or not (shape[1] in (1, tokens) or rows is not None):
+        count = f"{tokens} or 1" if rows is None else "R"
+        raise ShapeError(f"{first_name} must have shape [{batch} or 1, {count}, {width}], got {list(shape)}")
     checks.require_dtype(first_name, first, checks.FLOAT_DTYPES)
     checks.require_device(first_name, first, "x", x)
     for name, value in others:

@@ -80,6 +80,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "lower": (kernels.lower, (SYMBOLS,), {}),
     "lower-masks-slices": (kernels.lower, (SLICED,), {"order": "head"}),
     "norm_modulate": (kernels.norm_modulate, (X, SCALE, SHIFT), {}),
+    "norm_modulate-rows": (kernels.norm_modulate, (X, SCALE, SHIFT), {"rows": torch.zeros(X.shape[1]).long()}),
     "norm_modulate-rms": (kernels.norm_modulate, (X, SCALE), {"rms": True}),
     "norm_rope": (kernels.norm_rope, (Q, WEIGHT[0], ROPE), {}),
     "norm_rope_pair": (kernels.norm_rope_pair, (Q, K, (WEIGHT[0], None), None), {}),

@@ -1,5 +1,7 @@
 """Gate, residual, LayerNorm and modulation in one pass equal the same formulas in float64, rounded once."""
 
+import math
+
 import pytest
 import torch
 
@@ -97,6 +99,21 @@ def test_an_update_may_be_normalised(modulation, implementation, make_tensor):
     torch.testing.assert_close(both[1], norm_modulate(summed, scale, **options))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tokens_may_take_their_modulations_from_a_table(batch, backend, make_tensor):
+    """Rows of the table in any order, which is not read where no token asks for it."""
+    x, update, rows = make_tensor(2, 7, 64), make_tensor(2, 7, 64), torch.tensor([3, 0, 0, 1, 3, 1, 0])
+    table = make_tensor(batch, 4, 3 * 64)
+    table[:, 2] = math.nan
+    gate, scale, shift = table.chunk(3, dim=-1)
+    of_tokens = [each[:, rows] for each in (gate, scale, shift)]
+    options = {"backend": backend, "rows": rows.to(x.device)}
+    expected = add_gated_norm_modulate(x, update, *of_tokens)
+    torch.testing.assert_close(add_gated_norm_modulate(x, update, gate, scale, shift, **options), expected)
+    torch.testing.assert_close(add_gated(x, update, gate, **options), expected[0])
+    torch.testing.assert_close(norm_modulate(x, scale, **options), norm_modulate(x, of_tokens[1]))
+
+
 def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):
     """Slices along tokens have the joint sequence's batch stride."""
     joint, gate = make_tensor(2, 9, 64), make_tensor(2, 1, 64)
@@ -120,6 +137,8 @@ def test_tokens_may_lie_side_by_side(backend, make_tensor):
         ({"update": (2, 7, 16)}, r"update must have shape \[2, 7, 32\]"),
         ({"gate": (3, 1, 32)}, r"gate must have shape \[2 or 1, 7 or 1, 32\]"),
         ({"shift": (1, 1, 32)}, r"shift must have shape \[2, 1, 32\], got \[1, 1, 32\]"),
+        ({"rows": (6,)}, r"rows must have shape \[7\], got \[6\]"),
+        ({"rows": (7,)}, "rows must have dtype torch.int64, got torch.float32"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

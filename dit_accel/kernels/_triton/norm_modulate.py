@@ -22,14 +22,16 @@ def _load_row(base, offset, feature, inside):
 
 @triton.jit
 def _gate_norm_modulate(
-    x, update, gate, scale, shift, summed, normed, x_batch, x_token, update_batch, update_token, gate_batch, gate_token,
-    modulation_batch, modulation_token, tokens, width, eps, update_eps,
+    x, update, gate, scale, shift, rows, summed, normed,
+    x_batch, x_token, update_batch, update_token, gate_batch, gate_token, modulation_batch, modulation_token,
+    tokens, width, eps, update_eps,
     HAS_UPDATE: tl.constexpr, NORMS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
-    RMS: tl.constexpr, HAS_SHIFT: tl.constexpr, FEATURES: tl.constexpr,
+    RMS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     batch, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     feature = tl.arange(0, FEATURES)
     inside = feature < width
+    modulated = tl.load(rows + token) if HAS_ROWS else token
     row = _load_row(x, batch * x_batch + token * x_token, feature, inside)
     written = (batch * tokens + token) * width + feature
     if HAS_UPDATE:
@@ -37,12 +39,12 @@ def _gate_norm_modulate(
         if NORMS_UPDATE:
             updates *= tl.rsqrt(tl.sum(updates * updates, 0) / width + update_eps)
         if HAS_GATE:
-            updates *= _load_row(gate, batch * gate_batch + token * gate_token, feature, inside)
+            updates *= _load_row(gate, batch * gate_batch + modulated * gate_token, feature, inside)
         rounded = (row + updates).to(summed.dtype.element_ty)
         tl.store(summed + written, rounded, inside)
         row = rounded.to(tl.float32)
     if HAS_NORM:
-        modulation = batch * modulation_batch + token * modulation_token
+        modulation = batch * modulation_batch + modulated * modulation_token
         if not RMS:
             row = tl.where(inside, row - tl.sum(row, 0) / width, 0.0)
         unit = row * tl.rsqrt(tl.sum(row * row, 0) / width + eps)
@@ -52,7 +54,7 @@ def _gate_norm_modulate(
         tl.store(normed + written, y.to(normed.dtype.element_ty), inside)
 
 
-def rows_into(x, update, gate, scale, shift, eps, summed, normed, *, rms, update_eps) -> None:
+def rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, *, rms, update_eps) -> None:
     """Fill ``summed`` if there is an update, and ``normed`` if there is a scale; both are contiguous ``[B, S, C]``."""
     batch, tokens, width = x.shape
     features = next_power_of_2(width)
@@ -62,11 +64,11 @@ def rows_into(x, update, gate, scale, shift, eps, summed, normed, *, rms, update
     strides = (*x.stride()[:2], *_strides(update), *_strides(gate), *_strides(scale))
     with on_device(x):
         launch(
-            _gate_norm_modulate, batch * tokens, (x, update, gate, scale, shift, summed, normed),
+            _gate_norm_modulate, batch * tokens, (x, update, gate, scale, shift, rows, summed, normed),
             (*strides, tokens, width, float(eps), float(update_eps or 0.0)),
             HAS_UPDATE=update is not None, NORMS_UPDATE=update_eps is not None, HAS_GATE=gate is not None,
-            HAS_NORM=scale is not None, RMS=rms, HAS_SHIFT=shift is not None, FEATURES=features,
-            num_warps=min(max(features // 512, 1), 8),
+            HAS_NORM=scale is not None, RMS=rms, HAS_SHIFT=shift is not None, HAS_ROWS=rows is not None,
+            FEATURES=features, num_warps=min(max(features // 512, 1), 8),
         )  # fmt: skip
 
 
