@@ -102,7 +102,9 @@ def _rows(
     if update is not None:
         checks.require_shape("update", update, tuple(x.shape))
         checks.require_same("update", update, "x", x)
-    checks.require_typed("rows", rows, (x.shape[1],), torch.int64, "x", x)
+    if rows is not None:
+        checks.require_typed("rows", rows, (x.shape[1],), torch.int64, "x", x)
+        checks.require_unit_stride("rows", rows)
     if gate is not None:
         _require_modulation(x, rows, gate=gate)
     if scale is not None:

@@ -79,12 +79,13 @@ class CallReader:
         arguments, text = self.cut(arguments, is_compiled=is_compiled)
         latents, tokens = next(iter(latents_of(arguments)), None), self.family.tokens(self.transformer, arguments)
         can_fuse = self._has_fused and latents is not None and not is_compiled
+        features = arguments.get(self.family.computes_in, latents)
         self._grid = None if self.order is None else tokens.grid
         is_parallel, exchange = config_of(self.transformer) is not None, None
         if is_parallel:
             exchange = self._exchanges.of(self.transformer, tokens, self.latest_order, latents.device)
         return arguments, CallFacts(
-            fuses=can_fuse and not shares_layers(self.transformer) and self.fuses_kernels(latents),
+            fuses=can_fuse and not shares_layers(self.transformer) and self.fuses_kernels(features),
             text=text,
             joint=tokens if self._preset.works_inside else None,
             exchange=exchange,

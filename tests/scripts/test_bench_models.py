@@ -20,6 +20,7 @@ DISPATCHED = {
     "krea2": ["DISPATCH, plain", "DISPATCH, CFG"],
     "hunyuan": ["DISPATCH, plain"],
     "ltx2": ["DISPATCH, plain"],
+    "minimax-h3": ["DISPATCH, plain"],
     "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
     "wan-14b": ["DISPATCH, plain"],
     "wan-i2v-14b": ["DISPATCH, plain", "DISPATCH, CFG"],

@@ -200,6 +200,7 @@ class Family:
         is_modular: True if diffusers has it as a modular pipeline alone, which the command line can't load.
         several_images: names of pipelines whose ``image`` may be several reference images of one output; others take
             a list as a batch.
+        computes_in: argument that has the dtype of the features between blocks; None = the latents.
         fused: deepest level of the hand-written blocks in ``models/fused``, in a file of its name; None = it has none.
     """
 
@@ -238,6 +239,7 @@ class Family:
     sharing: tuple[str, ...] = ()
     is_modular: bool = False
     several_images: tuple[str, ...] = ()
+    computes_in: str | None = None
     fused: Literal["layer", "head"] | None = None
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:

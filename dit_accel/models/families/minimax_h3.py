@@ -53,4 +53,6 @@ FAMILY = Family(
     makes="videos",
     words=("minimaxh3",),
     is_modular=True,
+    computes_in="encoder_hidden_states",  # the patch projections, and so the latents, are float32
+    fused="layer",
 )

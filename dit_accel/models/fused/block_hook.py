@@ -211,6 +211,8 @@ class BlockHook(Hook, ABC):
             return "several devices share each layer (tensor parallelism)"
         if config_of(self.driver.transformer) is None:
             return None
+        if not self.driver.family.sharing:
+            return "several devices share tokens, which is not tested with its blocks"
         if (exchange := self.driver.facts.exchange) is None:
             return RING
         if self.controller.preset.forecast.level == "head":

@@ -6,14 +6,14 @@ LoRA, offload and quantisation wrap, hook or replace modules; such modules must 
 from __future__ import annotations
 
 import torch
-from diffusers.models.activations import GELU
+from diffusers.models.activations import GELU, SwiGLU
 from diffusers.models.attention import AttentionModuleMixin, FeedForward
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 from torch.nn import functional
 
-from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
+from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair, swiglu
 from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.models.beside.quantized_linears import QuantizedLinears, in_8_bits, project_together
 from dit_accel.models.hooks import ATTENTION_HOOK
@@ -146,15 +146,19 @@ def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> Qua
 
 
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
-    """Run a block's MLP; GELU runs in the epilogue of the first product if that layer is plain."""
+    """Run a block's MLP, with GELU in the epilogue of the first product if that layer is plain, or with SwiGLU."""
     first, *rest = mlp.net
-    is_plain = type(first) is GELU and _is_tanh_gelu(first) and not is_hooked(mlp)
-    if is_plain and (linears := in_8_bits(rest[-1], x)) is not None:
+    is_gelu = type(first) is GELU and _is_tanh_gelu(first) and not is_hooked(mlp)
+    if is_gelu and (linears := in_8_bits(rest[-1], x)) is not None:
         hidden = first.proj(x)
         return linears.project(rest[-1], x=hidden[..., :0], gelu=hidden)
-    if not x.is_cuda or not is_plain or why_not_sliceable(first.proj, x.device) is not None:
+    if type(first) is SwiGLU and not any(map(is_hooked, (mlp, first, first.activation))):
+        value, gate = first.proj(x).chunk(2, dim=-1)
+        x = swiglu(gate, value)
+    elif x.is_cuda and is_gelu and why_not_sliceable(first.proj, x.device) is None:
+        x = linear_gelu(x, first.proj.weight, first.proj.bias)
+    else:
         return mlp(x)
-    x = linear_gelu(x, first.proj.weight, first.proj.bias)
     for module in rest:
         x = module(x)
     return x

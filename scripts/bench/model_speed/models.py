@@ -223,16 +223,17 @@ def _krea2_conditions(side: int, text: int, layers: int, width: int) -> MakeCond
     return make
 
 
-def _krea2(sizes: Mapping[str, Any], side: int, *text: int) -> Model:
-    def build() -> torch.nn.Module:
-        transformer = diffusers.Krea2Transformer2DModel(**sizes)
-        for name, module in transformer.named_modules():
-            if name.rpartition(".")[2] in transformer._keep_in_fp32_modules:  # as from_pretrained does
-                module.float()
-        return transformer
+def _as_loaded(transformer: torch.nn.Module) -> torch.nn.Module:
+    """Return the transformer with the weights in float32 that ``from_pretrained`` keeps so."""
+    for name, module in transformer.named_modules():
+        if name.rpartition(".")[2] in transformer._keep_in_fp32_modules:
+            module.float()
+    return transformer
 
+
+def _krea2(sizes: Mapping[str, Any], side: int, *text: int) -> Model:
     return Model(
-        build,
+        lambda: _as_loaded(diffusers.Krea2Transformer2DModel(**sizes)),
         _krea2_conditions(side, *text),
         (1, side**2, 64),
         "any",
@@ -272,6 +273,47 @@ def _ltx2(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, *tex
     )
 
 
+def _minimax_h3_conditions(grid: tuple[int, int, int], audio: int, channels: int, *text: int) -> MakeConditions:
+    """Text, audio and the frames, rows and columns of a video in one sequence; the audio has a timestep of its own."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        sequence = [text[0], audio, math.prod(grid)]
+        starts = torch.arange(sum(sequence), device=device).split(sequence)
+        kinds = dict(zip(("text_indices", "audio_indices", "video_indices"), starts, strict=True))
+        tags, places = torch.zeros(2, sum(sequence), dtype=torch.int64, device=device)  # a video's tag is 0
+        tags[kinds["text_indices"]], tags[kinds["audio_indices"]] = 1, 2
+        places[kinds["audio_indices"]] = 1
+        positions = torch.arange(sum(sequence), device=device).float()[:, None].repeat(1, 3)
+        positions[kinds["video_indices"]] = torch.cartesian_prod(
+            *(torch.arange(n, device=device) for n in grid)
+        ).float()
+        kept = {
+            "audio_hidden_states": torch.randn(1, audio, channels, device=device, dtype=torch.float32),
+            "encoder_hidden_states": torch.randn(1, *text, device=device, dtype=dtype),
+            "timestep_indices": places,
+            "token_tags": tags,
+            "position_ids": positions,
+            **kinds,
+        }
+        return lambda latents, timestep: {
+            "hidden_states": latents.float(),  # as its pipeline passes them
+            "timestep": torch.cat([timestep, 0.9 * timestep]) / 1000,
+            **kept,
+        }
+
+    return make
+
+
+def _minimax_h3(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, *text: int) -> Model:
+    return Model(
+        lambda: _as_loaded(diffusers.MiniMaxH3Transformer3DModel(**sizes)),
+        _minimax_h3_conditions(grid, audio, sizes.get("audio_in_channels", 32), *text),
+        (1, math.prod(grid), 4 * sizes.get("in_channels", 24)),
+        "any",
+        "wan21-sparge-balanced",
+    )
+
+
 CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
 FLUX2_KLEIN = {"num_attention_heads": 24, "joint_attention_dim": 7680, "guidance_embeds": False}
 IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -284,6 +326,7 @@ MODELS = {
     "krea2": _krea2({}, 64, 512, 12, 2560),
     "hunyuan": _hunyuan({}, CLIP_480P, 4096, 768),
     "ltx2": _ltx2({}, (16, 16, 24), 126, 1024, 3840),  # 121 frames of 512 x 768, the pipeline's default
+    "minimax-h3": _minimax_h3({}, (12, 15, 26), 130, 256, 5120),  # 39 frames of 480 x 832, with their sound
     "wan-1.3b": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, CLIP_480P, 4096, variants=CFG),
     "wan-14b": _wan({}, (1, 16, 21, 90, 160), 4096, **CFG["CFG"]),
     "wan-i2v-14b": _wan(IMAGE_TO_VIDEO, CLIP_480P, 4096, variants=CFG),
@@ -327,6 +370,11 @@ _TINY_LTX2 = {
     **{"in_channels": 8, "out_channels": 8, "audio_in_channels": 4, "audio_out_channels": 4},
     **{"cross_attention_dim": 32, "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16},
 }
+_TINY_MINIMAX_H3 = {
+    **_TINY_ATTENTION,
+    **{"hidden_size": 48, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 32, "text_dim": 16, "rope_freq_dim": 2},
+    **{"in_channels": 4, "audio_in_channels": 8, "time_embed_hidden_dim": 16, "time_embed_dim": 16, "freq_dim": 16},
+}
 TINY = {
     "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
     "flux-2048": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
@@ -348,6 +396,7 @@ TINY = {
         *(32, 16),
     ),
     "ltx2": _ltx2(_TINY_LTX2, (3, 6, 8), 10, 12, 16),
+    "minimax-h3": _minimax_h3(_TINY_MINIMAX_H3, (3, 6, 8), 10, 12, 16),
     "wan-1.3b": _wan(_TINY_WAN, _TINY_CLIP, 32, variants=CFG),
     "wan-14b": _wan(_TINY_WAN, _TINY_CLIP, 32, **CFG["CFG"]),
     "wan-i2v-14b": _wan(

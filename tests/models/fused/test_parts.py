@@ -12,8 +12,10 @@ from torch import nn
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.models.call_facts import CallReader
+from dit_accel.models.families import ltx2
 from dit_accel.models.fused import parts as fused
 from dit_accel.models.fused.flux import FluxDoubleBlockHook
+from dit_accel.models.fused.ltx2 import LTX2BlockHook
 from tests.models import tiny
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
@@ -80,7 +82,7 @@ def own_forward(block):
 
 
 @pytest.mark.parametrize("change", [own_class, own_forward], ids=["class", "forward"])
-@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan", "z-image", "krea2", "ltx2"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan", "z-image", "krea2", "ltx2", "minimax-h3"])
 def test_blocks_that_are_not_diffusers_own_run_themselves(name, change, as_on_a_gpu, monkeypatch):
     """A class derived from diffusers', or a forward that was put in its place, may do anything."""
     pipe, plain = copy.deepcopy(tiny.pipeline(name)), tiny.output(name, steps=2)
@@ -106,6 +108,14 @@ def test_where_devices_share_layers_nothing_is_fused(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(FluxDoubleBlockHook, "compute", lambda *_: fused.append(1))
     tiny_output(pipe, "flux", steps=2)
     assert not fused
+
+
+def test_tokens_are_shared_by_diffusers_where_that_is_not_tested_here():
+    """Under context parallelism attention needs the tokens of all devices, in the places that the family knows."""
+    shared = SimpleNamespace(tensor_parallel_config=None, context_parallel_config=object())
+    driver = SimpleNamespace(transformer=SimpleNamespace(_parallel_config=shared), family=ltx2.FAMILY)
+    reason = LTX2BlockHook("transformer_blocks.0", driver)._why_not_shared()
+    assert reason == "several devices share tokens, which is not tested with its blocks"
 
 
 def test_hooked_attention_is_not_made_sparse():
@@ -171,7 +181,7 @@ def test_streams_are_joined_without_a_copy_where_they_are_one_sequence(name, bat
     assert (joined.data_ptr() == joint.data_ptr()) == (name == "one-sequence")
 
 
-@pytest.mark.parametrize("activation", ["gelu-approximate", "gelu", "geglu"])
+@pytest.mark.parametrize("activation", ["gelu-approximate", "gelu", "geglu", "swiglu"])
 def test_every_mlp_gives_what_it_gave(activation):
     mlp, x = FeedForward(16, activation_fn=activation), torch.randn(2, 5, 16)
     torch.testing.assert_close(fused.feed_forward(mlp, x), mlp(x))

@@ -1,0 +1,83 @@
+"""MiniMax-H3's block over the joint sequence, whose tokens take their modulations by timestep and modality.
+
+    x' = x + g attention(RMSNorm(x) (1 + s) + t)          x'' = x' + g_2 mlp(RMSNorm(x') (1 + s_2) + t_2)
+
+RoPE turns the first features of each head, in two halves. The weights of the norms are multiplied into the scales.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
+from torch import nn
+
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
+from dit_accel.models.fused.block_hook import BlockHook
+from dit_accel.models.fused.parts import Rotary, feed_forward, is_plain_norm, normalise_pair, query_key_value
+
+
+class MiniMaxH3BlockHook(BlockHook):
+    """``MiniMaxH3TransformerBlock``."""
+
+    processors = (MiniMaxH3AttnProcessor,)
+
+    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        return _why_not_plain((block.norm1, block.norm2), given.hidden_states.device)
+
+    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, given)) is not None:
+            return reason
+        if given.attention_mask is not None:
+            return "a mask changes attention"
+        return _why_not_plain((block.attn.norm_q, block.attn.norm_k), given.hidden_states.device)
+
+    def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+        x, rows = given.hidden_states, given.adaln_indices
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, given.temb)
+        norm_x = norm_modulate(x, _scaled(block.norm1, scale), shift, eps=block.norm1.eps, rms=True, rows=rows)
+        if self.runs_attention(block, given):
+            attended = self.attend(block.attn, norm_x, given.rotary_emb)
+        else:
+            attended = block.attn(norm_x, given.rotary_emb, given.attention_mask)
+        attended, scale = attended.to(x.dtype), _scaled(block.norm2, mlp_scale)  # under autocast it has another dtype
+        settings = {"eps": block.norm2.eps, "rms": True, "rows": rows}
+        x, norm_x = add_gated_norm_modulate(x, attended, gate, scale, mlp_shift, **settings)
+        mlp = feed_forward(block.ff, norm_x).to(x.dtype)
+        self.remember("attention and mlp", (attended, mlp))
+        return add_gated(x, mlp, mlp_gate, rows=rows)
+
+    def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+        """Attention and MLP from the cache; their gates are fresh."""
+        attended, mlp = self.recall("attention and mlp")
+        _, _, gate, _, _, mlp_gate = _modulation(block, given.temb)
+        x = add_gated(given.hidden_states, attended, gate, rows=given.adaln_indices)
+        return add_gated(x, mlp, mlp_gate, rows=given.adaln_indices)
+
+    def attend(self, attn: nn.Module, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Attention ``[B, S, C]`` with its output projection."""
+        q, k, v = query_key_value(attn, x)
+        half = rotary[0].shape[-1] // 2  # both halves of a table are equal
+        tables = tuple(table[None, :, None, :half] for table in rotary)
+        q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
+        o = self.attend_computed(self.site(), attn, q, k, v)
+        return attn.to_out[1](attn.to_out[0](o.flatten(2)))
+
+
+def _modulation(block: nn.Module, temb: torch.Tensor) -> list[torch.Tensor]:
+    """Tables of shift, scale and gate of attention, then of the MLP: float32 ``[1, R, C]``."""
+    return [table.float()[None] for table in block.adaln_proj(temb)]
+
+
+def _scaled(norm: nn.RMSNorm, scale: torch.Tensor) -> torch.Tensor:
+    """Scales ``[1, R, C]`` with which an RMSNorm without a weight gives what the norm and its scales give."""
+    return norm.weight.float() * (1 + scale) - 1
+
+
+def _why_not_plain(norms: tuple[nn.Module, nn.Module], device: torch.device) -> str | None:
+    """Return why kernels can't stand in for one of these norms, or None."""
+    return None if all(is_plain_norm(norm, device) for norm in norms) else "a norm is no plain RMSNorm"
+
+
+BLOCKS = {"transformer_blocks": MiniMaxH3BlockHook}

@@ -1,0 +1,183 @@
+"""MiniMax-H3's blocks: modulations by timestep and modality, RoPE of some features, and what runs as before."""
+
+import copy
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel.models import drive
+from dit_accel.models.call_facts import CallReader
+from dit_accel.models.fused import minimax_h3
+from tests.models import tiny
+from tests.models.fused.test_flux_relatives import distance
+from tests.models.tiny.parts import TOKENS, WIDTH
+
+STEPS = 3
+NOT_PLAIN = "a norm is no plain RMSNorm"
+SCHEDULE = {"control": "interval", "warmup": 2, "interval": 2, "cooldown": 1}
+
+
+@pytest.fixture
+def pipe():
+    return copy.deepcopy(tiny.pipeline("minimax-h3"))
+
+
+def made(pipe, steps=STEPS):
+    """Video."""
+    (latents,) = tiny.outputs(pipe, tiny.built("minimax-h3")[1] | {"num_inference_steps": steps})
+    return latents
+
+
+def accelerated(pipe, preset, **given):
+    """Video and report; the pipeline is plain again afterwards."""
+    accelerate_pipeline(pipe, preset)
+    try:
+        return made(pipe, **given), pipe.dit_accel.report()
+    finally:
+        restore_pipeline(pipe)
+
+
+def call(batch=1):
+    """Arguments of the transformer: text, a given image at a timestep of its own, audio and video."""
+    tags = torch.tensor([1] * TOKENS + [0] * 6 + [2] * 10 + [0] * 24)
+    torch.manual_seed(0)
+    return {
+        "hidden_states": torch.randn(batch, 30, 96),
+        "audio_hidden_states": torch.randn(batch, 10, 32),
+        "encoder_hidden_states": torch.randn(batch, TOKENS, WIDTH),
+        "timestep": torch.tensor([0.3, 0.9, 0.5]),
+        "timestep_indices": torch.tensor([0] * TOKENS + [1] * 6 + [2] * 10 + [0] * 24),
+        "token_tags": tags,
+        "position_ids": torch.arange(len(tags))[:, None].expand(-1, 3),
+        **{f"{kind}_indices": (tags == tag).nonzero()[:, 0] for tag, kind in enumerate(("video", "text", "audio"))},
+        "return_dict": False,
+    }
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """A list that gets an entry for each attention that the hooks run instead of the processor."""
+    found, attend = [], minimax_h3.MiniMaxH3BlockHook.attend
+    monkeypatch.setattr(minimax_h3.MiniMaxH3BlockHook, "attend", lambda *given: (found.append(1), attend(*given))[1])
+    return found
+
+
+def test_fused_blocks_compute_what_diffusers_does(pipe, as_on_a_gpu, attended):
+    plain = made(pipe)
+    fused, report = accelerated(pipe, "exact")
+    assert report.fallbacks == [] and 0 < distance(fused, plain) < 1e-5
+    assert len(attended) == 2 * STEPS
+    assert torch.equal(made(pipe), plain), "restored"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_both_outputs_with_a_given_image(batch, pipe, as_on_a_gpu, attended):
+    """Rows of five of the nine pairs of timestep and modality are in use, in every order of tokens."""
+    given = call(batch)
+    with torch.no_grad():
+        plain = pipe.transformer(**given)
+        accelerate_transformer(pipe.transformer, "exact", [0.9, 0.8])
+        fused = pipe.transformer(**given)
+    assert all(0 < distance(*both) < 1e-5 for both in zip(fused, plain, strict=True)) and len(attended) == 2
+
+
+def test_projections_may_be_fused(pipe, as_on_a_gpu):
+    plain = made(pipe)
+    pipe.transformer.fuse_qkv_projections()
+    assert distance(accelerated(pipe, "exact")[0], plain) < 1e-5
+
+
+def test_a_mask_is_left_to_the_processor(pipe, as_on_a_gpu, attended):
+    """The transformer passes none to its blocks; a hook on them may."""
+    given, mask = call(), torch.rand(1, 1, 52, 52)
+    without = pipe.transformer(**given)[0]
+    for block in pipe.transformer.transformer_blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"attention_mask": mask}), with_kwargs=True
+        )
+    with torch.no_grad():
+        plain = pipe.transformer(**given)[0]
+        accelerate_transformer(pipe.transformer, "exact", [0.9, 0.8])
+        fused = pipe.transformer(**given)[0]
+    assert distance(plain, without) > 1e-4 and 0 < distance(fused, plain) < 1e-5 and not attended
+
+
+@pytest.mark.parametrize(
+    ("part", "reasons"),
+    [("norm2", {"its norm2 carries hooks"}), *((part, set()) for part in ("attn", "attn.norm_k", "ff", "ff.net.0"))],
+    ids=lambda part: str(part),
+)
+def test_parts_that_carry_hooks_are_called(part, reasons, pipe, as_on_a_gpu):
+    """A norm's hook leaves the block to diffusers; a hook of the MLP, or in the attention, leaves that part to it."""
+    plain, calls = made(pipe, steps=2), []
+    pipe.transformer.transformer_blocks[1].get_submodule(part).register_forward_hook(lambda *_: calls.append(1))
+    fused, report = accelerated(pipe, "exact", steps=2)
+    assert distance(fused, plain) < 1e-5 and len(calls) == 2
+    assert {each["reason"] for each in report.fallbacks} == reasons
+
+
+@pytest.mark.parametrize("name", ["norm1", "attn.norm_q"])
+def test_a_norm_of_another_kind_is_called(name, pipe, as_on_a_gpu, attended):
+    """The report names it, except in an attention that diffusers runs all the same."""
+    owner, _, last = f"transformer_blocks.1.{name}".rpartition(".")
+    owner = pipe.transformer.get_submodule(owner)
+    setattr(owner, last, torch.nn.RMSNorm(getattr(owner, last).normalized_shape, elementwise_affine=False))
+    plain = made(pipe, steps=2)
+    fused, report = accelerated(pipe, "exact", steps=2)
+    assert distance(fused, plain) < 1e-5 and len(attended) == 2
+    assert [each["reason"] for each in report.fallbacks] == ([NOT_PLAIN] if name == "norm1" else [])
+
+
+@pytest.mark.parametrize("target", ["attn.to_q", "attn.to_out.0", "ff.net.0.proj", "adaln_proj.linear"])
+def test_lora_keeps_its_effect(target, pipe, as_on_a_gpu):
+    """Layers with an adapter are called, not read."""
+    peft = pytest.importorskip("peft")
+    plain = made(pipe, steps=2)
+    pipe.transformer.add_adapter(peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False))
+    adapted = made(pipe, steps=2)
+    assert distance(adapted, plain) > 1e-4
+    assert distance(accelerated(pipe, "exact", steps=2)[0], adapted) < 1e-5
+
+
+def test_layers_in_8_bits(pipe, as_on_a_gpu, monkeypatch):
+    """Fused blocks run the same rounded layers as diffusers' own."""
+    preset, plain = load_preset("exact", linear={"dtype": "int8"}), made(pipe)
+    fused, report = accelerated(pipe, preset)
+    monkeypatch.setattr(drive, "_hand_written", lambda family: None)
+    expected, _ = accelerated(pipe, preset)
+    assert report.fallbacks == [] and distance(expected, plain) > 1e-3
+    assert 0 < distance(fused, expected) < 0.01
+
+
+@pytest.mark.parametrize("level", ["layer", "output"])
+def test_features_are_forecast(level, pipe, as_on_a_gpu, monkeypatch):
+    """Level layer gives what it gives where each part is remembered by itself."""
+    preset = load_preset("exact", forecast={"level": level}, schedule=SCHEDULE)
+    result, report = accelerated(pipe, preset, steps=8)
+    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1
+    monkeypatch.setattr(drive, "_hand_written", lambda family: None)
+    assert 0 < distance(result, accelerated(pipe, preset, steps=8)[0]) < 1e-5
+
+
+def test_autocast_at_level_layer(pipe):
+    """Outputs of parts have another dtype than the sequence."""
+    with torch.autocast("cpu", torch.bfloat16):
+        result, report = accelerated(pipe, load_preset("exact", forecast={"level": "layer"}))
+    assert result.isfinite().all() and report.fallbacks == []
+
+
+def test_gradients_are_diffusers(pipe):
+    """Kernels have none, so blocks run as before."""
+    given, weight = call(), pipe.transformer.transformer_blocks[0].attn.to_q.weight
+    (expected,) = torch.autograd.grad(pipe.transformer(**given)[0].sum(), weight)
+    accelerate_transformer(pipe.transformer, "exact", [0.9, 0.8])
+    assert torch.equal(torch.autograd.grad(pipe.transformer(**given)[0].sum(), weight)[0], expected)
+
+
+def test_the_text_decides_the_dtype_of_blocks(pipe, monkeypatch):
+    """Latents are float32 before a model of another dtype; kernels run in half precision."""
+    seen = []
+    monkeypatch.setattr(CallReader, "fuses_kernels", lambda _, x: seen.append(x.shape[1:]))
+    accelerated(pipe, "exact", steps=1)
+    assert seen == [(TOKENS, WIDTH)]
