@@ -116,6 +116,7 @@ class Conditions:
     """
 
     def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
+        self.cell = cell
         pipe = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, cell.dtype)).to(device)
         pipe.set_progress_bar_config(disable=True)
         if cell.shift is not None:

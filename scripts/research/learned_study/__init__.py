@@ -1,0 +1,1 @@
+"""Forecasts that are fitted to a few plain runs."""
