@@ -5,7 +5,7 @@ Plain runs of a demo model are recorded in memory. From their records, the outpu
 by the loop and by each learned model, which is fitted to the first prompts and tested on the others. A model's error is
 that of its forecasts over the loop's, both weighted as the loop counts them. Ridge strengths and the best model are
 chosen on the other demo models. With `--closed`, loops that may choose the best learned forecast run too. Writes a JSON
-file after every demo model, and at the end Markdown tables.
+file after every row, and at the end Markdown tables.
 
     python -m scripts.research.learned_forecast --output /tmp/learned --closed 8 20
     python -m scripts.research.learned_forecast --output /tmp/learned-wan --models demo-wan       # one process a model
@@ -43,8 +43,9 @@ from scripts.research.conditions_study.report import at, by_cell
 from scripts.research.few_steps_study.report import FRACTIONS, MANY, gain
 from scripts.research.few_steps_study.variants import LOOP
 from scripts.research.learned_study.closed_runs import Learned, learned_loop
+from scripts.research.learned_study.coordinates import COORDINATES, DEGREES, Curve, loop_in
 from scripts.research.learned_study.fits import MODELS, RIDGES, train
-from scripts.research.learned_study.runs import Case, Run, cases, errors, record
+from scripts.research.learned_study.runs import CORRECTED, Case, Run, cases, corrections, errors, record
 from scripts.tables import write_table
 
 STEPS = (4, 8, 12, 20, 28, 50)
@@ -61,7 +62,7 @@ def measure(conditions: Conditions, options: argparse.Namespace) -> Iterator[Row
         with torch.no_grad():
             run = record(conditions, conditions.prompts, steps)
             tested = slice(max(FITTED) * run.branches, None)
-            found = list(cases(run, tested, options.most))
+            found = [*cases(run, tested, options.most), *corrections(run, tested, options.most)]
             measured = [errors_of(case, tested) for case in found]
         if options.rounds:
             fitted = slice(tested.start)
@@ -86,6 +87,12 @@ def errors_of(case: Case, tested: slice) -> dict[str, torch.Tensor]:
         for name, model in MODELS.items():
             weights = model.fit(run, case.at, case.target, slice(count * run.branches), RIDGES)
             found[f"{name}, {count}"] = errors(model.forecast(known, weights), right)
+    records = [run.outputs[step][tested].float() for step in case.at]
+    for name in COORDINATES:
+        for degree in DEGREES:
+            weights = Curve(run.sigmas, name).weights(case.at, case.target, min(degree, len(case.at) - 1))
+            made = sum(weight * value for weight, value in zip(weights, records, strict=True))
+            found[f"{name}, degree {degree}"] = errors(made, right)[None]
     return found
 
 
@@ -103,7 +110,7 @@ def rows(model: str, steps: int, found: Sequence[Case], measured: Sequence[dict[
         yield {"model": model, "steps": steps, "group": group, "gap": gap, "loop": error, "learned": learned}
 
 
-def choice(rows: Sequence[Row], model: str, steps: int, names: Collection[str]) -> tuple[str, int] | None:
+def choice(rows: Sequence[Row], model: str, steps: int, names: Collection[str]) -> tuple[str, int]:
     """Return the learned model of these and the place of its strength that are best on the other demo models."""
     own = [row for row in rows if row["steps"] == steps]
     scores: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -112,17 +119,15 @@ def choice(rows: Sequence[Row], model: str, steps: int, names: Collection[str]) 
             for place, ratio in enumerate(ratios):
                 if each in names:
                     scores[each, place].append(ratio)
-    return min(scores, key=lambda key: geometric_mean(scores[key]), default=None)
+    return min(scores, key=lambda key: geometric_mean(scores[key]))
 
 
 def left_out(rows: Sequence[Row], names: Collection[str]) -> dict[tuple[str, int, str, int], float]:
     """Return the error ratio of each row, with the settings that are best on the other demo models."""
     found = {}
     for row in rows:
-        chosen = choice(rows, row["model"], row["steps"], names)
-        if chosen is not None:
-            best, place = chosen
-            found[row["model"], row["steps"], row["group"], row["gap"]] = row["learned"][best][place]
+        best, place = choice(rows, row["model"], row["steps"], names)
+        found[row["model"], row["steps"], row["group"], row["gap"]] = row["learned"][best][place]
     return found
 
 
@@ -136,8 +141,8 @@ def closed_runs(rows: Sequence[Row], model: str, options: argparse.Namespace) ->
         run = record(conditions, known, steps)
         with counter.calibrating():
             plain = conditions.run(conditions.prompts)
-        for series, put_on in series_of(rows, conditions, run, options):
-            for target in options.targets:
+        for series, put_on in series_of(rows, conditions, run):
+            for target in options.targets if options.series is None or series in options.series else ():
                 made, computed = run_setting(
                     conditions, counter, partial(put_on, target_error=target), one_by_one=False
                 )
@@ -148,17 +153,27 @@ def closed_runs(rows: Sequence[Row], model: str, options: argparse.Namespace) ->
 
 
 def series_of(
-    rows: Sequence[Row], conditions: Conditions, run: Run, options: argparse.Namespace
+    rows: Sequence[Row], conditions: Conditions, run: Run
 ) -> Iterator[tuple[str, Callable[..., AbstractContextManager[Any]]]]:
-    """Yield the loop, and the loop with the learned forecasts that are best on the other demo models."""
+    """Yield the loop, and loops with the learned forecasts and corrections that are best on the other demo models."""
     yield LOOP, partial(accelerated, conditions.pipe, "balanced", per_prompt=True)
-    every = [f"{name}, {max(FITTED)}" for name in MODELS]
-    for series, names, degree in (("best", every, 2), ("best", every, 1), ("latents", [f"latents, {max(FITTED)}"], 2)):
-        chosen = choice(rows, conditions.cell.model, len(run.outputs), names)
-        if chosen is not None:
-            name, place = chosen
-            learned = Learned(run, MODELS[name.rpartition(", ")[0]], RIDGES[place])
-            yield f"{series}, degree {degree}", partial(learned_loop, conditions.pipe, learned, degree)
+    names = [f"{name}, {max(FITTED)}" for name in MODELS]
+    learned = []
+    for own in kinds(rows):
+        name, place = choice(own, conditions.cell.model, len(run.outputs), names)
+        learned.append(Learned(run, MODELS[name.rpartition(", ")[0]], RIDGES[place]))
+    forecasts, corrections = learned
+    yield "forecasts", partial(learned_loop, conditions.pipe, forecasts, None)
+    yield "corrections", partial(learned_loop, conditions.pipe, None, corrections)
+    yield "both", partial(learned_loop, conditions.pipe, forecasts, corrections)
+    for name in COORDINATES:
+        yield f"{name}, corrections", partial(learned_loop, conditions.pipe, None, Curve(run.sigmas, name))
+        yield f"{name}, all", partial(loop_in, conditions.pipe, name)
+
+
+def kinds(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of forecasts, and those of corrections."""
+    return [[row for row in rows if (row["group"] in CORRECTED) == corrected] for corrected in (False, True)]
 
 
 def conditions_of(model: str, options: argparse.Namespace) -> Conditions:
@@ -231,6 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=8, help="maximum number of steps of a run from which to forecast")
     parser.add_argument("--rounds", type=int, default=400, help="training steps of the network; 0 = none")
     parser.add_argument("--closed", type=int, nargs="*", default=(), help="numbers of steps of closed runs")
+    parser.add_argument("--series", nargs="+", help="only these series of closed runs")
     parser.add_argument("--rows", type=Path, nargs="*", default=(), help="JSON files whose forecasts are taken over")
     parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="target errors of closed runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -245,12 +261,14 @@ def main() -> None:
     found: dict[str, Any] = {"run": describe_run(options.device), "strengths": RIDGES}
     found |= {"rows": list(known.values()), "closed": [row for part in parts for row in part["closed"]]}
     for model in options.models if not options.rows else ():
-        found["rows"] += measure(conditions_of(model, options), options)
-        write(found, options)
-    text = tables(found["rows"])
+        for row in measure(conditions_of(model, options), options):
+            found["rows"].append(row)
+            write(found, options)
+    text = "\n".join(map(tables, kinds(found["rows"])))
     for model in options.models if options.closed else ():
-        found["closed"] += closed_runs(found["rows"], model, options)
-        write(found, options)
+        for row in closed_runs(found["rows"], model, options):
+            found["closed"].append(row)
+            write(found, options)
     text += "\n" + gains(found["closed"]) if found["closed"] else ""
     write(found, options)
     write_table(options.output.with_suffix(".md"), text)

@@ -1,7 +1,7 @@
-"""Learned forecasts: the linear forecast plus what a model fitted to calibration prompts adds to it.
+"""Learned forecasts and corrections: a polynomial plus what a model fitted to calibration prompts adds to it.
 
-Ridge regressions differ in their features and in the layout of the weights. The penalty draws them towards the linear
-forecast. A small convolutional network shares its weights over all steps.
+Ridge regressions differ in their features and in the layout of the weights. The penalty draws them towards the
+polynomial. A small convolutional network shares its weights over all steps.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from scripts.research.learned_study.runs import Case, Run
+from scripts.research.learned_study.runs import DIFFERENCES, Case, Run
 
 RIDGES = (1e-4, 1e-2, 1e-1, 1.0)  # times the mean square of a feature
-RECORDS = ("output", "slope", "bend")
+RECORDS = DIFFERENCES
 LATENTS = (*RECORDS, "latents")
 
 Layout = Callable[[torch.Tensor], torch.Tensor]  # [n, maps, C, frames, H, W] to columns [groups, samples, columns]
@@ -68,19 +68,19 @@ class Model(NamedTuple):
     def fit(self, run: Run, at: Sequence[int], target: int, fitted: slice, strengths: Sequence[float]) -> torch.Tensor:
         """Return the weights ``[strengths, groups, columns, outputs]`` of a forecast, fitted to samples of a run."""
         found = run.features(at, target, fitted)
-        missed = run.outputs[target][fitted].float() - found["linear"]
+        missed = run.outputs[target][fitted].float() - found["polynomial"]
         return ridge(self.columns(found), self.targets(missed), strengths)
 
     def forecast(self, found: Mapping[str, torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
         """Return the forecasts ``[strengths, n, C, frames, H, W]`` of fitted weights."""
-        linear = found["linear"]
-        n, channels, *place = linear.shape
+        polynomial = found["polynomial"]
+        n, channels, *place = polynomial.shape
         made = self.columns(found) @ weights
         if self.layout is per_patch:
             made = made.view(len(weights), n, *place, channels).movedim(-1, 2)
         elif self.layout is per_channel:
             made = made.view(len(weights), channels, n, *place).transpose(1, 2)
-        return linear + made.view(len(weights), n, channels, *place)
+        return polynomial + made.view(len(weights), n, channels, *place)
 
 
 MODELS = {
@@ -114,7 +114,7 @@ def ridge(columns: torch.Tensor, targets: torch.Tensor, strengths: Sequence[floa
 
 
 class Network(torch.nn.Module):
-    """Small convolutional network that adds to the linear forecast, with a receptive field of 7 × 7 positions."""
+    """Small convolutional network that adds to the polynomial, with a receptive field of 7 × 7 positions."""
 
     def __init__(self, channels: int, width: int = 64) -> None:
         super().__init__()
@@ -128,18 +128,18 @@ class Network(torch.nn.Module):
         torch.nn.init.zeros_(self.layers[-1].weight)
 
     def forward(self, case: Case, samples: slice, fitted: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the forecasts of some samples, and the size of the linear forecast's error on the fitted ones."""
+        """Return the forecasts of some samples, and the size of the polynomial's error on the fitted ones."""
         run, target = case.run, case.target
         found, known = (run.features(case.at, target, part) for part in (samples, fitted))
-        size = rms(run.outputs[target][fitted].float() - known["linear"])
-        empty = torch.zeros_like(found["linear"])
+        size = rms(run.outputs[target][fitted].float() - known["polynomial"])
+        empty = torch.zeros_like(found["polynomial"])
         maps = [found[name] / rms(known[name]) if name in found else empty for name in LATENTS]
         n, channels, frames, height, width = empty.shape
         flat = torch.cat(maps, dim=1).movedim(2, 1).flatten(0, 1)
         facts = [run.sigmas[case.at[0]], run.sigmas[target], (case.at[0] - case.at[-1]) / len(case.at)]
         said = torch.tensor(facts, device=flat.device).view(1, -1, 1, 1).expand(len(flat), -1, height, width)
         made = self.layers(torch.cat([flat, said], dim=1)).view(n, frames, channels, height, width)
-        return found["linear"] + size * made.movedim(2, 1), size
+        return found["polynomial"] + size * made.movedim(2, 1), size
 
 
 def rms(values: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap
+from dit_accel.loop.closed_loop import INTERPOLATED, ClosedLoop, Course, Gap
 from dit_accel.loop.forecast import forecast_weights
 from dit_accel.loop.growth import bends, error_weights
 from dit_accel.loop.tracker import Tick
@@ -19,7 +19,9 @@ from dit_accel.presets import Preset
 from scripts.research.conditions_study.cells import Conditions
 
 GAPS = (1, 2, 3)
-RECORDS = 3  # newest records that a learned forecast reads
+RECORDS = 3  # newest records that a learned forecast reads; a correction reads the output after the gap too
+DIFFERENCES = ("output", "slope", "bend", "twist")  # of successive records
+CORRECTED = ("corrected, first", "corrected")  # groups of corrections
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,20 @@ class Run:
     sigmas: Sequence[float]
 
     def features(self, at: Sequence[int], target: int, samples: slice) -> dict[str, torch.Tensor]:
-        """Return the features of a forecast from the records of some steps, newest first."""
-        records = [self.outputs[step][samples] for step in at]
-        return features(records, self.inputs[at[0]][samples], self.linear(at, target))
+        """Return the features of a forecast or correction from the records of some steps, newest first.
 
-    def linear(self, at: Sequence[int], target: int) -> list[float]:
-        """Return the weights of the records in the linear forecast, to which a learned forecast adds."""
+        A correction is the output of a step before the newest record. It reads the latents before the gap, because
+        those after it are the sum of the very outputs that it estimates.
+        """
+        records = [self.outputs[step][samples] for step in at]
+        latents = self.inputs[at[0] if target > at[0] else at[1]][samples]
+        return features(records, latents, self.polynomial(at, target))
+
+    def polynomial(self, at: Sequence[int], target: int) -> list[float]:
+        """Return the weights of the records in the polynomial to which a learned forecast or correction adds."""
         coordinates = [self.course.coordinates[step] for step in at]
-        return forecast_weights("newton", coordinates, self.course.coordinates[target], min(1, len(at) - 1))
+        order = 1 if target > at[0] else INTERPOLATED
+        return forecast_weights("newton", coordinates, self.course.coordinates[target], min(order, len(at) - 1))
 
 
 def features(
@@ -59,41 +67,37 @@ def features(
 
     Args:
         records: recorded outputs, newest first.
-        latents: latents at the newest record.
-        weights: weights of the linear forecast, which is the feature ``linear``.
+        latents: latents at a record.
+        weights: weights of the polynomial, which is the feature ``polynomial``.
     """
     values = [record.float() for record in records]
-    slopes = [newer - older for newer, older in pairwise(values)]
-    found = {"output": values[0], "latents": latents.float()}
-    if slopes:
-        found["slope"] = slopes[0]
-    if len(slopes) > 1:
-        found["bend"] = slopes[0] - slopes[1]
-    linear = sum(weight * value for weight, value in zip(weights, values, strict=True))
-    return found | {"linear": torch.as_tensor(linear)}
+    made = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    found = {"latents": latents.float(), "polynomial": torch.as_tensor(made)}
+    for name in DIFFERENCES[: len(records)]:
+        found[name] = values[0]
+        values = [newer - older for newer, older in pairwise(values)]
+    return found
 
 
 @dataclass(frozen=True)
 class Case:
-    """A forecast from the records of a run.
+    """A forecast from the records of a run, or the correction of a forecast.
 
     Args:
         group: ``first`` where a run begins, ``dense`` with records of successive steps, ``steady`` where the records
-            lie as far apart as the forecast reaches, as in a run of the loop.
+            lie as far apart as the forecast reaches, as in a run of the loop. Corrections are :data:`CORRECTED`.
         at: steps of the records, newest first.
-        loop: the loop's forecast of the tested samples, float32 ``[n, C, frames, H, W]``.
+        target: step of the output that is forecast or corrected.
+        gap: steps from the record before to the target; of a correction, number of forecast steps.
+        loop: the loop's forecast or correction of the tested samples, float32 ``[n, C, frames, H, W]``.
     """
 
     run: Run
     group: str
     at: tuple[int, ...]
+    target: int
     gap: int
     loop: torch.Tensor
-
-    @property
-    def target(self) -> int:
-        """Step of the forecast."""
-        return self.at[0] + self.gap
 
     @property
     def weight(self) -> float:
@@ -157,7 +161,20 @@ def cases(run: Run, tested: slice, most: int) -> Iterator[Case]:
                     group = group_of(spacing, at, gap)
                     if group is not None and at in chosen and at + gap < steps:
                         made = torch.cat([loop.forecast(at + gap)[0] for loop in loops])
-                        yield Case(run, group, tuple(range(at, -1, -spacing))[:RECORDS], gap, made.float())
+                        yield Case(run, group, tuple(range(at, -1, -spacing))[:RECORDS], at + gap, gap, made.float())
+
+
+def corrections(run: Run, tested: slice, most: int) -> Iterator[Case]:
+    """Yield corrections of the forecasts in a run's first gap, and in at most so many later ones of every length."""
+    steps = len(run.outputs)
+    for gap in GAPS:
+        ends = range(2 * gap + 2, steps, max(1, math.ceil((steps - 2) / most)))
+        later = [tuple(range(end, -1, -gap - 1))[: RECORDS + 1] for end in ends]
+        for group, places in ((CORRECTED[0], [(gap + 2, 1, 0)] if gap + 2 < steps else []), (CORRECTED[1], later)):
+            for at in places:
+                for target in range(at[1] + 1, at[0]):
+                    made = run.features(at, target, tested)["polynomial"]
+                    yield Case(run, group, at, target, gap, made)
 
 
 def group_of(spacing: int, at: int, gap: int) -> str | None:
