@@ -43,7 +43,7 @@ from scripts.research.conditions_study.report import at, by_cell
 from scripts.research.few_steps_study.report import FRACTIONS, MANY, gain
 from scripts.research.few_steps_study.variants import LOOP
 from scripts.research.learned_study.closed_runs import Learned, learned_loop
-from scripts.research.learned_study.coordinates import COORDINATES, DEGREES, Curve, loop_in
+from scripts.research.learned_study.coordinates import COORDINATES, DEGREES, Curve
 from scripts.research.learned_study.fits import MODELS, RIDGES, train
 from scripts.research.learned_study.runs import CORRECTED, Case, Run, cases, corrections, errors, record
 from scripts.tables import write_table
@@ -105,7 +105,7 @@ def rows(model: str, steps: int, found: Sequence[Case], measured: Sequence[dict[
             for name in measured[0]
         }
         loop = sums.pop("loop")
-        learned = {name: [round(ratio, 4) for ratio in (each / loop).tolist()] for name, each in sums.items()}
+        learned = {name: [round(ratio, 3) for ratio in (each / loop).tolist()] for name, each in sums.items()}
         error = round(loop.item() / sum(found[number].weight for number in own), 5)
         yield {"model": model, "steps": steps, "group": group, "gap": gap, "loop": error, "learned": learned}
 
@@ -168,7 +168,6 @@ def series_of(
     yield "both", partial(learned_loop, conditions.pipe, forecasts, corrections)
     for name in COORDINATES:
         yield f"{name}, corrections", partial(learned_loop, conditions.pipe, None, Curve(run.sigmas, name))
-        yield f"{name}, all", partial(loop_in, conditions.pipe, name)
 
 
 def kinds(rows: Sequence[Row]) -> list[list[Row]]:
@@ -232,7 +231,9 @@ def _line(*entries: object) -> str:
 
 
 def write(found: dict[str, Any], options: argparse.Namespace) -> None:
-    options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+    """Write the JSON file; a file of closed runs leaves out the rows of other files."""
+    written = found | {"rows": []} if options.rows and options.closed else found
+    options.output.with_suffix(".json").write_text(json.dumps(written, separators=(",", ":")) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -257,9 +258,8 @@ def main() -> None:
     options = parse()
     diffusers.utils.logging.set_verbosity_error()
     parts = [json.loads(file.read_text()) for file in options.rows]
-    known = {json.dumps(row): row for part in parts for row in part["rows"]}  # several files may hold a row
     found: dict[str, Any] = {"run": describe_run(options.device), "strengths": RIDGES}
-    found |= {"rows": list(known.values()), "closed": [row for part in parts for row in part["closed"]]}
+    found |= {kind: [row for part in parts for row in part[kind]] for kind in ("rows", "closed")}
     for model in options.models if not options.rows else ():
         for row in measure(conditions_of(model, options), options):
             found["rows"].append(row)

@@ -30,7 +30,7 @@ def test_forecasts_and_closed_runs_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["learned_forecast.py", "--output", str(tmp_path / "closed"), *closed])
     learned_forecast.main()
     found = json.loads((tmp_path / "closed.json").read_text())
-    assert found["rows"] == rows
+    assert found["rows"] == []
     assert {row["series"] for row in found["closed"]} >= {"loop", "forecasts", "corrections", "both"}
     assert all(0 < row["computed"] < 1 and len(row["psnr"]) == 1 for row in found["closed"])
 

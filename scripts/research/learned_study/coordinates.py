@@ -7,17 +7,12 @@ sigma misses most there. These coordinates are steep where the noise level is ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Callable, Sequence
 
 import torch
 
-from dit_accel import accelerated
 from dit_accel.loop.closed_loop import INTERPOLATED
 from dit_accel.loop.forecast import forecast_weights
-from dit_accel.loop.tracker import Tick
 
 LEAST = 0.02  # keeps the logarithms finite
 COORDINATES: dict[str, Callable[[float], float]] = {
@@ -42,17 +37,3 @@ class Curve:
         """Return the output of a step, from the records of some steps."""
         weights = self.weights(at, target, min(INTERPOLATED, len(at) - 1))
         return torch.as_tensor(sum(weight * value.float() for weight, value in zip(weights, records, strict=True)))
-
-
-@contextmanager
-def loop_in(pipe: Any, name: str, target_error: float) -> Iterator[None]:
-    """Accelerate a pipeline by `balanced` with another coordinate, for forecasts and corrections."""
-
-    def coordinates(tick: Tick, _: str) -> list[float]:
-        return [COORDINATES[name](noise) for noise in tick.sigmas]
-
-    with (
-        patch.object(Tick, "coordinates", coordinates),
-        accelerated(pipe, "balanced", target_error=target_error, per_prompt=True),
-    ):
-        yield

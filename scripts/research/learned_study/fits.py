@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from scripts.research.learned_study.runs import DIFFERENCES, Case, Run
 
-RIDGES = (1e-4, 1e-2, 1e-1, 1.0)  # times the mean square of a feature
+RIDGES = (1e-3, 1e-2, 1e-1)  # times the mean square of a feature
 RECORDS = DIFFERENCES
 LATENTS = (*RECORDS, "latents")
 
