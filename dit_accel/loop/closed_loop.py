@@ -4,11 +4,11 @@ The transformer's outputs F are known at the computed steps, at coordinates t (s
 steps the output is forecast by the polynomial through the newest records. At each computed step the loop does this:
 
 1. **Correct.** Once F is known, the forecast steps before it lie between records. The parabola through the nearest
-   three records approximates their outputs far better than the extrapolation did. The latents are off by
-   ``δ = Σ_i m_i · (F̄_i − F̂_i)``, with F̂ the forecasts, F̄ the interpolation and m_i the factor of step i's output in
-   the latents (:mod:`dit_accel.loop.moves`). At the right latents the output would have been ``F + J δ`` (J:
-   :mod:`dit_accel.loop.growth`). The loop records ``F + J δ``, and the pipeline continues with ``F + J δ + δ' / m'``:
-   δ' and the move m' of this step's own output are the values at the end of the run.
+   three records, in log-odds of the noise level, approximates their outputs far better than the extrapolation did. The
+   latents are off by ``δ = Σ_i m_i · (F̄_i − F̂_i)``, with F̂ the forecasts, F̄ the interpolation and m_i the factor of
+   step i's output in the latents (:mod:`dit_accel.loop.moves`). At the right latents the output would have been ``F + J
+   δ`` (J: :mod:`dit_accel.loop.growth`). The loop records ``F + J δ``, and the pipeline continues with ``F + J δ + δ' /
+   m'``: δ' and the move m' of this step's own output are the values at the end of the run.
 2. **Measure.** A forecast of F from the older records costs no step. Its error ``e = ‖F − F̂‖ / ‖F‖`` is measured for
    every degree and, with damping, for the share of the slope that fitted best one computed step before.
 3. **Decide.** A polynomial of degree D through the outputs at D + 1 nodes has the error
@@ -61,6 +61,7 @@ class Course:
             nothing can be corrected.
         responses: change of the step's output per shift of the latents; None = no change.
         bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
+        log_odds: variable of the parabola between records; None = that of the forecasts.
         further: courses of the second and later outputs by name, if they have schedules of their own.
     """
 
@@ -69,7 +70,12 @@ class Course:
     moves: Moves | None = None
     responses: Sequence[float] | None = None
     bends: Sequence[float] | None = None
+    log_odds: Sequence[float] | None = None
     further: Mapping[str, Course] = field(default_factory=dict)
+
+    def places(self) -> Mapping[float, float]:
+        """Return the variable of the parabola between records, by coordinate."""
+        return dict(zip(self.coordinates, self.log_odds or self.coordinates, strict=True))
 
 
 class Gap:
@@ -267,7 +273,12 @@ class ClosedLoop:
         def plus_missed(shares: Sequence[float]) -> Output:
             forecasts = [(course.coordinates[each], share) for each, share in zip(steps, shares, strict=True)]
             weights = missed_weights(
-                settings.method, self.outputs.coordinates, self.order, course.coordinates[step], forecasts
+                settings.method,
+                self.outputs.coordinates,
+                self.order,
+                course.coordinates[step],
+                forecasts,
+                course.places(),
             )
             return tuple(weighted_sum(each, [1.0 + weights[0], *weights[1:]]) for each in parts)
 
@@ -350,6 +361,7 @@ def missed_weights(
     order: float,
     here: float,
     forecasts: Sequence[tuple[float, float]],
+    places: Mapping[float, float],
 ) -> list[float]:
     """Return the errors of forecasts, ``Σ_i a_i · (F̄_i − F̂_i)``, as weights over the computed output and the records.
 
@@ -358,13 +370,15 @@ def missed_weights(
         coordinates: coordinates of the records that they used, newest first.
         here: coordinate of the computed output.
         forecasts: coordinate and factor ``a_i`` of each forecast.
+        places: variable of the interpolation F̄, by coordinate.
 
     Returns:
         Weights of the output and then the records; they sum to zero.
     """
     weights = [0.0] * (1 + len(coordinates))
     for coordinate, share in forecasts:
-        better = forecast_weights("newton", [here, *coordinates], coordinate, INTERPOLATED)
+        nodes = [places[each] for each in (here, *coordinates)]
+        better = forecast_weights("newton", nodes, places[coordinate], INTERPOLATED)
         made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
         weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
     return weights

@@ -18,7 +18,7 @@ from dit_accel.loop.accounts import MODES_BY_WORK, Accounts
 from dit_accel.loop.branch import Call
 from dit_accel.loop.branches import Branches, Request
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
-from dit_accel.loop.growth import bends, error_weights, responses
+from dit_accel.loop.growth import bends, error_weights, log_odds, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.outputs import LoopPerOutput
@@ -271,8 +271,15 @@ class Controller:
 def _course_of(tick: Tick, coordinate: str) -> Course:
     """Return the course of a run, and of its further outputs."""
     further = {name: _course_of(each, coordinate) for name, each in tick.further.items()}
-    weights, levels = error_weights(tick.sigmas), responses(tick.sigmas, tick.moves)
-    return Course(tick.coordinates(coordinate), weights, tick.moves, levels, bends(tick.sigmas), further)
+    return Course(
+        tick.coordinates(coordinate),
+        error_weights(tick.sigmas),
+        tick.moves,
+        responses(tick.sigmas, tick.moves),
+        bends(tick.sigmas),
+        log_odds(tick.sigmas),
+        further,
+    )
 
 
 def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> Callable[[torch.Tensor], torch.Tensor]:

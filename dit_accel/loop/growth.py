@@ -15,6 +15,9 @@ would keep its estimate of the noise and attribute the whole shift to the image;
 Outputs bend more at lower noise, by about ``σ^(−q)``, because the last steps settle the finest details. So an error
 that was measured at one noise level underestimates the error at a lower one.
 
+They also leave the first output faster than any polynomial in steps or in σ. In the log-odds of the noise level, whose
+steps are long there and at the end, the outputs of a gap lie close to the parabola through computed ones.
+
 docs/reference/concepts.md has more; docs/notes/loop.md has the measurements and the choice of p, r and q.
 """
 
@@ -31,6 +34,7 @@ RESPONSE = 0.5  # r
 BEND = 0.75  # q
 SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
 LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
+LEAST_ODDS = 0.02  # added to both shares, so that their ratio is finite
 
 
 def error_weights(sigmas: Sequence[float]) -> list[float]:
@@ -63,6 +67,16 @@ def bends(sigmas: Sequence[float]) -> list[float]:
         sigmas: see :func:`error_weights`.
     """
     return [max(noise, LEAST_SHARE) ** -BEND for noise in _levels(sigmas)[:-1]]
+
+
+def log_odds(sigmas: Sequence[float]) -> list[float] | None:
+    """Return ``log(σ / (1 − σ))`` of every step; None if two steps have the same.
+
+    Args:
+        sigmas: see :func:`error_weights`.
+    """
+    found = [math.log((noise + LEAST_ODDS) / (1 - noise + LEAST_ODDS)) for noise in _levels(sigmas)[:-1]]
+    return found if len(set(found)) == len(found) else None
 
 
 def _levels(sigmas: Sequence[float]) -> list[float]:

@@ -96,12 +96,14 @@ class PairLoop(ClosedLoop):
         if self.leader is self:
             return super().correct(step, output)
         steps, self.forecast_steps = self.forecast_steps, []
-        moves, coordinates = self.course.moves, self.course.coordinates
+        course, moves, coordinates = self.course, self.course.moves, self.course.coordinates
         if not steps or moves is None:
             return output, output
         method = self.gap.preset.forecast.method
         shares = [(coordinates[each], moves[-1][each] / moves[-1][step]) for each in steps]
-        weights = missed_weights(method, self.outputs.coordinates, self.order, coordinates[step], shares)
+        weights = missed_weights(
+            method, self.outputs.coordinates, self.order, coordinates[step], shares, course.places()
+        )
         parts = zip(output, *self.outputs.values, strict=True)
         return tuple(weighted_sum(each, [1.0 + weights[0], *weights[1:]]) for each in parts), output
 

@@ -15,7 +15,7 @@ from dit_accel.loop.branch import Call
 from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import History, newton_weights
-from dit_accel.loop.growth import responses
+from dit_accel.loop.growth import log_odds, responses
 from dit_accel.loop.moves import euler_moves
 from dit_accel.loop.storage import PLAIN
 from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick
@@ -133,13 +133,14 @@ def test_forecast_runs_on_the_presets_coordinate():
 
 @pytest.mark.parametrize("method, order", [("newton", 1), ("taylor", 1), ("reuse", 0)], ids=str)
 def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
-    """If outputs are one degree above the forecasts, these have errors, and computed steps correct the latents."""
+    """Outputs that are a line or a parabola in log-odds are forecast with errors, which computed steps correct."""
     monkeypatch.setattr(controller, "responses", lambda sigmas, moves: [0.0] * len(sigmas))
     loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
+    places = log_odds(loop.clock.read(0).sigmas)
     latents = exact = 0.0
     apart = []
     for step in range(STEPS):
-        value = (step / 4) ** (order + 1)
+        value = places[step] ** (order + 1)
         call, output = loop.call(step, value)
         latents, exact = latents + loop.clock.moves[-1][step] * output, exact + loop.clock.moves[-1][step] * value
         error = (latents - exact).abs().max().item()
@@ -160,8 +161,8 @@ def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
         forecast = {"method": "newton", "order": 1, "coordinate": "step", "corrector": bool(corrector)}
         loop = Loop(clock=SchedulerClock(lambda: scheduler), forecast=forecast)
         latents = torch.zeros(1, 4)
-        for step, timestep in enumerate(scheduler.timesteps):
-            output = torch.full((1, 4), (step / 4) ** 2)
+        for place, timestep in zip(log_odds(scheduler.sigmas[:-1].tolist()), scheduler.timesteps, strict=True):
+            output = torch.full((1, 4), place**2)
             if corrector is not None:
                 _, output = loop.call(timestep, output)
             latents = scheduler.step(output, timestep, latents, return_dict=False)[0]

@@ -110,11 +110,14 @@ def test_degree_between_two_takes_its_share_of_the_higher(method, order, below):
     assert forecast_weights(method, UNEVEN[:3], 9.0, order) == pytest.approx(expected)
 
 
+PLACES = {coordinate: math.log(coordinate / (20 - coordinate)) for coordinate in (14.0, 12.0, 10.0, 9.0, 5.0, 4.0, 1.0)}
+
+
 @pytest.mark.parametrize("order", [0, 0.5, 1, 2])
 def test_missed_weights_sum_to_zero_and_need_forecasts(order):
     """A constant bias of the outputs is never missed; without forecasts nothing is."""
     records = [9.0, 5.0, 4.0, 1.0]
-    weights = missed_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)])
+    weights = missed_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)], PLACES)
     assert len(weights) == 5 and sum(weights) == pytest.approx(0.0, abs=1e-12)
     assert weights[0] > 0.0  # if forecasts fall short, more of the new output corrects them
-    assert missed_weights("newton", records, order, 14.0, []) == [0.0] * 5
+    assert missed_weights("newton", records, order, 14.0, [], PLACES) == [0.0] * 5

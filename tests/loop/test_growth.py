@@ -5,7 +5,17 @@ import math
 import diffusers
 import pytest
 
-from dit_accel.loop.growth import BEND, GROWTH, LEAST_SHARE, RESPONSE, bends, error_weights, responses
+from dit_accel.loop.growth import (
+    BEND,
+    GROWTH,
+    LEAST_ODDS,
+    LEAST_SHARE,
+    RESPONSE,
+    bends,
+    error_weights,
+    log_odds,
+    responses,
+)
 from dit_accel.loop.moves import euler_moves, linear_moves
 
 FALLING = [1.0, 0.9, 0.7, 0.3]
@@ -58,3 +68,12 @@ def test_outputs_that_point_to_the_image_answer_the_other_way():
     levels = scheduler.sigmas[:-1].tolist()
     plain, turned = responses(levels, euler_moves([*levels, 0.0])), responses(levels, linear_moves(scheduler))
     assert turned == pytest.approx([-each for each in plain]) and min(turned) > 0
+
+
+@pytest.mark.parametrize("scale", [1, -1, 1000])
+def test_log_odds_of_noise_levels(scale):
+    """They are finite, fall in steps that are long at both ends, and are refused where two steps have the same."""
+    found = log_odds([scale * sigma for sigma in (1.0, 0.75, 0.5, 0.25, 0.0)])
+    assert found[0] == -found[-1] == pytest.approx(math.log((1 + LEAST_ODDS) / LEAST_ODDS))
+    assert found[2] == pytest.approx(0.0) and found[0] - found[1] > found[1] - found[2] > 0
+    assert log_odds([1.0, 0.5, 0.5]) is None

@@ -105,8 +105,9 @@ class LearnedLoop(ClosedLoop):
         records = [output, *(value[0] for value in self.outputs.values)]
         if self.corrections is not None:
             return self.corrections.output((step, *self._steps()), target, records, self._known[0])
-        nodes = [self.course.coordinates[step], *self.outputs.coordinates]
-        weights = forecast_weights("newton", nodes, self.course.coordinates[target], INTERPOLATED)
+        places, coordinates = self.course.places(), self.course.coordinates
+        nodes = [places[each] for each in (coordinates[step], *self.outputs.coordinates)]
+        weights = forecast_weights("newton", nodes, places[coordinates[target]], INTERPOLATED)
         return torch.as_tensor(sum(weight * value.float() for weight, value in zip(weights, records, strict=True)))
 
     def _forecast(self, coordinate: float, order: float) -> Output:
