@@ -34,7 +34,7 @@ RESPONSE = 0.5  # r
 BEND = 0.75  # q
 SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
 LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
-LEAST_ODDS = 0.02  # added to both shares, so that their ratio is finite
+LEAST_ODDS = 0.1  # added to both shares, so that their ratio is finite
 
 
 def error_weights(sigmas: Sequence[float]) -> list[float]:

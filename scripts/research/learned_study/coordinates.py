@@ -13,11 +13,11 @@ import torch
 
 from dit_accel.loop.closed_loop import INTERPOLATED
 from dit_accel.loop.forecast import forecast_weights
+from dit_accel.loop.growth import LEAST_ODDS
 
-LEAST = 0.02  # keeps the logarithms finite
 COORDINATES: dict[str, Callable[[float], float]] = {
     "arcsine": lambda noise: math.asin(math.sqrt(min(max(noise, 0.0), 1.0))),
-    "logit": lambda noise: math.log((noise + LEAST) / (1 - noise + LEAST)),
+    "logit": lambda noise: math.log((noise + LEAST_ODDS) / (1 - noise + LEAST_ODDS)),
     "power": lambda noise: max(1 - noise, 0.0) ** 0.4,
 }
 DEGREES = (1, 2)
