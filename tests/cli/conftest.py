@@ -46,7 +46,7 @@ def reached(monkeypatch, made, tmp_path):
     def put(prefix="", **facts):
         seen.update({prefix + name: value for name, value in facts.items()})
 
-    def load(model, how, console):
+    def load(model, how, console, *_):
         put(model=model, **vars(how) | {"loras": dict(how.loras)})
         return made[CLIPS if model == CLIPS else "pictures"][0]
 
@@ -84,6 +84,7 @@ def reached(monkeypatch, made, tmp_path):
     for module in (generate, inspect):
         monkeypatch.setattr(module, "timed_call", call)
     monkeypatch.setattr(dit_accel, "accelerate_pipeline", accelerate)
+    monkeypatch.setattr(dit_accel, "restore_pipeline", lambda pipe: pipe)
     monkeypatch.setattr(generate, "both_sides", both)
     monkeypatch.setattr(video, "write_clip", write)
     for name in ("timeline_figure", "density_figure"):

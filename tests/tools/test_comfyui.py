@@ -252,7 +252,7 @@ class VideoWithSound(Model):
         self.calls.append(len(latents))
         video, sound = latents.view(len(latents), 1, -1).split([120, 24], dim=-1)
         noise = sigma.view(-1, 1, 1)
-        slopes = (self.pictures[:1].reshape(1, 1, -1)[..., :120], torch.sin(9 * noise) * torch.ones_like(sound))
+        slopes = (self.pictures[:1].reshape(1, 1, -1)[..., :120], torch.sin(6 * noise) * torch.ones_like(sound))
         denoised = [stream - noise * slope for stream, slope in zip((video, sound), slopes, strict=True)]
         return torch.cat(denoised, dim=-1).view(latents.shape)
 
