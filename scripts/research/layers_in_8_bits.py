@@ -24,7 +24,8 @@ from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
-from scripts.demo_training import clips, prompts
+from scripts.demo_training import clips
+from scripts.demo_training import prompts as pictures
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, load_demo
 from scripts.tables import write_table
@@ -57,22 +58,32 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str, *, prompts: int) -> argparse.ArgumentParser:
+    """Parser with the options of a study of all demo models; `prompts` is a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="stem of the .json and .md files")
     parser.add_argument("--models", nargs="+", choices=list(BALANCED), default=list(BALANCED))
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=prompts)
     parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    return parser
+
+
+def study_of(model: str, options: argparse.Namespace) -> AgainstPlain:
+    """Run the held-out prompts plainly on a demo model."""
+    arguments = demo_arguments(demo_folder(model))
+    arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
+    held_out = (pictures if model == "demo-flux" else clips).held_out_prompts(options.prompts, "reporting")
+    return AgainstPlain(load_demo(model, options.dtype, options.device), arguments, held_out)
+
+
+def main() -> None:
+    options = parser_of(__doc__, prompts=6).parse_args()
     settings = {"prompts": options.prompts, "dtype": options.dtype}
     document = {"settings": settings, **describe_run(options.device), "results": []}
     for model in options.models:
-        arguments = demo_arguments(demo_folder(model))
-        arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
-        held_out = (prompts if model == "demo-flux" else clips).held_out_prompts(options.prompts, "reporting")
-        study = AgainstPlain(load_demo(model, options.dtype, options.device), arguments, held_out)
+        study = study_of(model, options)
         for preset, case in product(("exact", BALANCED[model]), CASES):
             document["results"].append({"model": model, **measured(study, preset, case)})
             options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dit_accel import load_preset
-from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
 from scripts.bench.calls import names_in
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
-from scripts.demo_training import clips, prompts
 from scripts.demo_training.against_plain import AgainstPlain
-from scripts.demo_training.loading import demo_folder, load_demo
-from scripts.research.layers_in_8_bits import BALANCED
+from scripts.demo_training.loading import load_demo
+from scripts.research.layers_in_8_bits import BALANCED, parser_of, study_of
 from scripts.tables import write_table
 
 
@@ -60,22 +57,13 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="stem of the .json and .md files")
-    parser.add_argument("--models", nargs="+", choices=list(BALANCED), default=list(BALANCED))
+    parser = parser_of(__doc__, prompts=8)
     parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     settings = {"prompts": options.prompts, "dtype": options.dtype}
     document = {"settings": settings, **describe_run(options.device), "results": []}
     for model in options.models:
-        arguments = demo_arguments(demo_folder(model))
-        arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
-        held_out = (prompts if model == "demo-flux" else clips).held_out_prompts(options.prompts, "reporting")
-        plain = AgainstPlain(load_demo(model, options.dtype, options.device), arguments, held_out)
+        plain = study_of(model, options)
         for weights in options.weights:
             if (reason := why_not_available(weights)) is not None:
                 print(f"{weights}: {reason}", flush=True)
