@@ -34,7 +34,7 @@ RESPONSE = 0.5  # r
 BEND = 0.75  # q
 SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
 LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
-LEAST_ODDS = 0.1  # added to both shares, so that their ratio is finite
+LEAST_ODDS = 0.1  # added to both shares; 0.02 loses where steps are dense near pure noise
 
 
 def error_weights(sigmas: Sequence[float]) -> list[float]:
@@ -70,7 +70,7 @@ def bends(sigmas: Sequence[float]) -> list[float]:
 
 
 def log_odds(sigmas: Sequence[float]) -> list[float] | None:
-    """Return ``log(σ / (1 − σ))`` of every step; None if two steps have the same.
+    """Return ``log((σ + c) / (1 − σ + c))`` of every step, c = LEAST_ODDS; None if two steps have the same.
 
     Args:
         sigmas: see :func:`error_weights`.
