@@ -3,12 +3,13 @@
 The transformer's outputs F are known at the computed steps, at coordinates t (step indices or sigmas). At the other
 steps the output is forecast by the polynomial through the newest records. At each computed step the loop does this:
 
-1. **Correct.** Once F is known, the forecast steps before it lie between records. The parabola through the nearest
-   three records, in log-odds of the noise level, approximates their outputs far better than the extrapolation did. The
-   latents are off by ``δ = Σ_i m_i · (F̄_i − F̂_i)``, with F̂ the forecasts, F̄ the interpolation and m_i the factor of
-   step i's output in the latents (:mod:`dit_accel.loop.moves`). At the right latents the output would have been ``F + J
-   δ`` (J: :mod:`dit_accel.loop.growth`). The loop records ``F + J δ``, and the pipeline continues with ``F + J δ + δ' /
-   m'``: δ' and the move m' of this step's own output are the values at the end of the run.
+1. **Correct.** Once F is known, the forecast steps before it lie between records. The polynomial through F and the
+   records that made the forecasts, in log-odds of the noise level, approximates their outputs far better than the
+   extrapolation did. The latents are off by ``δ = Σ_i m_i · (F̄_i − F̂_i)``, with F̂ the forecasts, F̄ the
+   interpolation and m_i the factor of step i's output in the latents (:mod:`dit_accel.loop.moves`). At the right
+   latents the output would have been ``F + J δ`` (J: :mod:`dit_accel.loop.growth`). The loop records ``F + J δ``, and
+   the pipeline continues with ``F + J δ + δ' / m'``: δ' and the move m' of this step's own output are the values at
+   the end of the run.
 2. **Measure.** A forecast of F from the older records costs no step. Its error ``e = ‖F − F̂‖ / ‖F‖`` is measured for
    every degree and, with damping, for the share of the slope that fitted best one computed step before.
 3. **Decide.** A polynomial of degree D through the outputs at D + 1 nodes has the error
@@ -42,7 +43,7 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
 ABOUT = 0.9  # share of the farthest reach that counts as equal; 1.0 and 0.8: 1 dB lower at equal FLOPs (demo model)
-INTERPOLATED = 2  # degree between records; 3 measured 0.2 dB lower in the mean of 16 cells, up to 0.7 dB for videos
+INTERPOLATED = 2  # least degree between records; otherwise one more than the forecasts', for F is one more node
 LEAST_LASTING = 0.1  # least share of an output's largest move that lasts; below it the correction would overshoot
 UNREPAIRED = 2.0  # factor on the error of a gap after which no computed step corrects it
 NO_SLOPE = 2.0**-20  # share of the slope in place of 0, so that the degree still counts as a damped one
@@ -61,7 +62,7 @@ class Course:
             nothing can be corrected.
         responses: change of the step's output per shift of the latents; None = no change.
         bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
-        log_odds: variable of the parabola between records; None = that of the forecasts.
+        log_odds: variable of the interpolation between records; None = that of the forecasts.
         further: courses of the second and later outputs by name, if they have schedules of their own.
     """
 
@@ -74,7 +75,7 @@ class Course:
     further: Mapping[str, Course] = field(default_factory=dict)
 
     def places(self) -> Mapping[float, float]:
-        """Return the variable of the parabola between records, by coordinate."""
+        """Return the variable of the interpolation between records, by coordinate."""
         return dict(zip(self.coordinates, self.log_odds or self.coordinates, strict=True))
 
 
@@ -376,9 +377,9 @@ def missed_weights(
         Weights of the output and then the records; they sum to zero.
     """
     weights = [0.0] * (1 + len(coordinates))
+    nodes, degree = [places[each] for each in (here, *coordinates)], max(INTERPOLATED, order + 1)
     for coordinate, share in forecasts:
-        nodes = [places[each] for each in (here, *coordinates)]
-        better = forecast_weights("newton", nodes, places[coordinate], INTERPOLATED)
+        better = forecast_weights("newton", nodes, places[coordinate], degree)
         made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
         weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
     return weights

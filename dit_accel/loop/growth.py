@@ -16,7 +16,7 @@ Outputs bend more at lower noise, by about ``σ^(−q)``, because the last steps
 that was measured at one noise level underestimates the error at a lower one.
 
 They also leave the first output faster than any polynomial in steps or in σ. In the log-odds of the noise level, whose
-steps are long there and at the end, the outputs of a gap lie close to the parabola through computed ones.
+steps are long there and at the end, the outputs of a gap lie close to a polynomial through computed ones.
 
 docs/reference/concepts.md has more; docs/notes/loop.md has the measurements and the choice of p, r and q.
 """

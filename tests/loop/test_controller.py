@@ -131,9 +131,9 @@ def test_forecast_runs_on_the_presets_coordinate():
         assert output.unique().item() == pytest.approx(1 - step / STEPS)
 
 
-@pytest.mark.parametrize("method, order", [("newton", 1), ("taylor", 1), ("reuse", 0)], ids=str)
+@pytest.mark.parametrize("method, order", [("newton", 1), ("newton", 2), ("taylor", 1), ("reuse", 0)], ids=str)
 def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
-    """Outputs that are a line or a parabola in log-odds are forecast with errors, which computed steps correct."""
+    """Outputs of one degree more, in log-odds, are forecast with errors, which computed steps correct."""
     monkeypatch.setattr(controller, "responses", lambda sigmas, moves: [0.0] * len(sigmas))
     loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
     places = log_odds(loop.clock.read(0).sigmas)
