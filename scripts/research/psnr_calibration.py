@@ -95,7 +95,7 @@ def left_out(found: Sequence[Run]) -> list[str]:
             least = [run.computed for run in own if run.target == known]
             instead = f"{sum(least) / len(least):.2f}" if least else "1.00"
             entries.append(f"{sum(psnr) / len(psnr):.0%}, {work:.2f} ({instead})")
-        lines.append(f"| {model} | " + " | ".join(entries) + " |")
+        lines.append(f"| `{model}` | " + " | ".join(entries) + " |")
     return lines
 
 
