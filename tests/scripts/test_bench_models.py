@@ -2,11 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from scripts.bench import models as bench_models
 from scripts.bench.model_speed.bench import busy_and_span
+from scripts.bench.model_speed.measures import limit_memory
 from scripts.bench.model_speed.table import compare, markdown
 
 LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
@@ -98,6 +101,20 @@ def test_weights_on_the_host_and_layers_of_torchao(monkeypatch, tmp_path):
     assert 0 < rows["torchao's int8 layers, compiled blocks"]["relative_error"] < 0.1
     assert 0 < rows["exact, torchao's int8 layers"]["relative_error"] < 0.1
     assert "- torchao's float8 layers failed: " in stem.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 2), ("cuda:1", 1)])
+def test_memory_of_a_device_is_limited(monkeypatch, device, index):
+    """A device without an index is the current one."""
+    limits = []
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=64 * 2**30))
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *limit: limits.append(limit), raising=False)
+    limit_memory(torch.device(device), 16)
+    limit_memory(torch.device(device), None)
+    assert limits == [(0.25, index), (1.0, index)]
 
 
 def test_the_kernels_that_take_longest_are_listed():
