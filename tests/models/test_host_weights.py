@@ -47,13 +47,15 @@ def attributes(pipe):
 
 @pytest.fixture(autouse=True)
 def moves(monkeypatch):
-    """Layers whose weights were moved, with the device. Data of a parameter can't move to a meta device by itself."""
-    seen = []
+    """Layers whose weights were moved, with the device. Data of a parameter can't move to a meta device, or from it."""
+    seen, own = [], HostWeight._move
 
     def move(self, device):
         seen.append((self.layer, device))
         weight = self.layer.weight
-        if weight.device != device:
+        if (weight.device == META) == (device == META):
+            own(self, device)
+        else:
             self.layer.weight = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
 
     monkeypatch.setattr(HostWeight, "_move", move)
