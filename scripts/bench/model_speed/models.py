@@ -256,6 +256,8 @@ def _ltx2_conditions(grid: tuple[int, int, int], audio: int, channels: int, text
             ),
             **dict(zip(("num_frames", "height", "width"), grid, strict=True)),
             "audio_num_frames": audio,
+            "video_coords": torch.rand(1, 3, math.prod(grid), 2, device=device),  # making them ends a capture
+            "audio_coords": torch.rand(1, 1, audio, 2, device=device),
         }
         return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, "sigma": timestep, **kept}
 
