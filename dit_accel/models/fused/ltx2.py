@@ -20,7 +20,7 @@ from torch import nn
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import feed_forward, heads_of, is_plain_norm, normalise_heads, normalise_pair
+from dit_accel.models.fused.parts import feed_forward, heads_of, normalise_heads, normalise_pair, why_no_plain_norms
 
 ATTENTIONS = {  # arguments of the block for each: RoPE tables of queries and of keys, and a mask
     "attn1": ("video_rotary_emb", "video_rotary_emb", "self_attention_mask"),
@@ -48,35 +48,34 @@ class LTX2BlockHook(BlockHook):
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         if (reason := super().why_dense(block, given)) is not None:
             return reason
-        if any(
-            getattr(given, name) is not None for name in (PERTURBED[0], *(mask for *_, mask in ATTENTIONS.values()))
-        ):
+        masks = (mask for *_, mask in ATTENTIONS.values())
+        if any(getattr(given, name) is not None for name in (PERTURBED[0], *masks)):
             return "guidance or a mask changes attention"
         parts = [getattr(block, name) for name in ATTENTIONS]
-        norms = [norm for attn in parts for norm in (attn.norm_q, attn.norm_k)]
-        if not all(is_plain_norm(norm, given.hidden_states.device) for norm in norms):
-            return "queries or keys have no plain RMSNorm"
-        return None if all(attn.rope_type == "split" for attn in parts) else "RoPE turns adjacent features"
+        if any(attn.rope_type != "split" for attn in parts):
+            return "RoPE turns adjacent features"
+        norms = (norm for attn in parts for norm in (attn.norm_q, attn.norm_k))
+        return why_no_plain_norms(norms, given.hidden_states.device)
 
     def compute(self, block: nn.Module, given: SimpleNamespace) -> tuple[torch.Tensor, ...]:
         attend = partial(self.attend, block, given, self.runs_attention(block, given))
-        streams = [_stream(block, given, prefix) for prefix in STREAMS]
+        streams = [Stream(block, given, prefix) for prefix in STREAMS]
         for each in streams:
-            _add(each, attend(f"{each.prefix}attn1", _norm(each, each.norms[0])))
-            prompt, mask = each.prompt, getattr(given, f"{each.prefix}encoder_attention_mask")
-            _add(each, getattr(block, f"{each.prefix}attn2")(each.normed, prompt, mask))
+            each.add(attend(f"{each.prefix}attn1", each.norm(each.norms[0])))
+            mask = getattr(given, f"{each.prefix}encoder_attention_mask")
+            each.add(getattr(block, f"{each.prefix}attn2")(each.normed, each.prompt, mask))
         pairs = [(each, other) for each, other in (streams, streams[::-1]) if each.crosses]
-        crossed = [attend(STREAMS[each.prefix], each.normed, _norm(other, other.of_keys)) for each, other in pairs]
+        crossed = [attend(STREAMS[each.prefix], each.normed, other.norm(other.of_keys)) for each, other in pairs]
         for (each, _), update in zip(pairs, crossed, strict=True):
-            _add(each, update)
+            each.add(update)
         for each in streams:
-            _add(each, feed_forward(getattr(block, f"{each.prefix}ff"), each.normed))
+            each.add(feed_forward(getattr(block, f"{each.prefix}ff"), each.normed))
             self.remember(f"{each.prefix}{len(each.gates)} parts", tuple(each.updates))
         return tuple(each.x for each in streams)
 
     def forecast(self, block: nn.Module, given: SimpleNamespace) -> tuple[torch.Tensor, ...]:
         """Attentions and MLPs from the cache; their gates are fresh."""
-        streams = [_stream(block, given, prefix) for prefix in STREAMS]
+        streams = [Stream(block, given, prefix) for prefix in STREAMS]
         for each in streams:
             for update, gate in zip(self.recall(f"{each.prefix}{len(each.gates)} parts"), each.gates, strict=True):
                 each.x = add_gated(each.x, update, gate)
@@ -113,41 +112,46 @@ class LTX2BlockHook(BlockHook):
         return attn.to_out[1](attn.to_out[0](o.flatten(2)))
 
 
-def _stream(block: nn.Module, given: SimpleNamespace, prefix: str) -> SimpleNamespace:
-    """Tokens and prompt of a stream, gates ``[B, 1 or S, C]`` of its parts, and scale and shift of the norms before."""
-    x, prompt = (getattr(given, f"{prefix}{name}") for name in ("hidden_states", "encoder_hidden_states"))
-    suffix, crosses = ("_audio", given.use_v2a_cross_attention) if prefix else ("", given.use_a2v_cross_attention)
-    values, table = partial(block.get_mod_params, batch_size=len(x)), getattr(block, f"{prefix}scale_shift_table")
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, *of_prompt = values(table, getattr(given, f"temb{suffix}"))
-    prompt_shift, prompt_scale, prompt_gate = of_prompt or (None, x.new_zeros(1, 1, x.shape[2]), None)
-    if block.cross_attn_adaln:
-        table, temb = getattr(block, f"{prefix}prompt_scale_shift_table"), getattr(given, f"temb_prompt{suffix}")
-        added, factor = values(table, x.new_zeros(len(x), 1, table.numel()) if temb is None else temb)
-        prompt = prompt * (1 + factor) + added
-    table = getattr(block, f"{prefix or 'video_'}a2v_cross_attn_scale_shift_table")
-    both = values(table[:4], getattr(given, f"temb_ca{suffix}_scale_shift"))  # to the video, and to the audio
-    of_query, of_keys = (both[2:], both[:2]) if prefix else (both[:2], both[2:])
-    crossing = [(of_query, *values(table[4:], getattr(given, f"temb_ca{suffix}_gate")))] if crosses else []
-    parts = [((scale, shift), gate), ((prompt_scale, prompt_shift), prompt_gate), *crossing]
-    norms, gates = zip(*parts, ((mlp_scale, mlp_shift), mlp_gate), strict=True)
-    made = SimpleNamespace(prefix=prefix, x=x, prompt=prompt, crosses=crosses, of_keys=of_keys, updates=[])
-    made.norms, made.gates, made.eps = norms, gates, block.norm1.eps
-    return made
+class Stream:
+    """Tokens ``x`` of video or audio, to which a block's parts are added, and ``normed`` for the next part.
 
+    ``norms`` are scale and shift before each part, ``of_keys`` of keys for the other stream, ``gates`` (None = 1) the
+    factor ``[B, 1 or S, C]`` of each part, and ``updates`` the outputs of the parts so far.
+    """
 
-def _norm(stream: SimpleNamespace, modulation: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    return norm_modulate(stream.x, *modulation, eps=stream.eps, rms=True)
+    def __init__(self, block: nn.Module, given: SimpleNamespace, prefix: str) -> None:
+        suffix, direction = ("_audio", "v2a") if prefix else ("", "a2v")
+        x, prompt = (getattr(given, f"{prefix}{name}") for name in ("hidden_states", "encoder_hidden_states"))
+        values, table = partial(block.get_mod_params, batch_size=len(x)), getattr(block, f"{prefix}scale_shift_table")
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, *of_prompt = values(table, getattr(given, f"temb{suffix}"))
+        prompt_shift, prompt_scale, prompt_gate = of_prompt or (None, x.new_zeros(1, 1, x.shape[2]), None)
+        if block.cross_attn_adaln:
+            table, temb = getattr(block, f"{prefix}prompt_scale_shift_table"), getattr(given, f"temb_prompt{suffix}")
+            added, factor = values(table, x.new_zeros(len(x), 1, table.numel()) if temb is None else temb)
+            prompt = prompt * (1 + factor) + added
+        table = getattr(block, f"{prefix or 'video_'}a2v_cross_attn_scale_shift_table")
+        both = values(table[:4], getattr(given, f"temb_ca{suffix}_scale_shift"))  # to the video, and to the audio
+        of_query, self.of_keys = (both[2:], both[:2]) if prefix else (both[:2], both[2:])
+        self.crosses = getattr(given, f"use_{direction}_cross_attention")
+        crossing = [(of_query, *values(table[4:], getattr(given, f"temb_ca{suffix}_gate")))] if self.crosses else []
+        parts = [((scale, shift), gate), ((prompt_scale, prompt_shift), prompt_gate), *crossing]
+        self.norms, self.gates = zip(*parts, ((mlp_scale, mlp_shift), mlp_gate), strict=True)
+        self.prefix, self.x, self.prompt, self.eps = prefix, x, prompt, block.norm1.eps
+        self.updates: list[torch.Tensor] = []
 
+    def norm(self, modulation: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+        """Return the tokens, normalised and modulated."""
+        return norm_modulate(self.x, *modulation, eps=self.eps, rms=True)
 
-def _add(stream: SimpleNamespace, update: torch.Tensor) -> None:
-    """Add the output of a stream's next part, and normalise the sum for the part after it."""
-    update, gate = update.to(stream.x.dtype), stream.gates[len(stream.updates)]
-    stream.updates.append(update)
-    if len(stream.updates) == len(stream.norms):
-        stream.x = add_gated(stream.x, update, gate)
-        return
-    scale, shift = stream.norms[len(stream.updates)]
-    stream.x, stream.normed = add_gated_norm_modulate(stream.x, update, gate, scale, shift, eps=stream.eps, rms=True)
+    def add(self, update: torch.Tensor) -> None:
+        """Add the output of the next part, and normalise the sum for the part after it."""
+        update, gate = update.to(self.x.dtype), self.gates[len(self.updates)]
+        self.updates.append(update)
+        if len(self.updates) == len(self.norms):
+            self.x = add_gated(self.x, update, gate)
+            return
+        norm = self.norms[len(self.updates)]
+        self.x, self.normed = add_gated_norm_modulate(self.x, update, gate, *norm, eps=self.eps, rms=True)
 
 
 BLOCKS = {"transformer_blocks": LTX2BlockHook}

@@ -15,7 +15,7 @@ from torch import nn
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import Rotary, feed_forward, is_plain_norm, normalise_pair, query_key_value
+from dit_accel.models.fused.parts import Rotary, feed_forward, normalise_pair, query_key_value, why_no_plain_norms
 
 
 class MiniMaxH3BlockHook(BlockHook):
@@ -24,14 +24,14 @@ class MiniMaxH3BlockHook(BlockHook):
     processors = (MiniMaxH3AttnProcessor,)
 
     def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        return _why_not_plain((block.norm1, block.norm2), given.hidden_states.device)
+        return why_no_plain_norms((block.norm1, block.norm2), given.hidden_states.device)
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         if (reason := super().why_dense(block, given)) is not None:
             return reason
         if given.attention_mask is not None:
             return "a mask changes attention"
-        return _why_not_plain((block.attn.norm_q, block.attn.norm_k), given.hidden_states.device)
+        return why_no_plain_norms((block.attn.norm_q, block.attn.norm_k), given.hidden_states.device)
 
     def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
         x, rows = given.hidden_states, given.adaln_indices
@@ -73,11 +73,6 @@ def _modulation(block: nn.Module, temb: torch.Tensor) -> list[torch.Tensor]:
 def _scaled(norm: nn.RMSNorm, scale: torch.Tensor) -> torch.Tensor:
     """Scales ``[1, R, C]`` with which an RMSNorm without a weight gives what the norm and its scales give."""
     return norm.weight.float() * (1 + scale) - 1
-
-
-def _why_not_plain(norms: tuple[nn.Module, nn.Module], device: torch.device) -> str | None:
-    """Return why kernels can't stand in for one of these norms, or None."""
-    return None if all(is_plain_norm(norm, device) for norm in norms) else "a norm is no plain RMSNorm"
 
 
 BLOCKS = {"transformer_blocks": MiniMaxH3BlockHook}

@@ -5,6 +5,8 @@ LoRA, offload and quantisation wrap, hook or replace modules; such modules must 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from diffusers.models.activations import GELU, SwiGLU
 from diffusers.models.attention import AttentionModuleMixin, FeedForward
@@ -171,6 +173,11 @@ def _is_tanh_gelu(activation: nn.Module) -> bool:
 def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
     """Return True for an RMSNorm whose weight kernels can read."""
     return isinstance(norm, (nn.RMSNorm, RMSNorm)) and norm.eps is not None and why_not_plain(norm, device) is None
+
+
+def why_no_plain_norms(norms: Iterable[nn.Module], device: torch.device) -> str | None:
+    """Return why kernels can't stand in for these norms, or None."""
+    return None if all(is_plain_norm(norm, device) for norm in norms) else "a norm is no plain RMSNorm"
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -24,9 +24,9 @@ from dit_accel.models.fused.parts import (
     Rotary,
     heads_of,
     is_hooked,
-    is_plain_norm,
     normalise_heads,
     normalise_pair,
+    why_no_plain_norms,
 )
 
 NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")  # in the order of their modulations
@@ -41,8 +41,7 @@ class ZImageBlockHook(BlockHook):
     norms = ("attention_norm", "ffn_norm")
 
     def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        norms = (getattr(block, name) for name in NORMS)
-        return None if all(is_plain_norm(norm, given.x.device) for norm in norms) else "a norm is no plain RMSNorm"
+        return why_no_plain_norms((getattr(block, name) for name in NORMS), given.x.device)
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         if (reason := super().why_dense(block, given)) is not None:
