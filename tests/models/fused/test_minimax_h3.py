@@ -1,41 +1,24 @@
 """MiniMax-H3's blocks: modulations by timestep and modality, RoPE of some features, and what runs as before."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
 
-from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.models import drive
+from dit_accel import accelerate_transformer
 from dit_accel.models.call_facts import CallReader
 from dit_accel.models.fused import minimax_h3
-from tests.models import tiny
+from tests.models.fused import test_videos_with_sound as shared
 from tests.models.fused.test_flux_relatives import distance
 from tests.models.tiny.parts import TOKENS, WIDTH
 
-STEPS = 3
 NOT_PLAIN = "a norm is no plain RMSNorm"
-SCHEDULE = {"control": "interval", "warmup": 2, "interval": 2, "cooldown": 1}
+made, accelerated = partial(shared.made, "minimax-h3"), partial(shared.accelerated, "minimax-h3")
 
 
 @pytest.fixture
 def pipe():
-    return copy.deepcopy(tiny.pipeline("minimax-h3"))
-
-
-def made(pipe, steps=STEPS):
-    """Video."""
-    (latents,) = tiny.outputs(pipe, tiny.built("minimax-h3")[1] | {"num_inference_steps": steps})
-    return latents
-
-
-def accelerated(pipe, preset, **given):
-    """Video and report; the pipeline is plain again afterwards."""
-    accelerate_pipeline(pipe, preset)
-    try:
-        return made(pipe, **given), pipe.dit_accel.report()
-    finally:
-        restore_pipeline(pipe)
+    return shared.pipeline("minimax-h3")
 
 
 def call(batch=1):
@@ -67,7 +50,7 @@ def test_fused_blocks_compute_what_diffusers_does(pipe, as_on_a_gpu, attended):
     plain = made(pipe)
     fused, report = accelerated(pipe, "exact")
     assert report.fallbacks == [] and 0 < distance(fused, plain) < 1e-5
-    assert len(attended) == 2 * STEPS
+    assert len(attended) == 2 * shared.STEPS
     assert torch.equal(made(pipe), plain), "restored"
 
 
@@ -103,20 +86,6 @@ def test_a_mask_is_left_to_the_processor(pipe, as_on_a_gpu, attended):
     assert distance(plain, without) > 1e-4 and 0 < distance(fused, plain) < 1e-5 and not attended
 
 
-@pytest.mark.parametrize(
-    ("part", "reasons"),
-    [("norm2", {"its norm2 carries hooks"}), *((part, set()) for part in ("attn", "attn.norm_k", "ff", "ff.net.0"))],
-    ids=lambda part: str(part),
-)
-def test_parts_that_carry_hooks_are_called(part, reasons, pipe, as_on_a_gpu):
-    """A norm's hook leaves the block to diffusers; a hook of the MLP, or in the attention, leaves that part to it."""
-    plain, calls = made(pipe, steps=2), []
-    pipe.transformer.transformer_blocks[1].get_submodule(part).register_forward_hook(lambda *_: calls.append(1))
-    fused, report = accelerated(pipe, "exact", steps=2)
-    assert distance(fused, plain) < 1e-5 and len(calls) == 2
-    assert {each["reason"] for each in report.fallbacks} == reasons
-
-
 @pytest.mark.parametrize("name", ["norm1", "attn.norm_q"])
 def test_a_norm_of_another_kind_is_called(name, pipe, as_on_a_gpu, attended):
     """The report names it, except in an attention that diffusers runs all the same."""
@@ -127,52 +96,6 @@ def test_a_norm_of_another_kind_is_called(name, pipe, as_on_a_gpu, attended):
     fused, report = accelerated(pipe, "exact", steps=2)
     assert distance(fused, plain) < 1e-5 and len(attended) == 2
     assert [each["reason"] for each in report.fallbacks] == ([NOT_PLAIN] if name == "norm1" else [])
-
-
-@pytest.mark.parametrize("target", ["attn.to_q", "attn.to_out.0", "ff.net.0.proj", "adaln_proj.linear"])
-def test_lora_keeps_its_effect(target, pipe, as_on_a_gpu):
-    """Layers with an adapter are called, not read."""
-    peft = pytest.importorskip("peft")
-    plain = made(pipe, steps=2)
-    pipe.transformer.add_adapter(peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False))
-    adapted = made(pipe, steps=2)
-    assert distance(adapted, plain) > 1e-4
-    assert distance(accelerated(pipe, "exact", steps=2)[0], adapted) < 1e-5
-
-
-def test_layers_in_8_bits(pipe, as_on_a_gpu, monkeypatch):
-    """Fused blocks run the same rounded layers as diffusers' own."""
-    preset, plain = load_preset("exact", linear={"dtype": "int8"}), made(pipe)
-    fused, report = accelerated(pipe, preset)
-    monkeypatch.setattr(drive, "_hand_written", lambda family: None)
-    expected, _ = accelerated(pipe, preset)
-    assert report.fallbacks == [] and distance(expected, plain) > 1e-3
-    assert 0 < distance(fused, expected) < 0.01
-
-
-@pytest.mark.parametrize("level", ["layer", "output"])
-def test_features_are_forecast(level, pipe, as_on_a_gpu, monkeypatch):
-    """Level layer gives what it gives where each part is remembered by itself."""
-    preset = load_preset("exact", forecast={"level": level}, schedule=SCHEDULE)
-    result, report = accelerated(pipe, preset, steps=8)
-    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1
-    monkeypatch.setattr(drive, "_hand_written", lambda family: None)
-    assert 0 < distance(result, accelerated(pipe, preset, steps=8)[0]) < 1e-5
-
-
-def test_autocast_at_level_layer(pipe):
-    """Outputs of parts have another dtype than the sequence."""
-    with torch.autocast("cpu", torch.bfloat16):
-        result, report = accelerated(pipe, load_preset("exact", forecast={"level": "layer"}))
-    assert result.isfinite().all() and report.fallbacks == []
-
-
-def test_gradients_are_diffusers(pipe):
-    """Kernels have none, so blocks run as before."""
-    given, weight = call(), pipe.transformer.transformer_blocks[0].attn.to_q.weight
-    (expected,) = torch.autograd.grad(pipe.transformer(**given)[0].sum(), weight)
-    accelerate_transformer(pipe.transformer, "exact", [0.9, 0.8])
-    assert torch.equal(torch.autograd.grad(pipe.transformer(**given)[0].sum(), weight)[0], expected)
 
 
 def test_the_text_decides_the_dtype_of_blocks(pipe, monkeypatch):
