@@ -314,6 +314,35 @@ def test_a_failure_ends_the_status(site, browser):
     page.wait_for_selector("text=Done: balanced")
 
 
+def test_two_tabs_take_turns_and_the_first_cancels(site, browser):
+    """The second tab waits, and shows its images once the first is cancelled."""
+    first, second = (opened(browser, site)[0] for _ in range(2))
+    for page, steps in ((first, 200), (second, STEPS)):
+        fill(page, Steps=steps, Height=32, Width=32)
+        page.get_by_role("button", name="Generate both").click()
+        page.wait_for_selector("text=of 200" if page is first else "text=Waiting for 1 earlier run.")
+    first.get_by_role("button", name="Cancel").click()
+    first.wait_for_selector("text=Cancelled.")
+    second.wait_for_selector("text=Done: balanced")
+    until(lambda: second.locator("#results img").count() >= 2)  # both sides
+    assert "Done" not in first.inner_text("#results")
+
+
+def test_a_browser_plays_a_video(site, browser):
+    """Another model brings its fields; the file loads in the browser."""
+    pytest.importorskip("imageio_ffmpeg")
+    page, _ = opened(browser, site)
+    page.get_by_role("combobox", name="Model").click()
+    page.get_by_role("option", name="wan").click()
+    page.get_by_label("Frames", exact=True).wait_for()
+    fill(page, Steps=4, Height=32, Width=32, Frames=5)
+    page.get_by_role("button", name="Generate both").click()
+    page.wait_for_selector("text=Done: video-balanced")
+    video = page.locator("#results video").first
+    until(lambda: video.evaluate("video => video.readyState") >= 2)  # a frame is decoded
+    assert video.evaluate("video => video.videoWidth") >= 64  # both sides
+
+
 def test_the_command_serves_where_it_is_told(run, monkeypatch, tmp_path):
     """Host, port and sharing reach gradio, whose telemetry is off; visitors from elsewhere name no models."""
     launched = {}
