@@ -72,6 +72,9 @@ IDS = {
     "qwen-image": ("qwen_image", False),
     "z-image-turbo": ("z_image", True),
     "hunyuanvideo-1.5": ("hunyuan_video15", False),
+    "flux.2-klein": ("flux2", True),
+    "black-forest-labs/FLUX.2-klein-base-4B": ("flux2", False),
+    "sd3.5-medium": ("sd3", False),
 }
 RESULTS = {  # the model of a measured run, as docs/results names it
     "flux.1-dev": "flux",
