@@ -1,6 +1,7 @@
 """Files that commands write, and the settings in them; nothing is loaded, run or plotted."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -155,13 +156,15 @@ def test_figures_of_a_comparison_are_over_everything_made():
 
 
 def test_times_that_were_disturbed_are_told_below_the_figures(capsys):
-    """Disturbances come from other programs on the machine."""
+    """Disturbances come from other programs on the machine; the whole call has the loop's median."""
     medium = SimpleNamespace(quality=lambda *_: {"psnr_db": 40.0, "ssim": 0.99, "identical": False})
-    for seconds, told in (([8.0, 8.0, 8.0], False), ([8.0, 80.0, 8.0], True)):
-        sides = Sides(*(Side(Output([], 9.0, 8.0, 4), each) for each in ([8.0] * 3, seconds)), None)
+    for seconds, told in (([8.0, 8.0, 8.0], False), ([80.0, 8.0, 8.0], True)):
+        sides = Sides(*(Side(Output([], each[0] + 1, each[0], 4), each) for each in ([8.0] * 3, seconds)), None)
         summary = comparison.summary_of(medium, sides)
         comparison.print_summary(Console(width=200), summary, load_preset("balanced"), sides)
-        assert ("raise --repeats" in capsys.readouterr().out) == told
+        out = capsys.readouterr().out
+        assert ("raise --repeats" in out) == told
+        assert re.search(r"whole call +9\.00 s +9\.00 s\n", out) and re.search(r"of the call +1\.00×", out)
 
 
 @pytest.mark.parametrize("count, told", [(0, ""), (1, "'x0'. Its words: "), (8, "'x7'. Its"), (9, "'x7', …. Its")])
