@@ -12,8 +12,6 @@ that help and completion are quick.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -36,11 +34,9 @@ from dit_accel.errors import (
     shortened,
     shown,
 )
+from dit_accel.serving.processes import silence_libraries
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same output."
-
-# Loggers that warn about binaries and types of torchao that nothing here uses.
-TALKATIVE = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao")
 
 MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
 
@@ -107,14 +103,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def silence_libraries() -> None:
-    """Hide warnings that torchao and torchvision give about themselves when they are imported."""
-    for name in TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # By module, or by file for warnings of the compiler. Python's own options, such as -W error, come first.
-    warnings.filterwarnings("ignore", module=r"(.*[/\\])?torch(ao|vision)\b", append=True)
 
 
 def main() -> None:

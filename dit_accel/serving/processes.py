@@ -1,13 +1,25 @@
-"""Processes that torchrun starts to share one pipeline: their number, the first one, and the process group."""
+"""Processes that load pipelines: their warnings, and those that torchrun starts to share one pipeline."""
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from datetime import timedelta
 
 from dit_accel.errors import OptionError
 
 LONGEST_WAIT = timedelta(minutes=10)  # for another process, which may still load its weights
+# Loggers that warn about binaries and types of torchao that nothing here uses.
+TALKATIVE = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao")
+
+
+def silence_libraries() -> None:
+    """Hide warnings that torchao and torchvision give about themselves when they are imported."""
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # By module, or by file for warnings of the compiler. Python's own options, such as -W error, come first.
+    warnings.filterwarnings("ignore", module=r"(.*[/\\])?torch(ao|vision)\b", append=True)
 
 
 def ranks() -> int:

@@ -22,6 +22,7 @@ from dit_accel.errors import BatchError, DitAccelError
 from dit_accel.serving.dispatcher import Cancelled
 from dit_accel.serving.engine import Made, VideoForm
 from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.processes import silence_libraries
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
 
@@ -151,6 +152,7 @@ class RemoteWorker:
 
 def _run(link: Connection, setup: Setup) -> None:
     """Load the pipeline and run jobs until the server closes the connection."""
+    silence_libraries()
     for number in (signal.SIGINT, signal.SIGTERM):  # the terminal and service managers send them to all processes
         signal.signal(number, signal.SIG_IGN)
 

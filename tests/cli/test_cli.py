@@ -445,7 +445,7 @@ def test_warnings_of_torchao_and_torchvision_are_hidden():
     """The libraries' warnings about themselves are hidden, by module or by file; others are shown."""
     script = """
 import warnings
-from dit_accel.cli import silence_libraries
+from dit_accel.serving.processes import silence_libraries
 
 silence_libraries()
 files = ("/lib/site-packages/torchao/quant.py", "/lib/torchvision/io/image.py", "/lib/torch/nn.py", "/lib/mytorchao.py")

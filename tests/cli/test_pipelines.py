@@ -9,13 +9,14 @@ import typer
 from PIL import Image
 
 from dit_accel import cli, errors
-from dit_accel.cli import TALKATIVE, env, options
+from dit_accel.cli import env, options
 from dit_accel.cli.options import named_preset, parse_overrides
 from dit_accel.errors import DitAccelError, OptionError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
 from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeline, timed_call
+from dit_accel.serving.processes import TALKATIVE
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools.demo import demo_arguments, demo_path
 from tests.tiny import tiny_pipeline
