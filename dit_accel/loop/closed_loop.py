@@ -19,7 +19,8 @@ steps the output is forecast by the polynomial through the newest records. At ea
    with the degree that reaches farthest. The next computed step comes after the largest 1 <= n <= max_interval with
    ``Σ_(i<n) w_i · e_i <= target_error``, with w_i the weight of an error i steps from here (w and b:
    :mod:`dit_accel.loop.growth`). No later step corrects a gap that reaches the end of the run. So UNREPAIRED times its
-   error must be within the target; otherwise the last step is computed.
+   error must be within the target; otherwise the last step is computed. The first output can't be compared with a
+   forecast. It also serves the second step if the change that models usually show there is small against the target.
 
 A :class:`ClosedLoop` does this for the samples of a batch that are decided together, in one branch of classifier-free
 guidance. Branches share a :class:`Gap`: all of them compute in the same steps, and the branch with the largest error
@@ -45,6 +46,7 @@ from dit_accel.presets import Preset
 ABOUT = 0.9  # share of the farthest reach that counts as equal; 1.0 and 0.8: 1 dB lower at equal FLOPs (demo model)
 INTERPOLATED = 2  # least degree between records; otherwise one more than the forecasts', for F is one more node
 LEAST_LASTING = 0.1  # least share of an output's largest move that lasts; below it the correction would overshoot
+UNMEASURED = 0.4  # share of the target that the expected error of the second step may take, which nothing measured
 UNREPAIRED = 2.0  # factor on the error of a gap after which no computed step corrects it
 NO_SLOPE = 2.0**-20  # share of the slope in place of 0, so that the degree still counts as a damped one
 
@@ -63,6 +65,7 @@ class Course:
         responses: change of the step's output per shift of the latents; None = no change.
         bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
         log_odds: variable of the interpolation between records; None = that of the forecasts.
+        departures: relative change of the outputs since the first one to expect; None = unknown.
         further: courses of the second and later outputs by name, if they have schedules of their own.
     """
 
@@ -72,6 +75,7 @@ class Course:
     responses: Sequence[float] | None = None
     bends: Sequence[float] | None = None
     log_odds: Sequence[float] | None = None
+    departures: Sequence[float] | None = None
     further: Mapping[str, Course] = field(default_factory=dict)
 
     def places(self) -> Mapping[float, float]:
@@ -145,6 +149,22 @@ class Gap:
             The next computed step for this error alone.
         """
         course = course or self.course
+        following = self._reach(step, nodes, order, error, course) if nodes else self._unmeasured(step, course)
+        self._next_update = following if step != self._observed_step else min(self._next_update, following)
+        self._observed_step = step
+        return following
+
+    def _unmeasured(self, step: int, course: Course) -> int:
+        """Return the next computed step after an output that no forecast could be compared with."""
+        corrects = self.preset.forecast.corrector and course.moves is not None
+        calibrated = self.preset.schedule.target_psnr is not None  # the runs of calibrations computed the second step
+        if step or calibrated or not corrects or course.departures is None or len(course.coordinates) < 3:
+            return step + 1
+        small = course.weights[1] * course.departures[1] <= UNMEASURED * self.target_error
+        return min(2 if small else 1, self.preset.schedule.max_interval)
+
+    def _reach(self, step: int, nodes: Sequence[float], order: float, error: float, course: Course) -> int:
+        """Return the step after the longest gap whose expected errors stay within the target."""
         end = len(course.coordinates)
         interval, counted = 1, 0.0
         while interval < self.preset.schedule.max_interval and step + interval < end:
@@ -157,8 +177,6 @@ class Gap:
         following = step + interval
         if following == end and not UNREPAIRED * counted <= self.target_error:
             following = max(end - 1, step + 1)
-        self._next_update = following if step != self._observed_step else min(self._next_update, following)
-        self._observed_step = step
         return following
 
     def expected_error(
@@ -168,7 +186,7 @@ class Gap:
         coordinates, used = course.coordinates, math.ceil(order) + 1
         bends = course.bends or [1.0] * len(coordinates)
         here, there = coordinates[step], coordinates[later]
-        remainder = bends[step] * math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
+        remainder = bends[step] * math.prod(abs(here - node) for node in nodes[:used])
         ahead = bends[later] * math.prod(abs(there - node) for node in [here, *nodes][:used])
         return error * ahead / remainder if remainder else math.inf
 
@@ -319,7 +337,7 @@ class ClosedLoop:
         """
         nodes, orders, damps = self._tested
         errors = dict(zip(orders, measured, strict=False))
-        # A branch's first output has no forecast to compare with, so the next step is computed too.
+        # A branch's first output has no forecast to compare with.
         order: float = 0
         error = math.inf
         if errors:

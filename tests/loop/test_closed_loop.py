@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dit_accel.loop.closed_loop import Course, Gap
+from dit_accel.loop.closed_loop import UNMEASURED, Course, Gap
 from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.interval import IntervalGap
 from dit_accel.loop.tracker import StepMode
@@ -34,6 +34,31 @@ def interval_after(control: Gap, step: int) -> int:
 def test_closed_loop_computes_until_it_has_observed():
     """Without a measured error every step computes, in full during the warm-up and at the end."""
     assert modes(closed_loop(range(8), warmup=3, cooldown=2)) == "FFFUUUFF"
+
+
+@pytest.mark.parametrize(
+    "departure, steps, keys, following",
+    [
+        pytest.param(0.02, 9, {}, 2, id="small"),
+        pytest.param(0.021, 9, {}, 1, id="large"),
+        pytest.param(0.02, 3, {}, 2, id="three steps"),
+        pytest.param(0.02, 2, {}, 1, id="a last step is not skipped"),
+        pytest.param(0.02, 9, {"corrector": False}, 1, id="nothing corrects it"),
+        pytest.param(0.02, 9, {"max_interval": 1}, 1, id="no gaps wanted"),
+        pytest.param(1e-6, 9, {"target_psnr": 30}, 1, id="calibrated by runs that computed it"),
+        pytest.param(None, 9, {}, 1, id="unknown"),
+    ],
+)
+def test_first_output_also_serves_the_second_step_if_little_change_is_expected(departure, steps, keys, following):
+    """The weight is 1, so the change may be `UNMEASURED` times the target."""
+    moves = [[0.1] * place for place in range(steps + 1)]
+    departures = departure and [place * departure for place in range(steps)]
+    course = Course(range(steps), [1.0] * steps, moves, departures=departures)
+    target = {} if "target_psnr" in keys else {"target_error": 0.02 / UNMEASURED}
+    control = Gap(load_preset("balanced", **target, **keys), course)
+    assert control.mode(0) is StepMode.FULL
+    assert control.observe(0, (), 0, math.inf) == following
+    assert control.observe(5, (), 0, math.inf) == 6  # records that were dropped on the way
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])

@@ -51,9 +51,9 @@ def denoise(shifts, curved, **changes):
 
 @pytest.mark.parametrize("shift, other", [(3.0, 12.0), (12.0, 3.0)], ids=["audio", "video"])
 def test_a_second_output_is_judged_as_if_it_were_alone(shift, other):
-    """The first output is constant, so the second decides each step, with the latents of its own run."""
-    (alone,), expected = denoise([shift], [True])
-    (_, second), report = denoise([other, shift], [False, True])
+    """The first output is constant, so the second decides each measured step, with the latents of its own run."""
+    (alone,), expected = denoise([shift], [True], warmup=2)
+    (_, second), report = denoise([other, shift], [False, True], warmup=2)
     assert [step.mode for step in report.steps] == [step.mode for step in expected.steps]
     assert report.steps_by_mode["dispatch"] > STEPS / 4
     assert torch.allclose(second - 1.0, alone, atol=1e-5)  # it began at 1

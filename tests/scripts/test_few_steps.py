@@ -9,14 +9,14 @@ from scripts.research.few_steps_study.variants import LOOP
 
 
 def test_variants_compute_other_steps(tmp_path, monkeypatch):
-    """The prior leaves out the second step, so it computes less with the same target; every row has its PSNR."""
-    names = [LOOP, "warm-up 3", "2 at most"]
+    """The loop leaves out the second step, so it computes less with the same target; every row has its PSNR."""
+    names = [LOOP, "warm-up 2", "warm-up 3"]
     options = ["--smoke", "--no-rivals", "--models", "demo-flux", "--output", str(tmp_path / "found")]
     monkeypatch.setattr(sys, "argv", ["few_steps.py", *options, "--variants", *names])
     few_steps.main()
     found = json.loads((tmp_path / "found.json").read_text())
     computed = {row["name"]: row["computed"] for row in found["rows"]}
-    assert computed["2 at most, target 1.6"] < computed["loop, target 1.6"] <= computed["warm-up 3, target 1.6"]
+    assert computed["loop, target 1.6"] < computed["warm-up 2, target 1.6"] <= computed["warm-up 3, target 1.6"]
     assert {row["series"] for row in found["rows"]} == set(names)
     assert (tmp_path / "found.md").exists()
 

@@ -1,10 +1,9 @@
 """Variants of the closed loop's first gaps, for runs in which few steps are computed.
 
-The loop computes the first two steps, and the forecast error at the second one decides the first gap. With five or six
-computed steps that is a large share of the work. Models move their output from that of pure noise, F_0, by about
-``‖F − F_0‖ / ‖F‖ = c · (σ_0 − σ)^q`` with q = 0.6 and c = 0.8 on `demo-flux`, 0.4 to 0.7 on the video models. The
-variants use this law in place of the second computed step. Their first measured error underestimates the next gap's
-error, because outputs settle more slowly than a line predicts, so some multiply it (`x1.5`).
+The forecast error at the second computed step decides the next gap. With five or six computed steps these two are a
+large share of the work. The loop reuses the first output for the second step where `growth.departures` allows it. The
+variants let it last longer, or compute the second step. The first measured error underestimates the next gap's error,
+because outputs settle more slowly than a line predicts, so some multiply it (`x1.5`).
 """
 
 from __future__ import annotations
@@ -18,47 +17,32 @@ from unittest.mock import patch
 
 from dit_accel.loop import controller
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap
-from dit_accel.loop.growth import BEND
-
-MOVED = 0.8  # c
-POWER = 0.6  # q
-
-
-def movement(course: Course, step: int) -> float:
-    """Return ``(σ_0 − σ)^q`` of a step."""
-    first, level = (course.bends[each] ** (-1 / BEND) for each in (0, step))
-    return max(first - level, 0.0) ** POWER
 
 
 class PriorGap(Gap):
-    """Decide the gap after the first step by the law; needs a warm-up of 1.
+    """Decide the gap after the first step by the expected departures alone.
 
     Attributes:
-        moved: c of the law.
+        departing: factor on them.
         longest: limit on the first gap in steps.
-        least: where the law reaches less far, in steps, the second step is computed.
+        least: where the first output reaches less far, in steps, the second step is computed.
         first_error: factor on the first measured error, which decides the second gap.
     """
 
-    moved = MOVED
+    departing = 1.0
     longest = 16
     least = 2
     first_error = 1.0
 
-    def observe(
-        self, step: int, nodes: Sequence[float], order: float, error: float, course: Course | None = None
-    ) -> int:
-        following = super().observe(step, nodes, order, error, course)
-        if step == 0:
-            following = min(following, self.longest) if following >= self.least else 1
-            self._next_update = min(self._next_update, following)
-        return following
+    def _unmeasured(self, step: int, course: Course) -> int:
+        reach = self._reach(step, (), 0, 0.0, course) if step == 0 else 1
+        return min(reach, self.longest) if step == 0 and reach >= self.least else step + 1
 
     def expected_error(
         self, step: int, later: int, nodes: Sequence[float], order: float, error: float, course: Course
     ) -> float:
-        if step == 0 and not nodes:
-            return self.moved * movement(course, later)
+        if not nodes:
+            return self.departing * (course.departures or [math.inf] * (later + 1))[later]
         factor = self.first_error if len(nodes) == 1 else 1.0
         return factor * super().expected_error(step, later, nodes, order, error, course)
 
@@ -93,21 +77,22 @@ class Variant:
 
 
 def _prior(loop: type[ClosedLoop] = ClosedLoop, **limits: float) -> Variant:
-    return Variant(type("LimitedPriorGap", (PriorGap,), limits), loop, {"warmup": 1})
+    return Variant(type("LimitedPriorGap", (PriorGap,), limits), loop)
 
 
 LOOP = "loop"
 VARIANTS = {
     LOOP: Variant(),
+    "warm-up 2": Variant(changes={"warmup": 2}),
     "warm-up 3": Variant(changes={"warmup": 3}),
-    "error x1.5": Variant(type("SecondGap", (PriorGap,), {"moved": math.inf, "first_error": 1.5})),
+    "error x1.5": Variant(type("SecondGap", (PriorGap,), {"departing": math.inf, "first_error": 1.5})),
     "2 at most": _prior(longest=2),
     "2 at most, error x1.5": _prior(longest=2, first_error=1.5),
     "2 at most, error x2": _prior(longest=2, first_error=2.0),
     "2 at most where 3 fit, error x1.5": _prior(longest=2, least=3, first_error=1.5),
-    "prior 1.4, error x1.5": _prior(moved=1.4, first_error=1.5),
-    "prior 2": _prior(moved=2.0),
-    "prior 2, error x1.5": _prior(moved=2.0, first_error=1.5),
+    "prior 1.4, error x1.5": _prior(departing=1.4, first_error=1.5),
+    "prior 2": _prior(departing=2.0),
+    "prior 2, error x1.5": _prior(departing=2.0, first_error=1.5),
     "half a slope": Variant(loop=HalfSlopeLoop),
-    "prior 2, error x1.5, half a slope": _prior(HalfSlopeLoop, moved=2.0, first_error=1.5),
+    "prior 2, error x1.5, half a slope": _prior(HalfSlopeLoop, departing=2.0, first_error=1.5),
 }
