@@ -69,6 +69,16 @@ def quanto_weights(pipe):
     quanto.freeze(pipe.transformer)
 
 
+def sdnq_weights(pipe):
+    sdnq = pytest.importorskip("sdnq")
+    pipe.transformer = sdnq.sdnq_post_load_quant(pipe.transformer, weights_dtype="int8", quant_conv=False)
+
+
+def modelopt_weights(pipe):
+    modelopt = pytest.importorskip("modelopt.torch.quantization")
+    modelopt.quantize(pipe.transformer, modelopt.INT8_DEFAULT_CFG, lambda _: tiny_output(pipe, "flux", steps=1))
+
+
 def replace_linears(pipe, make, multiple=1):
     """Replace all linear layers whose input divides by ``multiple`` with the result of ``make``."""
     for module in list(pipe.transformer.modules()):
@@ -132,6 +142,8 @@ COMPANIONS = {
     "gguf": (gguf_weights, NO_LINEAR),
     "packed-4-bit": (functools.partial(replace_linears, make=PackedLinear), NO_LINEAR),
     "bitsandbytes": (bitsandbytes_weights, NO_LINEAR),
+    "sdnq": (sdnq_weights, None),  # it keeps some layers as they are
+    "modelopt": (modelopt_weights, NO_LINEAR),
     "lora-hot-swap": (hot_swap, NO_LINEAR),
     "ip-adapter": (ip_adapter, None),
     "group-offload-blocks": (functools.partial(group_offload, kind="block_level"), None),
