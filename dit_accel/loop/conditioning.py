@@ -16,6 +16,7 @@ import torch
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; reading a subclass may run code
 VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # compared by value
+SETTINGS = (*PLAIN_TENSORS, int, float, tuple)  # values that may have changed already at the second call
 MODES = (bool, str)  # values that select what a call computes
 GONE = object()  # a tensor that differed twice and has been freed
 
@@ -55,12 +56,15 @@ class Conditioning:
     Attributes:
         new_modes: names of the strings and bools of the latest call that differ from the call before, for example
             "extract" and then "cached" for a key-value cache; the output may then have another shape.
+        moved: the latest call is the second, and numbers, settings or tensors differ from the first. The next call
+            shows whether they changed or differ at every call.
     """
 
     def __init__(self) -> None:
         self._items: dict[str, _Item] = {}
         self._calls = 0
         self.new_modes: list[str] = []
+        self.moved = False
 
     def changed(self, items: Mapping[str, Any]) -> list[str]:
         """Compare the items of a call with the items of the call before, and record them.
@@ -83,6 +87,8 @@ class Conditioning:
             found += sorted(self._items.keys() ^ items.keys())
         self._calls += 1
         self._items = {name: _followed(self._items.get(name), value, name in differ) for name, value in items.items()}
+        items_moved = [item for item in self._items.values() if item.moved and type(item.value) in SETTINGS]
+        self.moved = self._calls == 2 and bool(items_moved)
         return found
 
     def _differing(self, items: Mapping[str, Any]) -> set[str]:
@@ -102,9 +108,7 @@ class Conditioning:
 
 def _is_change(item: _Item, differs: bool) -> bool:
     """Return True if an item counts as changed; ``differs`` compares it with its latest value."""
-    if differs:
-        return item.holds
-    return item.calls == 2 and item.moved and type(item.value) in (*PLAIN_TENSORS, int, float, tuple)
+    return item.holds if differs else item.calls == 2 and item.moved and type(item.value) in SETTINGS
 
 
 def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:

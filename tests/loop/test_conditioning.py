@@ -54,6 +54,25 @@ def test_what_held_and_differs_is_a_change(values, found):
     assert told(*values) == found
 
 
+@pytest.mark.parametrize(
+    "values, moved",
+    [
+        pytest.param([ONE, OTHER, OTHER], [False, True, False], id="tensor"),
+        pytest.param([3.5, 1.0, 2.0], [False, True, False], id="number"),
+        pytest.param([ONE, ONE, OTHER], [False, False, False], id="held"),
+        pytest.param(["extract", "cached", "cached"], [False, False, False], id="mode"),
+        pytest.param([None, ONE, ONE], [False, False, False], id="begins"),
+    ],
+)
+def test_what_differs_at_the_second_call_may_be_a_change(values, moved):
+    """No earlier call shows whether it differs at every one."""
+    conditioning, found = Conditioning(), []
+    for value in values:
+        conditioning.changed({"item": value})
+        found.append(conditioning.moved)
+    assert found == moved
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_tensors_that_are_written_to_are_noticed(mode):
     """A change in place counts, also of a tensor that counts no versions."""

@@ -19,15 +19,16 @@ from tests.models.fake_graph import RecordedGraph
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
-TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
+SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
+TILES = {"skip": SPARGE, "warmup": 2}  # two steps compute all tiles
 CASES = {
     "dense": ("flux", load_preset("exact"), 1),
     "closed-loop": ("flux", load_preset("turbo"), 1),
     "tiles": ("flux", load_preset("flux-sparge-balanced", **{"skip.tau_kv": 0.3}), 2),
-    "tiles-by-interceptor": ("sd3", load_preset("turbo", skip=TILES), 2),
-    "two-branches": ("wan", load_preset("video-turbo", model="wan", skip=TILES), 4),
-    "masked-text": ("hunyuan", load_preset("video-turbo", model="hunyuan_video", skip=TILES), 2),
-    "token-order": ("wan", load_preset("video-turbo", model="wan", skip=TILES, blocks={"token_order": "hilbert"}), 4),
+    "tiles-by-interceptor": ("sd3", load_preset("turbo", **TILES), 2),
+    "two-branches": ("wan", load_preset("video-turbo", model="wan", **TILES), 4),
+    "masked-text": ("hunyuan", load_preset("video-turbo", model="hunyuan_video", **TILES), 2),
+    "token-order": ("wan", load_preset("video-turbo", model="wan", **TILES, blocks={"token_order": "hilbert"}), 4),
     "control-net": ("flux-controlnet", load_preset("balanced"), 1),
     "two-transformers": ("wan22", load_preset("video-balanced"), 4),
     "no-facts": ("ltx", load_preset("balanced"), 1),
@@ -219,8 +220,8 @@ def compiled(pipe):
 
 
 REFUSALS = {
-    "masks-kept": ({"skip": {**TILES, "refresh": 2}}, None, {}, "masks are kept from step to step"),
-    "probe": ({"skip": {**TILES, "probe_blocks": 1}}, None, {}, "the probe looks at other queries"),
+    "masks-kept": ({"skip": {**SPARGE, "refresh": 2}}, None, {}, "masks are kept from step to step"),
+    "probe": ({"skip": {**SPARGE, "probe_blocks": 1}}, None, {}, "the probe looks at other queries"),
     "hook-outside": ({}, watched, {}, "FluxTransformer2DModel carries hooks"),
     "hooks": ({}, hooked, {}, "transformer_blocks.1 carries hooks"),
     "compiled": ({}, compiled, {}, "transformer_blocks.0 is compiled"),
@@ -260,7 +261,7 @@ def test_calls_under_what_can_not_be_captured(graph, mode):
 
 def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
     """With skipped tiles, attention runs sample by sample."""
-    preset = load_preset("video-turbo", model="hunyuan_video", skip=TILES)
+    preset = load_preset("video-turbo", model="hunyuan_video", **TILES)
     pipes = [accelerated("hunyuan", preset, wanted) for wanted in ("never", "always")]
     prompts, captures = ["a cat", "a dog that runs across a field of yellow flowers"], []
     for given in (prompts, prompts, prompts[::-1], prompts[::-1], prompts):
@@ -385,7 +386,7 @@ def test_outputs_that_hold_more_than_tensors_are_not_repeated():
 
 def test_a_prompt_of_another_length_behind_the_same_padding_is_captured_again(graph):
     """With skipped tiles the prompt's length decides which keys count."""
-    pipes = [accelerated("qwen-image", load_preset("turbo", skip=TILES), wanted) for wanted in ("never", "always")]
+    pipes = [accelerated("qwen-image", load_preset("turbo", **TILES), wanted) for wanted in ("never", "always")]
     for length in (4, 8, 4):
         mask = (torch.arange(8) < length)[None].long()
         text = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
