@@ -31,7 +31,7 @@ class _Item:
         copy: values of a tensor that counts no versions, because it may be changed in place.
         calls: number of calls that had the item, up to 3.
         holds: the latest comparison found no difference.
-        moved: the first comparison found a difference between values of one type.
+        moved: the first comparison found a difference between two numbers, settings or tensors.
     """
 
     value: Any
@@ -87,8 +87,7 @@ class Conditioning:
             found += sorted(self._items.keys() ^ items.keys())
         self._calls += 1
         self._items = {name: _followed(self._items.get(name), value, name in differ) for name, value in items.items()}
-        items_moved = [item for item in self._items.values() if item.moved and type(item.value) in SETTINGS]
-        self.moved = self._calls == 2 and bool(items_moved)
+        self.moved = self._calls == 2 and bool([item for item in self._items.values() if item.moved])
         return found
 
     def _differing(self, items: Mapping[str, Any]) -> set[str]:
@@ -108,7 +107,7 @@ class Conditioning:
 
 def _is_change(item: _Item, differs: bool) -> bool:
     """Return True if an item counts as changed; ``differs`` compares it with its latest value."""
-    return item.holds if differs else item.calls == 2 and item.moved and type(item.value) in SETTINGS
+    return item.holds if differs else item.calls == 2 and item.moved
 
 
 def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
@@ -122,7 +121,8 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
         kept: Any = weakref.ref(value)  # it may be large, and will probably differ again
         return _Item(kept, version_of(value), None, 3, False, item.moved)
     copy = _copied(value) if differs or item.copy is None else item.copy
-    moved = differs and type(item.value) is type(value) if item.calls == 1 else item.moved
+    may_have_changed = differs and type(value) in SETTINGS and type(item.value) is type(value)
+    moved = may_have_changed if item.calls == 1 else item.moved
     return _Item(value, version_of(value), copy, min(item.calls + 1, 3), not differs, moved)
 
 

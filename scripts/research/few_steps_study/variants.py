@@ -35,8 +35,8 @@ class PriorGap(Gap):
     first_error = 1.0
 
     def _unmeasured(self, step: int, course: Course) -> int:
-        reach = self._reach(step, (), 0, 0.0, course) if step == 0 else 1
-        return min(reach, self.longest) if step == 0 and reach >= self.least else step + 1
+        reach = 1 if step else self._reach(step, (), 0, 0.0, course)
+        return min(reach, self.longest) if reach >= self.least else step + 1
 
     def expected_error(
         self, step: int, later: int, nodes: Sequence[float], order: float, error: float, course: Course
