@@ -121,7 +121,7 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
         kept: Any = weakref.ref(value)  # it may be large, and will probably differ again
         return _Item(kept, version_of(value), None, 3, False, item.moved)
     copy = _copied(value) if differs or item.copy is None else item.copy
-    may_have_changed = differs and type(value) in SETTINGS and type(item.value) is type(value)
+    may_have_changed = differs and type(value) in SETTINGS and type(item.value) in SETTINGS
     moved = may_have_changed if item.calls == 1 else item.moved
     return _Item(value, version_of(value), copy, min(item.calls + 1, 3), not differs, moved)
 

@@ -41,6 +41,7 @@ CHANGED = ["item"]
         pytest.param([ONE, OTHER, OTHER, OTHER], [[], [], CHANGED, []], id="changed-at-the-second-call"),
         pytest.param([3.5, 3.5, 1.0, 1.0], [[], [], CHANGED, []], id="number"),
         pytest.param([3.5, 1.0, 1.0], [[], [], CHANGED], id="number-at-the-second-call"),
+        pytest.param([1, 0.5, 0.5], [[], [], CHANGED], id="whole-number-at-first"),
         pytest.param([float("nan")] * 3, [[], [], []], id="no-number"),
         pytest.param([torch.Tensor._make_subclass(Gathered, ONE), ONE, ONE], [[], [], []], id="another-type-first"),
         pytest.param(["extract", "cached", "cached"], [[], [], []], id="mode-that-only-begins"),
@@ -59,6 +60,8 @@ def test_what_held_and_differs_is_a_change(values, found):
     [
         pytest.param([ONE, OTHER, OTHER], [False, True, False], id="tensor"),
         pytest.param([3.5, 1.0, 2.0], [False, True, False], id="number"),
+        pytest.param([1, 0.5, 0.5], [False, True, False], id="whole-number-first"),
+        pytest.param([torch.nn.Parameter(ONE), OTHER, OTHER], [False, True, False], id="parameter-first"),
         pytest.param([ONE, ONE, OTHER], [False, False, False], id="held"),
         pytest.param(["extract", "cached", "cached"], [False, False, False], id="mode"),
         pytest.param([None, ONE, ONE], [False, False, False], id="begins"),
