@@ -97,8 +97,7 @@ class Gap:
         self.target_error = preset.schedule.bound
         self.computed_step = -1  # the latest step decided to compute
         self._decided: tuple[int, StepMode] | None = None
-        self._observed_step = -1
-        self._next_update = 0
+        self._following: dict[object, int] = {}  # next computed step, by the outputs that decided it since then
 
     def mode(self, step: int) -> StepMode:
         """Return the step's mode, decided at the first request of a branch."""
@@ -106,13 +105,14 @@ class Gap:
             self._decided = step, self.decide_mode(step)
             if self._decided[1] is not StepMode.DISPATCH:
                 self.computed_step = step
+                self._following.clear()
         return self._decided[1]
 
     def decide_mode(self, step: int) -> StepMode:
         schedule = self.preset.schedule
         if step < schedule.warmup or step >= len(self.course.coordinates) - schedule.cooldown:
             return StepMode.FULL
-        return StepMode.UPDATE if step >= self._next_update else StepMode.DISPATCH
+        return StepMode.UPDATE if step >= min(self._following.values(), default=0) else StepMode.DISPATCH
 
     def best_order(self, errors: dict[float, float]) -> float:
         """Return the degree whose error lets the next forecasts reach farthest.
@@ -134,9 +134,18 @@ class Gap:
         return max(best, key=lambda order: (math.ceil(order), reaches[order]), default=max(errors))
 
     def observe(
-        self, step: int, nodes: Sequence[float], order: float, error: float, course: Course | None = None
+        self,
+        step: int,
+        nodes: Sequence[float],
+        order: float,
+        error: float,
+        course: Course | None = None,
+        outputs: object = None,
     ) -> int:
-        """Set the next computed step from a measured forecast error; the largest error at one step decides.
+        """Set the next computed step from a measured forecast error; the outputs that reach least far decide.
+
+        A branch that computes alone, because its records are missing or too old, replaces its own decision only: the
+        forecasts of the other branches reach no farther.
 
         Args:
             step: the computed step at which the error was measured.
@@ -144,14 +153,14 @@ class Gap:
             order: degree of the forecast, which used ``⌈order⌉ + 1`` records.
             error: ‖F − F̂‖ / ‖F‖.
             course: course of the output; None = the run's.
+            outputs: key of the branch and its output.
 
         Returns:
             The next computed step for this error alone.
         """
         course = course or self.course
         following = self._reach(step, nodes, order, error, course) if nodes else self._unmeasured(step, course)
-        self._next_update = following if step != self._observed_step else min(self._next_update, following)
-        self._observed_step = step
+        self._following[outputs] = following
         return following
 
     def _unmeasured(self, step: int, course: Course) -> int:
@@ -346,7 +355,7 @@ class ClosedLoop:
             self.go_on_with(order)
         if damps:
             self.refit(measured[-1])
-        self.following = self.gap.observe(step, nodes, order, error, self.course)
+        self.following = self.gap.observe(step, nodes, order, error, self.course, id(self))
         return error if errors else None
 
     def go_on_with(self, best: float) -> None:

@@ -20,7 +20,13 @@ class IntervalGap(Gap):
         return StepMode.DISPATCH if (step - schedule.warmup) % (schedule.interval or 1) else StepMode.UPDATE
 
     def observe(
-        self, step: int, nodes: Sequence[float], order: float, error: float, course: Course | None = None
+        self,
+        step: int,
+        nodes: Sequence[float],
+        order: float,
+        error: float,
+        course: Course | None = None,
+        outputs: object = None,
     ) -> int:
         """Do nothing: an interval does not depend on errors."""
         return step + 1

@@ -115,8 +115,8 @@ def test_closed_loop_at_extreme_errors(error, interval):
 def test_worst_error_of_a_step_decides(errors):
     """Branches of one step report their errors one by one; the shortest interval counts, in any order."""
     control = closed_loop(target_error=0.05)
-    for error in errors:
-        control.observe(5, [4, 3], 1, error)
+    for branch, error in enumerate(errors):
+        control.observe(5, [4, 3], 1, error, outputs=branch)
     assert interval_after(control, 5) == 3  # 0.012, 0.036, 0.072, … one, two, three steps away, added up
 
 

@@ -414,6 +414,24 @@ def test_branch_that_missed_an_update_computes():
     assert loop.call(8, context="uncond")[0].mode is DISPATCH
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["new-conditioning", "late"])
+@pytest.mark.parametrize("order", [1, -1], ids=["called-first", "called-last"])
+def test_a_branch_that_computes_alone_decides_for_itself(late, order):
+    """However exact its own forecasts are, the other branch computes when it would have, and then both compute."""
+    loop, plain = (closed_loop(**{"schedule.warmup": 1, "schedule.target_error": 2.0}) for _ in range(2))
+    alone, modes = [], []
+    for step in range(8):
+        item = torch.full((3,), 0.0 if late else float(step))
+        calls = [("still", 1.0, {"item": item}), ("moving", 1.0 + 5 * step, {})]
+        called = [call for call in calls if not (late and call[0] == "still" and 0 < step < 4)][::order]
+        found = {name: loop.call(step, value, context=name, conditions=its)[0].mode for name, value, its in called}
+        modes.append(found["moving"])
+        alone += [step] if found["moving"] is DISPATCH is not found.get("still", DISPATCH) else []
+        assert found["moving"] is DISPATCH or DISPATCH not in found.values()
+    assert alone == [4 if late else 1]
+    assert modes == [plain.call(step, 1.0 + 5 * step)[0].mode for step in range(8)]
+
+
 @pytest.mark.parametrize("level, warm", [("layer", True), ("head", False)])
 def test_sites_need_what_their_level_reads(level, warm):
     """Features of the warm-up are enough for level layer; level head needs the symbols of an UPDATE."""
