@@ -166,8 +166,7 @@ class Gap:
     def _unmeasured(self, step: int, course: Course) -> int:
         """Return the next computed step after an output that no forecast could be compared with."""
         corrects = self.preset.forecast.corrector and course.moves is not None
-        calibrated = self.preset.schedule.target_psnr is not None  # the runs of calibrations computed the second step
-        if step or calibrated or not corrects or course.departures is None or len(course.coordinates) < 3:
+        if step or not corrects or course.departures is None or len(course.coordinates) < 3:
             return step + 1
         small = course.weights[1] * course.departures[1] <= UNMEASURED * self.target_error
         return min(2 if small else 1, self.preset.schedule.max_interval)

@@ -45,7 +45,6 @@ def test_closed_loop_computes_until_it_has_observed():
         pytest.param(0.02, 2, {}, 1, id="a last step is not skipped"),
         pytest.param(0.02, 9, {"corrector": False}, 1, id="nothing corrects it"),
         pytest.param(0.02, 9, {"max_interval": 1}, 1, id="no gaps wanted"),
-        pytest.param(1e-6, 9, {"target_psnr": 30}, 1, id="calibrated by runs that computed it"),
         pytest.param(None, 9, {}, 1, id="unknown"),
     ],
 )
@@ -54,8 +53,7 @@ def test_first_output_also_serves_the_second_step_if_little_change_is_expected(d
     moves = [[0.1] * place for place in range(steps + 1)]
     departures = departure and [place * departure for place in range(steps)]
     course = Course(range(steps), [1.0] * steps, moves, departures=departures)
-    target = {} if "target_psnr" in keys else {"target_error": 0.02 / UNMEASURED}
-    control = Gap(load_preset("balanced", **target, **keys), course)
+    control = Gap(load_preset("balanced", target_error=0.02 / UNMEASURED, **keys), course)
     assert control.mode(0) is StepMode.FULL
     assert control.observe(0, (), 0, math.inf) == following
     assert control.observe(5, (), 0, math.inf) == 6  # records that were dropped on the way

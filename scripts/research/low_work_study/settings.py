@@ -23,11 +23,6 @@ ALONE = (
 )
 MOST_STEPS = 50  # maximum distance between computed steps, in the closed loop at low work
 
-# Series of the closed loop, with their changes to `turbo`.
-LOOPS: dict[str, dict[str, Any]] = {
-    OURS: {},
-    f"{OURS}, warm-up 1": {"warmup": 1},
-}
 # Warm-up and interval that come to 5, 6, 8 and 10 of 50 steps: of a fixed interval on our engine, and of TaylorSeer as
 # diffusers counts, where a warm-up of 3 steps leaves no 5.
 INTERVALS = [(1, 20), (1, 14), (1, 9), (1, 6), (3, 46), (3, 24), (3, 12), (3, 8)]
@@ -83,11 +78,8 @@ def searches(pipe: Any, peers: Sequence[str], changes: dict[str, Any]) -> dict[s
         changes: keys of the closed loop's preset.
     """
 
-    def looping(series: str) -> Callable[[float], Method]:
-        own = {"max_interval": MOST_STEPS, **LOOPS[series], **changes}
-        return lambda target: _loop(pipe, "turbo", series, target_error=target, **own)
-
-    found = {series: Search(looping(series), 0.1, 100.0) for series in LOOPS}
+    own = {"max_interval": MOST_STEPS, **changes}
+    found = {OURS: Search(lambda target: _loop(pipe, "turbo", OURS, target_error=target, **own), 0.1, 100.0)}
     for name, setting in SEARCHED.items():
         of = PEERS[name].of
         if name in peers and of is not None:
@@ -110,11 +102,7 @@ def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str,
     These are our presets, the closed loop over targets, all steps with layers in 8 bits, and some of each other method.
     """
     presets = [_loop(pipe, name, OURS, name=name, **changes) for name in ("quality", "balanced", "turbo")]
-    swept = [
-        _loop(pipe, "turbo", series, **{"target_error": target, **LOOPS[series], **changes})
-        for series in LOOPS
-        for target in FEW_TARGETS
-    ]
+    swept = [_loop(pipe, "turbo", OURS, **{"target_error": target, **changes}) for target in FEW_TARGETS]
     narrow = [
         replace(our_methods(pipe, [preset_for(pipe, "exact", linear={"dtype": dtype})])[0], name=f"layers in {dtype}")
         for dtype in ("int8", "float8")
