@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -101,7 +101,7 @@ def accelerate(pipe, preset: str, name: str, **more: str):
 
 
 def compared(pipe, made: torch.Tensor, alone: torch.Tensor, modes: list[str]) -> dict:
-    report = pipe.dit_accel.report()
+    report, alone = pipe.dit_accel.report(), alone.to(made.device)
     return {
         "error": ((made - alone).norm() / alone.norm()).item(),
         "sum": made.double().sum().item(),
@@ -119,20 +119,28 @@ def modes_of(pipe) -> list[str]:
     return [step.mode for step in pipe.dit_accel.report().steps]
 
 
+def alone(pipe, name: str, presets: Sequence[str], **arguments) -> dict[str, tuple[torch.Tensor, list[str]]]:
+    """Outputs and modes by preset without parallelism, of which each rank computes a part for both."""
+    own, parts = {}, [None] * RANKS
+    for preset in presets[dist.get_rank() :: RANKS]:
+        accelerate(pipe, preset, name)
+        own[preset] = output(pipe, name, **arguments).cpu(), modes_of(pipe)
+    dist.all_gather_object(parts, own)
+    return {preset: part[preset] for preset in presets for part in parts if preset in part}
+
+
 def both_orders(name: str) -> dict:
     """Every preset, on one device and on two: parallelism enabled after the acceleration, and before it."""
-    alone, found = {}, {}
+    found, last = {}, SHARED[-1]
     pipe = pipeline(name)
-    for preset in SHARED:
-        accelerate(pipe, preset, name)
-        alone[preset] = output(pipe, name), modes_of(pipe)
-    last = preset
+    expected = alone(pipe, name, SHARED)
+    accelerate(pipe, last, name)
     share_tokens(pipe, name)
-    found[f"{last}, accelerated first"] = compared(pipe, output(pipe, name), *alone[last])
+    found[f"{last}, accelerated first"] = compared(pipe, output(pipe, name), *expected[last])
     for preset in SHARED:
         restore_pipeline(pipe)
         accelerate(pipe, preset, name)
-        found[preset] = compared(pipe, output(pipe, name), *alone[preset])
+        found[preset] = compared(pipe, output(pipe, name), *expected[preset])
     restore_pipeline(pipe)
     return found
 
@@ -165,12 +173,9 @@ def any_size() -> dict:
     found = {}
     for name, arguments in odd.items():
         pipe, family = (tiny_pipeline("wan").to(DEVICE), "wan") if name == "3 heads" else (pipeline(name), name)
-        alone = {}
-        for preset in SHARED:
-            accelerate(pipe, preset, family)
-            alone[preset] = output(pipe, family, **arguments), modes_of(pipe)
+        expectations = alone(pipe, family, SHARED, **arguments)
         parallelize_pipeline(pipe, ulysses=2)
-        for preset, expected in alone.items():
+        for preset, expected in expectations.items():
             accelerate(pipe, preset, family)
             with patch.object(dist, "all_gather", dist.all_gather if DEVICE == "cuda" else gathered_one_by_one):
                 found[f"{name}, {preset}"] = compared(pipe, output(pipe, family, **arguments), *expected)
@@ -191,13 +196,10 @@ def fused() -> dict:
     found = {}
     for name in ("flux", "flux2", "wan", "hunyuan", "qwen-image"):
         pipe = pipeline(name)
-        alone = {}
-        for preset in ("layer", "exact"):
-            accelerate(pipe, preset, name)
-            alone[preset] = output(pipe, name), modes_of(pipe)
+        expectations = alone(pipe, name, ("layer", "exact"))
         share_tokens(pipe, name)
         with patch.object(CallReader, "fuses_kernels", lambda *_: True):
-            for preset, expected in alone.items():
+            for preset, expected in expectations.items():
                 accelerate(pipe, preset, name)
                 found[f"{name}, {preset}"] = compared(pipe, output(pipe, name), *expected)
     return found

@@ -14,7 +14,7 @@ from dit_accel.errors import UnsupportedError
 from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
-STEPS = 12
+STEPS = 8
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 
@@ -121,7 +121,7 @@ def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset):
     inner = []
 
     def callback(_, step, timestep, tensors):
-        if step == 6:
+        if step == 4:
             inner.append(tiny_output(twin, name, steps=STEPS, seed=1))
         return tensors
 
@@ -139,7 +139,7 @@ def test_any_of_several_pipelines_restores_all(accelerated, restored):
     pipes = pipe, other
 
     def outputs():
-        return [tiny_output(pipe, "flux", steps=STEPS), tiny_output(other, "flux-img2img", steps=24)]
+        return [tiny_output(pipe, "flux", steps=STEPS), tiny_output(other, "flux-img2img", steps=12)]
 
     plain, left = outputs(), [set(vars(each)) for each in (*pipes, pipe.transformer, pipe.vae)]
     accelerate_pipeline(pipes[accelerated], CLOSED_LOOP)

@@ -23,12 +23,13 @@ UNREAD = {"add_q_proj", "norm_added_q", "to_add_out", "txt_mlp", "ff_context"}
 SHIFTS_OF_KEYS = ("to_k_ip.0.bias", "refiner_blocks.0.attn.to_k.bias")
 # Without an image its embedding is masked; two sections leave the oldest history empty.
 IDLE = {"hunyuan15": "image_embedder.", "framepack": "clean_x_embedder.proj_4x.weight"}
+STEPS = 3
 
 pipeline = functools.cache(tiny_pipeline)
 
 
-def generate(name: str, **arguments) -> torch.Tensor:
-    return tiny_output(pipeline(name), name, **arguments)
+def generate(name: str, steps: int = STEPS, **arguments) -> torch.Tensor:
+    return tiny_output(pipeline(name), name, steps=steps, **arguments)
 
 
 plain = functools.cache(generate)
@@ -38,6 +39,7 @@ def relative_change(changed: torch.Tensor, original: torch.Tensor) -> float:
     return ((changed - original).norm() / original.norm()).item()
 
 
+@functools.cache
 def calls_of(name: str, **arguments) -> dict[torch.nn.Module, list[dict]]:
     """For each transformer of a pipeline, the keyword arguments of its calls in one generation."""
     pipe = pipeline(name)
@@ -55,14 +57,14 @@ def calls_of(name: str, **arguments) -> dict[torch.nn.Module, list[dict]]:
 @every_pipeline
 def test_two_builds_generate_the_same(name):
     """Equal seeds give equal weights, inputs and so latents, bit for bit."""
-    again = tiny_output(tiny_pipeline(name), name)
+    again = tiny_output(tiny_pipeline(name), name, steps=STEPS)
     assert torch.equal(again, plain(name))
 
 
 @every_pipeline
 def test_seeds_of_weights_and_noise_count(name):
     """Another seed of the pipeline, or of the inputs, gives another result."""
-    other_weights = tiny_output(tiny_pipeline(name, seed=1), name)
+    other_weights = tiny_output(tiny_pipeline(name, seed=1), name, steps=STEPS)
     assert relative_change(other_weights, plain(name)) > 0.1
     assert relative_change(generate(name, seed=1), plain(name)) > 0.1
 
@@ -70,7 +72,7 @@ def test_seeds_of_weights_and_noise_count(name):
 @every_pipeline
 def test_finite_and_bounded_over_many_steps(name):
     """Random weights neither overflow nor collapse: latents stay near the size of the noise."""
-    latents = generate(name, steps=12)
+    latents = plain(name, 12)
     assert latents.isfinite().all() and 0.5 < latents.std() < 10
 
 
@@ -78,7 +80,7 @@ def test_finite_and_bounded_over_many_steps(name):
 def test_reacts_to_prompt_and_steps(name):
     """The prompt and the number of steps each move the latents by more than rounding could, 2%."""
     assert relative_change(generate(name, prompt="two blue whales asleep"), plain(name)) > 0.02
-    assert relative_change(generate(name, steps=7), plain(name)) > 0.02
+    assert relative_change(plain(name, 12), plain(name)) > 0.02
 
 
 @every_pipeline
@@ -93,12 +95,11 @@ def test_batch_and_pictures(name):
 
 @every_pipeline
 def test_output_changes_smoothly_with_the_timestep(name):
-    """Halfway through 20 steps, the next timestep alone changes a transformer's output by 0.5% to 15%."""
-    for module, calls in calls_of(name, steps=20).items():
-        now = calls[len(calls) // 2]
-        later = next(call for call in calls[len(calls) // 2 :] if not torch.equal(call["timestep"], now["timestep"]))
+    """In the last step, 5% more noise in the timestep change a transformer's output by 0.5% to 15%."""
+    for module, calls in calls_of(name).items():
+        last, most = calls[-1], max(call["timestep"].max() for call in calls)
         with torch.no_grad():
-            original, changed = module(**now)[0], module(**{**now, "timestep": later["timestep"]})[0]
+            original, changed = module(**last)[0], module(**{**last, "timestep": last["timestep"] + 0.05 * most})[0]
         assert 0.005 < relative_change(changed, original) < 0.15
 
 
@@ -148,7 +149,8 @@ def test_flux_tokens_are_ragged(name):
 def test_conditioning_picture_counts(name, argument):
     """Another conditioning image, with all else equal, changes the result by more than 1%."""
     other = {argument: tiny_inputs(name, seed=1)[argument]}
-    assert relative_change(generate(name, **other), plain(name)) > 0.01
+    steps = 4 if name == "flux-img2img" else STEPS  # it skips the share of steps that the image stands for
+    assert relative_change(generate(name, steps, **other), plain(name, steps)) > 0.01
 
 
 def test_overrides_replace_arguments_and_size_pictures():
@@ -163,9 +165,9 @@ def test_lora_changes_the_picture_and_unloads():
     pytest.importorskip("peft")
     pipe = tiny_pipeline("flux")
     pipe.load_lora_weights(tiny_flux_lora(pipe))
-    assert relative_change(pipe(**tiny_inputs("flux")).images, plain("flux")) > 0.02
+    assert relative_change(tiny_output(pipe, "flux", steps=STEPS), plain("flux")) > 0.02
     pipe.unload_lora_weights()
-    assert torch.equal(pipe(**tiny_inputs("flux")).images, plain("flux"))
+    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain("flux"))
 
 
 def test_building_leaves_the_global_random_state():

@@ -14,7 +14,7 @@ from dit_accel.models.conditions import Conditions
 from tests.test_changes_under_way import CHANGES, GUIDANCE
 from tests.tiny import tiny_output, tiny_pipeline
 
-STEPS = 16
+STEPS = 12
 FAMILIES = ("flux", "sd3", "qwen-image", "wan", "hunyuan")
 NAMED = {  # in the report's note
     "prompt": "encoder_hidden_states",

@@ -7,7 +7,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, 
 from dit_accel.models.transformer import GRADIENTS
 from tests.tiny import tiny_output, tiny_pipeline
 
-STEPS = 12
+STEPS = 8
 PRESETS = {
     "output": ("flux", load_preset("turbo")),
     "layer": ("flux", load_preset("flux-taylorseer", schedule={"interval": 3})),
