@@ -17,7 +17,7 @@ from dit_accel import accelerate_pipeline, restore_pipeline
 from tests.test_shared_transformers import twin_of
 from tests.tiny import PROMPT, tiny_output, tiny_pipeline
 
-first, _, last = os.environ.get("CHANGED_RUNS", "8").rpartition("-")
+first, _, last = os.environ.get("CHANGED_RUNS", "4").rpartition("-")
 SEEDS = range(int(first or 0), int(last))
 
 # Arguments that turn classifier-free guidance on, and off.

@@ -1,6 +1,7 @@
 """Import rules: arrows have one direction, heavy packages stay in their place, and imports have no side effects."""
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -51,7 +52,8 @@ def unit_of(path: Path) -> str:
     return "" if first == "__init__" else first
 
 
-def imports(path: Path) -> Iterator[Import]:
+@functools.cache
+def imports(path: Path) -> list[Import]:
     """Every import of a file, at any depth; ``from package import name`` counts as ``package.name``."""
 
     def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
@@ -65,7 +67,7 @@ def imports(path: Path) -> Iterator[Import]:
                 deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_checkers(child)
                 yield from walk(child, at_import and not deferred)
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
+    return list(walk(ast.parse(path.read_text(encoding="utf-8")), True))
 
 
 def _is_for_checkers(node: ast.AST) -> bool:

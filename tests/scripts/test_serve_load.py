@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 def test_too_much_load_is_refused_and_nothing_is_lost(tmp_path):
     """Far above the capacity: images, and "busy" for the rest; the server counts the same and ends well."""
     output = tmp_path / "serving.json"
-    options = ["--capacity", "1", "--half", "1.5", "--overload", "2", "--factor", "20", "--steps", "1"]
+    options = ["--capacity", "0.5", "--half", "1", "--overload", "1", "--factor", "20", "--steps", "1"]
     serving.main(["--output", str(output), *options])
     found = json.loads(output.read_text())
     assert found["failures"] == []
