@@ -21,7 +21,7 @@ def made():
     """Make an image with a preset, once, and return its work too."""
     pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    size = {"height": 256, "width": 256, "num_inference_steps": 20, "max_sequence_length": 64}
+    size = {"height": 256, "width": 256, "num_inference_steps": 14, "max_sequence_length": 64}
 
     @functools.cache
     def make(name):
