@@ -107,7 +107,8 @@ class LearnedLoop(ClosedLoop):
             return self.corrections.output((step, *self._steps()), target, records, self._known[0])
         places, coordinates = self.course.places(), self.course.coordinates
         nodes = [places[each] for each in (coordinates[step], *self.outputs.coordinates)]
-        weights = forecast_weights("newton", nodes, places[coordinates[target]], INTERPOLATED)
+        degree = INTERPOLATED if is_learned(self.order) else max(INTERPOLATED, self.order + 1)
+        weights = forecast_weights("newton", nodes, places[coordinates[target]], degree)
         return torch.as_tensor(sum(weight * value.float() for weight, value in zip(weights, records, strict=True)))
 
     def _forecast(self, coordinate: float, order: float) -> Output:
