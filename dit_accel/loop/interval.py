@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
+from dit_accel.loop.closed_loop import ClosedLoop, Gap, Output
 from dit_accel.loop.tracker import StepMode
 
 
@@ -19,15 +20,7 @@ class IntervalGap(Gap):
             return StepMode.FULL
         return StepMode.DISPATCH if (step - schedule.warmup) % (schedule.interval or 1) else StepMode.UPDATE
 
-    def observe(
-        self,
-        step: int,
-        nodes: Sequence[float],
-        order: float,
-        error: float,
-        course: Course | None = None,
-        outputs: object = None,
-    ) -> int:
+    def observe(self, step: int, *measured: Any, **of: Any) -> int:
         """Do nothing: an interval does not depend on errors."""
         return step + 1
 
