@@ -87,7 +87,7 @@ class Conditioning:
             found += sorted(self._items.keys() ^ items.keys())
         self._calls += 1
         self._items = {name: _followed(self._items.get(name), value, name in differ) for name, value in items.items()}
-        self.moved = self._calls == 2 and bool([item for item in self._items.values() if item.moved])
+        self.moved = self._calls == 2 and any(item.moved for item in self._items.values())
         return found
 
     def _differing(self, items: Mapping[str, Any]) -> set[str]:

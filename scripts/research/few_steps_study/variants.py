@@ -3,8 +3,8 @@
 The forecast error at the second computed step decides the next gap. With five or six computed steps these two are a
 large share of the work. The loop reuses the first output for the second step where `growth.departures` allows it. The
 variants let it last longer, or compute the second step. The first measured error underestimates the next gap's error,
-because outputs settle more slowly than a line predicts, so some multiply it (`x1.5`). `ownN` keep the loop's first gap
-and change what follows.
+because outputs settle more slowly than a line predicts, so some multiply it (`x1.5`). `own1` to `own4` change one
+part of the loop's own rule.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PriorGap(Gap):
 
 
 class OwnGap(Gap):
-    """The loop's own first gap, with another limit, second gap or last gap.
+    """The loop's own gaps, with another limit of the first one, second one or last one.
 
     Attributes:
         largest: limit on the change to expect at the second step, so that the first output serves it.

@@ -79,7 +79,7 @@ def searches(pipe: Any, peers: Sequence[str], changes: dict[str, Any]) -> dict[s
     """
 
     own = {"max_interval": MOST_STEPS, **changes}
-    found = {OURS: Search(lambda target: _loop(pipe, "turbo", OURS, target_error=target, **own), 0.1, 100.0)}
+    found = {OURS: Search(lambda target: _loop(pipe, "turbo", target_error=target, **own), 0.1, 100.0)}
     for name, setting in SEARCHED.items():
         of = PEERS[name].of
         if name in peers and of is not None:
@@ -101,8 +101,8 @@ def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str,
 
     These are our presets, the closed loop over targets, all steps with layers in 8 bits, and some of each other method.
     """
-    presets = [_loop(pipe, name, OURS, name=name, **changes) for name in ("quality", "balanced", "turbo")]
-    swept = [_loop(pipe, "turbo", OURS, **{"target_error": target, **changes}) for target in FEW_TARGETS]
+    presets = [_loop(pipe, name, name=name, **changes) for name in ("quality", "balanced", "turbo")]
+    swept = [_loop(pipe, "turbo", **{"target_error": target, **changes}) for target in FEW_TARGETS]
     narrow = [
         replace(our_methods(pipe, [preset_for(pipe, "exact", linear={"dtype": dtype})])[0], name=f"layers in {dtype}")
         for dtype in ("int8", "float8")
@@ -111,10 +111,10 @@ def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str,
     return _distinct([*presets, *swept, *narrow, *_intervals(pipe, FEW_INTERVALS), *others])
 
 
-def _loop(pipe: Any, preset: str, series: str, *, name: str | None = None, **changes: Any) -> Method:
+def _loop(pipe: Any, preset: str, *, name: str | None = None, **changes: Any) -> Method:
     """The closed loop with separate decisions for each prompt of a batch."""
     method = our_methods(pipe, [preset_for(pipe, preset, per_prompt=True, **changes)])[0]
-    return replace(method, series=series, name=name or f"{series}, target {changes['target_error']:.4g}")
+    return replace(method, series=OURS, name=name or f"{OURS}, target {changes['target_error']:.4g}")
 
 
 def _intervals(pipe: Any, settings: Sequence[tuple[int, int]]) -> list[Method]:
