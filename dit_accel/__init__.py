@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers, the names below
     from dit_accel.loop.report import RunReport as RunReport
     from dit_accel.models.parallel.parallelize import parallelize_pipeline as parallelize_pipeline
     from dit_accel.models.presets import load_preset as load_preset
+    from dit_accel.modular_block import AccelerateBlock as AccelerateBlock
     from dit_accel.pipeline import Acceleration as Acceleration
     from dit_accel.pipeline import accelerate_pipeline as accelerate_pipeline
     from dit_accel.pipeline import accelerate_transformer as accelerate_transformer
@@ -40,6 +41,7 @@ _HOMES = {
     "accelerated": "pipeline",
     "restore_pipeline": "pipeline",
     "report": "pipeline",
+    "AccelerateBlock": "modular_block",
     "ClosedLoopConfig": "cache_config",
     "parallelize_pipeline": "models.parallel.parallelize",
     "Acceleration": "pipeline",

@@ -114,7 +114,7 @@ class Acceleration:
                 any of them.
         """
         controller = self._runs.latest if pipe is None else self._runs.of(pipe)
-        reason = None if self._restored else self._why_not_in_effect()
+        reason = None if self._restored else self.why_not_in_effect()
         if reason is not None:
             controller.report.warn(f"not in effect: {reason}")
         report, parts = controller.read_report(), controller.parts
@@ -174,7 +174,7 @@ class Acceleration:
             stop_watching_calls(pipe)
             del pipe.dit_accel
 
-    def _why_not_in_effect(self) -> str | None:
+    def why_not_in_effect(self) -> str | None:
         """Return why the pipeline is no longer accelerated, or None."""
         known = [*self._plain, *(driver.transformer for driver in self._drivers)]
         for owner in self.owners:
@@ -186,6 +186,10 @@ class Acceleration:
         if self._runs.latest.missed_run:
             return "the scheduler has begun a later run, in which the transformer's hook was not called"
         return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Acceleration:
+        """Return this object, which the states of modular pipelines hold: a call that continues from one copies it."""
+        return self
 
     def __repr__(self) -> str:
         return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"

@@ -27,14 +27,14 @@ LAYERS = [
     {"models"},
     {"stages"},
     {"sla", "pipeline"},
-    {"cache_config"},
+    {"cache_config", "modular_block"},
     {"tools"},
     {"serving"},
     {"cli"},
     {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-MAY_IMPORT_DIFFUSERS = {"models", "stages", "pipeline", "cache_config", "cli", "serving", "tools"}
+MAY_IMPORT_DIFFUSERS = {"models", "stages", "pipeline", "cache_config", "modular_block", "cli", "serving", "tools"}
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "kernels"}
 
