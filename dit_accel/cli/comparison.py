@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
     plain, fast, report = sides.plain, sides.fast, sides.report
     quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
-        quality = medium.quality(plain.output.results, fast.output.results)
+        quality = medium.quality(plain.output.results, fast.output.results) | _sound_quality(plain.output, fast.output)
     return {
         "plain_seconds": plain and plain.seconds,
         "plain_seconds_each": plain and plain.repeats,
@@ -141,6 +142,16 @@ def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
         "computed_fraction": (report and report.computed_fraction) or 1.0,
         "report": report.to_json() if report else None,
     }
+
+
+def _sound_quality(plain: Output, fast: Output) -> dict[str, float | None]:
+    """Compute the metrics of the video's sound, None if it holds values that are not finite; empty without sound."""
+    if not plain.sounds:
+        return {}
+    from dit_accel.tools.audio_metrics import audio_quality
+
+    found = audio_quality(fast.sounds[0], plain.sounds[0])
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def print_summary(console: Console, summary: dict[str, Any], preset: Preset | None, sides: Sides) -> None:
@@ -163,6 +174,9 @@ def print_summary(console: Console, summary: dict[str, Any], preset: Preset | No
         rows["speed-up of the call"] = [f"{calls['plain'] / calls['accelerated']:.2f}×"]
         rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
         rows["SSIM"] = [f"{summary['ssim']:.4f}"]
+        for name, key in (("SI-SDR", "si_sdr_db"), ("RMS ratio", "rms_ratio_db")):
+            if key in summary:
+                rows[name] = ["not finite" if summary[key] is None else f"{summary[key]:.1f} dB"]
     for label, values in rows.items():
         table.add_row(label, *[""] * (len(shown) - len(values)), *values)
     console.print(table)

@@ -100,7 +100,7 @@ class Options(RunOptions):
     compare: bool = option(
         "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
         "for videos also NAME-strip.png (some frames, plain above accelerated). Print speed-up, PSNR over all "
-        "frames and mean SSIM. Both sides are warmed up, then timed alternately.",
+        "frames, mean SSIM, and SI-SDR of sound. Both sides are warmed up, then timed alternately.",
         "--compare",
         default=False,
     )

@@ -128,8 +128,8 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
     Raises:
         ShapeError: the shapes differ.
     """
-    first, second = _array(estimate).astype(np.float64), _array(reference).astype(np.float64)
-    _require_same_shape(first, second)
+    first, second = as_array(estimate).astype(np.float64), as_array(reference).astype(np.float64)
+    require_same_shape(first, second)
     distance = float(np.linalg.norm(first - second))
     if distance == 0.0:
         return 0.0
@@ -181,11 +181,12 @@ def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor
 def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of both images, channels last."""
     first, second = _channels_last(a, "a"), _channels_last(b, "b")
-    _require_same_shape(first, second)
+    require_same_shape(first, second)
     return first, second
 
 
-def _require_same_shape(first: np.ndarray, second: np.ndarray) -> None:
+def require_same_shape(first: np.ndarray, second: np.ndarray) -> None:
+    """Raise a `ShapeError` if two arrays differ in shape or are empty."""
     if first.shape != second.shape:
         raise ShapeError(f"a and b must have the same shape, got {list(first.shape)} and {list(second.shape)}")
     if first.size == 0:
@@ -193,7 +194,7 @@ def _require_same_shape(first: np.ndarray, second: np.ndarray) -> None:
 
 
 def _channels_last(picture: Picture, name: str) -> np.ndarray:
-    values = _array(picture)
+    values = as_array(picture)
     if hasattr(picture, "detach") and values.ndim >= 3:  # a tensor has its channels first
         values = np.moveaxis(values, -3, -1)
     if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):
@@ -206,7 +207,8 @@ def _unit_range(values: np.ndarray) -> np.ndarray:
     return values / 255.0 if values.dtype == np.uint8 else values.astype(np.float64)
 
 
-def _array(values: Picture) -> np.ndarray:
+def as_array(values: Picture) -> np.ndarray:
+    """Return an image or a tensor as an array on the CPU; floating tensors as float64."""
     if hasattr(values, "detach"):  # a tensor; NumPy knows no bfloat16, and float64 holds every floating dtype exactly
         values = values.detach().cpu()
         values = values.double() if values.is_floating_point() else values

@@ -28,7 +28,7 @@ class Output:
     """Results of one call, seconds of the whole call and of its denoising loop, and number of transformer calls.
 
     Results of video pipelines are uint8 ``[frames, height, width, 3]``. ``parts`` has the seconds of the other
-    components, as in a report.
+    components, as in a report. ``sounds`` has the sound of each result, if the pipeline makes any.
     """
 
     results: list[Image.Image] | list[np.ndarray]
@@ -36,6 +36,7 @@ class Output:
     denoising_seconds: float
     calls: int
     parts: dict[str, float] = field(default_factory=dict)
+    sounds: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def stages(self) -> dict[str, float]:
@@ -61,14 +62,15 @@ def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]
         started = time.perf_counter()
         made = pipe(**arguments, **form, generator=generators[0] if isinstance(seed, int) else generators)
         seconds = time.perf_counter() - started
-    results = [as_clip(frames) for frames in made.frames] if video else made.images
-    return Output(results, seconds, clock.loop_seconds, clock.calls, parts.seconds())
+    results = [as_clip(frames) for frames in _batch(made)] if video else made.images
+    return Output(results, seconds, clock.loop_seconds, clock.calls, parts.seconds(), sounds_of(made))
 
 
 def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
     """Return a call's final ``latents`` and its ``frames`` ``[frames, 3, height, width]``, float32 on the CPU.
 
-    Only the first image or video of a batch is returned. An image is one frame; values are in 0..1.
+    Only the first image or video of a batch is returned. An image is one frame; values are in 0..1. If the pipeline
+    makes sound, ``sound`` has it, as in :func:`sounds_of`.
 
     Args:
         arguments: of the pipeline's call, without prompt and generator.
@@ -81,9 +83,25 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
         return tensors
 
     generator = torch.Generator("cpu").manual_seed(seed)
-    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)[0][0]
-    frames = made.float().cpu()
-    return {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
+    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)
+    frames = _batch(made)[0].float().cpu()
+    kept = {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
+    return kept | ({"sound": sounds[0]} if (sounds := sounds_of(made)) else {})
+
+
+def sounds_of(made: Any) -> list[torch.Tensor]:
+    """Return the sound of each video of a call, float32 ``[samples]`` or ``[channels, samples]`` on the CPU.
+
+    The list is empty if the pipeline made no sound.
+    """
+    sound = getattr(made, "sound", None)  # of Cosmos 3; LTX-2's and Kandinsky 6's is a batch
+    sounds = getattr(made, "audio", None) if sound is None else [sound]
+    return [] if sounds is None else [torch.as_tensor(each).float().cpu() for each in sounds]
+
+
+def _batch(made: Any) -> Any:
+    """Return the images or videos of a call; Cosmos 3 returns one video without a batch."""
+    return [made.video] if hasattr(made, "video") else made[0]
 
 
 def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Files that commands write, and the settings in them; nothing is loaded, run or plotted."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
@@ -153,6 +155,25 @@ def test_figures_of_a_comparison_are_over_everything_made():
         9.0,
         [8, 6, 7],
     )
+
+
+@pytest.mark.parametrize(
+    ("factor", "ratio", "shown"),
+    [(1.0, 0.0, "100.0 dB"), (0.5, -6.0, "100.0 dB"), (math.nan, None, "not finite"), (None, "none", None)],
+    ids=["equal", "quieter", "nan", "no-sound"],
+)
+def test_the_sound_of_a_video_is_compared(capsys, factor, ratio, shown):
+    """Its metrics are there only where there is sound, and null replaces NaN."""
+    medium = SimpleNamespace(quality=lambda *_: {"psnr_db": 40.0, "ssim": 0.99, "identical": False})
+    sound = torch.sin(torch.arange(99.0)).expand(2, 99)
+    heard = [[], []] if factor is None else [[sound], [factor * sound]]
+    sides = Sides(*(Side(Output([], 9.0, 8.0, 4, sounds=each), [8.0]) for each in heard), None)
+    summary = comparison.summary_of(medium, sides)
+    level = summary.get("rms_ratio_db", "none")
+    assert level == ratio or level == pytest.approx(ratio, abs=0.1)
+    comparison.print_summary(Console(width=200), json.loads(json.dumps(summary)), load_preset("balanced"), sides)
+    out = capsys.readouterr().out
+    assert re.search(f"SI-SDR +{shown}", out) if shown else "SI-SDR" not in out
 
 
 def test_times_that_were_disturbed_are_told_below_the_figures(capsys):

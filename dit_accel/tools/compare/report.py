@@ -15,7 +15,14 @@ from dit_accel.tools.repeats import DISTURBED, Spread, disturbed, speedup
 
 Row = dict[str, Any]
 
-FURTHER_METRICS = {"ms_ssim": "MS-SSIM", "flip": "FLIP", "lpips": "LPIPS"}  # that not every comparison has
+# Metrics that not every comparison has: heading and decimals.
+FURTHER_METRICS = {
+    "ms_ssim": ("MS-SSIM", 4),
+    "flip": ("FLIP", 4),
+    "lpips": ("LPIPS", 4),
+    "si_sdr_db": ("SI-SDR dB", 1),
+    "rms_ratio_db": ("RMS ratio dB", 2),
+}
 FRACTIONS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 
 
@@ -100,9 +107,9 @@ def _markdown(head: list[str], lines: list[list[str]]) -> str:
 def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headings and cells of every measured setting, cheapest first within a series."""
     rows = document["results"]
-    further = {key: name for key, name in FURTHER_METRICS.items() if any(key in row for row in rows)}
+    further = {key: form for key, form in FURTHER_METRICS.items() if any(key in row for row in rows)}
     head = ["series", "setting", "computed", "seconds", "speed-up", "PSNR dB", "worst dB", "SSIM"]
-    head += further.values()
+    head += [name for name, _ in further.values()]
     order = _series(rows)
     lines = []
     for row in sorted(measured(rows), key=lambda row: (order.index(row["series"]), row["computed_fraction"])):
@@ -116,7 +123,7 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
             f"{min(row['psnr_db_each']):.1f}",
             f"{row['ssim']:.4f}",
         ]
-        lines.append(cells + [_number(row.get(key), 4) for key in further])
+        lines.append(cells + [_number(row.get(key), digits) for key, (_, digits) in further.items()])
     return head, lines
 
 
@@ -145,7 +152,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
     if shaken:
         names = ", ".join(shaken) if len(shaken) <= 5 else f"{len(shaken)} of {len(apart)} settings"
         found.append(disturbed(f"Times of {names}", max(shaken.values())))
-    for key, name in FURTHER_METRICS.items():
+    for key, (name, _) in FURTHER_METRICS.items():
         if (reason := document["plain"].get(key)) is not None:
             found.append(f"No {name}: {reason}.")
     return found

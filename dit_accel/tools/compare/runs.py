@@ -15,6 +15,7 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
+from dit_accel.tools.audio_metrics import audio_quality
 from dit_accel.tools.compare.methods import Method, Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.compare.work import WorkCounter
@@ -211,7 +212,9 @@ class Bench:
             "ssim": clip_ssim(made["frames"], plain["frames"]),
             "latent_error": latent_error(made["latents"], plain["latents"]),
         }
-        if not math.isfinite(figures["psnr_db"]):
+        if "sound" in plain:
+            figures |= audio_quality(made["sound"], plain["sound"])
+        if not math.isfinite(figures["psnr_db"] + figures.get("si_sdr_db", 0.0)):
             raise ValueError("the output contains values that are not finite")
         if min(plain["frames"].shape[-2:]) >= MS_SSIM_SIDE:
             figures["ms_ssim"] = mean_over_frames(ms_ssim, made["frames"], plain["frames"])

@@ -76,8 +76,9 @@ def ltx2():
     audio_vae = diffusers.AutoencoderKLLTX2Audio(
         base_channels=32, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2
     )
+    vocoder = diffusers.pipelines.ltx2.LTX2Vocoder(128, 8, 2, [4], [2], [3], [[1]])
     scheduler = flow(use_dynamic_shifting=True)
-    pipe = diffusers.LTX2Pipeline(scheduler, vae, audio_vae, None, None, connectors, transformer, None)
+    pipe = diffusers.LTX2Pipeline(scheduler, vae, audio_vae, None, None, connectors, transformer, vocoder)
     prompt = {"spatio_temporal_guidance_blocks": [1], "stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0}
     prompt["audio_modality_scale"] = 1.0
     for seed, name in enumerate(("", "negative_")):

@@ -61,6 +61,16 @@ def test_tables_and_plots_are_written(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"pareto.png", "pareto-time.png"}
 
 
+def test_columns_of_further_metrics_are_there_where_a_row_has_them():
+    """Rows of an older file, and settings without a value, have a dash."""
+    assert "SI-SDR" not in table(DOCUMENT)
+    heard = row("dit-accel", "heard", 0.3, 40.0, si_sdr_db=21.04, rms_ratio_db=-0.254)
+    lines = table({**DOCUMENT, "results": [*ROWS, heard]}).splitlines()
+    assert any(line.endswith("| SSIM | SI-SDR dB | RMS ratio dB |") for line in lines)
+    assert "| dit-accel | heard | 0.300 | 0.30 | 3.33× | 40.0 | 39.0 | 0.9900 | 21.0 | -0.25 |" in lines
+    assert "| dit-accel | balanced | 0.250 | 0.25 | 4.00× | 38.0 | 37.0 | 0.9900 | – | – |" in lines
+
+
 def timed(name, own, plain, fractions):
     times = {"seconds": sorted(own)[len(own) // 2], "seconds_each": own, "plain_seconds_each": plain}
     return row("dit-accel", name, fractions[0], 38.0, **times, computed_fraction_each=fractions)

@@ -24,6 +24,7 @@ from dit_accel.tools.compare.report import speedup_of
 from dit_accel.tools.metrics import IDENTICAL
 from dit_accel.tools.timing import transformer_clock
 from scripts.research.fixed_schedules import fixed_schedules
+from tests.models.tiny import built
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
@@ -81,6 +82,27 @@ def test_a_plain_run_is_its_own_equal(bench):
     row = bench.measure(Method("nothing", "nothing", nothing))
     assert (row["computed_fraction"], row["psnr_db"], row["latent_error"]) == (1.0, IDENTICAL, 0.0)
     assert row["left_behind"] == {} and bench.repeatable
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("ltx2", None), ("cosmos3", "a red fox")], ids=["ltx2", "cosmos3"])
+def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
+    """A plain run has the same sound, fewer steps have another, and a sound of NaN is an error."""
+    pipe, arguments = built(name)
+    arguments = {**arguments, "num_inference_steps": STEPS, "num_frames": 5}
+    arguments.pop("prompt", None)
+    bench = Bench(lambda: pipe, arguments, [Prompt(prompt, 0)], Prompt(prompt, 1), repeats=1)
+    assert len(bench._plain[0]["frames"]) == 5
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert (row["si_sdr_db"], row["rms_ratio_db"]) == (IDENTICAL, 0.0)
+
+    @contextmanager
+    def shorter(subject):
+        yield {"num_inference_steps": STEPS // 2}
+
+    row = bench.measure(Method("shorter", "shorter", shorter))
+    assert row["si_sdr_db"] < 80 and 0 < abs(row["rms_ratio_db"]) < 20
+    monkeypatch.setattr(runs, "audio_quality", lambda made, plain: {"si_sdr_db": float("nan")})
+    assert "not finite" in bench.measure(Method("nothing", "nothing", nothing))["error"]
 
 
 def test_what_a_method_leaves_is_taken_off(bench):
