@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 from itertools import count, takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from dit_accel.errors import ShapeError
 from dit_accel.tools.extras import require_extra
+
+if TYPE_CHECKING:
+    import torch
 
 FILE_SUFFIXES = (".mp4", ".gif")
 # Constant rate factor of x264: 0 is lossless, 23 is the default, and at 12 the loss is hard to see.
@@ -90,6 +94,12 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
 def as_clip(frames: np.ndarray) -> np.ndarray:
     """Convert a pipeline's frames, floats in 0..1 ``[frames, height, width, 3]``, to uint8."""
     return np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8)
+
+
+def middle_frame(frames: torch.Tensor) -> Image.Image:
+    """Convert the frame in the middle of a video, floats in 0..1 ``[frames, 3, height, width]``, to an image."""
+    middle = frames[len(frames) // 2].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
+    return Image.fromarray(np.ascontiguousarray(middle.numpy()))
 
 
 def _frame(folder: Path, index: int) -> Path:

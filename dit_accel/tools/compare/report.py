@@ -20,6 +20,7 @@ FURTHER_METRICS = {
     "ms_ssim": ("MS-SSIM", 4),
     "flip": ("FLIP", 4),
     "lpips": ("LPIPS", 4),
+    "text_kept": ("text kept", 3),
     "si_sdr_db": ("SI-SDR dB", 1),
     "rms_ratio_db": ("RMS ratio dB", 2),
 }
@@ -154,7 +155,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
         found.append(disturbed(f"Times of {names}", max(shaken.values())))
     for key, (name, _) in FURTHER_METRICS.items():
         if (reason := document["plain"].get(key)) is not None:
-            found.append(f"No {name}: {reason}.")
+            found.append(f"No column {name}: {reason}.")
     return found
 
 

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from dit_accel.tools.metrics import (
     psnr,
 )
 from dit_accel.tools.repeats import PLAIN_STEPS, REPEATS
+from dit_accel.tools.text_metrics import text_kept
 from dit_accel.tools.timing import denoise, run_pipeline, transformer_clock
 
 
@@ -112,7 +114,7 @@ class Bench:
         self._first_steps, _ = self._run_first_steps()
         self._tolerance = self._distance_to_plain()[0]  # 0 except on devices with nondeterministic results
         self._snapshot = Snapshot(pipe)
-        self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device)}
+        self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device), "text_kept": text_kept()}
 
     @property
     def pipe(self) -> Any:
@@ -144,7 +146,8 @@ class Bench:
                 pass  # calibrate now, outside the counted runs
             figures = [self._compared(method, trace, index) for index in range(len(self._prompts))]
             self._time(method, trace)
-            row |= {key: statistics.fmean(each[key] for each in figures) for key in figures[0]}
+            keys = dict.fromkeys(chain.from_iterable(figures))  # a prompt without text has no text_kept
+            row |= {key: statistics.fmean(each[key] for each in figures if key in each) for key in keys}
             row |= {f"{key}_each": [each[key] for each in figures] for key in ("psnr_db", "computed_fraction")}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
         except Exception as error:  # one failing method must not stop the others
@@ -219,8 +222,8 @@ class Bench:
         if min(plain["frames"].shape[-2:]) >= MS_SSIM_SIDE:
             figures["ms_ssim"] = mean_over_frames(ms_ssim, made["frames"], plain["frames"])
         for name, metric in self._optional.items():
-            if callable(metric):
-                figures[name] = metric(made["frames"], plain["frames"])
+            if callable(metric) and (value := metric(made["frames"], plain["frames"])) is not None:
+                figures[name] = value
         return figures
 
     def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:

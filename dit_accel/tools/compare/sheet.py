@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 
 from dit_accel.tools.strips import captioned_row
+from dit_accel.tools.video import middle_frame
 
 PLAIN = "plain"
 PANEL = 256  # pixels; larger images are shrunk
@@ -39,8 +39,7 @@ class Sheet:
             frames: ``[frames, 3, height, width]``, values in 0..1.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        middle = frames[len(frames) // 2].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
-        Image.fromarray(np.ascontiguousarray(middle.numpy())).save(self._path(setting, prompt))
+        middle_frame(frames).save(self._path(setting, prompt))
 
     def write(self, settings: Sequence[str]) -> Path:
         """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings.

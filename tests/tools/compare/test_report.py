@@ -64,6 +64,7 @@ def test_tables_and_plots_are_written(tmp_path):
 def test_columns_of_further_metrics_are_there_where_a_row_has_them():
     """Rows of an older file, and settings without a value, have a dash."""
     assert "SI-SDR" not in table(DOCUMENT)
+    assert "- No column LPIPS: the package lpips is not installed." in table(DOCUMENT).splitlines()
     heard = row("dit-accel", "heard", 0.3, 40.0, si_sdr_db=21.04, rms_ratio_db=-0.254)
     lines = table({**DOCUMENT, "results": [*ROWS, heard]}).splitlines()
     assert any(line.endswith("| SSIM | SI-SDR dB | RMS ratio dB |") for line in lines)

@@ -105,6 +105,16 @@ def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
     assert "not finite" in bench.measure(Method("nothing", "nothing", nothing))["error"]
 
 
+def test_text_counts_where_the_plain_image_has_some(monkeypatch):
+    """Prompts without text are left out of the mean; without any text a row has no value."""
+    found = iter([0.5, None, None, None])
+    monkeypatch.setattr(runs, "text_kept", lambda: lambda made, plain: next(found))
+    bench = make_bench(prompts=("a sign", "a red fox"))
+    assert bench.unavailable["text_kept"] is None
+    method = Method("nothing", "nothing", nothing)
+    assert bench.measure(method)["text_kept"] == 0.5 and "text_kept" not in bench.measure(method)
+
+
 def test_what_a_method_leaves_is_taken_off(bench):
     """An attribute that stays on a block is named, and plain runs are as before without a reload."""
 
