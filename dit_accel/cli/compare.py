@@ -108,6 +108,8 @@ def command(given: Options) -> None:
             given.repeats,
             *([] if sheet is None else [sheet.add]),
         )
+        if sheet is not None and not bench.makes_images:
+            raise OptionError("--images", f"{type(pipe).__name__} makes sound alone; leave the option out")
         del pipe  # so that the bench can free it before it loads another
         methods, left_out = _methods(bench, presets, given.model, named_peers, given.settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)

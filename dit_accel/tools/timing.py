@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dit_accel.errors import UnsupportedError
 from dit_accel.loop.timing import CallParts, stopwatch_on
 from dit_accel.models import denoisers
 from dit_accel.models.component_times import time_components
@@ -52,6 +53,9 @@ def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]
 
     Args:
         seed: one seed for the call, or one for each prompt of a batch, for the same noise as in a call of its own.
+
+    Raises:
+        UnsupportedError: the pipeline makes sound alone.
     """
     seeds = [seed] if isinstance(seed, int) else seed
     generators = [torch.Generator("cpu").manual_seed(each) for each in seeds]
@@ -62,6 +66,8 @@ def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]
         started = time.perf_counter()
         made = pipe(**arguments, **form, generator=generators[0] if isinstance(seed, int) else generators)
         seconds = time.perf_counter() - started
+    if _is_sound_alone(made):
+        raise UnsupportedError(f"{type(pipe).__name__} makes sound alone, which only dit-accel compare measures")
     results = [as_clip(frames) for frames in _batch(made)] if video else made.images
     return Output(results, seconds, clock.loop_seconds, clock.calls, parts.seconds(), sounds_of(made))
 
@@ -70,7 +76,7 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
     """Return a call's final ``latents`` and its ``frames`` ``[frames, 3, height, width]``, float32 on the CPU.
 
     Only the first image or video of a batch is returned. An image is one frame; values are in 0..1. If the pipeline
-    makes sound, ``sound`` has it, as in :func:`sounds_of`.
+    makes sound, ``sound`` has it, as in :func:`sounds_of`; if it makes sound alone, there are no ``frames``.
 
     Args:
         arguments: of the pipeline's call, without prompt and generator.
@@ -84,19 +90,27 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
 
     generator = torch.Generator("cpu").manual_seed(seed)
     made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)
-    frames = _batch(made)[0].float().cpu()
-    kept = {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
+    kept = {"latents": latents[0].float().cpu()}
+    if not _is_sound_alone(made):
+        frames = _batch(made)[0].float().cpu()
+        kept["frames"] = frames.view(-1, *frames.shape[-3:])
     return kept | ({"sound": sounds[0]} if (sounds := sounds_of(made)) else {})
 
 
 def sounds_of(made: Any) -> list[torch.Tensor]:
-    """Return the sound of each video of a call, float32 ``[samples]`` or ``[channels, samples]`` on the CPU.
+    """Return the sound of each result of a call, float32 ``[samples]`` or ``[channels, samples]`` on the CPU.
 
     The list is empty if the pipeline made no sound.
     """
-    sound = getattr(made, "sound", None)  # of Cosmos 3; LTX-2's and Kandinsky 6's is a batch
-    sounds = getattr(made, "audio", None) if sound is None else [sound]
+    sounds = getattr(made, "audios" if _is_sound_alone(made) else "audio", None)
+    if (sound := getattr(made, "sound", None)) is not None:  # Cosmos 3 has no batch
+        sounds = [sound]
     return [] if sounds is None else [torch.as_tensor(each).float().cpu() for each in sounds]
+
+
+def _is_sound_alone(made: Any) -> bool:
+    """Return True if a call's output is diffusers' `AudioPipelineOutput`."""
+    return hasattr(made, "audios")
 
 
 def _batch(made: Any) -> Any:

@@ -14,6 +14,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.tools.compare import Method
 from dit_accel.tools.demo import tuning_prompts
+from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
@@ -55,6 +56,18 @@ def test_images_are_written_with_a_sheet(run, model, tmp_path):
     assert {path.name for path in (tmp_path / "comparison-images").iterdir()} == names
     with Image.open(tmp_path / "comparison-sheet.png") as sheet:
         assert sheet.width >= 3 * 32 and sheet.height > 2 * 32
+
+
+def test_there_are_no_images_of_sound_alone(run, tmp_path):
+    """The option is refused before any setting runs; without it, tables of sound are written and no plots."""
+    longcat_audio().save_pretrained(tmp_path / "model")
+    asked = ("compare", "-m", "model", "-p", "rain", "--steps", "4", "--call", "audio_duration_s=1.0")
+    asked += ("--presets", "exact", "--peers", "none", "--repeats", "1")
+    result = run(*asked, "--images")
+    assert result.exit_code == 2 and "--images: LongCatAudioDiTPipeline makes sound alone" in result.stderr
+    result = run(*asked)
+    assert result.exit_code == 0 and "SI-SDR dB" in (tmp_path / "comparison.md").read_text(), result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "comparison.json", "comparison.md"}
 
 
 def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeypatch):

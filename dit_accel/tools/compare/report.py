@@ -86,17 +86,19 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 
 
 def approximations(rows: Iterable[Row]) -> list[Row]:
-    """Return the measured rows whose outputs differ from the plain ones."""
-    return [row for row in measured(rows) if row["psnr_db"] < IDENTICAL]
+    """Return the measured rows whose images differ from the plain ones; rows of sound alone have no PSNR."""
+    return [row for row in measured(rows) if row.get("psnr_db", IDENTICAL) < IDENTICAL]
 
 
 def table(document: dict[str, Any]) -> str:
     """Format the comparison as Markdown: frontiers side by side, then every setting, then remarks."""
-    levels = frontier_table(document["results"])
+    rows = document["results"]
+    levels = frontier_table(rows)
     head = ["PSNR dB at computed fraction", *(f"{fraction:g}" for fraction in levels["fractions"])]
     lines = [[series, *(_number(value, 1) for value in line)] for series, line in levels["psnr_db"].items()]
     lines.append([f"**lead of {OURS}**", *(_number(value, 1, "+") for value in levels["lead_db"])])
-    parts = [_markdown(head, lines), _markdown(*settings_table(document))]
+    frontiers = _markdown(head, lines) if any("psnr_db" in row for row in rows) else ""
+    parts = [frontiers, _markdown(*settings_table(document))]
     parts.append("\n".join(f"- {remark}" for remark in remarks(document)))
     return "\n\n".join(part for part in parts if part)
 
@@ -120,9 +122,9 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
             f"{row['computed_fraction']:.3f}",
             _number(row["seconds"], 2),
             "–" if row["seconds"] is None else str(speedup_of(row, document)),
-            f"{row['psnr_db']:.1f}",
-            f"{min(row['psnr_db_each']):.1f}",
-            f"{row['ssim']:.4f}",
+            _number(row.get("psnr_db"), 1),
+            _number(min(row.get("psnr_db_each", ()), default=None), 1),
+            _number(row.get("ssim"), 4),
         ]
         lines.append(cells + [_number(row.get(key), digits) for key, (_, digits) in further.items()])
     return head, lines

@@ -109,12 +109,14 @@ class Bench:
         self._calls = clock.calls
         self.subject.branches = max(1, clock.calls // steps)
         self._plain += [self._run(prompt, "plain") for prompt in prompts[1:]]
-        for index, plain in enumerate(self._plain):
+        for index, plain in enumerate(self._plain if self.makes_images else ()):
             show("plain", index, plain["frames"])
         self._first_steps, _ = self._run_first_steps()
         self._tolerance = self._distance_to_plain()[0]  # 0 except on devices with nondeterministic results
         self._snapshot = Snapshot(pipe)
-        self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device), "text_kept": text_kept()}
+        self._optional = {}
+        if self.makes_images:
+            self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device), "text_kept": text_kept()}
 
     @property
     def pipe(self) -> Any:
@@ -124,6 +126,11 @@ class Bench:
     def repeatable(self) -> bool:
         """Return True if plain runs are equal bit for bit."""
         return self._tolerance == 0.0
+
+    @property
+    def makes_images(self) -> bool:
+        """Return True if the pipeline makes images or videos, False if it makes sound alone."""
+        return "frames" in self._plain[0]
 
     @property
     def unavailable(self) -> dict[str, str | None]:
@@ -148,7 +155,8 @@ class Bench:
             self._time(method, trace)
             keys = dict.fromkeys(chain.from_iterable(figures))  # a prompt without text has no text_kept
             row |= {key: statistics.fmean(each[key] for each in figures if key in each) for key in keys}
-            row |= {f"{key}_each": [each[key] for each in figures] for key in ("psnr_db", "computed_fraction")}
+            each_kept = {"psnr_db", "computed_fraction"} & figures[0].keys()
+            row |= {f"{key}_each": [each[key] for each in figures] for key in sorted(each_kept)}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
         except Exception as error:  # one failing method must not stop the others
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -208,23 +216,23 @@ class Bench:
         with self._timed(method, trace, counting) as (changes, counted):
             made = self._run(prompt, method.name, trace.share, **changes)
             fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
-        self._show(method.name, index, made["frames"])
-        figures = {
-            "computed_fraction": fraction,
-            "psnr_db": min(psnr(made["frames"], plain["frames"]), IDENTICAL),
-            "ssim": clip_ssim(made["frames"], plain["frames"]),
-            "latent_error": latent_error(made["latents"], plain["latents"]),
-        }
+        figures = {"computed_fraction": fraction, "latent_error": latent_error(made["latents"], plain["latents"])}
+        if self.makes_images:
+            self._show(method.name, index, made["frames"])
+            figures |= self._image_quality(made["frames"], plain["frames"])
         if "sound" in plain:
             figures |= audio_quality(made["sound"], plain["sound"])
-        if not math.isfinite(figures["psnr_db"] + figures.get("si_sdr_db", 0.0)):
+        if not math.isfinite(sum(figures.values())):
             raise ValueError("the output contains values that are not finite")
-        if min(plain["frames"].shape[-2:]) >= MS_SSIM_SIDE:
-            figures["ms_ssim"] = mean_over_frames(ms_ssim, made["frames"], plain["frames"])
-        for name, metric in self._optional.items():
-            if callable(metric) and (value := metric(made["frames"], plain["frames"])) is not None:
-                figures[name] = value
         return figures
+
+    def _image_quality(self, made: torch.Tensor, plain: torch.Tensor) -> dict[str, float]:
+        """Compare the frames of two runs by each metric that is available."""
+        figures = {"psnr_db": min(psnr(made, plain), IDENTICAL), "ssim": clip_ssim(made, plain)}
+        if min(plain.shape[-2:]) >= MS_SSIM_SIDE:
+            figures["ms_ssim"] = mean_over_frames(ms_ssim, made, plain)
+        found = {name: metric(made, plain) for name, metric in self._optional.items() if callable(metric)}
+        return figures | {name: value for name, value in found.items() if value is not None}
 
     def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
         """Remove attributes that the method left; repeat the plain run's first steps and compare them.

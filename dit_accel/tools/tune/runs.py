@@ -146,7 +146,8 @@ class Runs:
     def _call(self, index: int) -> dict[str, torch.Tensor]:
         self.begin()
         made = run_pipeline(self.pipe, self.arguments, self.prompts[index], self.seed + index)
-        frames = (255 * made["frames"].clamp(0, 1)).round().to(torch.uint8)
+        shown = made["frames"] if "frames" in made else (1 + made["sound"]) / 2  # amplitudes are in −1..1
+        frames = (255 * shown.clamp(0, 1)).round().to(torch.uint8)
         return {"latents": made["latents"], "frames": frames}
 
 

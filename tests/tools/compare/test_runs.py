@@ -20,11 +20,12 @@ from dit_accel.tools.compare import (
     runs,
     spread,
 )
-from dit_accel.tools.compare.report import speedup_of
+from dit_accel.tools.compare.report import approximations, margins, speedup_of, table
 from dit_accel.tools.metrics import IDENTICAL
 from dit_accel.tools.timing import transformer_clock
 from scripts.research.fixed_schedules import fixed_schedules
 from tests.models.tiny import built
+from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
@@ -103,6 +104,28 @@ def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
     assert row["si_sdr_db"] < 80 and 0 < abs(row["rms_ratio_db"]) < 20
     monkeypatch.setattr(runs, "audio_quality", lambda made, plain: {"si_sdr_db": float("nan")})
     assert "not finite" in bench.measure(Method("nothing", "nothing", nothing))["error"]
+
+
+def test_sound_alone_is_compared():
+    """Rows have no metrics of images, nothing is shown, and the table has dashes instead."""
+    bench = Bench(
+        longcat_audio,
+        {"num_inference_steps": 2 * STEPS, "audio_duration_s": 3.0},
+        [Prompt("rain", 0)],
+        Prompt("snow", 1),
+        repeats=1,
+        show=lambda *_: pytest.fail("there is nothing to see"),
+    )
+    methods = [*our_methods(bench.pipe, ["turbo"]), Method("nothing", "nothing", nothing)]
+    fast, same = rows = [bench.measure(method) for method in methods]
+    assert (same["si_sdr_db"], same["rms_ratio_db"]) == (IDENTICAL, 0.0) and fast["si_sdr_db"] < IDENTICAL
+    assert fast["computed_fraction"] < 1 and not {"psnr_db", "psnr_db_each", "ssim", "flip"} & fast.keys()
+    document = {"results": rows, "plain": {"seconds": 1.0, **bench.unavailable}, "left_out": {}}
+    head, _, *lines = table(document).splitlines()
+    assert head.endswith("| PSNR dB | worst dB | SSIM | SI-SDR dB | RMS ratio dB |") and not approximations(rows)
+    assert not any("No column" in line for line in lines)
+    assert lines[1].endswith("| – | – | – | 100.0 | 0.00 |")
+    assert margins(rows) == [{"name": "turbo", "rival_db": None, "lead_db": None}]
 
 
 def test_text_counts_where_the_plain_image_has_some(monkeypatch):

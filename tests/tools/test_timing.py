@@ -1,0 +1,36 @@
+"""Results of a pipeline's call: images, videos with sound, and sound alone."""
+
+import pytest
+import torch
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.tools.timing import run_pipeline, timed_output
+from dit_accel.tools.tune.runs import Runs, Store
+from tests.models.tiny import built
+from tests.models.tiny.sounds import longcat_audio
+
+RAIN = {"num_inference_steps": 2, "audio_duration_s": 3.0}
+
+
+@pytest.mark.parametrize(("name", "channels"), [("ltx2", 2), ("cosmos3", 8)], ids=["ltx2", "cosmos3"])
+def test_a_video_comes_with_its_sound(name, channels):
+    """Whether the pipeline returns a batch or one video; both functions return the same."""
+    pipe, arguments = built(name)
+    arguments = {"prompt": None, **arguments, "num_inference_steps": 2, "num_frames": 5}
+    made = timed_output(pipe, arguments, 0)
+    ((frames, height, width, _),), (sound,) = [each.shape for each in made.results], made.sounds
+    assert frames == 5 and sound.shape[0] == channels and sound.dtype == torch.float32
+    prompt = arguments.pop("prompt")
+    kept = run_pipeline(pipe, arguments, prompt, 0)
+    assert kept["frames"].shape == (5, 3, height, width) and torch.equal(kept["sound"], sound)
+
+
+def test_sound_alone_has_no_frames():
+    """It can't be written, and tuning measures the PSNR of its amplitudes in 8 bits."""
+    pipe = longcat_audio()
+    kept = run_pipeline(pipe, RAIN, "rain", 0)
+    assert kept.keys() == {"latents", "sound"} and kept["sound"].shape[0] == 1 and kept["sound"].min() < 0
+    (amplitudes,) = Runs(pipe, RAIN, ["rain"], 0, Store(None, {}), lambda: None).plain(0)["frames"]
+    assert torch.equal(amplitudes, (127.5 + 127.5 * kept["sound"][0].clamp(-1, 1)).round().byte())
+    with pytest.raises(UnsupportedError, match="LongCatAudioDiTPipeline makes sound alone"):
+        timed_output(pipe, {**RAIN, "prompt": "rain"}, 0)
