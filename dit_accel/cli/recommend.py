@@ -42,6 +42,7 @@ def command(
     from rich.console import Console
     from rich.table import Column, Table
 
+    from dit_accel.cli.presets import span
     from dit_accel.tools.recommend import recommend
 
     found = recommend(
@@ -57,9 +58,11 @@ def command(
         gpus=gpus,
     )
     console = Console()
-    table = Table(Column("preset", no_wrap=True), "use it as", box=None, pad_edge=False)
-    for choice in found.choices:
-        table.add_row(*choice)
+    heads = ["computed", "PSNR dB"] if any(choice.run for choice in found.choices) else []
+    table = Table(Column("preset", no_wrap=True), *heads, "use it as", box=None, pad_edge=False)
+    for name, use, run in found.choices:
+        figures = ["–"] * len(heads) if run is None else [span(run.computed, 2), span(run.psnr, 0)]
+        table.add_row(name, *figures, use)
     console.out(f"{found.model.name}: {found.model.title}\n", highlight=False)
     console.print(table)
     typer.echo()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +25,8 @@ WITH_UNET = (  # parts of names of models that denoise with a UNet
     *("kandinsky2", "kandinsky3", "kolors", "stablecascade", "wuerstchen", "deepfloyd", "audioldm", "musicldm"),
     *("ifixl", "latentconsistency"),
 )
+SEPARATORS = {ord(sign): None for sign in "-_. "}
+SHORTEST_WORD = 4  # letters of a class name that a model's bare name may begin with
 _UNET = "model must be a diffusion transformer, got {}, which denoises with a UNet; a UNet can't be accelerated"
 
 
@@ -87,11 +91,11 @@ def identify(model: str) -> Identity:
     families = _families()
     if model in ("any", *families):
         return Identity(model, model, _makes_videos(model), is_loadable=False)
-    squeezed = model.lower().translate({ord(sign): None for sign in "-_. "})
+    squeezed = model.lower().translate(SEPARATORS)
     distilled = {word: steps for family in families.values() for word, steps in family.distilled.items()}
     bases = [word for family in families.values() for word in family.words if word in squeezed]
     found = (word for word in (*distilled, *DISTILLED) if word in squeezed)
-    word = next((word for word in found if not any(word in base for base in bases)), None)
+    word = max((word for word in found if not any(word in base for base in bases)), key=len, default=None)
     is_distilled, steps = word is not None, distilled.get(word or "")
     folder = demo_path(model) or Path(model)
     index = folder / "model_index.json"
@@ -112,14 +116,16 @@ def identify(model: str) -> Identity:
     }
     has_owner = model.count("/") == 1
     is_bare = "/" not in model and not model.startswith("demo-")
-    if folder.exists() or not (has_owner or (is_bare and words)):
+    of_class = _class_of(squeezed.rpartition("/")[2])
+    if folder.exists() or not (has_owner or (is_bare and (words or of_class))):
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
             f"({', '.join(demo_names())}) or a family ({', '.join([*families, 'any'])}), got {shown(model)}"
+            + _meant(squeezed, [*demo_names(), *families])
         )
     # The longest word wins; for equal lengths the last family, which is the most specific.
     name = words[max(reversed(words), key=len)] if words else "any"
-    is_video = _makes_videos(name) or "video" in squeezed
+    is_video = _makes_videos(name) or "video" in squeezed or (not words and "Transformer3D" in of_class)
     return Identity(model, name, is_video, is_distilled, is_loadable=has_owner, steps=steps)
 
 
@@ -129,6 +135,29 @@ def _families() -> dict[str, Family]:
     from dit_accel.models.families import FAMILIES
 
     return {family.name: family for family in FAMILIES}
+
+
+@cache
+def _classes() -> dict[str, str]:
+    """Return diffusers' transformer classes by the part of their names that a model has, such as `auraflow`."""
+    import diffusers
+
+    names = {name.partition("Transformer")[0].lower(): name for name in dir(diffusers) if "Transformer" in name}
+    return {word: name for word, name in names.items() if len(word) >= SHORTEST_WORD and word != "prior"}
+
+
+def _class_of(squeezed: str) -> str:
+    """Return the transformer class whose name a model's name begins with; empty = none."""
+    words = [word for word in _classes() if squeezed.startswith(word)]
+    return _classes()[max(words, key=len)] if words else ""
+
+
+def _meant(squeezed: str, names: Sequence[str]) -> str:
+    """Return a question with the names that look like a misspelt or shortened one, or nothing."""
+    plain = {name: name.translate(SEPARATORS) for name in names}
+    near = get_close_matches(squeezed, plain.values(), n=3, cutoff=0.7)
+    found = [name for name, own in plain.items() if own in near or (len(squeezed) > 2 and squeezed in own)]
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _makes_videos(name: str) -> bool:

@@ -7,6 +7,7 @@ A speed-up, and the seconds of a whole call, are printed only if the same model,
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
-from dit_accel.presets import load_preset, preset_names
+from dit_accel.presets import Run, default_preset, load_preset, measured, preset_names
 from dit_accel.tools.cards import CARDS, FLOAT8_SINCE, Card, known_card
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.identify import Identity, identify
@@ -158,10 +159,17 @@ PEAKS = tuple(Peak(**row) for row in _MEASURED["peaks"])
 
 
 class Choice(NamedTuple):
-    """A preset for ``accelerate_pipeline``, and when to use it."""
+    """A preset for ``accelerate_pipeline``.
+
+    Args:
+        preset: its name.
+        use: when to use it.
+        run: what it does on demo models with about as many steps; None = not measured.
+    """
 
     preset: str
     use: str
+    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -242,20 +250,23 @@ def recommend(
         if (run.family, run.card, run.size) == (identity.family, name, size)
         and not (run.without and run.without in model.lower())
     ]
-    choices = _choices(identity, size, steps)
+    choices = tuple(
+        choice._replace(run=_nearest(choice.preset, steps, is_video=identity.is_video))
+        for choice in _choices(identity, size, steps)
+    )
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
     notes = [
+        _on_figures(choices),
         *(run.sentence for run in timed),
         *([GUIDED] if timed and branches == 2 and "branches" not in timed[0].way else []),
         *(run.sentence for run in calls),
+        *([WHOLE_NOT_MEASURED] if timed and not calls else []),
         *([] if timed or calls else [_not_measured(identity, card, steps, size, gpus, kinds)]),
-        *([] if calls else [WHOLE_NOT_MEASURED]),
         *(run.sentence for run in decoded),
         *_notes_on_steps(steps, few=few),
         *on_sharing,
         *on_memory,
         *_notes_on_weights(lora=bool(loras), quantized=quantized or "--quantize" in options),
-        "Savings and quality of presets on small models: docs/guide/choosing.md. For your model, use --compare.",
     ]
     if card is not None and card.capability < (8, 0):
         notes.append("Fused kernels need compute capability 8.0, so computed steps run without them.")
@@ -316,7 +327,10 @@ def _not_measured(
     length = "" if steps is None else f" at {steps} steps"
     asked = " and this size" if any(size) else ""
     kind = f" ({', '.join(kinds)})" if kinds else ""
-    return f"Speed was not measured{length} for {model.name}{kind} on {where}{asked}."
+    return (
+        f"Speed was not measured{length} for {model.name}{kind} on {where}{asked}; --compare prints the transformer's "
+        "and the whole call's."
+    )
 
 
 def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -> tuple[Choice, ...]:
@@ -340,6 +354,26 @@ def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -
     return (*choices, *(Choice(name, "for long videos, if turbo is too slow") for name in sparge[:1]))
 
 
+def _nearest(preset: str, steps: int | None, *, is_video: bool) -> Run | None:
+    """Return a preset's measured run whose number of steps is nearest, within a third; None = there is none."""
+    if steps is None:
+        return None
+    runs = measured(str(default_preset(preset, is_video=is_video)))
+    near = [run for run in runs if 3 / 4 <= run.steps / steps <= 4 / 3]
+    return min(near, key=lambda run: abs(math.log(run.steps / steps)), default=None)
+
+
+def _on_figures(choices: Sequence[Choice]) -> str:
+    """Return a note on the figures of presets: on which models they were measured, and with how many steps."""
+    of_steps: dict[int, list[str]] = {}
+    for run in (choice.run for choice in choices if choice.run is not None):
+        of_steps.setdefault(run.steps, []).extend(set(run.models).difference(of_steps.get(run.steps, ())))
+    if not of_steps:
+        return "Shares of the FLOPs and PSNR on small models: docs/guide/choosing.md. For your model, use --compare."
+    where = "; ".join(f"{', '.join(sorted(models))} at {steps} steps" for steps, models in of_steps.items())
+    return f"Shares of the FLOPs and PSNR are of {where} (docs/guide/choosing.md). For your model, use --compare."
+
+
 def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
@@ -356,8 +390,7 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     """Return options that make a pipeline fit its GPU, and notes on them."""
     if card is None or quantized:
         return [], []
-    name = model.name.lower()
-    peak = next((peak for peak in PEAKS if peak.family == model.family and peak.part in name), None)
+    peak = _peak(model)
     if is_shared or peak is None:
         return [], ["Memory was not measured for this setup; if it does not fit, use --offload or --quantize."]
     if peak.transformers * peak.gib <= card.memory_gib / 2:
@@ -373,6 +406,13 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     return ["--offload", "group"], [
         f"Keep its blocks in host memory while others run: {why}. Forecast steps upload nothing ({page})."
     ]
+
+
+def _peak(model: Identity) -> Peak | None:
+    """Return the measured peak of a model; of a family's name only if all its measured models have the same."""
+    own, name = [peak for peak in PEAKS if peak.family == model.family], model.name.lower()
+    found = next((peak for peak in own if peak.part in name), None)
+    return found or (own[0] if not model.is_loadable and len({peak.gib for peak in own}) == 1 else None)
 
 
 def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:

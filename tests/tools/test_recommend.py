@@ -69,6 +69,9 @@ IDS = {
     "someone/something": ("any", False),
     "flux-dev": ("flux", False),
     "schnell": ("flux", True),
+    "klein": ("flux2", True),
+    "auraflow": ("any", False),
+    "pixart-sigma": ("any", False),
     "qwen-image": ("qwen_image", False),
     "z-image-turbo": ("z_image", True),
     "hunyuanvideo-1.5": ("hunyuan_video15", False),
@@ -88,7 +91,7 @@ FIGURE = re.compile(r"\d+(?:\.\d+)?(?= ?(?:×|%|times|dB|ms|[MG]i?B)(?!\w))")
 
 def told(found: Recommendation) -> str:
     """All that the command prints, less the name of a card that has a figure."""
-    lines = [*(" ".join(choice) for choice in found.choices), *found.notes, found.python, found.shell]
+    lines = [*(f"{choice.preset} {choice.use}" for choice in found.choices), *found.notes, found.python, found.shell]
     return "\n".join(lines).replace("A100 of 40 GB", "A100")
 
 
@@ -221,16 +224,15 @@ def test_whole_calls_are_told(monkeypatch):
     one, two = (recommend(model, gpu="h100", steps=50, gpus=gpus) for gpus in (1, 2))
     said = "A whole call with guidance takes 24.00 s (text encoding 1.00 s, denoising 20.00 s, decoding 2.00 s) instead"
     assert said in told(one) and "480 x 832, 81 frames, video-balanced with 14 of 50 steps" in told(one)
-    assert "15.00 s" in told(two) and "2 x H100" in told(two) and "not measured" not in one.notes[0]
+    assert "15.00 s" in told(two) and "2 x H100" in told(two) and "not measured" not in one.notes[1]
     assert parse(one.shell)["num_frames"] == 81
     for other in (
         {"gpu": "h200"},
         {"gpu": "h100", "loras": {"a/b": 1.0}},
         {"gpu": "h100", "gpus": 2, "distilled": True},
     ):
-        assert "a whole call, with text encoding and decoding, were not measured" in told(
-            recommend(model, steps=50, **other)
-        )
+        notes = told(recommend(model, steps=50, **other))
+        assert "A whole call" not in notes and "not measured" in notes
 
 
 @pytest.mark.parametrize("run", DECODED, ids=lambda run: f"{run.title}-{run.size}")
@@ -418,6 +420,41 @@ def test_bad_arguments_are_told(wrong):
     """An unknown card, no number from 1 on, frames of an image, no name: an error that names the argument."""
     with pytest.raises(UnsupportedError, match=f"^{next(iter(wrong))} must be"):
         recommend(**{"model": "flux", **wrong})
+
+
+def test_figures_of_presets_name_their_models():
+    """Each choice has the measured run with the nearest number of steps, and the first note says of which models."""
+    image, video = recommend("flux", steps=30), recommend("wan", steps=50, height=480, width=832, frames=81)
+    assert [choice.run.steps for choice in image.choices] == [28] * 3
+    assert {choice.run.models for choice in video.choices[:3]} == {("demo-hunyuan", "demo-wan")}
+    for found in (image, video):
+        (models,) = {choice.run.models for choice in found.choices[:3]}
+        assert f"of {', '.join(models)} at {found.choices[0].run.steps} steps" in found.notes[0]
+    for unknown in (recommend("auraflow"), recommend("flux", steps=200)):
+        assert {choice.run for choice in unknown.choices} == {None} and "on small models" in unknown.notes[0]
+
+
+def test_videos_are_known_by_their_class():
+    """Models of other transformer classes make videos if diffusers calls the class a 3D one."""
+    assert identify("rhymes-ai/Allegro").is_video and not identify("fal/AuraFlow").is_video
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("hunyuan", "demo-hunyuan or hunyuan_video or hunyuan_video15 or hunyuan_image"),
+        ("flx", "flux or flux2 or flux3"),
+    ],
+)
+def test_short_and_misspelt_names_get_a_question(name, meant):
+    with pytest.raises(UnsupportedError, match=f"got '{name}'; did you mean {meant}[?]$"):
+        identify(name)
+
+
+def test_the_memory_of_a_family_is_that_of_its_models():
+    """A family's name counts as its measured models if they all take the same memory."""
+    assert "--offload model" in recommend("flux", gpu="4090").shell
+    assert "Memory was not measured" in told(recommend("wan", gpu="4090"))
 
 
 def test_two_transformers_count_twice():
@@ -610,7 +647,7 @@ def test_guidance_of_the_lines_is_told_beside_a_figure():
     """Qwen-Image runs with the negative prompt that switches guidance on; the timed run had one call a step."""
     found = recommend("Qwen/Qwen-Image", gpu="h200")
     assert 'negative_prompt=" "' in found.python and parse(found.shell)["negative_prompt"] == " "
-    assert "4.65 times" in found.notes[0] and "twice a step" in found.notes[1]
+    assert "4.65 times" in found.notes[1] and "twice a step" in found.notes[2]
     assert "negative" not in recommend("Qwen/Qwen-Image", steps=8, distilled=True).python
 
 
