@@ -113,11 +113,11 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
     plain, fast = sides.plain, sides.fast
     made = fast or plain
     for index, (result, file) in enumerate(zip(made.output.results, files, strict=True)):
-        medium.write(result, file)
-        written.append(file)
+        written += medium.write(result, file, made.output.sound(index))
         if plain and fast:
             labels = f"plain, {plain.seconds:.1f} s", f"accelerated, {fast.seconds:.1f} s"
-            written += medium.write_comparison(plain.output.results[index], result, labels, file)
+            sounds = plain.output.sound(index), fast.output.sound(index)
+            written += medium.write_comparison(plain.output.results[index], result, labels, file, sounds)
     return written
 
 

@@ -65,8 +65,8 @@ class Options(RunOptions):
         metavar="WAY=COUNT,…",
     )
     output: Path | None = option(
-        "File to write. Image models: .png, .jpg, .webp, … Video models: .mp4 (needs the extra `video`), .gif, or "
-        "a name without suffix for a folder of frames 0000.png, 0001.png, …",
+        "File to write. Image models: .png, .jpg, .webp, … Video models: .mp4 (needs the extra `video`), "
+        ".gif or a folder (no suffix) of frames 0000.png, …; these two have their sound in NAME.wav.",
         "--output",
         "-o",
         show_default="output.png, output-2.png, …, and .mp4 for video",
@@ -77,7 +77,7 @@ class Options(RunOptions):
     )
     output_dir: Path | None = option(
         "Folder for --prompts: 0000.png, 0001.png, … (.mp4 for video) and manifest.jsonl with settings, checksum "
-        "and report of each output. Run the same command again to resume after an interruption."
+        "and report of each output. Run the same command again to resume."
     )
     batch_size: int = option(
         "With --prompts, without --image: maximum number of lines in one call of the pipeline. Neighbouring lines "

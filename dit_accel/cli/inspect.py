@@ -70,13 +70,13 @@ def command(given: Options) -> None:
     medium.require_output(file, compare=False, force=given.force)
     arguments = call_arguments(pipe, given.model, named, others)
     accelerate_pipeline(pipe, preset_for(pipe, preset, **overrides))
-    made = timed_call(pipe, arguments, given.seed).results[0]
-    report = pipe.dit_accel.report()
+    run = timed_call(pipe, arguments, given.seed)
+    made, report = run.results[0], pipe.dit_accel.report()
     if given.layer is not None:
         _require_symbols(pipe, given.layer)
 
     with console.status("plotting"):
-        medium.write(made, file)
+        medium.write(made, file, run.sound(0))
         timeline, density, facts = figures
         timeline_figure(report, timeline)
         density_figure(report, density)

@@ -111,7 +111,7 @@ class View:
         return plain, fast
 
     def video(self) -> str | None:
-        """Write both videos side by side into one file, and return its name; None for images."""
+        """Write both videos side by side with the accelerated side's sound, and return the file; None for images."""
         from dit_accel.tools.strips import comparison_clip
 
         medium = self._loaded[self._wish.model].medium
@@ -119,7 +119,7 @@ class View:
             return None
         file = self._folder / "comparison.mp4"
         labels = ("plain", f"{self._end.preset.name}, {self._end.speedup:.2f} times as fast")
-        medium.write(comparison_clip(*self._results(), labels), file)
+        medium.write(comparison_clip(*self._results(), labels), file, self._made["accelerated"].output.sound(0))
         return str(file)
 
     def _results(self) -> list[Any]:

@@ -1,28 +1,37 @@
-"""Output of pipelines, images or videos: names, files and comparisons.
+"""Output of pipelines, images or videos with their sound: names, files and comparisons.
 
 Checks raise an ``OptionError``, or an ``UnsupportedError`` if imageio-ffmpeg is missing for an mp4.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable
 from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import OptionError, shortened
+from dit_accel.errors import OptionError, UnsupportedError, shortened
 from dit_accel.serving.outputs import require_writable
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from PIL import Image
 
     Labels = tuple[str, str]
+    Sounds = tuple[torch.Tensor | None, torch.Tensor | None]
 
 USUAL_FRAMES_A_SECOND = 24.0  # of models of unknown families
+SAMPLING_RATES = (  # components that make sound, and the key of their configuration; the first one present decides
+    ("vocoder", "output_sampling_rate"),  # LTX-2, whose audio_vae has the lower rate of the spectrograms
+    ("sound_tokenizer", "sampling_rate"),  # Cosmos 3
+    ("audio_vae", "sample_rate"),  # Kandinsky 6
+)
 
 
 def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
@@ -70,10 +79,14 @@ class Pictures:
         """Return NAME, and with a comparison NAME-plain and NAME-compare."""
         return _with_comparison(path, compare)
 
-    def write(self, picture: Image.Image, path: Path) -> None:
+    def write(self, picture: Image.Image, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
+        """Write an image, and return its path."""
         picture.save(path)
+        return [path]
 
-    def write_comparison(self, plain: Image.Image, fast: Image.Image, labels: Labels, path: Path) -> list[Path]:
+    def write_comparison(
+        self, plain: Image.Image, fast: Image.Image, labels: Labels, path: Path, sounds: Sounds = (None, None)
+    ) -> list[Path]:
         """Write NAME-plain and NAME-compare, and return their paths."""
         from dit_accel.tools.strips import comparison_strip
 
@@ -90,12 +103,17 @@ class Pictures:
 
 
 class Clips:
-    """Output of a video pipeline: uint8 arrays ``[frames, height, width, 3]``, written at ``fps`` frames per second."""
+    """Output of a video pipeline: uint8 arrays ``[frames, height, width, 3]``, and sounds if it makes any.
+
+    Args:
+        fps: frames per second.
+        sampling_rate: samples per second of the sounds; None = unknown, so that videos are written without them.
+    """
 
     default_output = Path("output.mp4")
 
-    def __init__(self, fps: float) -> None:
-        self.fps = fps
+    def __init__(self, fps: float, sampling_rate: int | None = None) -> None:
+        self.fps, self.sampling_rate = fps, sampling_rate
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
         """Check that a video can be written to ``path``, and its comparison to the same folder in the same form."""
@@ -119,28 +137,57 @@ class Clips:
                 raise OptionError("--output", f"{holds}; name another folder")
             first = clip / "0000.png" if is_folder and os.path.isdir(clip) else clip
             require_writable(first, "--output", force=force)
-        if compare:
-            require_writable(_strip(path), "--output", force=force)
+        for file in self._others(path, compare):
+            require_writable(file, "--output", force=force)
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
-        """Return NAME, and with a comparison NAME-plain, NAME-compare and the image NAME-strip.png."""
-        return [*_with_comparison(path, compare), *([_strip(path)] if compare else [])]
+        """Return NAME, and with a comparison NAME-plain, NAME-compare and the image NAME-strip.png.
 
-    def write(self, clip: np.ndarray, path: Path) -> None:
-        from dit_accel.tools.video import write_clip
+        If the pipeline may make sound, a gif and a folder of frames have a .wav file each.
+        """
+        return [*_with_comparison(path, compare), *self._others(path, compare)]
 
-        write_clip(clip, path, self.fps)
+    def _others(self, path: Path, compare: bool) -> list[Path]:
+        """Return the files that are no videos."""
+        from dit_accel.tools.video import is_folder_of_frames, sound_file
 
-    def write_comparison(self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path) -> list[Path]:
-        """Write the videos NAME-plain and NAME-compare and the image NAME-strip.png; return their paths."""
+        clips = _with_comparison(path, compare) if self.sampling_rate else []
+        sounds = [sound_file(clip, folder=is_folder_of_frames(path)) for clip in clips]
+        return [*filter(None, sounds), *([_strip(path)] if compare else [])]
+
+    def write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
+        """Write a video with its sound; return the paths."""
+        from dit_accel.tools.video import is_folder_of_frames
+
+        return self._write(clip, path, sound, folder=is_folder_of_frames(path))
+
+    def write_comparison(
+        self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path, sounds: Sounds = (None, None)
+    ) -> list[Path]:
+        """Write the videos NAME-plain and NAME-compare and the image NAME-strip.png; return their paths.
+
+        Args:
+            sounds: of both sides; NAME-compare has the accelerated side's.
+        """
         from dit_accel.tools.strips import comparison_clip, frame_strip
-        from dit_accel.tools.video import is_folder_of_frames, write_clip
+        from dit_accel.tools.video import is_folder_of_frames
 
         _, *beside = _with_comparison(path)
-        for clip, file in zip((plain, comparison_clip(plain, fast, labels)), beside, strict=True):
-            write_clip(clip, file, self.fps, folder=is_folder_of_frames(path))
+        clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
+        written = [self._write(*each, folder=folder) for each in zip(clips, beside, sounds, strict=True)]
         frame_strip(plain, fast, labels).save(_strip(path))
-        return [*beside, _strip(path)]
+        return [*chain(*written), _strip(path)]
+
+    def _write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None, *, folder: bool) -> list[Path]:
+        from dit_accel.tools.video import Sound, sound_file, write_clip
+
+        if sound is not None and self.sampling_rate is None:
+            warnings.warn("dit-accel: sound is left out, because its sampling rate is unknown", stacklevel=2)
+        if sound is None or self.sampling_rate is None:
+            write_clip(clip, path, self.fps, folder=folder)
+            return [path]
+        write_clip(clip, path, self.fps, folder=folder, sound=Sound(sound, self.sampling_rate))
+        return [path, *filter(None, [sound_file(path, folder=folder)])]
 
     def quality(self, plain: list[np.ndarray], fast: list[np.ndarray]) -> dict[str, Any]:
         """Compute the metrics of :meth:`Pictures.quality` over the frames of all videos."""
@@ -150,17 +197,35 @@ class Clips:
 
 
 def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
-    """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's."""
+    """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's.
+
+    Raises:
+        UnsupportedError: the pipeline makes sound alone.
+    """
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
+    if _makes_sound_alone(pipe):
+        raise UnsupportedError(f"{type(pipe).__name__} makes sound alone, which only dit-accel compare measures")
     if makes_video(pipe):
         family = pipeline_family(pipe)
         usual = USUAL_FRAMES_A_SECOND if family is None else family.frames_per_second(pipe.config)
-        return Clips(fps or model_fps or usual)
+        return Clips(fps or model_fps or usual, sampling_rate(pipe))
     if fps is not None:
         raise OptionError("--fps", f"{type(pipe).__name__} makes images, which have no frame rate")
     return Pictures()
+
+
+def sampling_rate(pipe: Any) -> int | None:
+    """Return the samples per second of a pipeline's sound; None if it makes none or the rate is unknown."""
+    rates = (getattr(getattr(getattr(pipe, name, None), "config", None), key, None) for name, key in SAMPLING_RATES)
+    return next(filter(None, rates), None)
+
+
+def _makes_sound_alone(pipe: Any) -> bool:
+    """Return True if the pipeline's call returns diffusers' `AudioPipelineOutput`."""
+    call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
+    return call is not None and "AudioPipelineOutput" in call.co_names
 
 
 def numbered(path: Path, pictures: int) -> list[Path]:

@@ -112,8 +112,10 @@ class Worker:
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
                 file = Path(folder) / job.name(suffix or self.suffix)
-                medium = Clips(job.settings["fps"]) if "fps" in job.settings else self._medium
-                medium.write(result, file)
+                medium = self._medium
+                if "fps" in job.settings:
+                    medium = Clips(job.settings["fps"], medium.sampling_rate)
+                medium.write(result, file, output.sound(place))
                 own = report and report.of_prompt(place).to_json()
                 shape = result.shape[:3] if isinstance(medium, Clips) else None
                 made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices, output.stages, shape))

@@ -1,15 +1,17 @@
 """Write videos: mp4 (H.264 through imageio-ffmpeg, extra `video`), gif, or a folder of numbered PNG files.
 
 A video is a uint8 array ``[frames, height, width, 3]``. A folder is lossless, a gif has 256 colours per frame, and mp4
-loses a little detail.
+loses a little detail. An mp4 holds the sound too (AAC); the others have a .wav file for it.
 """
 
 from __future__ import annotations
 
 import os
+import wave
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -23,7 +25,20 @@ if TYPE_CHECKING:
 FILE_SUFFIXES = (".mp4", ".gif")
 # Constant rate factor of x264: 0 is lossless, 23 is the default, and at 12 the loss is hard to see.
 RATE_FACTOR = "12"
+AUDIO_BITRATE = "192k"
 SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter frames much slower
+
+
+class Sound(NamedTuple):
+    """Sound of a video.
+
+    Args:
+        samples: floats in −1..1 ``[samples]`` or ``[channels, samples]``, on the CPU.
+        rate: samples per second.
+    """
+
+    samples: np.ndarray | torch.Tensor
+    rate: int
 
 
 def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
@@ -52,8 +67,17 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(found - {path.name for path in _frames(folder)})
 
 
-def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None = None) -> None:
-    """Write a video in the format of ``path``.
+def sound_file(path: Path, *, folder: bool) -> Path | None:
+    """Return the .wav file for the sound of a gif or a folder of frames; None for an mp4, which holds its sound."""
+    if folder:
+        return path.with_name(f"{path.name}.wav")
+    return path.with_suffix(".wav") if path.suffix.lower() == ".gif" else None
+
+
+def write_clip(
+    clip: np.ndarray, path: Path, fps: float, *, folder: bool | None = None, sound: Sound | None = None
+) -> None:
+    """Write a video in the format of ``path``, and its sound into the mp4 or to :func:`sound_file`.
 
     Old frames in a folder, from 0000.png to the first gap, are removed. An mp4 needs even sides: an odd side repeats
     its last row or column. In a gif, equal neighbouring frames become one frame of longer duration.
@@ -63,13 +87,15 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
         path: ends in one of `FILE_SUFFIXES`, or is a folder, created if missing.
         fps: frames per second; ignored for a folder. A gif frame lasts a multiple of 0.01 s, at least 0.02 s.
         folder: whether to write a folder of frames; None = as :func:`is_folder_of_frames` decides.
+        sound: None = silent. It may be shorter or longer than the video, and is written whole.
 
     Raises:
         ShapeError: ``clip`` has another shape or dtype, or the suffix is unknown.
         UnsupportedError: imageio-ffmpeg is not installed, which an mp4 needs.
     """
     _require_clip(clip)
-    if is_folder_of_frames(path) if folder is None else folder:
+    folder = is_folder_of_frames(path) if folder is None else folder
+    if folder:
         path.mkdir(exist_ok=True)
         for old in _frames(path):
             old.unlink()
@@ -80,15 +106,40 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
         duration = max(SHORTEST_GIF_FRAME, 10 * round(100 / fps))  # Pillow truncates to hundredths of a second
         first.save(path, save_all=True, append_images=others, duration=duration, loop=0)
     elif path.suffix.lower() == ".mp4":
-        require_codec(path, "path")
-        import imageio.v3 as imageio
-
-        even = np.pad(clip, [(0, 0), *((0, side % 2) for side in clip.shape[1:3]), (0, 0)], mode="edge")
-        # Without macro_block_size=1 imageio would scale frames whose sides don't divide by 16.
-        options = {"codec": "libx264", "macro_block_size": 1, "quality": None, "output_params": ["-crf", RATE_FACTOR]}
-        imageio.imwrite(path, even, plugin="FFMPEG", fps=fps, **options)
+        _write_mp4(clip, path, fps, sound)
     else:
         raise ShapeError(f"path must end in {' or '.join(FILE_SUFFIXES)} or be a folder, got {path}")
+    if sound is not None and (beside := sound_file(path, folder=folder)):
+        _write_wav(sound, beside)
+
+
+def _write_mp4(clip: np.ndarray, path: Path, fps: float, sound: Sound | None) -> None:
+    require_codec(path, "path")
+    import imageio.v3 as imageio
+
+    even = np.pad(clip, [(0, 0), *((0, side % 2) for side in clip.shape[1:3]), (0, 0)], mode="edge")
+    # Without macro_block_size=1 imageio would scale frames whose sides don't divide by 16.
+    options = {"plugin": "FFMPEG", "fps": fps, "codec": "libx264", "macro_block_size": 1, "quality": None}
+    crf = ["-crf", RATE_FACTOR]
+    if sound is None:
+        imageio.imwrite(path, even, **options, output_params=crf)
+        return
+    with TemporaryDirectory() as temporary:
+        wav = Path(temporary) / "sound.wav"
+        _write_wav(sound, wav)
+        # ffmpeg would warn that a .wav file does not name its channels.
+        options |= {"audio_path": str(wav), "audio_codec": "aac", "ffmpeg_log_level": "error"}
+        imageio.imwrite(path, even, **options, output_params=[*crf, "-b:a", AUDIO_BITRATE])
+
+
+def _write_wav(sound: Sound, path: Path) -> None:
+    """Write a sound in 16 bits; values outside of −1..1 are clipped, and NaN is silence."""
+    samples = np.atleast_2d(np.nan_to_num(np.asarray(sound.samples)).clip(-1, 1))
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(len(samples))
+        file.setsampwidth(2)
+        file.setframerate(sound.rate)
+        file.writeframes(np.round(32767 * samples.T).astype("<i2").tobytes())
 
 
 def as_clip(frames: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ def seen(*events, medium=None, folder=None, wish=WISH):
 
 
 def made(side, result, seconds, kept=False):
-    return Made(side, Output([result], 2 * seconds, seconds, 4), kept)
+    return Made(side, Output([result], 2 * seconds, seconds, 4, sounds=[f"sound of {side}"]), kept)
 
 
 def compared(psnr=30.0, notes=(), preset="balanced"):
@@ -74,17 +74,17 @@ def test_notes_are_text():
 
 
 def test_videos_are_written_side_by_side(tmp_path, monkeypatch):
-    """Frame by frame into one file, at the model's rate; their middle frames are compared."""
+    """Frame by frame into one file with the accelerated sound, at the model's rate; middle frames are compared."""
     written = []
-    monkeypatch.setattr(Clips, "write", lambda self, clip, path: written.append((clip, path, self.fps)))
+    monkeypatch.setattr(Clips, "write", lambda self, *given: written.append((*given, self.fps)))
     frames = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
     clips = [np.zeros((5, 8, 320, 3), np.uint8) + frames + add for add in (0, 100)]
     events = made("plain", clips[0], 6.0), made("accelerated", clips[1], 2.0), compared()
     view = seen(*events, medium=Clips(8.0), folder=tmp_path)
     assert [each.getpixel((0, 0))[0] for each in view.pictures()] == [2, 102]
     assert view.video() == str(tmp_path / "comparison.mp4")
-    ((clip, path, fps),) = written
-    assert path == tmp_path / "comparison.mp4" and fps == 8.0
+    ((clip, path, sound, fps),) = written
+    assert path == tmp_path / "comparison.mp4" and (sound, fps) == ("sound of accelerated", 8.0)
     assert [(frame[-1, 0, 0], frame[-1, -1, 0]) for frame in clip] == [(index, index + 100) for index in range(5)]
 
 

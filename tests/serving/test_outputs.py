@@ -1,16 +1,20 @@
 """Files that commands are to write: their names, and that they can be written, known before any work."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from dit_accel.errors import OptionError
-from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, unused
+from dit_accel.errors import OptionError, UnsupportedError
+from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, sampling_rate, unused
 from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
 from dit_accel.tools import video
 from dit_accel.tools.metrics import psnr
+from tests.clips import read_sound
+from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_pipeline
 
 
@@ -111,6 +115,76 @@ def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fp
     medium.write(clip, tmp_path / "o.mp4")
     medium.write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "o.mp4")
     assert rates == [fps] * 3
+
+
+@pytest.mark.parametrize(("name", "holds"), [("o.mp4", True), ("o.gif", False), ("o", False)])
+@pytest.mark.parametrize("compare", [False, True], ids=["alone", "compared"])
+def test_files_of_sound_are_files_of_the_run(tmp_path, name, holds, compare):
+    """A run with sound writes exactly the files that it announces, and replaces none without --force."""
+    path, medium = tmp_path / name, Clips(8.0, 24_000)
+    clip, sound = np.zeros((5, 16, 16, 3), dtype=np.uint8), torch.zeros(2, 240)
+    medium.require_output(path, compare=compare, force=False)
+    files = medium.files(path, compare=compare)
+    written = medium.write(clip, path, sound)
+    if compare:
+        written += medium.write_comparison(clip, clip, ("plain", "accelerated"), path, (sound, sound))
+    assert sorted(files) == sorted(written) == sorted(tmp_path.iterdir())
+    sounds = [file for file in files if file.suffix == ".wav"]
+    assert len(sounds) == (0 if holds else 3 if compare else 1)
+    for file in sounds:
+        (other := tmp_path / f"for {file.stem}").mkdir()
+        (other / file.name).touch()
+        with pytest.raises(OptionError, match=f"{file.name} exists"):
+            medium.require_output(other / name, compare=compare, force=False)
+        medium.require_output(other / name, compare=compare, force=True)
+
+
+def test_sides_of_a_comparison_have_their_own_sound(tmp_path):
+    """NAME-compare has the accelerated side's."""
+    clip, plain, fast = np.zeros((5, 16, 16, 3), dtype=np.uint8), torch.full((1, 99), 0.5), torch.full((1, 99), 0.25)
+    medium = Clips(8.0, 24_000)
+    medium.write(clip, tmp_path / "o", fast)
+    medium.write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "o", (plain, fast))
+    levels = {file.name: read_sound(file)[0].max() for file in tmp_path.glob("*.wav")}
+    assert levels == {"o.wav": 8192, "o-plain.wav": 16384, "o-compare.wav": 8192}
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif"])
+def test_a_pipeline_that_made_no_sound_writes_the_same_bytes(tmp_path, suffix):
+    """As a pipeline that can't make any, and no .wav file."""
+    clip = np.arange(5 * 16 * 16 * 3, dtype=np.uint8).reshape(5, 16, 16, 3)
+    paths = [tmp_path / f"{name}{suffix}" for name in ("silent", "able")]
+    for path, medium in zip(paths, (Clips(8.0), Clips(8.0, 24_000)), strict=True):
+        assert medium.write(clip, path) == [path]
+    assert paths[0].read_bytes() == paths[1].read_bytes() and sorted(tmp_path.iterdir()) == sorted(paths)
+
+
+def test_sound_at_an_unknown_rate_is_left_out_with_a_warning(tmp_path):
+    clip = np.zeros((5, 16, 16, 3), dtype=np.uint8)
+    with pytest.warns(UserWarning, match="sound is left out, because its sampling rate is unknown"):
+        assert Clips(8.0).write(clip, tmp_path / "o.mp4", torch.zeros(1, 240)) == [tmp_path / "o.mp4"]
+    assert read_sound(tmp_path / "o.mp4") is None
+
+
+@pytest.mark.parametrize(
+    ("components", "rate"),
+    [
+        ({"vocoder": {"output_sampling_rate": 24_000}, "audio_vae": {"sample_rate": 16_000}}, 24_000),
+        ({"sound_tokenizer": {"sampling_rate": 48_000}}, 48_000),
+        ({"vocoder": {"upsample_rates": [4]}, "audio_vae": {"sample_rate": 44_100}}, 44_100),
+        ({"sound_tokenizer": None, "vae": {"sample_rate": 8}}, None),
+    ],
+    ids=["ltx2", "cosmos3", "kandinsky6", "silent"],
+)
+def test_the_component_that_makes_sound_has_its_rate(components, rate):
+    """The spectrograms of LTX-2 have a lower rate than its vocoder's sound."""
+    parts = {name: config and SimpleNamespace(config=SimpleNamespace(**config)) for name, config in components.items()}
+    assert sampling_rate(SimpleNamespace(**parts)) == rate
+
+
+def test_sound_alone_is_refused_before_a_run():
+    with pytest.raises(UnsupportedError, match="LongCatAudioDiTPipeline makes sound alone, which only"):
+        medium_of(longcat_audio())
 
 
 @pytest.mark.parametrize("medium", [Pictures(), Clips(8.0)], ids=["pictures", "clips"])

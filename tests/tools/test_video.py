@@ -3,12 +3,13 @@
 import imageio.v3 as imageio
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dit_accel.errors import ShapeError
 from dit_accel.tools.metrics import psnr
-from dit_accel.tools.video import as_clip, foreign_files, is_folder_of_frames, write_clip
-from tests.clips import read_clip
+from dit_accel.tools.video import Sound, as_clip, foreign_files, is_folder_of_frames, write_clip
+from tests.clips import read_clip, read_sound
 
 
 def moving_square(frames: int = 5, height: int = 48, width: int = 64) -> np.ndarray:
@@ -66,6 +67,73 @@ def test_odd_sides_of_an_mp4_repeat_their_last_pixels(tmp_path):
     read = read_clip(tmp_path / "clip.mp4")
     assert read.shape == (5, 48, 64, 3)
     assert psnr(read[:, :47, :63], moving_square(height=47, width=63)) > 30
+
+
+RATE = 24_000
+
+
+def tones(*hertz: float, seconds: float = 1.0, level: float = 0.5) -> np.ndarray:
+    """A sine wave for each channel: float32 ``[channels, samples]``."""
+    times = np.arange(round(seconds * RATE)) / RATE
+    return np.stack([level * np.sin(2 * np.pi * each * times) for each in hertz]).astype(np.float32)
+
+
+def spectral_peaks(samples: np.ndarray) -> list[float]:
+    """The frequency with most energy in each channel, in Hz."""
+    spectra = np.abs(np.fft.rfft(samples * np.hanning(samples.shape[1])))
+    return list(spectra.argmax(axis=1) * RATE / samples.shape[1])
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [tones(440)[0], tones(440), torch.from_numpy(tones(440, 1000))],
+    ids=["samples", "mono", "stereo"],
+)
+def test_an_mp4_holds_the_sound_of_its_video(tmp_path, sound):
+    """Length, level and frequency of each channel; the frames are those of the silent video."""
+    for name, given in (("silent.mp4", None), ("clip.mp4", Sound(sound, RATE))):
+        write_clip(moving_square(8), tmp_path / name, fps=8, sound=given)
+    samples, rate = read_sound(tmp_path / "clip.mp4")
+    channels = np.atleast_2d(np.asarray(sound))
+    assert rate == RATE and samples.shape[0] == len(channels)
+    assert samples.shape[1] == pytest.approx(channels.shape[1], abs=1024)  # the frame of AAC
+    middle = samples[:, RATE // 4 : -RATE // 4] / 32767
+    np.testing.assert_allclose(np.sqrt((middle**2).mean(axis=1)), 0.5 / np.sqrt(2), rtol=0.01)
+    assert spectral_peaks(middle) == pytest.approx([440, 1000][: len(channels)], abs=2)
+    np.testing.assert_array_equal(read_clip(tmp_path / "clip.mp4"), read_clip(tmp_path / "silent.mp4"))
+    assert read_sound(tmp_path / "silent.mp4") is None
+
+
+@pytest.mark.parametrize("seconds", [0.3, 2.5], ids=["shorter", "longer"])
+def test_sound_and_video_are_both_written_whole(tmp_path, seconds):
+    """No frame is lost or repeated, and no sound cut off, where one of them is shorter."""
+    write_clip(moving_square(8), tmp_path / "clip.mp4", fps=8, sound=Sound(tones(440, seconds=seconds), RATE))
+    assert len(read_clip(tmp_path / "clip.mp4")) == 8
+    samples, _ = read_sound(tmp_path / "clip.mp4")
+    assert samples.shape[1] == pytest.approx(seconds * RATE, abs=1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("clip.gif", "clip.wav"), ("frames", "frames.wav"), ("run.1", "run.1.wav")],
+)
+def test_a_gif_or_a_folder_has_a_file_for_its_sound(tmp_path, name, file):
+    """In 16 bits; the folder holds frames alone."""
+    sound = tones(440, 1000)
+    write_clip(moving_square(), tmp_path / name, fps=8, folder=name != "clip.gif", sound=Sound(sound, RATE))
+    samples, rate = read_sound(tmp_path / file)
+    assert rate == RATE and {path.name for path in tmp_path.iterdir()} == {name, file}
+    np.testing.assert_allclose(samples / 32767, sound, atol=0.5 / 32767)
+
+
+def test_values_that_no_wave_holds_are_clipped_and_nan_is_silence(tmp_path):
+    sound = np.array([np.nan, np.inf, -np.inf, 3.0, -3.0, 0.5], np.float32)
+    write_clip(moving_square(), tmp_path / "frames", fps=8, sound=Sound(sound, RATE))
+    samples, _ = read_sound(tmp_path / "frames.wav")
+    assert samples.tolist() == [[0, 32767, -32767, 32767, -32767, 16384]]
+    write_clip(moving_square(8), tmp_path / "clip.mp4", fps=8, sound=Sound(tones(440) * np.nan, RATE))
+    samples, _ = read_sound(tmp_path / "clip.mp4")
+    assert not samples.any() and samples.shape[1] == pytest.approx(RATE, abs=1024)
 
 
 def test_as_clip_rounds_and_saturates():

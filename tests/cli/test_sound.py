@@ -1,0 +1,94 @@
+"""Videos with sound from the commands and the server's worker, on a tiny pipeline whose sound is a tone."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dit_accel.cli import inspect
+from dit_accel.serving import pipelines
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.prompts import Job
+from dit_accel.serving.worker import Worker
+from tests.clips import read_clip, read_sound
+from tests.models.tiny.videos import cosmos3
+
+FRAMES, RATE, HERTZ = 5, 16_000, 500
+SMALL = ("--steps", 6, "--height", 64, "--width", 64, "--num-frames", FRAMES)
+CALL = ("--call", "enable_sound=true", "--call", "enable_safety_check=false")
+
+
+@pytest.fixture(scope="module")
+def singer():
+    """A pipeline whose sound lasts as long as its video; the level differs from call to call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe, _ = cosmos3()
+    levels, times = itertools.cycle((0.2, 0.3, 0.5)), torch.arange(FRAMES * RATE // 24) / RATE
+    pipe.sound_tokenizer.decode = lambda _: next(levels) * torch.sin(2 * torch.pi * HERTZ * times)[None, None]
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def model(singer, monkeypatch):
+    for module in (pipelines, inspect):
+        monkeypatch.setattr(module, "load_pipeline", lambda *_: singer)
+    return "some/model"
+
+
+def level(path):
+    """Level of the tone in a file, after a check of its frequency and its length."""
+    samples, rate = read_sound(path)
+    assert rate == RATE and samples.shape == (1, pytest.approx(FRAMES * RATE // 24, abs=1024))
+    middle = samples[0, 800:2400] / 32767
+    assert np.abs(np.fft.rfft(middle)).argmax() * RATE / 1600 == HERTZ
+    return np.sqrt(2 * (middle**2).mean())
+
+
+@pytest.mark.parametrize("name", ["fox.mp4", "fox.gif", "fox"])
+def test_compare_writes_the_sound_of_each_side(run, model, tmp_path, name):
+    """NAME-plain has the plain side's; the .wav files of a gif or folders are among the written files."""
+    result = run("generate", "-p", "a fox", "-m", model, *SMALL, *CALL, "--compare", "--repeats", 1, "-o", name)
+    assert result.exit_code == 0, result.output
+    clips = [name.replace("fox", f"fox{kind}") for kind in ("", "-plain", "-compare")]
+    sounds = clips if name.endswith("4") else [f"fox{kind}.wav" for kind in ("", "-plain", "-compare")]
+    files = {*clips, *sounds, "fox-strip.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert {line.removeprefix("wrote ") for line in result.stdout.splitlines() if "wrote" in line} == files
+    fast, plain, both = (level(tmp_path / sound) for sound in sounds)
+    assert fast == pytest.approx(both) and abs(fast - plain) > 0.05
+
+
+def test_lines_of_a_file_have_their_sound(run, model, tmp_path):
+    (tmp_path / "two.txt").write_text("a fox\na dog\n")
+    result = run("generate", "--prompts", "two.txt", "--output-dir", "out", "-m", model, *SMALL, *CALL)
+    assert result.exit_code == 0, result.output
+    assert all(level(tmp_path / "out" / f"000{index}.mp4") > 0.05 for index in range(2))
+    rows = [json.loads(line) for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
+    assert [row["file"] for row in rows] == ["0000.mp4", "0001.mp4"]
+
+
+def test_a_video_without_sound_is_silent(run, model, tmp_path):
+    """The pipeline could make sound, and was not asked to."""
+    result = run("generate", "-p", "a fox", "-m", model, *SMALL, "--call", "enable_safety_check=false", "-o", "fox.mp4")
+    assert result.exit_code == 0, result.output
+    assert read_sound(tmp_path / "fox.mp4") is None and len(read_clip(tmp_path / "fox.mp4")) == FRAMES
+
+
+def test_inspect_writes_the_sound(run, model, tmp_path):
+    result = run("inspect", "-p", "a fox", "-m", model, *SMALL, *CALL, "--output", "run")
+    assert result.exit_code == 0, result.output
+    assert level(tmp_path / "run" / "clip.mp4") > 0.05
+
+
+def test_a_served_video_has_its_sound(model, tmp_path):
+    """At the request's frame rate too; the bytes are those that /v1/videos sends."""
+    worker = Worker(Setup(model, call={"enable_sound": True, "enable_safety_check": False}))
+    settings = {"prompt": "a fox", "seed": 3, "steps": 2, "width": 64, "height": 64, "num-frames": FRAMES}
+    for more in ({}, {"fps": 24.0}):
+        made = worker.make_one(Job(0, settings | more), worker.preset_in_use, ".mp4", lambda *_: None)
+        (tmp_path / "made.mp4").write_bytes(made.data)
+        assert level(tmp_path / "made.mp4") > 0.05
