@@ -53,10 +53,14 @@ class Options(RunOptions):
     )
     negative_prompt: str | None = option("Negative prompt. On FLUX and HunyuanVideo it needs --guidance above 1.")
     fps: float | None = option(
-        "Frames per second of the written video.", min=1, max=100, callback=require_finite, show_default="the model's"
+        "Frames per second of the written video; models with sound also generate at it.",
+        min=1,
+        max=100,
+        callback=require_finite,
+        show_default="the model's",
     )
     num_images: int | None = option(
-        "Number of images of the prompt, written as NAME-0.png, NAME-1.png, …; not for video.", min=1, max=MOST_IMAGES
+        "Number of images, written as NAME-0.png, NAME-1.png, …; not for video.", min=1, max=MOST_IMAGES
     )
     parallel: str | None = option(
         "Split the work among the processes of torchrun: ulysses=2 splits the tokens, branches=2 the two "
@@ -80,7 +84,7 @@ class Options(RunOptions):
         "and report of each output. Run the same command again to resume."
     )
     batch_size: int = option(
-        "With --prompts, without --image: maximum number of lines in one call of the pipeline. Neighbouring lines "
+        "With --prompts, without --image: maximum number of lines in one call. Neighbouring lines "
         "share a call if they differ only in prompt, negative prompt and seed. Each prompt skips steps by its "
         "own error.",
         default=1,
@@ -99,7 +103,7 @@ class Options(RunOptions):
     )
     compare: bool = option(
         "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
-        "for videos also NAME-strip.png (some frames, plain above accelerated). Print speed-up, PSNR over all "
+        "for videos also NAME-strip.png (frames, plain above accelerated). Print speed-up, PSNR over all "
         "frames, mean SSIM, and SI-SDR of sound. Both sides are warmed up, then timed alternately.",
         "--compare",
         default=False,
@@ -146,7 +150,8 @@ def command(given: Options) -> None:
         _make_lines(given, request, console)
         return
     pipe, medium, preset = open_pipeline(request.setup, console)
-    named = {"prompt": given.prompt, **request.arguments, "image": request.image, "num-images": given.num_images}
+    named = {"prompt": given.prompt, **request.arguments, "image": request.image}
+    named |= {"num-images": given.num_images, "fps": given.fps}
     arguments = call_arguments(pipe, given.model, named, request.setup.call)
     files = _files(given, medium)
     sides = _make(pipe, arguments, preset, given, console)

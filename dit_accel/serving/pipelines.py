@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.loading import Loading, load_pipeline
-from dit_accel.serving.media import Clips, Pictures, medium_of
+from dit_accel.serving.media import Clips, Pictures, medium_of, sampling_rate
 from dit_accel.serving.processes import join
 from dit_accel.tools.demo import demo_arguments, demo_path, model_fps
 
@@ -99,7 +99,8 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of ``pipe(...)``: a demo model's defaults, overridden by the given options.
 
-    If the pipeline has a guider component, the guidance scale is set there instead.
+    If the pipeline has a guider component, the guidance scale is set there instead. ``fps`` is an argument only of
+    pipelines with sound, which lasts as long as the video.
 
     Args:
         options: values by option name without leading dashes (``"num-images"``); None = not given. A list of images
@@ -128,6 +129,8 @@ def call_arguments(
         )
     if isinstance(given.get("image"), list) and not _takes_several_images(pipe):
         raise OptionError("--image", f"{type(pipe).__name__} takes one image, got {len(given['image'])}")
+    if (fps := given.pop("fps", None)) and sampling_rate(pipe):
+        arguments |= {key: fps for key in ("frame_rate", "fps") if key in parameters}
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():

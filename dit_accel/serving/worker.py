@@ -170,7 +170,8 @@ class Worker:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
             self._pipe.guider = self._guider
-        own = {key: value for key, value in batch[0].settings.items() if key not in ("seed", "fps", PARTIAL_IMAGES)}
+        own = {"fps": self._setup.fps, **batch[0].settings}
+        own = {key: value for key, value in own.items() if key not in ("seed", PARTIAL_IMAGES)}
         if len(batch) > 1:
             own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
         return call_arguments(self._pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)

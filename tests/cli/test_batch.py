@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from dit_accel.cli import batch
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
 from dit_accel.serving import worker
 from dit_accel.serving.media import Pictures
+from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.tools.timing import Output, timed_output
 from tests.tiny import tiny_inputs, tiny_pipeline
@@ -233,7 +233,7 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
     made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)
     monkeypatch.setattr(worker, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(worker, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
-    engine = worker.Worker(SimpleNamespace(model="model", call={}), None, jobs, Console(quiet=True))
+    engine = worker.Worker(Setup("model"), None, jobs, Console(quiet=True))
     for job in jobs:
         engine.make([job])
     assert scales == [3.0, 6.0]

@@ -16,6 +16,7 @@ from dit_accel.presets import load_preset
 from dit_accel.serving import worker as working
 from dit_accel.serving.engine import Failure, Made
 from dit_accel.serving.media import Pictures
+from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.tools.timing import Output
 
@@ -211,7 +212,7 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
         return Output(pictures[: len(seed) if isinstance(seed, list) else 1], 9.0, 5.0, 1)
 
     monkeypatch.setattr(working, "timed_call", call)
-    setup = SimpleNamespace(batch_size=2, model="some/model", call={"sigmas": [1.0]})
+    setup = Setup("some/model", batch_size=2, call={"sigmas": [1.0]}, fps=9.0)
     jobs = [Job(3, {"prompt": "a", "negative-prompt": "x", "seed": 7, "steps": 2}), Job(4, {"prompt": "b", "seed": 8})]
     jobs[1].settings.update({"negative-prompt": "y", "steps": 2})
     worker = working.Worker(setup, "picture", [], Console(quiet=True))
@@ -223,7 +224,7 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
     ]
     worker.preset = None
     assert [each.report for each in worker.make(jobs[:1])] == [None]
-    common = {"image": "picture", "steps": 2, "sigmas": [1.0]}
+    common = {"image": "picture", "steps": 2, "sigmas": [1.0], "fps": 9.0}
     assert arguments == [
         common | {"prompt": ["a", "b"], "negative-prompt": ["x", "y"]},
         common | {"prompt": "a", "negative-prompt": "x"},
@@ -240,8 +241,9 @@ def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
     monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(working, "start_pipeline", lambda *_: looked.append("started"))
     monkeypatch.setattr(working, "call_arguments", lambda _, __, options, ___: looked.append(options["prompt"]))
-    setup = SimpleNamespace(batch_size=1, model="some/model", call={})
-    working.Worker(setup, None, [Job(index, {"prompt": index}) for index in range(3)], Console(quiet=True))
+    working.Worker(
+        Setup("some/model"), None, [Job(index, {"prompt": index}) for index in range(3)], Console(quiet=True)
+    )
     assert looked == [0, 1, 2, "started"]
 
 

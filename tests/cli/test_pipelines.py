@@ -19,6 +19,7 @@ from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeli
 from dit_accel.serving.processes import TALKATIVE
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools.demo import demo_arguments, demo_path
+from tests.models.tiny import built
 from tests.tiny import tiny_pipeline
 
 
@@ -44,6 +45,16 @@ def test_nothing_is_a_value_too(option, key):
     pipe = tiny_pipeline("flux")
     assert call_arguments(pipe, "some/model", {option: 0}) == {key: 0}
     assert call_arguments(pipe, "some/model", {option: None}) == {}
+
+
+def test_the_frame_rate_reaches_pipelines_with_sound():
+    """Their sound then lasts as long as the video; --call overrides it, and silent pipelines ignore it."""
+    for name, key in (("ltx2", "frame_rate"), ("cosmos3", "fps")):
+        pipe, _ = built(name)
+        assert call_arguments(pipe, "some/model", {"fps": 12.0}) == {key: 12.0}
+        assert call_arguments(pipe, "some/model", {"fps": 12.0}, {key: 30}) == {key: 30}
+        assert call_arguments(pipe, "some/model", {"fps": None}) == {}
+    assert call_arguments(tiny_pipeline("ltx"), "some/model", {"fps": 12.0}) == {}
 
 
 def test_call_takes_whatever_a_pipeline_takes():
