@@ -6,19 +6,17 @@ error that a retry may avoid, a new actor replaces it and its jobs go to the end
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError, DitAccelError, OptionError, OutOfMemoryError, UnsupportedError, shortened
+from dit_accel.errors import BatchError, DitAccelError, OptionError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.engine import Failure, Made, Progress, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
+from dit_accel.serving.ray_cluster import enter_folder, joined_cluster
 from dit_accel.serving.worker import Worker
 
 if TYPE_CHECKING:
@@ -38,24 +36,13 @@ def ray_engine(
         OptionError, ...: errors of :class:`Worker`, if no actor could load the pipeline.
         BatchError: no actor could load the pipeline because of another error.
     """
-    import ray
-
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(console)
-    try:
-        device, count = _places(ray.cluster_resources(), setup.loading.device, actors)
-        needs = {"num_cpus": 1, "num_gpus": int(device == "cuda")}
-        setup = replace(setup, loading=replace(setup.loading, device=device))
+    with joined_cluster(setup, actors, console) as (setup, count, needs):
         engine = RayEngine(setup, picture, jobs, min(count, len(jobs)), needs, console)
         try:
             engine.wait_for_one()
             yield engine
         finally:
             engine.close()
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 class RayEngine:
@@ -198,44 +185,12 @@ class _Actor:
     """A :class:`Worker` in its own process, in the command's folder if it exists on that machine."""
 
     def open(self, what: tuple[Setup, Image.Image | None, Sequence[Job]], folder: str) -> tuple[str, Any]:
-        if os.path.isdir(folder):
-            os.chdir(folder)
+        enter_folder(folder)
         self._worker = Worker(*what)
         return self._worker.suffix, self._worker.preset
 
     def make(self, batch: Sequence[Job]) -> list[Made]:
         return self._worker.make(batch)
-
-
-def _connect(console: Console) -> None:
-    """Join the cluster that Ray finds, or start one on this machine."""
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS", "")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
-    with console.status("connecting to Ray"):
-        try:
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            if port.isdecimal():  # Ray itself would retry for many minutes
-                socket.create_connection((host, int(port)), timeout=10).close()
-            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            where = f"RAY_ADDRESS={address}" if address else "this machine"
-            raise OptionError("--engine", f"no Ray cluster at {where}: {shortened(str(error))}") from None
-
-
-def _places(resources: dict[str, float], device: str | None, actors: int | None) -> tuple[str, int]:
-    """Return the device of each actor, and the number of actors."""
-    gpus, cpus = (int(resources.get(kind, 0)) for kind in ("GPU", "CPU"))
-    if device == "cuda" and not gpus:
-        raise OptionError("--device", "is cuda, but the Ray cluster has no GPU")
-    on_gpus = gpus > 0 and device != "cpu"
-    if actors is None and not on_gpus:
-        raise OptionError("--actors", f"must be given: each actor takes one of the Ray cluster's {cpus} CPUs")
-    most, kind = (gpus, "GPU") if on_gpus else (cpus, "CPU")
-    if actors is not None and actors > most:
-        raise OptionError("--actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
-    return ("cuda" if on_gpus else "cpu"), actors or most
 
 
 def _refuses(error: BaseException) -> bool:

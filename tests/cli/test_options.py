@@ -109,7 +109,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--output-dir": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",
         "--batch-size": f"{BATCH}neighbours_share_a_call_and_get_what_they_get_alone",
         "--engine": "tests/serving/test_ray.py::test_a_line_that_fails_every_time_is_given_up",
-        "--actors": "tests/serving/test_ray.py::test_gpus_are_taken_where_there_are_some",
+        "--actors": "tests/serving/test_ray_cluster.py::test_gpus_are_taken_where_there_are_some",
     },
     "inspect": shared("call.")
     | {

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import re
 import sys
@@ -23,13 +22,6 @@ ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests
 SMALL = ("--steps", "2", "--height", "64", "--width", "64")
 RAY = ("--engine", "ray", "--actors", "2")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -285,14 +277,6 @@ def test_what_does_not_go_together_says_so(cluster, generate, options, told):
     assert result.exit_code == 2 and told in result.output
 
 
-@pytest.mark.parametrize(
-    ("device", "actors", "places"),
-    [(None, None, ("cuda", 4)), (None, 2, ("cuda", 2)), ("cpu", 8, ("cpu", 8))],
-)
-def test_gpus_are_taken_where_there_are_some(device, actors, places):
-    assert ray_engine._places({"CPU": 64.0, "GPU": 4.0}, device, actors) == places
-
-
 def test_one_prompt_is_no_work_for_ray(run):
     result = run("generate", "--prompt", "a", "--engine", "ray")
     assert result.exit_code == 2 and "--engine: ray needs --prompts" in result.output
@@ -303,21 +287,6 @@ def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     result = generate(["a"], *RAY)
     assert result.exit_code == 2 and "--engine: no Ray cluster at RAY_ADDRESS=127.0.0.1:1: " in result.output
-
-
-@pytest.mark.parametrize("given, told", [(None, "0"), ("1", "1")], ids=["unsaid", "allowed"])
-def test_a_cluster_that_is_started_here_tells_nobody_of_itself(monkeypatch, given, told):
-    """Ray would report its use to its makers unless the user's own environment has a say."""
-    started = []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
-    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
-    if given is not None:
-        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", given)
-    monkeypatch.setattr(ray, "init", lambda **options: started.append((os.environ["RAY_USAGE_STATS_ENABLED"], options)))
-    ray_engine._connect(Console(quiet=True))
-    ((enabled, options),) = started
-    assert enabled == told and options["include_dashboard"] is options["log_to_driver"] is False
 
 
 def test_without_ray_its_extra_is_named(generate, monkeypatch):

@@ -1,0 +1,74 @@
+"""The Ray cluster of a command, and the devices on which its actors load the pipeline."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dit_accel.errors import OptionError, shortened
+from dit_accel.serving.pipelines import Setup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def joined_cluster(setup: Setup, actors: int | None, console: Console) -> Iterator[tuple[Setup, int, dict[str, int]]]:
+    """Join the cluster of this process, at ``RAY_ADDRESS``, or a new cluster.
+
+    Yield the setup with the device of the actors, the number of actors, and the resources that each needs.
+    """
+    import ray
+
+    ours = not ray.is_initialized()
+    if ours:
+        connect(console)
+    try:
+        device, count = places(ray.cluster_resources(), setup.loading.device, actors)
+        needs = {"num_cpus": 1, "num_gpus": int(device == "cuda")}
+        yield replace(setup, loading=replace(setup.loading, device=device)), count, needs
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def connect(console: Console) -> None:
+    """Join the cluster that Ray finds, or start one on this machine."""
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
+    with console.status("connecting to Ray"):
+        try:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            if port.isdecimal():  # Ray itself would retry for many minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            where = f"RAY_ADDRESS={address}" if address else "this machine"
+            raise OptionError("--engine", f"no Ray cluster at {where}: {shortened(str(error))}") from None
+
+
+def places(resources: dict[str, float], device: str | None, actors: int | None) -> tuple[str, int]:
+    """Return the device of each actor, and the number of actors."""
+    gpus, cpus = (int(resources.get(kind, 0)) for kind in ("GPU", "CPU"))
+    if device == "cuda" and not gpus:
+        raise OptionError("--device", "is cuda, but the Ray cluster has no GPU")
+    on_gpus = gpus > 0 and device != "cpu"
+    if actors is None and not on_gpus:
+        raise OptionError("--actors", f"must be given: each actor takes one of the Ray cluster's {cpus} CPUs")
+    most, kind = (gpus, "GPU") if on_gpus else (cpus, "CPU")
+    if actors is not None and actors > most:
+        raise OptionError("--actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
+    return ("cuda" if on_gpus else "cpu"), actors or most
+
+
+def enter_folder(folder: str) -> None:
+    """Work in the command's folder if it exists on this machine, so that paths mean the same."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
