@@ -14,6 +14,7 @@ from tests.tiny import tiny_pipeline
 pytest.importorskip("fastapi")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 remote = pytest.importorskip("dit_accel.serving.remote_worker")
+worker_process = pytest.importorskip("dit_accel.serving.worker_process")
 
 IMPORTED = ("diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.auto_pipeline", "dit_accel.serving.worker")
 JOB = Job(0, {"prompt": "a fox", "steps": 3, "height": 32, "width": 32, "seed": 1})
@@ -25,7 +26,7 @@ def processes():
     context = get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "get_context", lambda method: context)
+        patch.setattr(worker_process, "get_context", lambda method: context)
         yield
 
 
@@ -39,7 +40,7 @@ def worker(processes, tmp_path_factory):
         yield worker
     finally:
         worker.close()
-        assert not worker._process.is_alive()
+        assert not worker._process.process.is_alive()
 
 
 class Struck:
@@ -52,8 +53,8 @@ class Struck:
     def make_one(self, job, preset, suffix, tell):
         def strike(done, steps):
             tell(done, steps)
-            self.struck.append(self._worker._process)
-            os.kill(self._worker._process.pid, self._number)
+            self.struck.append(self._worker._process.process)
+            os.kill(self.struck[-1].pid, self._number)
             if self._number == signal.SIGSTOP:
                 self._monkeypatch.setattr(self._worker, "_patience", 0.2)
 
@@ -81,7 +82,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(worker, monkeypatch, number, a
                 pass
         monkeypatch.undo()
         async with asyncio.timeout(120):
-            while worker._process in struck.struck or not worker._is_idle:
+            while worker._process.process in struck.struck or not worker._process.is_idle:
                 await asyncio.sleep(0.05)
 
     asyncio.run(ask())
@@ -95,10 +96,10 @@ def test_a_process_that_loads_is_ended_at_once(worker):
     """Its server need not wait for the weights, and a closed worker starts no process."""
     loading = remote.RemoteWorker(worker._setup, 60.0)
     loading.close()
-    assert not loading._process.is_alive()
+    assert not loading._process.process.is_alive()
     with pytest.raises(remote.BatchError, match="can't be loaded again"):
         loading.restart()
-    assert not loading._process.is_alive()
+    assert not loading._process.process.is_alive()
 
 
 def test_a_process_that_takes_too_long_to_load_again_is_an_error(worker, monkeypatch):
@@ -106,4 +107,4 @@ def test_a_process_that_takes_too_long_to_load_again_is_an_error(worker, monkeyp
     monkeypatch.setattr(remote, "LONGEST_LOAD", 0.01)
     with pytest.raises(remote.BatchError, match="can't be loaded again"):
         worker.restart()
-    assert not worker._process.is_alive()
+    assert not worker._process.process.is_alive()
