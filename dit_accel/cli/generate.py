@@ -16,8 +16,11 @@ from dit_accel.cli.options import (
     REPEATS,
     RepeatsOption,
     RunOptions,
+    actors_option,
+    engine_option,
     option,
     parse_call,
+    require_engine,
     require_finite,
     takes_options,
 )
@@ -85,22 +88,13 @@ class Options(RunOptions):
     )
     batch_size: int = option(
         "With --prompts, without --image: maximum number of lines in one call. Neighbouring lines "
-        "share a call if they differ only in prompt, negative prompt and seed. Each prompt skips steps by its "
-        "own error.",
+        "share a call if they differ only in prompt, negative prompt and seed.",
         default=1,
         min=1,
         max=MOST_IMAGES,
     )
-    engine: Literal["process", "ray"] = option(
-        "Where the lines of --prompts run: in this process, or on all GPUs of a Ray cluster (at RAY_ADDRESS, "
-        "otherwise started here). `ray` needs the extra `ray`.",
-        default="process",
-    )
-    actors: int | None = option(
-        "With --engine ray: number of processes that load the pipeline, each on its own GPU (or CPU without GPUs).",
-        min=1,
-        show_default="the number of GPUs",
-    )
+    engine: Literal["process", "ray"] = engine_option("lines of --prompts run: in this process")
+    actors: int | None = actors_option()
     compare: bool = option(
         "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
         "for videos also NAME-strip.png (frames, plain above accelerated). Print speed-up, PSNR over all "
@@ -178,21 +172,11 @@ def _require_consistent(given: Options) -> None:
     # FLUX img2img would get other noise, and FLUX.2 uses all images for each prompt
     if given.batch_size > 1 and given.image is not None:
         raise OptionError("--batch-size", "can't be used with --image: pipelines treat an image in a batch differently")
-    if not on_ray and given.actors is not None:
-        raise OptionError("--actors", "needs --engine ray")
-    if on_ray:
-        _require_ray(given)
-
-
-def _require_ray(given: Options) -> None:
-    """Check that Ray is installed and compatible with the other options."""
-    require_extra("ray", "--engine ray")
-    if given.prompts is None:
+    require_engine(given.engine, given.actors, given.device)
+    if on_ray and not many:
         raise OptionError("--engine", "ray needs --prompts; one --prompt runs in this process")
-    if given.parallel is not None:
+    if on_ray and given.parallel is not None:
         raise OptionError("--parallel", "can't be used with --engine ray, where each device works on its own lines")
-    if given.device not in (None, "cuda", "cpu"):
-        raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {given.device}")
 
 
 def _check(given: Options) -> Request:

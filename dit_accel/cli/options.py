@@ -20,6 +20,7 @@ from dit_accel.errors import OptionError, PresetError, shown
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.loras import parse_loras, with_projections
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
+from dit_accel.tools.extras import require_extra
 from dit_accel.tools.repeats import REPEATS as REPEATS
 
 # Generous bounds, which catch typing mistakes before any work.
@@ -132,6 +133,33 @@ def preset_option(more: str = "") -> Any:
         f"Name of a preset (see `dit-accel presets list`) or path of a YAML file{more}.",
         show_default="balanced, or video-balanced for video pipelines",
     )
+
+
+def engine_option(processes: str) -> Any:
+    """Field of the option ``--engine``; ``processes`` says what runs where without Ray."""
+    return option(
+        f"Where {processes}, or on a Ray cluster (extra `ray`), at RAY_ADDRESS or started here.",
+        default="process",
+    )
+
+
+def actors_option() -> Any:
+    """Field of the option ``--actors``."""
+    return option(
+        "With --engine ray: number of GPUs, or of CPUs without GPUs, each with a process.",
+        min=1,
+        show_default="all GPUs",
+    )
+
+
+def require_engine(engine: Literal["process", "ray"], actors: int | None, device: str | None) -> None:
+    """Check that Ray is installed if it is the engine, and compatible with the other options."""
+    if engine == "process" and actors is not None:
+        raise OptionError("--actors", "needs --engine ray")
+    if engine == "ray":
+        require_extra("ray", "--engine ray")
+        if device not in (None, "cuda", "cpu"):
+            raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {device}")
 
 
 @dataclass(frozen=True, kw_only=True)

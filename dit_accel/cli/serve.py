@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dit_accel.cli.options import (
     MOST_FRAMES,
@@ -13,16 +15,22 @@ from dit_accel.cli.options import (
     MOST_PIXELS,
     MOST_STEPS,
     RunOptions,
+    actors_option,
+    engine_option,
     option,
     parse_call,
+    require_engine,
     takes_options,
 )
 from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.remote_worker import RemoteWorker
+from dit_accel.serving.remote_worker import RemoteWorker, WorkerProcess
+from dit_accel.serving.worker_process import LocalProcess
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dit_accel.serving.api import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,9 +43,9 @@ class Options(RunOptions):
 
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
-    gpus: int | None = option(
-        "Number of GPUs, each with a process that loads the pipeline.", min=1, show_default="all, or that of --device"
-    )
+    gpus: int | None = option("Number of GPUs, each with a process.", min=1, show_default="all, or that of --device")
+    engine: Literal["process", "ray"] = engine_option("requests run: on this machine")
+    actors: int | None = actors_option()
     api_key_file: Path | None = option(
         "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",
         show_default="no key is needed",
@@ -116,6 +124,7 @@ def command(given: Options) -> None:
     from dit_accel.serving.dispatcher import Dispatcher
     from dit_accel.serving.videos import VideoStore
 
+    _require_consistent(given)
     keys, hosts, limits = read_keys(given.api_key_file), given.hosts, given.limits()
     preset, overrides, loading = given.preset_and_loading()
     setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
@@ -125,12 +134,10 @@ def command(given: Options) -> None:
         console.out(f"note: {given.host} needs no API key; --api-key-file restricts access", highlight=False)
     where = f"[{given.host}]" if ":" in given.host else given.host
     ready = f"ready at http://{where}:{given.port} (stop with Ctrl-C)"
-    devices = _devices(given)
-    with server.ended_by_signals(), ExitStack() as closing:
+    with _places(given, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
         workers = []
-        for device in devices:
-            own = replace(setup, loading=replace(loading, device=device))
-            workers.append(RemoteWorker(own, given.max_step_seconds))
+        for own in setups:
+            workers.append(RemoteWorker(own, given.max_step_seconds, start))
             closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(given.model)}"):
             opened = [worker.wait() for worker in workers]
@@ -144,8 +151,33 @@ def command(given: Options) -> None:
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 
+def _require_consistent(given: Options) -> None:
+    """Check combinations of options."""
+    require_engine(given.engine, given.actors, given.device)
+    if given.engine == "ray" and given.gpus is not None:
+        raise OptionError("--gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
+
+
+@contextmanager
+def _places(
+    given: Options, setup: Setup, console: Console
+) -> Iterator[tuple[list[Setup], Callable[[Setup], WorkerProcess]]]:
+    """Yield the setup of each worker, and the function that starts its process.
+
+    Ray sets its own handler of SIGTERM, so the server's must be set after this.
+    """
+    if given.engine == "process":
+        yield [replace(setup, loading=replace(setup.loading, device=each)) for each in _devices(given)], LocalProcess
+        return
+    from dit_accel.serving.ray_actor import RayActor
+    from dit_accel.serving.ray_cluster import joined_cluster
+
+    with joined_cluster(setup, given.actors, console) as (setup, count, needs):
+        yield [setup] * count, partial(RayActor, needs)
+
+
 def _devices(given: Options) -> list[str | None]:
-    """Return the device of each worker."""
+    """Return the device of each worker on this machine."""
     there = 0
     if given.device in (None, "cuda"):
         import torch  # takes seconds, and another device needs it in its own process only

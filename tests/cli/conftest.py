@@ -162,7 +162,7 @@ def reached(monkeypatch, made, tmp_path):
     )
 
     class Serving:
-        def __init__(self, setup, patience):
+        def __init__(self, setup, patience, start):
             put(patience=patience, **setup.call)
             self.setup = setup
 

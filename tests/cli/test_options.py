@@ -71,6 +71,7 @@ BASES = {
     "app": ("app",),
     "serve": ("serve",),
 }
+GPUS_OF_RAY = "tests/serving/test_ray_cluster.py::test_gpus_are_taken_where_there_are_some"
 # By command and option: its changes, or the test that shows them.
 OPTIONS: dict[str, dict[str, Acts | str]] = {
     "generate": shared("call.")
@@ -109,7 +110,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--output-dir": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",
         "--batch-size": f"{BATCH}neighbours_share_a_call_and_get_what_they_get_alone",
         "--engine": "tests/serving/test_ray.py::test_a_line_that_fails_every_time_is_given_up",
-        "--actors": "tests/serving/test_ray_cluster.py::test_gpus_are_taken_where_there_are_some",
+        "--actors": GPUS_OF_RAY,
     },
     "inspect": shared("call.")
     | {
@@ -181,6 +182,8 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--allow-host": Acts(("--allow-host", "Here"), {"hosts": {"127.0.0.1", "localhost", "::1", "here"}}),
         "--port": Acts(("--port", 8123), {"server_port": 8123}),
         "--gpus": "tests/cli/test_serve.py::test_each_gpu_has_a_process",
+        "--engine": "tests/cli/test_serve.py::test_with_ray_each_gpu_of_the_cluster_has_an_actor",
+        "--actors": GPUS_OF_RAY,
         "--api-key-file": Acts(("--api-key-file", "keys.txt"), {"keys": ["a-long-enough-key", "another-long-key"]}),
         "--queue": Acts(("--queue", 3), {"queue": 3}),
         "--max-side": Acts(("--max-side", 512), {"side": 512}),

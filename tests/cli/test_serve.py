@@ -200,6 +200,15 @@ def test_only_models_of_videos_have_a_store_of_videos(run, reached):
     assert not reached["store"].new_file().parent.exists()
 
 
+def devices_of_workers(monkeypatch):
+    """The devices of all workers that the command starts from now on."""
+    opened, worker = [], serve.RemoteWorker
+    monkeypatch.setattr(
+        serve, "RemoteWorker", lambda setup, *more: opened.append(setup.loading.device) or worker(setup, *more)
+    )
+    return opened
+
+
 @pytest.mark.parametrize(
     ("given", "there", "devices"),
     [
@@ -213,13 +222,38 @@ def test_only_models_of_videos_have_a_store_of_videos(run, reached):
 def test_each_gpu_has_a_process(run, reached, monkeypatch, given, there, devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
-    opened, worker = [], serve.RemoteWorker
-    monkeypatch.setattr(
-        serve, "RemoteWorker", lambda setup, seconds: opened.append(setup.loading.device) or worker(setup, seconds)
-    )
+    opened = devices_of_workers(monkeypatch)
     result = run("serve", "-m", "pictures", *given)
     assert result.exit_code == 0, result.output
     assert opened == devices and reached["closed"]
+
+
+def test_with_ray_each_gpu_of_the_cluster_has_an_actor(run, reached, monkeypatch):
+    """The GPUs of this machine do not matter, and the cluster of this process stays up."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 3.0, "CPU": 8.0})
+    monkeypatch.setattr(ray, "shutdown", pytest.fail)
+    opened = devices_of_workers(monkeypatch)
+    result = run("serve", "-m", "pictures", "--engine", "ray")
+    assert result.exit_code == 0, result.output
+    assert opened == ["cuda"] * 3 and reached["closed"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--actors", 2), "--actors: needs --engine ray"),
+        (("--engine", "ray", "--gpus", 2), "--gpus: can't be used with --engine ray"),
+        (("--engine", "ray", "--device", "mps"), "--device: must be cuda or cpu with --engine ray, got mps"),
+    ],
+    ids=["actors", "gpus", "device"],
+)
+def test_options_that_exclude_each_other_are_named(run, given, message):
+    """The port is not taken, and Ray is not started."""
+    pytest.importorskip("ray")
+    result = run("serve", "-m", "missing", *given)
+    assert result.exit_code == 2 and f"error: {message}" in result.stderr
 
 
 @pytest.mark.parametrize(
