@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -52,6 +51,16 @@ PRESETS = {
     "residual": ("exact", {"skip": TILES | {"refresh": 2, "residual": True, "probe_blocks": 1}, "blocks": BLOCKS}),
 }
 SHARED = ("exact", "balanced", "sparse", "residual")  # of these, run by two ranks on every family
+# Cases of other checks have every preset or kind of block, and each family with some of them.
+ODD = {"flux": ("balanced", "residual"), "wan": ("exact", "sparse"), "3 heads": ("balanced", "residual")}
+FUSES = {"flux": ("layer", "exact"), "hunyuan": ("layer", "exact")} | dict.fromkeys(
+    ("flux2", "wan", "qwen-image"), ("layer",)
+)
+GRAPHS = tuple(  # every two of family, preset and kind of block once
+    (family, preset, "plain" if (preset == "exact") == (family != "wan") else "fused")
+    for family in ("flux", "wan", "hunyuan")
+    for preset in ("exact", "balanced")
+)
 INPUTS = {"flux": {"max_sequence_length": 36}, "qwen-image": {}, "wan": {}, "hunyuan": {}}
 COLLECTIVES = {
     dist: ("all_to_all_single", "all_reduce", "all_gather", "broadcast"),
@@ -87,10 +96,10 @@ def share_tokens(pipe, name: str) -> None:
         transformer.enable_parallelism(config=config, cp_plan=plan)
 
 
-def output(pipe, name: str, **arguments) -> torch.Tensor:
+def output(pipe, name: str, steps: int = STEPS, **arguments) -> torch.Tensor:
     if name in tiny.PIPELINES:
-        return tiny.output(name, STEPS, **arguments)
-    return tiny_output(pipe, name, steps=STEPS, **INPUTS.get(name, {}) | arguments)
+        return tiny.output(name, steps, **arguments)
+    return tiny_output(pipe, name, steps=steps, **INPUTS.get(name, {}) | arguments)
 
 
 def accelerate(pipe, preset: str, name: str, **more: str):
@@ -173,7 +182,7 @@ def any_size() -> dict:
     found = {}
     for name, arguments in odd.items():
         pipe, family = (tiny_pipeline("wan").to(DEVICE), "wan") if name == "3 heads" else (pipeline(name), name)
-        expectations = alone(pipe, family, SHARED, **arguments)
+        expectations = alone(pipe, family, ODD[name], **arguments)
         parallelize_pipeline(pipe, ulysses=2)
         for preset, expected in expectations.items():
             accelerate(pipe, preset, family)
@@ -194,9 +203,9 @@ def gathered_one_by_one(parts: list[torch.Tensor], own: torch.Tensor, group=None
 def fused() -> dict:
     """Use fused kernels in every step, as on a GPU: our code exchanges attention."""
     found = {}
-    for name in ("flux", "flux2", "wan", "hunyuan", "qwen-image"):
+    for name, presets in FUSES.items():
         pipe = pipeline(name)
-        expectations = alone(pipe, name, ("layer", "exact"))
+        expectations = alone(pipe, name, presets)
         share_tokens(pipe, name)
         with patch.object(CallReader, "fuses_kernels", lambda *_: True):
             for preset, expected in expectations.items():
@@ -209,24 +218,23 @@ def fused() -> dict:
 def graphs() -> dict:
     """The first rank replays its captures, cut where tokens are exchanged; the second runs without graphs."""
     found = {}
-    for name in ("flux", "wan", "hunyuan"):
-        pipe = parallelize_pipeline(pipeline(name), ulysses=2)
-        for fuses, preset in product((False, True), ("exact", "balanced")):
-            counted = type("Counted", (RecordedGraph,), {})
-            with (
-                patch.object(CallReader, "fuses_kernels", lambda *_, fuses=fuses: fuses),
-                patch.object(transformer, "StepGraphs", partial(StepGraphs, graph=counted)),
-            ):
-                accelerate(pipe, preset, name, **{"kernels.graphs": "never"})
-                expected = output(pipe, name)
-                accelerate(pipe, preset, name, **{"kernels.graphs": "auto" if dist.get_rank() == 0 else "never"})
-                outputs = [output(pipe, name) for _ in range(2)]
-            found[f"{name}, {preset}, {'fused' if fuses else 'plain'} blocks"] = {
-                "equal": all(torch.equal(each, expected) for each in outputs),
-                "parts": counted.parts,
-                "replays": counted.replays,
-                "notes": pipe.dit_accel.report().notes,
-            }
+    pipes = {name: parallelize_pipeline(pipeline(name), ulysses=2) for name, *_ in GRAPHS}
+    for name, preset, blocks in GRAPHS:
+        pipe, counted = pipes[name], type("Counted", (RecordedGraph,), {})
+        with (
+            patch.object(CallReader, "fuses_kernels", lambda *_, fuses=blocks == "fused": fuses),
+            patch.object(transformer, "StepGraphs", partial(StepGraphs, graph=counted)),
+        ):
+            accelerate(pipe, preset, name, **{"kernels.graphs": "never"})
+            expected = output(pipe, name)
+            accelerate(pipe, preset, name, **{"kernels.graphs": "auto" if dist.get_rank() == 0 else "never"})
+            outputs = [output(pipe, name) for _ in range(2)]
+        found[f"{name}, {preset}, {blocks} blocks"] = {
+            "equal": all(torch.equal(each, expected) for each in outputs),
+            "parts": counted.parts,
+            "replays": counted.replays,
+            "notes": pipe.dit_accel.report().notes,
+        }
     return found | {"after uneven calls": after_uneven_calls()}
 
 
@@ -457,7 +465,7 @@ def decoding() -> dict:
                     patch.object(autoencoder_kl, "SHARED_FROM", 1),
                     patch.object(causal, "SHARED_FROM", 1),
                 ):
-                    videos.append(output(pipe, name, **given))
+                    videos.append(output(pipe, name, steps=2, **given))
                 remarks.append(pipe.dit_accel.report().decoding)
         errors = [(each - videos[-1]).abs().max().item() for each in videos]
         found[name] = {"errors": errors, "remarks": remarks, "previews": sorted(set(previews))}
@@ -470,7 +478,8 @@ def speed_script() -> dict:
     from scripts.bench import ranks
 
     stem = Path(sys.argv[1]) / "speed"
-    with patch.object(sys, "argv", ["ranks", "--smoke", "--models", "flux", "--output", str(stem)]):
+    argv = ["ranks", "--smoke", "--models", "flux", "--output", str(stem)]
+    with patch.object(sys, "argv", argv), patch.object(ranks, "STEPS", 20):
         return {"code": ranks.main()}
 
 

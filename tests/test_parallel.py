@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dit_accel.stages.decode import FUSED
-from tests.parallel_ranks import SHARED
+from tests.parallel_ranks import FUSES, GRAPHS, ODD, SHARED
 
 ROUNDING = 2e-6  # float32, relative, of latents after eight steps
 GPU_ROUNDING = 1e-3  # of kernels that multiply float32 as TF32
@@ -65,8 +65,7 @@ def test_each_rank_expects_the_memory_that_it_takes(found, family, case):
         assert rank[case]["held"] == pytest.approx(rank[case]["expected"], rel=1e-2)
 
 
-@pytest.mark.parametrize("preset", SHARED)
-@pytest.mark.parametrize("case", ["flux", "wan", "3 heads"])
+@pytest.mark.parametrize(("case", "preset"), [(case, preset) for case in ODD for preset in ODD[case]])
 def test_any_number_of_tokens_and_heads_can_be_shared(found, case, preset):
     """37 tokens of text, 45 of video, or three heads, on two ranks; estimates are of the rank with most heads."""
     first, second = (rank[f"{case}, {preset}"] for rank in on_both(found, "any_size"))
@@ -81,20 +80,17 @@ def test_ranks_leave_tiles_out(found, family):
     assert first["computed"] == second["computed"] < 0.999
 
 
-@pytest.mark.parametrize("family", ["flux", "flux2", "wan", "hunyuan", "qwen-image"])
-@pytest.mark.parametrize("preset", ["exact", "layer"])
+@pytest.mark.parametrize(("family", "preset"), [(family, preset) for family in FUSES for preset in FUSES[family]])
 def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
     """Fused kernels run in every step, as on a GPU; HunyuanVideo's prompt has an odd number of tokens here."""
     first, second = (rank[f"{family}, {preset}"] for rank in on_both(found, "fused"))
     require_as_alone(first, second)
 
 
-@pytest.mark.parametrize("blocks", ["plain blocks", "fused blocks"])
-@pytest.mark.parametrize("preset", ["exact", "balanced"])
-@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+@pytest.mark.parametrize(("family", "preset", "blocks"), GRAPHS)
 def test_a_rank_replays_graphs_beside_one_that_runs_as_ever(found, family, preset, blocks):
     """Communication stays between graphs, so that ranks meet whether they replay or not."""
-    replaying, other = (rows[f"{family}, {preset}, {blocks}"] for rows in on_both(found, "graphs"))
+    replaying, other = (rows[f"{family}, {preset}, {blocks} blocks"] for rows in on_both(found, "graphs"))
     assert replaying["equal"] and other["equal"]
     assert replaying["parts"] > 4 and replaying["replays"] > 0 == other["replays"]
     assert not replaying["notes"]
@@ -137,7 +133,12 @@ def test_a_run_after_one_that_was_left_equals_a_fresh_one(found):
 def test_ranks_decode_the_latents_of_a_pipeline_together(found, family):
     """Once their shape is known; never what a callback decodes."""
     for row in on_both(found, "decoding"):
-        assert row[family]["remarks"] == [FUSED, f"{FUSED}, shared by 2 ranks", FUSED, FUSED]
+        assert row[family]["remarks"] == [
+            FUSED,
+            f"{FUSED}, shared by 2 ranks",
+            FUSED,
+            FUSED,
+        ]
         assert max(row[family]["errors"]) < 2e-5
         assert set(row[family]["previews"]) <= {FUSED}
 
