@@ -133,14 +133,13 @@ class Unknown(Unnamed):
 TILES = {"skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64}}
 
 
-@pytest.mark.parametrize("place", ["transformer", "transformer_2"])
 @pytest.mark.parametrize(
-    "kind, preset, keys, reason",
+    "place, kind, preset, keys, reason",
     [
-        (Unnamed, "balanced", {}, "transformer Unnamed takes no 'timestep'"),
-        (Unknown, "exact", INTERVAL | {"forecast.level": "layer"}, "level 'layer' of preset"),
-        (Unknown, "balanced", TILES, "can't run on Unknown, whose blocks are not known"),
-        (Unknown, "wan21-sparge", {}, "preset 'wan21-sparge' is for wan models, and Unknown is not one"),
+        ("transformer", Unnamed, "balanced", {}, "transformer Unnamed takes no 'timestep'"),
+        ("transformer_2", Unknown, "exact", INTERVAL | {"forecast.level": "layer"}, "level 'layer' of preset"),
+        ("transformer", Unknown, "balanced", TILES, "can't run on Unknown, whose blocks are not known"),
+        ("transformer_2", Unknown, "wan21-sparge", {}, "preset 'wan21-sparge' is for wan models, and Unknown is not"),
     ],
     ids=["no-timestep", "level", "tiles", "family"],
 )

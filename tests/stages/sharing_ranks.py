@@ -44,10 +44,8 @@ def check(ranks: int) -> Callable:
 
 
 def compared(made, given: torch.Tensor, group: dist.ProcessGroup, calls: int = 2, alone=None) -> list[dict]:
-    """Decodes of the same latents by the group, over the decode of one rank."""
-    hook = FusedDecode(made, "reference")
-    alone = [made.decode(given).sample for _ in range(2)][-1] if alone is None else alone
-    hook.leave()
+    """Decodes of the same latents by the group, over the decode of one rank: diffusers' unless it is given."""
+    alone = made.decode(given).sample if alone is None else alone
     hook = FusedDecode(made, "reference", group=group)
     found = []
     for _ in range(calls):
@@ -56,6 +54,14 @@ def compared(made, given: torch.Tensor, group: dist.ProcessGroup, calls: int = 2
         found.append({"error": error, "sum": output.double().sum().item(), "remark": hook.remark})
     hook.leave()
     return found
+
+
+def fused(made, given: torch.Tensor) -> torch.Tensor:
+    """The second decode of one rank, by our kernels alone."""
+    hook = FusedDecode(made, "reference")
+    output = [made.decode(given).sample for _ in range(2)][-1]
+    hook.leave()
+    return output
 
 
 def rows(group, **shapes) -> dict:
@@ -168,7 +174,10 @@ def other_latents(group) -> dict:
     made, given = autoencoder(), latents(2, 4, 16 + RANK, 8)
     video = video_autoencoder(AutoencoderKLWan)
     frames = latents(1, 4, 2, 16, 6 + RANK)
-    return {"images": compared(made, given, group), "videos": compared(video, frames, group)}
+    return {
+        "images": compared(made, given, group, alone=fused(made, given)),
+        "videos": compared(video, frames, group, alone=fused(video, frames)),
+    }
 
 
 @check(2)
@@ -177,7 +186,7 @@ def other_tiles(group) -> dict:
     made, given = autoencoder(sample_size=32), latents(1, 4, 24, 20)
     made.enable_tiling()
     made.tile_overlap_factor = 0.25 * (1 + RANK)
-    return {"images": compared(made, given, group)}
+    return {"images": compared(made, given, group, alone=fused(made, given))}
 
 
 @check(2)
