@@ -196,7 +196,7 @@ def tables(results: list[dict[str, Any]]) -> str:
 def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
     """Plot PSNR against the skipped share, one panel per schedule; a line joins a series' best settings."""
     schedules = [schedule for schedule in SCHEDULES if any(r["schedule"] == schedule for r in results)]
-    figure = new_figure(5.6 * len(schedules) + 1.0, 4.8)
+    figure = new_figure(7.8 * len(schedules) + 1.0, 4.8)
     names = list(dict.fromkeys(r["series"] for r in results))
     for axes, schedule in zip(np.atleast_1d(figure.subplots(1, len(schedules), sharey=True)), schedules, strict=True):
         for number, series in enumerate(names):
@@ -218,7 +218,7 @@ def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
         axes.set_title(f"{model}: {SCHEDULES[schedule]}", loc="left")
         axes.set_xlabel("skipped tiles of computed steps (%)")
         tidy_axes(axes, grid="both")
-        axes.legend(frameon=False, loc="best", fontsize=8)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     figure.axes[0].set_ylabel("PSNR against the plain run (dB)")
     figure.savefig(path)
 
