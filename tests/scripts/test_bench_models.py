@@ -14,6 +14,8 @@ from scripts.bench.model_speed.table import compare, markdown
 
 LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
 TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by their means"))]
+GRAPHS = ["exact", "exact, CUDA graphs"]
+RELATIVES = ("flux-2048", "flux2-klein-4b", "wan-14b", "wan-i2v-14b")  # of models whose tiles are left out here
 DISPATCHED = {
     "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
     "flux-2048": ["DISPATCH, plain"],
@@ -39,9 +41,10 @@ def run(monkeypatch, file, *options):
 def test_every_model_runs_at_toy_size(monkeypatch, tmp_path, model):
     """The file has the plain run and the requested ones; its folder is created."""
     stem = tmp_path / "deep" / "speed"
-    assert run(monkeypatch, stem, "--model", model, "--runs", "computed,dispatch") == 0
+    runs, names = ("exact,dispatch", GRAPHS) if model in RELATIVES else ("computed,dispatch", TILES)
+    assert run(monkeypatch, stem, "--model", model, "--runs", runs) == 0
     rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
-    assert [row["run"] for row in rows] == ["plain", *TILES, *DISPATCHED[model]]
+    assert [row["run"] for row in rows] == ["plain", *names, *DISPATCHED[model]]
     exact, *_, dispatched = rows[1:]
     assert exact["relative_error"] < 1e-5 and exact["speedup_over_plain"] == rows[0]["ms"] / exact["ms"]
     assert 0 < dispatched["dispatch_share"] < dispatched["dispatch_step_share"]
