@@ -93,7 +93,7 @@ def test_a_request_that_runs_longer_is_answered(monkeypatch):
 @pytest.mark.parametrize("reads", [False, True], ids=["never", "slowly"])
 def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
     """A client that reads slowly gets the whole answer."""
-    monkeypatch.setattr(connections, "SLOWEST_READER", 0.5)
+    monkeypatch.setattr(connections, "SLOWEST_READER", 1.0)
     length = 20_000_000
 
     async def app(scope, receive, send):
@@ -108,7 +108,7 @@ def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
         while reads and got < length and (data := await reader.read(2**20)):
             got += len(data)
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0 if reads else 1.5)
+        await asyncio.sleep(0 if reads else 4)
         return got + len(await answer(reader))
 
     with listening(app) as url:
