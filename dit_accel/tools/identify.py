@@ -116,7 +116,7 @@ def identify(model: str) -> Identity:
     }
     has_owner = model.count("/") == 1
     is_bare = "/" not in model and not model.startswith("demo-")
-    of_class = _class_of(squeezed.rpartition("/")[2])
+    of_class = "" if words else _class_of(squeezed.rpartition("/")[2])
     if folder.exists() or not (has_owner or (is_bare and (words or of_class))):
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
@@ -125,7 +125,7 @@ def identify(model: str) -> Identity:
         )
     # The longest word wins; for equal lengths the last family, which is the most specific.
     name = words[max(reversed(words), key=len)] if words else "any"
-    is_video = _makes_videos(name) or "video" in squeezed or (not words and "Transformer3D" in of_class)
+    is_video = _makes_videos(name) or "video" in squeezed or "Transformer3D" in of_class
     return Identity(model, name, is_video, is_distilled, is_loadable=has_owner, steps=steps)
 
 

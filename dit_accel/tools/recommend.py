@@ -365,9 +365,9 @@ def _nearest(preset: str, steps: int | None, *, is_video: bool) -> Run | None:
 
 def _on_figures(choices: Sequence[Choice]) -> str:
     """Return a note on the figures of presets: on which models they were measured, and with how many steps."""
-    of_steps: dict[int, list[str]] = {}
+    of_steps: dict[int, set[str]] = {}
     for run in (choice.run for choice in choices if choice.run is not None):
-        of_steps.setdefault(run.steps, []).extend(set(run.models).difference(of_steps.get(run.steps, ())))
+        of_steps.setdefault(run.steps, set()).update(run.models)
     if not of_steps:
         return "Shares of the FLOPs and PSNR on small models: docs/guide/choosing.md. For your model, use --compare."
     where = "; ".join(f"{', '.join(sorted(models))} at {steps} steps" for steps, models in of_steps.items())

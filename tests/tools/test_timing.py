@@ -13,7 +13,7 @@ RAIN = {"num_inference_steps": 2, "audio_duration_s": 3.0}
 
 @pytest.mark.parametrize(("name", "channels"), [("ltx2", 2), ("cosmos3", 8)], ids=["ltx2", "cosmos3"])
 def test_a_video_comes_with_its_sound(name, channels):
-    """Whether the pipeline returns a batch or one video; both functions return the same."""
+    """Both functions return the same for a batch of videos and for one video without a batch."""
     pipe, arguments = built(name)
     arguments = {"prompt": None, **arguments, "num_inference_steps": 2, "num_frames": 5}
     made = timed_output(pipe, arguments, 0)
