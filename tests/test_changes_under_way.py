@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from tests.test_shared_transformers import twin_of
@@ -247,6 +248,50 @@ class Case:
 
     def accelerate(self, **changes):
         accelerate_pipeline(self.pipe, **{**PRESETS[self.preset], **changes})
+
+
+REPLACING = {
+    "flux": ("flux", False, "balanced", 1),
+    "flux-layer": ("flux", False, "layer", 1),
+    "flux-guided": ("flux", True, "turbo", 1),
+    "sd3-guided-batch": ("sd3", True, "turbo", 2),
+    "wan-guided": ("wan", True, "turbo", 1),
+    "ltx": ("ltx", False, "balanced", 1),
+    "qwen-image-prompts": ("qwen-image", False, "per-prompt", 2),
+}
+
+
+@pytest.mark.parametrize("name, guided, preset, batch", REPLACING.values(), ids=REPLACING)
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_replaced_latents_have_the_effect_of_a_reset(name, guided, preset, batch, share):
+    """A callback that replaces a share of the latents once gets the run that it would get with a reset there."""
+    case = Case(random.Random(0), (name,), guided)
+    case.preset, case.batch, case.steps = preset, batch, 16
+    # UniPC, Wan's own scheduler, goes back to its earlier latents one step after a replacement.
+    case.pipe.scheduler = FlowMatchEulerDiscreteScheduler()
+    case.accelerate()
+
+    def run(resets):
+        def callback(pipe, step, timestep, tensors):
+            if step == 7:
+                latents = tensors["latents"]
+                sigma = float(pipe.scheduler.sigmas[step + 1])
+                other = sigma * noise_like(latents, 1) + (1 - sigma) * noise_like(latents, 2).abs()
+                end = round(latents.shape[1 if latents.ndim == 3 else -1] * share)
+                part = (slice(None), slice(end)) if latents.ndim == 3 else (..., slice(end))
+                tensors["latents"] = latents.clone()
+                tensors["latents"][part] = other[part]
+                if resets:
+                    pipe.dit_accel.reset()
+            return tensors
+
+        latents, report = case.run(callback), case.pipe.dit_accel.report()
+        return latents, [step.mode for step in report.steps][-8:], report.notes
+
+    (found, modes, notes), (right, right_modes, _) = run(resets=False), run(resets=True)
+    assert "latents changed at step 8: caches dropped" in notes
+    assert modes == right_modes
+    torch.testing.assert_close(found, right)
 
 
 def relative_error(latents, plain):

@@ -80,13 +80,20 @@ class Conditioning:
             Names of three kinds of items: items that held their value before and differ now; numbers, settings and
             tensors that changed between the first two calls and hold since; items that were added or removed.
         """
-        differ = self._differing(items)
-        self.new_modes = sorted(name for name in differ if type(items[name]) in MODES)
-        found = [name for name, item in self._items.items() if name in items and _is_change(item, name in differ)]
-        if self._calls > 1:
-            found += sorted(self._items.keys() ^ items.keys())
         self._calls += 1
-        self._items = {name: _followed(self._items.get(name), value, name in differ) for name, value in items.items()}
+        fresh = {name: value for name, value in items.items() if not _is_settled(self._items.get(name), value)}
+        if not fresh and self._items.keys() == items.keys():
+            self.new_modes, self.moved = [], False
+            return []
+        differ = self._differing(fresh)
+        self.new_modes = sorted(name for name in differ if type(items[name]) in MODES)
+        found = [name for name, item in self._items.items() if name in fresh and _is_change(item, name in differ)]
+        if self._calls > 2:
+            found += sorted(self._items.keys() ^ items.keys())
+        self._items = {
+            name: _followed(self._items.get(name), value, name in differ) if name in fresh else self._items[name]
+            for name, value in items.items()
+        }
         self.moved = self._calls == 2 and any(item.moved for item in self._items.values())
         return found
 
@@ -114,20 +121,26 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
     """Return an item after one more call."""
     if item is None:
         return _Item(value, version_of(value), _copied(value))
-    is_settled = item.value is value and item.holds and item.calls > 2 and not differs
-    if is_settled and item.version == version_of(value):
-        return item
     if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
         kept: Any = weakref.ref(value)  # it may be large, and will probably differ again
         return _Item(kept, version_of(value), None, 3, False, item.moved)
-    copy = _copied(value) if differs or item.copy is None else item.copy
+    copy = _copied(value) if differs or (item.copy is None and value is not item.value) else item.copy
     may_have_changed = differs and type(value) in SETTINGS and type(item.value) in SETTINGS
     moved = may_have_changed if item.calls == 1 else item.moved
     return _Item(value, version_of(value), copy, min(item.calls + 1, 3), not differs, moved)
 
 
+def _is_settled(item: _Item | None, value: Any) -> bool:
+    """Return True if a value is the same object as in the three calls before, and was not written to."""
+    if item is None or item.value is not value or not item.holds or item.calls < 3 or item.copy is not None:
+        return False
+    return item.version is None or item.version == value._version
+
+
 def _is_same(item: _Item, value: Any) -> bool:
     """Return True if a value is known to be unchanged without reading it."""
+    if value is item.value and item.copy is None and item.version == version_of(value):
+        return True
     before = item.latest
     if not _may_be_equal(before, value):
         return value is before

@@ -26,6 +26,7 @@ from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
 from dit_accel.loop.timing import CallParts, stopwatch_of
 from dit_accel.loop.tracker import Clock, Place, StepMode, Tick
+from dit_accel.loop.trajectory import Trajectory
 from dit_accel.presets import Preset
 
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
@@ -93,6 +94,7 @@ class Controller:
         self.report = RunReport(self.preset.name, self.family, layers, density=density, notes=list(self._standing))
         self._accounts = Accounts(self.report, self.preset.memory.budget_gib)
         self.branches = Branches(self.preset, *self._kinds, self.report)
+        self._trajectory = Trajectory()
 
     @property
     def last_symbols(self) -> dict[str, SparseSymbols]:
@@ -110,6 +112,7 @@ class Controller:
     def release(self) -> None:
         """Free the caches of a finished run; its report stays, and its symbols move to the host."""
         self.parts.end()
+        self._trajectory = Trajectory()
         self.branches.drop()
         self.branches.unload_symbols()
 
@@ -124,6 +127,7 @@ class Controller:
         samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
         conditions: Callable[[], Mapping[str, Any]] = dict,
         place: Place | None = None,
+        latents: Sequence[torch.Tensor] = (),
     ) -> Iterator[Call]:
         """Open a transformer call and close it; if the call raises, drop the run's caches.
 
@@ -131,6 +135,7 @@ class Controller:
             timestep: the timestep that the pipeline passes to the transformer.
             transformer, context, shapes, size, samples, conditions: see :class:`Request`.
             place: the step, if the pipeline gives it.
+            latents: latents ``[B, …]`` of the call, for each output that has some; empty = edits are not detected.
 
         Raises:
             MemoryBudgetError: the run's branches together exceed the preset's budget.
@@ -138,7 +143,8 @@ class Controller:
         elapsed = stopwatch_of(timestep)
         self.parts.enter(transformer, elapsed)
         try:
-            self.call = self._open(Request(transformer, context, shapes, size, samples, conditions), timestep, place)
+            request = Request(transformer, context, shapes, size, samples, conditions)
+            self.call = self._open(request, timestep, place, latents)
             yield self.call
         except BaseException:
             self.branches.drop()
@@ -164,7 +170,7 @@ class Controller:
     def forecast_output(self, call: Call) -> Output:
         """Return the transformer's output, forecast for every sample."""
         loops = call.branch.loops
-        return _joined(loops, [loop.forecast(call.tick.step) for loop in loops])
+        return self.leave(_joined(loops, [loop.forecast(call.tick.step) for loop in loops]))
 
     def observe(self, call: Call, output: Output, used: Callable[[torch.Tensor, Rows], torch.Tensor]) -> Output:
         """Pass the transformer's output to the loops that compute.
@@ -189,7 +195,12 @@ class Controller:
             part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
             parts.append(loop.observe(step, part, _of_rows(used, loop.rows)))
             call.measure(loop.measured, partial(self._decide, step, loop, place))
-        return _joined(call.branch.loops, parts)
+        return self.leave(_joined(call.branch.loops, parts))
+
+    def leave(self, output: Output) -> Output:
+        """Record the output with which the pipeline continues, and return it."""
+        self._trajectory.leave(output)
+        return output
 
     def _decide(self, step: int, loop: ClosedLoop | LoopPerOutput, place: int, measured: list[float]) -> None:
         error = loop.decide(step, measured)
@@ -215,8 +226,14 @@ class Controller:
         self._standing.append(remark)
         self.report.warn(remark)
 
-    def _open(self, request: Request, timestep: torch.Tensor | float, place_in_run: Place | None) -> Call:
-        tick, schedule = self._follow(timestep, place_in_run), self.preset.schedule
+    def _open(
+        self,
+        request: Request,
+        timestep: torch.Tensor | float,
+        place_in_run: Place | None,
+        latents: Sequence[torch.Tensor],
+    ) -> Call:
+        tick, schedule = self._follow(timestep, place_in_run, latents), self.preset.schedule
         items = request.conditions() if self._why_plain is None and self._forecasts else {}
         branch, place = self.branches.of(request, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
@@ -249,7 +266,9 @@ class Controller:
             place=place,
         )
 
-    def _follow(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
+    def _follow(
+        self, timestep: torch.Tensor | float, place: Place | None = None, latents: Sequence[torch.Tensor] = ()
+    ) -> Tick:
         """Read the position in the run; start a new run or step in the report."""
         tick, forecast = self._clock.read(timestep, place), self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
@@ -264,8 +283,16 @@ class Controller:
         if self._tick is None or tick.step != self._tick.step:
             self.branches.begin_step()
             self._accounts.start_step(tick)
+            if self._forecasts and self._why_plain is None:
+                self._compare(tick.step, latents)
         self._tick = tick
         return tick
+
+    def _compare(self, step: int, latents: Sequence[torch.Tensor]) -> None:
+        """Drop all records if latents were replaced since the step before."""
+        responses = self.branches.course.responses
+        if self._trajectory.is_replaced(step, latents, responses[step] if responses else 1.0):
+            self.branches.drop("latents changed")
 
 
 def _course_of(tick: Tick, coordinate: str) -> Course:

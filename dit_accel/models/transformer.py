@@ -25,7 +25,14 @@ from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_fo
 from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.conditions import Conditions
-from dit_accel.models.families.family import TIMESTEPS, further_latents_of, latents_of, timestep_names
+from dit_accel.models.families.family import (
+    FURTHER_LATENTS,
+    LATENTS,
+    TIMESTEPS,
+    further_latents_of,
+    latents_of,
+    timestep_names,
+)
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import (
     HOOK_NAME,
@@ -221,13 +228,19 @@ class TransformerDriver:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return self.computing(original)(*args, **kwargs)
         # MiniMax-H3 has one timestep for each noise level, whose number varies over a run.
-        leaves = pytree.tree_leaves({name: each for name, each in arguments.items() if name not in self._timesteps})
-        shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        leaves = {
+            name: (each,) if isinstance(each, torch.Tensor) else pytree.tree_leaves(each)
+            for name, each in arguments.items()
+            if each is not None
+        }
+        tensors = {name: [leaf for leaf in each if isinstance(leaf, torch.Tensor)] for name, each in leaves.items()}
+        shapes = [leaf.shape for name, each in tensors.items() if name not in self._timesteps for leaf in each]
         lengths = self.lengths(arguments) if self._works_inside else ()
         form = *shapes, *lengths, arguments.get("return_dict", True)
         conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
         asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions, place
-        with self.controller.calling(self.name, context, timestep, form, *asked) as call:
+        latents = [leaf for name in (*LATENTS, *FURTHER_LATENTS) for leaf in tensors.get(name, ())]
+        with self.controller.calling(self.name, context, timestep, form, *asked, latents) as call:
             if call.forecasts_output:
                 return _nested(call.branch.structure, self.controller.forecast_output(call))
             return self.run(call, self.computing(original), (args, kwargs), arguments)
@@ -265,7 +278,9 @@ class TransformerDriver:
         call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in flagged]
         if len(tensors) < sum(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._note(BESIDE)
-        if call.mode is not StepMode.DISPATCH and tensors:
+        if call.mode is StepMode.DISPATCH:
+            self.controller.leave(tensors)
+        elif tensors:
             going_on = self.controller.observe(call, tensors, partial(self._used_rows, arguments))
             output = output if going_on is tensors else _nested(call.branch.structure, going_on)
         self.controller.read(call, partial(agreed, self.transformer))
