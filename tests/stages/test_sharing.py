@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dit_accel.stages.decode import FUSED
+from tests.stages import ROUNDING
 
-ROUNDING = 2e-5  # float32, absolute
 REPOSITORY = Path(__file__).parents[2]
 ROWS = (
     *("wan-2.1", "wan-2.2", "qwen-image", "hunyuan-video", "hunyuan-video in parts"),
