@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -435,11 +434,11 @@ def test_version(run):
 
 def test_import_is_quick_and_light():
     """Help needs neither torch nor diffusers: importing the commands takes well under 0.3 s on an idle machine."""
-    code = "import sys, dit_accel.cli; print(sorted({'torch', 'diffusers', 'numpy', 'pydantic'} & set(sys.modules)))"
-    started = time.perf_counter()
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert loaded == "[]"
-    assert time.perf_counter() - started < 1.5  # generous: other tests run at the same time
+    code = "import sys, time, dit_accel.cli; print(time.process_time(), *sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *loaded = ended.stdout.split()
+    assert {"torch", "diffusers", "numpy", "pydantic"}.isdisjoint(loaded)
+    assert float(seconds) < 1.5  # of the processor, for slower ones
 
 
 def test_warnings_of_torchao_and_torchvision_are_hidden():

@@ -69,7 +69,7 @@ def listening(app):
 
 async def ended(http, video_id):
     """The job, once it has ended."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (job := (await http.get(f"{PATH}/{video_id}")).json())["status"] in ("queued", "in_progress"):
             await asyncio.sleep(0.005)
     return job
@@ -226,7 +226,7 @@ def test_a_job_shows_its_progress():
     async def conversation(http, dispatcher):
         ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
         await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (first := (await http.get(f"{PATH}/{ids[0]}")).json())["progress"] < 1:
                 await asyncio.sleep(0.01)
         second = (await http.get(f"{PATH}/{ids[1]}")).json()
