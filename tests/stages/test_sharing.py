@@ -26,7 +26,7 @@ def found(tmp_path_factory):
     """Results of each rank, by check."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.stages.sharing_ranks", folder]
-    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 

@@ -63,6 +63,7 @@ def shared(build):
     return get
 
 
+@torch.no_grad()
 def state_of(pipe) -> dict:
     """What acceleration, adapters and patches change: attributes, hooks, modes and weights of transformers."""
     state = {"accelerated": hasattr(pipe, "dit_accel")}
