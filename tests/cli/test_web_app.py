@@ -102,7 +102,7 @@ def shown(job):
 
 def until(condition):
     """Wait for a condition."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -13,7 +13,7 @@ from dit_accel.loop.rows import join_rows, take_rows
 from dit_accel.models import samples
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 from tests.models import tiny
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.tiny import same_weights, tiny_output, tiny_pipeline
 
 STEPS = 16
 PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]
@@ -91,7 +91,7 @@ def sd3_with_perturbed_attention():
 def sana_with_perturbed_attention():
     """Called with embeddings, for which three prompts stand here."""
     plain, arguments = tiny.built("SanaPipeline")
-    pipe = diffusers.SanaPAGPipeline(**plain.components, pag_applied_layers=["blocks.1"])
+    pipe = diffusers.SanaPAGPipeline(**same_weights(plain).components, pag_applied_layers=["blocks.1"])
     names = [name for name in inspect.signature(pipe.__call__).parameters if name in arguments]
     return pipe, {name: arguments[name] for name in names}
 

@@ -16,7 +16,7 @@ from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
 from dit_accel.tools.timing import transformer_clock
 from tests.models.fake_graph import RecordedGraph
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.tiny import same_weights, tiny_output, tiny_pipeline
 
 STEPS = 8
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
@@ -56,6 +56,18 @@ def accelerated(name, preset, wanted="always", pipe=None, **overrides):
     return accelerate_pipeline(pipe or tiny_pipeline(name), preset, **{"kernels.graphs": wanted}, **overrides)
 
 
+def with_and_without(name, preset, change=None, **overrides):
+    """Two pipelines over the same weights: without graphs, and with them."""
+    pipe = tiny_pipeline(name)
+    pipes = [
+        accelerated(name, preset, wanted, each, **overrides)
+        for wanted, each in (("never", same_weights(pipe)), ("always", pipe))
+    ]
+    for each in pipes if change else ():
+        change(each)
+    return pipes
+
+
 def graphs_of(pipe):
     return find_driver(pipe).graphs
 
@@ -73,7 +85,7 @@ def facts(report):
 @pytest.mark.parametrize("name, preset, kinds", CASES.values(), ids=CASES)
 def test_outputs_and_decisions_are_those_without_graphs(graph, name, preset, kinds):
     """Runs capture each kind of call at its third occurrence; the last run only replays."""
-    plain, replayed, captures = accelerated(name, preset, "never"), accelerated(name, preset), []
+    (plain, replayed), captures = with_and_without(name, preset), []
     for _ in range(3):
         expected, output = (tiny_output(pipe, name, steps=STEPS) for pipe in (plain, replayed))
         assert torch.equal(output, expected)
@@ -109,7 +121,7 @@ def test_an_output_stays_what_it_was(graph):
 
 def test_another_size_takes_the_place_of_the_one_before(graph):
     """Each size gives the same result as without graphs, and only one size has graphs at a time."""
-    plain, pipe = accelerated("flux", "turbo", "never"), accelerated("flux", "turbo")
+    plain, pipe = with_and_without("flux", "turbo")
     for side in (64, 96, 64):
         size = {"height": side, "width": 64}
         expected, output = (tiny_output(each, "flux", steps=STEPS, **size) for each in (plain, pipe))
@@ -232,12 +244,8 @@ REFUSALS = {
 @pytest.mark.parametrize("overrides, change, arguments, reason", REFUSALS.values(), ids=REFUSALS)
 def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, change, arguments, reason):
     """The report has one note, and results are those without graphs."""
-    outputs = []
-    for wanted in ("never", "always"):
-        pipe = accelerated("flux", "turbo", wanted, model="flux", **overrides)
-        if change is not None:
-            change(pipe)
-        outputs.append(tiny_output(pipe, "flux", steps=STEPS, **arguments))
+    plain, pipe = with_and_without("flux", "turbo", change, model="flux", **overrides)
+    outputs = [tiny_output(each, "flux", steps=STEPS, **arguments) for each in (plain, pipe)]
     assert torch.equal(*outputs)
     (note,) = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
     assert reason in note
@@ -262,7 +270,7 @@ def test_calls_under_what_can_not_be_captured(graph, mode):
 def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
     """With skipped tiles, attention runs sample by sample."""
     preset = load_preset("video-turbo", model="hunyuan_video", **TILES)
-    pipes = [accelerated("hunyuan", preset, wanted) for wanted in ("never", "always")]
+    pipes = with_and_without("hunyuan", preset)
     prompts, captures = ["a cat", "a dog that runs across a field of yellow flowers"], []
     for given in (prompts, prompts, prompts[::-1], prompts[::-1], prompts):
         outputs = [tiny_output(pipe, "hunyuan", steps=STEPS, prompt=given) for pipe in pipes]
@@ -274,9 +282,8 @@ def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
 def test_a_capture_that_fails_is_not_tried_again(graph):
     """The call runs as ever, and so do all that follow; the report has the first line of the error."""
     graph.refuses = RuntimeError("operation not permitted when stream is capturing\nmore of it")
-    pipe = accelerated("flux", "turbo")
-    output = tiny_output(pipe, "flux", steps=STEPS)
-    assert torch.equal(output, tiny_output(accelerated("flux", "turbo", "never"), "flux", steps=STEPS))
+    plain, pipe = with_and_without("flux", "turbo")
+    assert torch.equal(*(tiny_output(each, "flux", steps=STEPS) for each in (plain, pipe)))
     notes = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
     assert notes == [f"{REFUSED}: RuntimeError: operation not permitted when stream is capturing"]
     graph.refuses = None
@@ -386,7 +393,7 @@ def test_outputs_that_hold_more_than_tensors_are_not_repeated():
 
 def test_a_prompt_of_another_length_behind_the_same_padding_is_captured_again(graph):
     """With skipped tiles the prompt's length decides which keys count."""
-    pipes = [accelerated("qwen-image", load_preset("turbo", **TILES), wanted) for wanted in ("never", "always")]
+    pipes = with_and_without("qwen-image", load_preset("turbo", **TILES))
     for length in (4, 8, 4):
         mask = (torch.arange(8) < length)[None].long()
         text = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))

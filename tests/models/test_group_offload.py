@@ -9,6 +9,7 @@ from diffusers.hooks import group_offloading
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.models.hooks import find_hook
+from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_output, tiny_pipeline
 
 CPU, STEPS = torch.device("cpu"), 6
@@ -90,7 +91,7 @@ def test_blocks_that_are_offloaded_already_are_replaced_and_prefetched(moved, st
     blocks = (transformer, *transformer.transformer_blocks, *transformer.single_transformer_blocks)
     following = [block._diffusers_hook.get_hook("group_offloading").next_group is not None for block in blocks]
     assert following == [streamed] * (len(blocks) - 1) + [False]
-    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=STEPS), plain)
+    assert equal_up_to_rounding(tiny_output(restore_pipeline(pipe), "flux", steps=STEPS), plain)
 
 
 @pytest.mark.parametrize("offloaded", [False, True], ids=["plain", "offloaded"])
@@ -105,7 +106,7 @@ def test_a_call_ends_well_if_another_thread_restores_the_pipeline_meanwhile(move
         if not threads:
             threads.append(threading.Thread(target=restore_pipeline, args=(pipe,)))
             threads[0].start()
-            latest = time.monotonic() + 20
+            latest = time.monotonic() + 60
             while find_hook(transformer) is not None and time.monotonic() < latest:
                 time.sleep(0.01)
 

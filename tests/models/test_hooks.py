@@ -15,6 +15,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import dtype_argument
 from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
+from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 STEPS = 10
@@ -106,12 +107,12 @@ def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
     accelerate_pipeline(pipe, LEVELS[level])
     tiny_output(pipe, "flux", steps=5)
     _with_lora(pipe)
-    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), tiny_output(expected, "flux", steps=STEPS))
+    assert equal_up_to_rounding(tiny_output(pipe, "flux", steps=STEPS), tiny_output(expected, "flux", steps=STEPS))
     report, expected_report = pipe.dit_accel.report(), expected.dit_accel.report()
     assert report.computed_fraction == expected_report.computed_fraction < 1
     assert len(report.steps) == STEPS and report.fallbacks == expected_report.fallbacks
     plain = tiny_output(restore_pipeline(expected), "flux", steps=2)
-    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=2), plain)
+    assert equal_up_to_rounding(tiny_output(restore_pipeline(pipe), "flux", steps=2), plain)
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan", "qwen-image"])
@@ -122,7 +123,7 @@ def test_offload_hooks_that_go_leave_the_acceleration_in_effect(name):
     pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
     accelerate_pipeline(pipe, "turbo")
     pipe.transformer._diffusers_hook.remove_hook("group_offloading", recurse=True)
-    assert torch.equal(tiny_output(pipe, name, steps=STEPS), tiny_output(expected, name, steps=STEPS))
+    assert equal_up_to_rounding(tiny_output(pipe, name, steps=STEPS), tiny_output(expected, name, steps=STEPS))
     assert pipe.dit_accel.report().computed_fraction == expected.dit_accel.report().computed_fraction < 1
 
 

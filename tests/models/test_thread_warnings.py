@@ -38,9 +38,9 @@ def test_two_threads_take_their_own_at_a_time():
 
     def take(name, waits):
         with taken_aside(BEGINNING) as taken:
-            both.wait(10)
+            both.wait(60)
             if waits:
-                ended.wait(10)
+                ended.wait(60)
             for _ in range(3):
                 warnings.warn(f"{BEGINNING} operation of {name}", UserWarning, stacklevel=1)
         found[name] = taken

@@ -12,7 +12,8 @@ from dit_accel import accelerate_pipeline, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import Preset, load_preset
 from dit_accel.presets.preset import FORMED
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.models.tiny import pipeline
+from tests.tiny import tiny_output
 
 STEPS = 8
 ARGUMENTS = {
@@ -171,11 +172,6 @@ def sections():
             yield from ((f"{name}.{form}", made) for form, made in FORMED[name].forms.items())
         elif name not in ("name", "description", "model"):
             yield name, field.annotation
-
-
-@functools.cache
-def pipeline(name):
-    return tiny_pipeline(name)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_a_mutated_preset_loads_or_is_refused(first, tmp_path):
     file, loaded = tmp_path / "mine.yaml", 0
     for seed in range(first, first + BATCH):
         file.write_bytes(mutated(seed).encode("utf-8", "surrogatepass"))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             preset = load_preset(file)
         except PresetError as refusal:
@@ -94,5 +94,5 @@ def test_a_mutated_preset_loads_or_is_refused(first, tmp_path):
             file.write_text(yaml.safe_dump(preset.effective()), encoding="utf-8")
             assert load_preset(file).effective() == preset.effective(), seed
             loaded += 1
-        assert time.perf_counter() - started < SLOWEST, seed
+        assert time.process_time() - started < SLOWEST, seed
     assert 0 < loaded < BATCH

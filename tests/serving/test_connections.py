@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-import time
+import threading
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,17 +14,17 @@ from tests.serving.test_videos import listening
 connections = pytest.importorskip("dit_accel.serving.connections")
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\n"
-SLOW = 0.3  # seconds of a body
+SLOW = 1.0  # seconds of a body: a busy machine may stall for a part of it
 
 
 async def opened(url):
     host, _, port = url.removeprefix("http://").partition(":")
-    return await asyncio.open_connection(host, int(port), limit=2**22)
+    return await asyncio.open_connection(host, int(port))
 
 
 async def answer(reader):
     """All that the server sends until it closes the connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         try:
             return await reader.read()
         except ConnectionResetError:
@@ -53,26 +53,21 @@ def test_requests_that_do_not_end_are_closed(monkeypatch):
                 writer.write(b"a")
 
         dribbling = asyncio.create_task(dribble())
-        started = time.monotonic()
         try:
-            got = await answer(reader)
+            return (await answer(reader))[9:12]
         finally:
             dribbling.cancel()
-        assert time.monotonic() - started < 20 * SLOW
-        return got[9:12]
 
-    async def ask_all(url, dribbles):
-        answers = await asyncio.gather(*(ask(url, sent, dribbles) for sent in status))
-        return dict(zip(status, answers, strict=True))
+    async def ask_all(url):
+        return await asyncio.gather(*(ask(url, sent, dribbles) for dribbles in (False, True) for sent in status))
 
     with running(Held()) as (app, _), listening(app) as url:
-        assert asyncio.run(ask_all(url, dribbles=False)) == status
-        assert asyncio.run(ask_all(url, dribbles=True)) == status
+        assert asyncio.run(ask_all(url)) == [*status.values()] * 2
 
 
 def test_a_request_that_runs_longer_is_answered(monkeypatch):
     """The limit is one on its arrival; a second request on the connection has the same time again."""
-    monkeypatch.setattr(bodies, "SLOWEST_BODY", SLOW)
+    monkeypatch.setattr(bodies, "SLOWEST_BODY", slow := 0.3)
     held, body = Held(), json.dumps(GOOD).encode()
 
     async def ask(url):
@@ -80,7 +75,7 @@ def test_a_request_that_runs_longer_is_answered(monkeypatch):
         for _ in range(2):
             held.release.clear()
             writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            await asyncio.sleep(3 * SLOW)
+            await asyncio.sleep(3 * slow)
             held.release.set()
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
@@ -90,11 +85,35 @@ def test_a_request_that_runs_longer_is_answered(monkeypatch):
         asyncio.run(ask(url))
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["never", "slowly"])
-def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
+def made_connection():
+    config = connections.configured(None, LIMITS)
+    config.load()
+    connection = connections.Connection(config, MagicMock(), {})
+    connection.connection_made(MagicMock())
+    return connection
+
+
+@pytest.mark.parametrize(("unread", "ends"), [([9, 5, 1], False), ([9, 9], True), ([9, 5, 5], True)])
+def test_only_a_client_that_stops_reading_is_closed(unread, ends):
     """A client that reads slowly gets the whole answer."""
-    monkeypatch.setattr(connections, "SLOWEST_READER", 1.0)
-    length = 20_000_000
+
+    async def look():
+        connection = made_connection()
+        connection.transport.get_write_buffer_size.side_effect = unread
+        connection.loop = MagicMock()
+        connection.pause_writing()
+        for _ in unread[1:]:
+            seconds, then, *given = connection.loop.call_later.call_args.args
+            then(*given)
+        return seconds, connection.transport.abort.called
+
+    assert asyncio.run(look()) == (connections.SLOWEST_READER, ends)
+
+
+def test_a_client_that_never_reads_loses_its_connection(monkeypatch):
+    monkeypatch.setattr(connections, "SLOWEST_READER", 0.5)
+    length, lost, lose = 20_000_000, threading.Event(), connections.Connection.connection_lost
+    monkeypatch.setattr(connections.Connection, "connection_lost", lambda *given: (lose(*given), lost.set()))
 
     async def app(scope, receive, send):
         head = [(b"content-length", b"%d" % length)]
@@ -104,23 +123,16 @@ def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
     async def ask(url):
         reader, writer = await opened(url)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        got = 0
-        while reads and got < length and (data := await reader.read(2**20)):
-            got += len(data)
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0 if reads else 4)
-        return got + len(await answer(reader))
+        assert await asyncio.to_thread(lost.wait, 60)
+        return len(await answer(reader))
 
     with listening(app) as url:
-        assert (asyncio.run(ask(url)) > length) == reads
+        assert asyncio.run(ask(url)) < length
 
 
 def test_a_lost_connection_leaves_no_timer():
     async def lose():
-        config = connections.configured(None, LIMITS)
-        config.load()
-        connection = connections.Connection(config, MagicMock(), {})
-        connection.connection_made(MagicMock())
+        connection = made_connection()
         connection.pause_writing()
         connection.connection_lost(None)
         return connection._awaited.cancelled(), connection._unread.cancelled()

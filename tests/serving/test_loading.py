@@ -13,6 +13,7 @@ from dit_accel.models.hooks import OFFLOAD_HOOK, find_hook
 from dit_accel.serving import loading
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.pipelines import Setup, open_pipeline
+from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 SMALL = ("-p", "a fox", "--steps", "6", "--height", "64", "--width", "64", "--quiet")
@@ -207,7 +208,7 @@ def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_model
     accelerate_pipeline(pipe, "flux-taylorseer", schedule={"interval": 2})
     tiny_output(pipe, "flux", steps=6)
     assert pipe.dit_accel.report().computed_fraction < 1 and pipe.dit_accel.report().fallbacks == []
-    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=6), plain)
+    assert equal_up_to_rounding(tiny_output(restore_pipeline(pipe), "flux", steps=6), plain)
 
 
 def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):

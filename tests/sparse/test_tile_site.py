@@ -19,16 +19,15 @@ from dit_accel.sparse import tile_site
 from dit_accel.sparse.policies import POLICIES
 from dit_accel.sparse.site_state import SiteState, TileState
 from dit_accel.sparse.tile_site import TileSite
+from tests.models.tiny import pipeline
 from tests.sparse.calls import NO_PROJECTIONS, controller_of
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output
 
 STEPS = 8
 PIPELINES = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}  # name: family
 LEVELS = ("output", "layer", "head")
 every_pipeline = pytest.mark.parametrize("name", PIPELINES)
 every_level = pytest.mark.parametrize("level", LEVELS)
-
-pipeline = functools.cache(tiny_pipeline)
 
 
 def preset(name, level, *, every_step=False, **overrides):

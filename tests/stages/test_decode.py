@@ -19,6 +19,7 @@ from torch import nn
 from dit_accel.kernels.kept import capturing
 from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode, FusedEncode
 from dit_accel.stages.vae import autoencoder_kl, causal, layers
+from tests.stages import ROUNDING
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
 DOWN, UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
@@ -71,7 +72,7 @@ def test_images_are_the_decoders_own(config, hooked):
         own = made.decode(given).sample
         hook = hooked(made)
         for _ in range(2):
-            assert (made.decode(given).sample - own).abs().max() < 2e-5
+            assert (made.decode(given).sample - own).abs().max() < ROUNDING
             assert hook.remark == FUSED
         hook.leave()
         assert torch.equal(made.decode(given).sample, own)
@@ -82,7 +83,7 @@ def test_kernels_give_the_decoders_images(hooked):
     made, given = autoencoder(), latents(1, 4, 2, 3)
     own = made.decode(given).sample
     hook = hooked(made, "triton")
-    assert (made.decode(given).sample - own).abs().max() < 2e-5
+    assert (made.decode(given).sample - own).abs().max() < ROUNDING
     assert hook.remark == FUSED
 
 
@@ -114,12 +115,12 @@ def test_videos_are_the_decoders_own(kind, config, frames, hooked):
     own = made.decode(given).sample
     hook = hooked(made)
     for _ in range(2):
-        assert (made.decode(given).sample - own).abs().max() < 5e-5
+        assert (made.decode(given).sample - own).abs().max() < ROUNDING
         assert hook.remark == FUSED
     made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
     tiled = made.decode(given).sample
     hook.leave()
-    assert (made.decode(given).sample - tiled).abs().max() < 5e-5
+    assert (made.decode(given).sample - tiled).abs().max() < ROUNDING
 
 
 HUNYUAN = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
@@ -145,12 +146,12 @@ def test_borders_that_repeat_pixels_are_the_decoders_own(config, frames, hooked,
     hook = hooked(made)
     for limit in (layers.BYTES, 1000):
         monkeypatch.setattr(layers, "BYTES", limit)
-        assert (made.decode(given).sample - own).abs().max() < 5e-5
+        assert (made.decode(given).sample - own).abs().max() < ROUNDING
         assert hook.remark == FUSED
     made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
     tiled = made.decode(given).sample
     hook.leave()
-    assert (made.decode(given).sample - tiled).abs().max() < 5e-5
+    assert (made.decode(given).sample - tiled).abs().max() < ROUNDING
 
 
 @torch.no_grad()
@@ -162,7 +163,7 @@ def test_images_are_encoded_as_by_the_encoder(config, size):
     own = made.encode(given).latent_dist.parameters
     stage = FusedEncode(made, "reference")
     for _ in range(2):
-        assert (made.encode(given).latent_dist.parameters - own).abs().max() < 2e-5
+        assert (made.encode(given).latent_dist.parameters - own).abs().max() < ROUNDING
         assert stage.remark == FUSED
     stage.leave()
     assert torch.equal(made.encode(given).latent_dist.parameters, own)
@@ -177,12 +178,12 @@ def test_videos_are_encoded_as_by_the_encoder(kind, config, frames):
     own = made.encode(given).latent_dist.parameters
     stage = FusedEncode(made, "reference")
     for _ in range(2):
-        assert (made.encode(given).latent_dist.parameters - own).abs().max() < 5e-5
+        assert (made.encode(given).latent_dist.parameters - own).abs().max() < ROUNDING
         assert stage.remark == FUSED
     made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
     tiled = made.encode(given).latent_dist.parameters
     stage.leave()
-    assert (made.encode(given).latent_dist.parameters - tiled).abs().max() < 5e-5
+    assert (made.encode(given).latent_dist.parameters - tiled).abs().max() < ROUNDING
 
 
 @torch.no_grad()
@@ -190,7 +191,7 @@ def test_kernels_encode_images():
     made, given = autoencoder(), latents(1, 3, 6, 10)
     own = made.encode(given).latent_dist.parameters
     stage = FusedEncode(made, "triton")
-    assert (made.encode(given).latent_dist.parameters - own).abs().max() < 2e-5
+    assert (made.encode(given).latent_dist.parameters - own).abs().max() < ROUNDING
     assert stage.remark == FUSED
 
 
@@ -207,7 +208,7 @@ def test_a_frame_that_differs_ends_it_in_the_middle(hooked, monkeypatch):
     monkeypatch.setattr(causal, "decode", wrong_later)
     hook = hooked(made)
     for _ in range(2):
-        assert (made.decode(given).sample - own).abs().max() < 5e-5
+        assert (made.decode(given).sample - own).abs().max() < ROUNDING
         assert "differ from the decoder" in hook.remark
 
 
@@ -223,7 +224,7 @@ def test_frames_kept_for_the_next_call_are_compared(hooked, monkeypatch):
 
     monkeypatch.setattr(causal, "decode", keeps_others)
     hook = hooked(made)
-    assert (made.decode(given).sample - own).abs().max() < 5e-5
+    assert (made.decode(given).sample - own).abs().max() < ROUNDING
     assert "for the next call fused kernels differ from the decoder" in hook.remark
 
 
@@ -246,7 +247,7 @@ def test_tiling_and_slicing_stay_on(way, hooked):
     getattr(made, f"enable_{way}")()
     own = made.decode(given).sample
     hook = hooked(made)
-    assert (made.decode(given).sample - own).abs().max() < 2e-5
+    assert (made.decode(given).sample - own).abs().max() < ROUNDING
     assert hook.remark == FUSED
 
 
@@ -334,7 +335,7 @@ def test_a_decoder_that_is_compiled_stays_compiled(hooked):
 
     own = made.decode(given).sample
     compiled = torch.compile(made.decode, backend=count, fullgraph=True)
-    assert (compiled(given).sample - own).abs().max() < 2e-5
+    assert (compiled(given).sample - own).abs().max() < ROUNDING
     assert len(nodes) == 1 and nodes[0] > 20
 
 
@@ -440,7 +441,7 @@ def test_an_interrupted_decode_leaves_no_state(place, hooked, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         made.decode(given)
     assert hook._current.decode is None
-    assert (made.decode(given).sample - own).abs().max() < 5e-5
+    assert (made.decode(given).sample - own).abs().max() < ROUNDING
     assert hook.remark == FUSED
 
 
@@ -471,7 +472,7 @@ def test_threads_may_decode_with_one_autoencoder(hooked):
     hook = hooked(made)
     with torch.inference_mode(), ThreadPoolExecutor(4) as pool:
         decoded = [each for _ in range(3) for each in pool.map(lambda z: images(made, z), given)]
-    assert max((a - b).abs().max() for a, b in zip(decoded, 3 * own, strict=True)) < 2e-5
+    assert max((a - b).abs().max() for a, b in zip(decoded, 3 * own, strict=True)) < ROUNDING
     assert hook.remark == FUSED
 
 
@@ -492,7 +493,7 @@ def test_modes_of_torch(mode, remark, hooked):
     hook = hooked(made)
     for _ in range(2):
         with mode():
-            assert (made.decode(given).sample - own).abs().max() < 2e-5
+            assert (made.decode(given).sample - own).abs().max() < ROUNDING
             assert remark in hook.remark
     made.decode(given)
     assert hook.remark == FUSED
@@ -505,7 +506,7 @@ def test_a_trace_is_of_the_decoders_own_code(hooked):
     hook = hooked(made)
     traced = torch.jit.trace(made.decoder, given, check_trace=False)
     assert "captured or traced" in hook.remark
-    assert (traced(given) - made.decoder(given)).abs().max() < 2e-5
+    assert (traced(given) - made.decoder(given)).abs().max() < ROUNDING
 
 
 @torch.no_grad()

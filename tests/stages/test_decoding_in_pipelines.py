@@ -12,6 +12,7 @@ from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.stages.decode import FUSED, FusedDecode
+from tests.stages import ROUNDING
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 
@@ -193,7 +194,7 @@ def test_changes_of_an_accelerated_pipeline(change, before, after, flux):
     plain = call(flux)
     call(fused(flux))
     change(flux)
-    tolerance = 1e-2 if change is _cast_layers else 1e-5
+    tolerance = 1e-2 if change is _cast_layers else ROUNDING
     for remark in (before, after):
         assert (call(flux) - plain).abs().max() < tolerance
         assert remark in str(decoding(flux))
@@ -217,11 +218,11 @@ def test_a_patch_over_ours_outlives_it(name, flux):
     assert torch.equal(call(flux), plain) and decoding(flux) == FUSED and calls
     restore_pipeline(flux)
     assert vars(owner)[name] is patch
-    assert (call(flux) - plain).abs().max() < 1e-5
+    assert (call(flux) - plain).abs().max() < ROUNDING
     setattr(owner, name, beneath)
     assert torch.equal(call(fused(flux)), plain) and decoding(flux) == FUSED
     restore_pipeline(flux)
-    assert (call(flux) - plain).abs().max() < 1e-5
+    assert (call(flux) - plain).abs().max() < ROUNDING
 
 
 def test_a_decoder_may_outlive_its_autoencoder(flux):
@@ -298,7 +299,7 @@ def test_an_offloaded_decoder_decodes_itself(flux):
     call(fused(flux))
     assert "has hooks" in decoding(flux)
     remove_hook_from_module(flux.vae, recurse=True)
-    assert (call(flux) - plain).abs().max() < 1e-5
+    assert (call(flux) - plain).abs().max() < ROUNDING
     assert decoding(flux) == FUSED
     offload()
     assert torch.equal(call(flux), plain)

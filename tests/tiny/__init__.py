@@ -8,6 +8,7 @@ Weights are redrawn after construction: several models start with zeros (control
 ones (norms), and both hide bugs. The output therefore depends clearly on the timestep, the prompt and each block.
 """
 
+import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 __all__ = ["TINY_PIPELINES", "VIDEO_PIPELINES", "redraw", "smooth_in_time", "tiny_flux_lora", "tiny_inputs"]
-__all__ += ["tiny_output", "tiny_pipeline"]
+__all__ += ["same_weights", "tiny_output", "tiny_pipeline"]
 
 # name: (builds the pipeline, makes the keyword arguments that are its own)
 _PIPELINES = {
@@ -127,6 +128,13 @@ def tiny_output(pipe: "DiffusionPipeline", name: str, **arguments: object) -> to
     """Return the result of one call of ``pipe`` with `tiny_inputs(name, **arguments)`: by default latents `[B, …]`."""
     output = pipe(**tiny_inputs(name, **arguments), return_dict=False)[0]
     return output[-1] if isinstance(output, list) else output  # Framepack's latents after each section
+
+
+def same_weights(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
+    """Copy a pipeline, with modules of its own over the same weights in memory, so that both give equal bits."""
+    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    weights = [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
+    return copy.deepcopy(pipe, {id(weight): weight for weight in weights})
 
 
 def _named(name: str):

@@ -34,5 +34,5 @@ def test_a_pipe_is_written_to(tmp_path):
     reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
     reader.start()
     write_whole(pipe, "facts")
-    reader.join(10)
+    reader.join(60)
     assert found == [b"facts"]

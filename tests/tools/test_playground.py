@@ -1,7 +1,6 @@
 """The playground without its page: events in order, plain sides that are kept, cancelling, and several at once."""
 
 import threading
-from functools import cache
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.playground import LIMITS, Began, Cancelled, Compared, Made, Playground, Step, Waiting, Wish
 from dit_accel.tools.timing import timed_output
-from tests.tiny import tiny_inputs, tiny_pipeline
+from tests.models.tiny import pipeline
+from tests.tiny import same_weights, tiny_inputs
 
 STEPS = 6
 WISH = Wish("a red fox", "flux", "balanced", target_error=0.9, steps=STEPS)  # random weights forecast badly
@@ -21,9 +21,6 @@ def arguments(pipe, model, options):
     """Arguments of a tiny pipeline's call."""
     made = tiny_inputs(model, prompt=options["prompt"], steps=options["steps"])
     return {name: value for name, value in made.items() if name not in ("generator", "output_type")}
-
-
-pipeline = cache(tiny_pipeline)  # which every run leaves as it was
 
 
 class Kitchen:
@@ -43,7 +40,7 @@ class Kitchen:
         return self.pipe
 
     def call(self, pipe, given, seed):
-        self.gate.wait(20)
+        self.gate.wait(60)
         self.calls += given["num_inference_steps"] == STEPS
         return timed_output(pipe, given, seed)
 
@@ -126,7 +123,7 @@ def test_a_cancelled_run_stops_between_steps_and_leaves_nothing(kitchen, side):
     assert not hasattr(kitchen.pipe, "dit_accel") and "progress_bar" not in vars(kitchen.pipe)
     assert not kitchen.pipe.transformer._forward_hooks and not kitchen.pipe.transformer._forward_pre_hooks
     events = list(kitchen.playground.start(WISH))
-    fresh = tiny_pipeline("flux")
+    fresh = same_weights(kitchen.pipe)
     np.testing.assert_array_equal(picture(events, "plain"), expected(fresh))
     accelerate_pipeline(fresh, "balanced", target_error=0.9)
     np.testing.assert_array_equal(picture(events, "accelerated"), expected(fresh))

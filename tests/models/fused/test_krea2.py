@@ -42,13 +42,13 @@ def as_on_a_gpu(as_on_a_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
-def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu):
+def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu, by_hand):
     """Blocks get no padding; prompts of unequal length keep a mask, and attention its own processor."""
     plain = tiny.output("krea2", 3, **given)
     with accelerated("krea2", "exact") as pipe:
         fused = tiny.output("krea2", 3, **given)
         assert pipe.dit_accel.report().fallbacks == []
-    assert 0 < distance(fused, plain) < 1e-5
+    assert distance(fused, plain) < 1e-5 and by_hand
     assert torch.equal(tiny.output("krea2", 3, **given), plain), "restored"
 
 
@@ -160,13 +160,13 @@ def test_a_norm_of_another_kind_is_called(name, as_on_a_gpu, monkeypatch):
         assert {fallback["reason"] for fallback in pipe.dit_accel.report().fallbacks} == {NOT_PLAIN}
 
 
-def test_whole_features_are_forecast(monkeypatch):
+def test_whole_features_are_forecast(monkeypatch, by_hand):
     """Level layer gives what it gives where each part is remembered by itself."""
     schedule = {"control": "interval", "warmup": 2, "interval": 2, "cooldown": 1}
     preset = load_preset("exact", forecast={"level": "layer"}, schedule=schedule)
     with accelerated("krea2", preset) as pipe:
         made, report = tiny.output("krea2", STEPS), pipe.dit_accel.report()
-    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1
+    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1 and by_hand
     monkeypatch.setattr(drive, "_hand_written", lambda family: None)
     with accelerated("krea2", preset):
-        assert 0 < distance(made, tiny.output("krea2", STEPS)) < 1e-5
+        assert distance(made, tiny.output("krea2", STEPS)) < 1e-5

@@ -99,29 +99,29 @@ def test_lora_keeps_its_effect(name, part, pipe, as_on_a_gpu):
     assert distance(accelerated(name, pipe, "exact", steps=2)[0], adapted) < 1e-5
 
 
-def test_layers_in_8_bits(name, pipe, as_on_a_gpu, monkeypatch):
+def test_layers_in_8_bits(name, pipe, as_on_a_gpu, by_hand, monkeypatch):
     """Fused blocks run the same rounded layers as diffusers' own."""
     preset, plain = load_preset("exact", linear={"dtype": "int8"}), made(name, pipe)
     fused, report = accelerated(name, pipe, preset)
+    assert report.fallbacks == [] and by_hand
     monkeypatch.setattr(drive, "_hand_written", lambda family: None)
     expected, _ = accelerated(name, pipe, preset)
-    assert report.fallbacks == [] and distance(expected, plain) > 1e-3
-    assert 0 < distance(fused, expected) < 0.01
+    assert distance(expected, plain) > 1e-3 and distance(fused, expected) < 0.01
 
 
 @pytest.mark.parametrize("level", ["layer", "output"])
-def test_features_are_forecast(level, name, pipe, as_on_a_gpu, monkeypatch):
+def test_features_are_forecast(level, name, pipe, as_on_a_gpu, by_hand, monkeypatch):
     """Level layer gives what it gives where each part is remembered by itself."""
-    forecasts_equal(monkeypatch, name, pipe, level)
+    forecasts_equal(by_hand, monkeypatch, name, pipe, level)
 
 
-def forecasts_equal(monkeypatch, name, pipe, level, **given):
+def forecasts_equal(by_hand, monkeypatch, name, pipe, level, **given):
     """Compare fused blocks with diffusers' own in a run with forecast steps."""
     preset = load_preset("exact", forecast={"level": level}, schedule=SCHEDULE)
     result, report = accelerated(name, pipe, preset, steps=8, **given)
-    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1
+    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1 and by_hand
     monkeypatch.setattr(drive, "_hand_written", lambda family: None)
-    assert 0 < distance(result, accelerated(name, pipe, preset, steps=8, **given)[0]) < 1e-5
+    assert distance(result, accelerated(name, pipe, preset, steps=8, **given)[0]) < 1e-5
 
 
 def test_autocast_at_level_layer(name, pipe):

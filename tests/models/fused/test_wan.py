@@ -12,6 +12,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.kernels import unpack_bits
 from dit_accel.models.families.wan import FAMILY
 from tests.models import naive_wan
+from tests.models.tiny import pipeline
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 9
@@ -32,19 +33,13 @@ NOTHING_LEFT_OUT = {"reuse.tau_q": 0.0, "skip.tau_kv": 0.0}
 
 
 @functools.cache
-def shared(name):
-    """A pipeline that tests leave as they found it."""
-    return tiny_pipeline(name)
-
-
-@functools.cache
 def plain_result(name):
-    return shared(name)(**inputs(name))[0]
+    return pipeline(name)(**inputs(name))[0]
 
 
 @pytest.fixture
 def pipe():
-    return shared("wan")
+    return pipeline("wan")
 
 
 def inputs(name="wan", **overrides):
@@ -107,8 +102,8 @@ def test_naive_comparison_meets_every_kind_of_row_block(pipe):
 @pytest.mark.parametrize("name", ["wan-i2v-clip", "wan22", "wan22-5b-i2v"])
 def test_variants_equal_naive_overwriting(name, values):
     """Image tokens with the prompt, two transformers, and a timestep per token, each with two branches."""
-    expected = naive_wan.run(shared(name), preset(values), inputs(name))
-    result, report = accelerate(shared(name), preset(values), name)
+    expected = naive_wan.run(pipeline(name), preset(values), inputs(name))
+    result, report = accelerate(pipeline(name), preset(values), name)
     assert _distance(result, expected) < 2e-5
     assert _distance(expected, plain_result(name)) > 1e-3
     assert report.fallbacks == []
@@ -117,7 +112,7 @@ def test_variants_equal_naive_overwriting(name, values):
 @pytest.mark.parametrize("name", ["wan", "wan-i2v", "wan-i2v-clip", "wan22-i2v", "wan22-5b"])
 def test_variants_at_zero_thresholds_equal_plain(name):
     """With nothing reused and nothing skipped, DISPATCH steps give the plain result in every variant."""
-    result, report = accelerate(shared(name), preset(HEADS, **NOTHING_LEFT_OUT), name)
+    result, report = accelerate(pipeline(name), preset(HEADS, **NOTHING_LEFT_OUT), name)
     assert _distance(result, plain_result(name)) < 1e-5
     assert report.steps_by_mode["dispatch"] > 0 and report.fallbacks == []
 
@@ -148,7 +143,7 @@ def test_layers_and_outputs_equal_naive_overwriting(pipe, level, tiles, method, 
 
 def test_second_transformer_starts_with_computed_steps():
     """Wan 2.2's transformers share the schedule; each layer counts only the steps of its own transformer."""
-    _, report = accelerate(shared("wan22"), preset(LAYERS, schedule={"warmup": 2, "interval": 8}), "wan22", steps=12)
+    _, report = accelerate(pipeline("wan22"), preset(LAYERS, schedule={"warmup": 2, "interval": 8}), "wan22", steps=12)
     called = {
         name: [step for step, share in enumerate(density) if share is not None]
         for name, density in zip(report.layers, report.density, strict=True)
@@ -192,9 +187,9 @@ def test_closed_loop_goes_by_the_worse_branch(pipe):
 @pytest.mark.parametrize("name", ["wan", "wan-i2v-clip"])
 def test_work_is_what_torch_counts(name):
     """FLOPs of a block, including cross-attention to prompt and image tokens, equal its products'."""
-    transformer, calls = shared(name).transformer, []
+    transformer, calls = pipeline(name).transformer, []
     handle = transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
-    shared(name)(**inputs(name, steps=1, guidance_scale=1.0))
+    pipeline(name)(**inputs(name, steps=1, guidance_scale=1.0))
     handle.remove()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         transformer(**calls[0])
@@ -209,7 +204,7 @@ def test_clean_frames_are_not_judged():
     timestep[:, 0] = 0
     timestep[:, 2, 1, 3] = 0
     arguments = {"hidden_states": torch.zeros(1, 16, 3, 4, 8), "timestep": timestep.flatten(1)}
-    judged = FAMILY.used(shared("wan22-5b-i2v").transformer, torch.ones(1, 16, 3, 4, 8), arguments)
+    judged = FAMILY.used(pipeline("wan22-5b-i2v").transformer, torch.ones(1, 16, 3, 4, 8), arguments)
     expected = torch.ones(1, 16, 3, 4, 8)
     expected[:, :, 0] = 0
     expected[:, :, 2, 2:, 6:] = 0

@@ -21,13 +21,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
-def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu):
+def test_fused_blocks_compute_what_diffusers_does(given, as_on_a_gpu, by_hand):
     """With a mask for prompts of unequal length the attention runs by its own processor."""
     plain = tiny.output("z-image", 4, **given)
     with accelerated("z-image", "exact") as pipe:
         fused = tiny.output("z-image", 4, **given)
         assert pipe.dit_accel.report().fallbacks == []
-    assert 0 < distance(fused, plain) < 1e-5
+    assert distance(fused, plain) < 1e-5 and by_hand
     assert torch.equal(tiny.output("z-image", 4, **given), plain), "restored"
 
 
@@ -54,13 +54,13 @@ def omni():
     return given | {"siglip_feats": [None]}
 
 
-def test_given_pictures_have_modulations_of_their_own(as_on_a_gpu):
+def test_given_pictures_have_modulations_of_their_own(as_on_a_gpu, by_hand):
     transformer = tiny.pipeline("z-image").transformer
     with torch.no_grad():
         (plain,) = transformer(**omni(), return_dict=False)[0]
         with accelerated("z-image", "exact"):
             (fused,) = transformer(**omni(), return_dict=False)[0]
-    assert 0 < distance(fused, plain) < 1e-5
+    assert distance(fused, plain) < 1e-5 and by_hand
 
 
 def test_a_mask_of_one_sample_hides_nothing(as_on_a_gpu, monkeypatch):
@@ -98,16 +98,16 @@ def test_autocast_at_level_layer():
     assert made.isfinite().all()
 
 
-def test_whole_features_are_forecast(monkeypatch):
+def test_whole_features_are_forecast(monkeypatch, by_hand):
     """Level layer gives what it gives where each part is remembered by itself."""
     schedule = {"control": "interval", "warmup": 2, "interval": 2, "cooldown": 1}
     preset = load_preset("exact", forecast={"level": "layer"}, schedule=schedule)
     with accelerated("z-image", preset) as pipe:
         made, report = tiny.output("z-image", 8), pipe.dit_accel.report()
-    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1
+    assert report.fallbacks == [] and report.steps_by_mode["dispatch"] > 1 and by_hand
     monkeypatch.setattr(drive, "_hand_written", lambda family: None)
     with accelerated("z-image", preset):
-        assert 0 < distance(made, tiny.output("z-image", 8)) < 1e-5
+        assert distance(made, tiny.output("z-image", 8)) < 1e-5
 
 
 def test_a_batch_at_level_head_says_why_not():

@@ -1,4 +1,7 @@
-"""Tiny pipelines that are called with embeddings instead of prompts, so that no text encoder has to be built."""
+"""Tiny pipelines that are called with embeddings instead of prompts, so that no text encoder has to be built.
+
+They are built once and shared by all tests; after each test :func:`require_unchanged` looks at those that it used.
+"""
 
 import functools
 
@@ -40,7 +43,52 @@ PIPELINES = {
 }
 
 
-@functools.cache
+FIRST = {}  # state of each shared pipeline as it was built
+USED = {}  # shared pipelines that the current test used
+
+
+def shared(build):
+    """Build the pipeline of each name once, and note which ones a test uses."""
+    made = functools.cache(build)
+
+    @functools.wraps(build)
+    def get(name: str):
+        result = made(name)
+        pipe = result[0] if isinstance(result, tuple) else result
+        USED[name] = pipe
+        if name not in FIRST:
+            FIRST[name] = state_of(pipe)
+        return result
+
+    return get
+
+
+@torch.no_grad()
+def state_of(pipe) -> dict:
+    """What acceleration, adapters and patches change: attributes, hooks, modes and weights of transformers."""
+    state = {"accelerated": hasattr(pipe, "dit_accel")}
+    for part, model in pipe.components.items():
+        if isinstance(model, torch.nn.Module) and part.startswith("transformer"):
+            modules = [(set(vars(each)), len(each._forward_hooks), each.training) for each in model.modules()]
+            state[part] = modules, [float(each) for each in torch._foreach_norm([*model.parameters()])]
+        elif isinstance(model, torch.nn.Module):  # libraries keep caches in private attributes of these
+            state[part] = {key for key in vars(model) if not key.startswith("_")}
+    return state
+
+
+def require_unchanged() -> None:
+    """Raise an AssertionError if the current test left anything on a shared pipeline."""
+    for module in (module for pipe in USED.values() for module in pipe.components.values()):
+        # A call of diffusers' `cache_context` leaves an empty registry, which restoring a pipeline removes.
+        if hasattr(module, "_diffusers_hook") and not module._diffusers_hook.hooks:
+            del module._diffusers_hook
+    found, first = {name: state_of(pipe) for name, pipe in USED.items()}, {name: FIRST[name] for name in USED}
+    FIRST.update(found)  # later tests are not to blame
+    USED.clear()
+    assert found == first, "the test left something on a shared pipeline"
+
+
+@shared
 def built(name: str):
     """A tiny pipeline in evaluation mode, and the arguments of its call."""
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +131,7 @@ def outputs(pipe, arguments: dict, **changes) -> tuple:
     return pipe(**given, return_dict=False)
 
 
-pipeline_of_testing = functools.cache(tiny_pipeline)
+pipeline_of_testing = shared(tiny_pipeline)
 
 
 def pipeline(name: str):

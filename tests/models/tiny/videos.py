@@ -1,5 +1,6 @@
 """Tiny pipelines that make videos."""
 
+import copy
 import functools
 from types import SimpleNamespace
 
@@ -189,7 +190,12 @@ def cogvideox():
     return pipe, {"prompt": "a red fox", **size}
 
 
-wan_parts = functools.cache(lambda: tiny_pipeline("wan").components)
+made = functools.cache(tiny_pipeline)
+
+
+def wan_parts() -> dict:
+    """An autoencoder and a scheduler of the caller's own: building a pipeline draws all its weights again."""
+    return {part: copy.deepcopy(made("wan").components[part]) for part in ("vae", "scheduler")}
 
 
 WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "rope_max_seq_len": 64}
@@ -209,7 +215,7 @@ def wan_vace():
     transformer = diffusers.WanVACETransformer3DModel(
         **WAN, in_channels=16, out_channels=16, vace_layers=[0], vace_in_channels=48
     )
-    vae, scheduler = wan_parts()["vae"], wan_parts()["scheduler"]
+    vae, scheduler = wan_parts().values()
     pipe = diffusers.WanVACEPipeline(None, None, vae, scheduler, transformer)
     return pipe, {**WAN_CALL, "num_frames": 5}
 
@@ -261,7 +267,7 @@ def helios():
 
 def skyreels_v2():
     transformer = diffusers.SkyReelsV2Transformer3DModel(**WAN, in_channels=16, out_channels=16)
-    vae, scheduler = wan_parts()["vae"], wan_parts()["scheduler"]
+    vae, scheduler = wan_parts().values()
     pipe = diffusers.SkyReelsV2Pipeline(None, None, transformer, vae, scheduler)
     return pipe, {**WAN_CALL, "num_frames": 5}
 

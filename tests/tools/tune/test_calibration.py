@@ -12,9 +12,8 @@ from dit_accel.sparse.token_order import token_order
 from dit_accel.tools.capture import Site
 from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.calibration import Candidate, Recorder, choose, layers_of, measure
-from tests.tiny import tiny_output, tiny_pipeline
-
-pipeline = functools.cache(tiny_pipeline)
+from tests.models.tiny import pipeline
+from tests.tiny import tiny_output
 
 BLOCKS = {"size": 64}
 SPARGE = {"policy": "sparge", "steps": "all"}

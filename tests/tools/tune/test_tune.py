@@ -16,12 +16,11 @@ from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
 from dit_accel.tools.metrics import latent_error, psnr
 from dit_accel.tools.tune import split_prompts, tune
 from dit_accel.tools.tune.result import computed_fraction, conformal
-from tests.tiny import tiny_inputs, tiny_pipeline
+from tests.models.tiny import pipeline
+from tests.tiny import tiny_inputs
 
 PROMPTS = ["a red fox", "two blue whales asleep", "a green heart", "snow"]
 FORECASTS = {"schedule.target_error": 0.3, "schedule.warmup": 2}  # random weights forecast badly; this lets them
-
-pipeline = functools.cache(tiny_pipeline)
 
 
 def arguments(name: str, **changes) -> dict:
