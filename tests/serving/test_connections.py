@@ -115,17 +115,20 @@ def test_only_a_client_that_stops_reading_is_closed(monkeypatch, reads):
         assert (asyncio.run(ask(url)) > length) == reads
 
 
-def test_a_lost_connection_leaves_no_timer():
+@pytest.mark.parametrize("end", ["lost", "read"])
+def test_a_timer_ends_with_what_it_waits_for(end):
+    """A lost connection leaves none; a client that has read the answer is no longer watched."""
+
     async def lose():
         config = connections.configured(None, LIMITS)
         config.load()
         connection = connections.Connection(config, MagicMock(), {})
         connection.connection_made(MagicMock())
         connection.pause_writing()
-        connection.connection_lost(None)
+        connection.connection_lost(None) if end == "lost" else connection.resume_writing()
         return connection._awaited.cancelled(), connection._unread.cancelled()
 
-    assert asyncio.run(lose()) == (True, True)
+    assert asyncio.run(lose()) == (end == "lost", True)
 
 
 def test_nothing_that_clients_send_is_logged(capfd, caplog):

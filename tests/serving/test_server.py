@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ pytest.importorskip("fastapi")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 server = pytest.importorskip("dit_accel.serving.server")
 bodies = pytest.importorskip("dit_accel.serving.bodies")
+server_errors = pytest.importorskip("starlette.requests")
 
 PATH = "/v1/images/generations"
 LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=30.0, upload=16_384)
@@ -191,6 +192,7 @@ def test_an_image_has_the_requested_format(worker, form):
         ({"size": "32x33"}, "size", "multiples of 16, got 32x33"),
         ({"size": "0x32"}, "size", "sides of 16 to 64 pixels"),
         ({"size": "80x32"}, "size", "sides of 16 to 64 pixels"),
+        ({"size": "32x80"}, "size", "sides of 16 to 64 pixels"),
         ({"steps": 13}, "steps", "steps must be at most 12, got 13"),
         ({"steps": 2.5}, "steps", "valid integer"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),
@@ -440,6 +442,34 @@ def test_a_client_that_disconnects_cancels_its_request(stream, place):
         asyncio.run(ask(app, dispatcher))
         assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1
     assert held.made == (["first"] if place == "waiting" else []) + ["next"]
+
+
+@pytest.mark.parametrize("leaves", ["before the head", "before the first event"])
+def test_a_stream_that_never_begins_cancels_its_request(leaves):
+    """The events are not iterated over, so that nothing in them can notice."""
+
+    async def send(message):
+        if leaves == "before the head":
+            raise OSError
+
+    async def events():
+        raise AssertionError
+        yield ""
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def answer():
+        task = dispatching.AwaitedTask([], None, ".png")
+        response = server._EventStream(events(), task)
+        if leaves == "before the first event":
+            response.stream_response = lambda send: asyncio.sleep(20)
+        version = "2.4" if leaves == "before the head" else "2.3"
+        with suppress(server_errors.ClientDisconnect):
+            await response({"type": "http", "asgi": {"spec_version": version}}, receive, send)
+        return task.is_cancelled
+
+    assert asyncio.run(answer())
 
 
 def test_a_cancelled_run_leaves_the_pipeline_as_it_was(worker):

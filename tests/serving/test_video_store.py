@@ -90,7 +90,7 @@ def test_ended_jobs_are_limited_in_number_and_age():
     assert not store.new_file().parent.exists()
 
 
-@pytest.mark.parametrize("fitting, kept", [(0.5, 1), (2.5, 2), (9, 3)])
+@pytest.mark.parametrize("fitting, kept", [(0, 1), (1.999, 1), (2, 2), (9, 3)])
 def test_ended_jobs_are_limited_in_bytes(fitting, kept):
     """The oldest videos of the same key go first; the latest stays, whatever its size."""
     held, limits = released(), replace(LIMITS, video_bytes=int(fitting * 1000))
