@@ -82,6 +82,16 @@ def test_a_mask_of_one_value_is_that_everywhere(mode, colour, level):
     assert request.mask.mode == "L" and request.mask.getextrema() == (level, level)
 
 
+@pytest.mark.parametrize("colour", [0, 255])
+def test_a_mask_changes_where_it_is_transparent(colour):
+    """Whatever its colours are there."""
+    mask = Image.new("RGBA", (24, 8), (colour, colour, colour, 255))
+    mask.paste((colour, colour, colour, 0), (0, 0, 6, 8))
+    mask.save(data := io.BytesIO(), "png")
+    made = read("edits", LIMITS, {"image": [file((24, 8))], "mask": [data.getvalue()]}).mask
+    assert [made.getpixel((x, 7)) for x in (0, 5, 6, 23)] == [255, 255, 0, 0]
+
+
 def test_a_mask_has_the_size_of_the_first_image():
     """Both sides count, and the second image's do not."""
     images = [file((24, 8)), file((8, 24))]

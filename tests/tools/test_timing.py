@@ -57,6 +57,22 @@ def test_a_loop_lasts_from_its_first_call_to_its_last():
     assert (clock.calls, clock.seconds, clock.loop_seconds) == (3, 4.5, 9.5)
 
 
+@pytest.mark.parametrize("steps, made", [(1, 1), (3, 3), (4, 4), (9, 4), (None, 4)])
+def test_as_many_steps_are_made_as_asked_for(steps, made):
+    done = []
+
+    def pipe(generator, output_type, callback_on_step_end=None):
+        stopping = SimpleNamespace(_interrupt=False)
+        for step in range(4):
+            if not stopping._interrupt:
+                done.append(step)
+                if callback_on_step_end:
+                    callback_on_step_end(stopping, step, None, {})
+        return [output_type]
+
+    assert timing.denoise(pipe, {}, 0, steps) == "latent" and len(done) == made
+
+
 def test_sound_alone_has_no_frames():
     """Tuning measures the PSNR of its amplitudes in 8 bits."""
     pipe = longcat_audio()
