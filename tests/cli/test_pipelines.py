@@ -259,6 +259,20 @@ def test_neighbours_of_one_kind_share_a_call():
         assert [[job.index for job in batch] for batch in batches(jobs, size)] == expected
 
 
+@pytest.mark.parametrize("guidance, is_guided", [(0, False), (1, False), (1.0, False), (1.001, True), (None, True)])
+@pytest.mark.parametrize("scale", ["guidance_scale", "true_cfg_scale"])
+def test_a_negative_prompt_needs_guidance_above_1(scale, guidance, is_guided):
+    """At 1 the second branch has no weight; the pipeline's default counts where none is given."""
+    pipe = pipe_that_takes(f"prompt, negative_prompt=None, {scale}=4.0")
+    given = {"negative-prompt": "red", "guidance": guidance}
+    if is_guided:
+        expected = {"negative_prompt": "red"} | ({} if guidance is None else {scale: guidance})
+        assert call_arguments(pipe, "some/model", given) == expected
+    else:
+        with pytest.raises(OptionError, match="only with --guidance above 1"):
+            call_arguments(pipe, "some/model", given)
+
+
 def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
     """A FLUX transformer without guidance embedding; one that has no such setting is guided otherwise."""
     for embeds, refused in ((False, True), (True, False), (None, False)):
