@@ -273,6 +273,15 @@ def test_a_negative_prompt_needs_guidance_above_1(scale, guidance, is_guided):
             call_arguments(pipe, "some/model", given)
 
 
+@pytest.mark.parametrize("guidance", [0, 1.5])
+def test_a_guider_takes_any_guidance(guidance):
+    """Guidance of 0 too, which is not the same as none; without guidance the guider stays."""
+    pipe = pipe_that_takes("prompt")
+    pipe.guider = own = SimpleNamespace(new=lambda guidance_scale: f"of {guidance_scale}")
+    assert call_arguments(pipe, "some/model", {"guidance": None}) == {} and pipe.guider is own
+    assert call_arguments(pipe, "some/model", {"guidance": guidance}) == {} and pipe.guider == f"of {guidance}"
+
+
 def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
     """A FLUX transformer without guidance embedding; one that has no such setting is guided otherwise."""
     for embeds, refused in ((False, True), (True, False), (None, False)):
