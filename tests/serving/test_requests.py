@@ -1,5 +1,6 @@
 """Limits of requests at their exact values, and the fields of several images, without a server."""
 
+import asyncio
 import io
 import json
 from dataclasses import replace
@@ -8,7 +9,11 @@ import pytest
 from PIL import Image
 
 pytest.importorskip("fastapi")
+from fastapi import Request
+from starlette.datastructures import FormData
+
 from dit_accel.serving.api import Limits, RequestError
+from dit_accel.serving.bodies import read_body, read_form
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.requests import read_edit, read_request, read_video
 
@@ -111,3 +116,41 @@ def test_jobs_have_their_own_seeds_and_share_all_else():
 @pytest.mark.parametrize("seconds, fps, frames", [(1, None, 17), (1, 8, 9), (0.01, None, 1), (0.2, None, 5)])
 def test_seconds_become_the_nearest_number_of_frames(seconds, fps, frames):
     assert read("videos", LIMITS, {"seconds": seconds, "fps": fps}).frames(FORM) == frames
+
+
+@pytest.mark.parametrize("has_length", [False, True])
+@pytest.mark.parametrize("most, is_read", [(9, True), (8, False), (0, False)])
+def test_a_body_may_be_as_long_as_the_limit(has_length, most, is_read):
+    """In several parts, with its length declared or not."""
+    parts = [
+        {"type": "http.request", "body": each, "more_body": more} for each, more in ((b"1234", True), (b"56789", False))
+    ]
+    headers = [(b"content-length", b"9")] if has_length else []
+    request = Request({"type": "http", "method": "POST", "headers": headers}, lambda: asyncio.sleep(0, parts.pop(0)))
+    if is_read:
+        assert asyncio.run(read_body(request, most)) == b"123456789"
+    else:
+        with pytest.raises(RequestError, match=f"at most {most} bytes"):
+            asyncio.run(read_body(request, most))
+
+
+@pytest.mark.parametrize("end", [b"--x--\r\n", b""], ids=["whole", "cut"])
+def test_the_files_of_a_form_are_closed(monkeypatch, end):
+    """Also of one without its last boundary; large files are on the disk."""
+    closed, close = [], FormData.close
+
+    async def noted(form):
+        closed.extend(each.file for _, each in form.multi_items())
+        await close(form)
+
+    monkeypatch.setattr(FormData, "close", noted)
+    part = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+    messages = [{"type": "http.request", "body": part + b"data\r\n" + end}]
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, lambda: asyncio.sleep(0, messages.pop()))
+    if end:
+        assert asyncio.run(read_form(request, 999)) == [("image", b"data")] and closed
+    else:
+        with pytest.raises(RequestError, match="last boundary is missing"):
+            asyncio.run(read_form(request, 999))
+    assert all(each.closed for each in closed)
