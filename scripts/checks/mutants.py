@@ -4,7 +4,7 @@
 `changes/` lists the changes, each with the property that it breaks and the nearest test files. A change is noticed if
 one of these tests fails. All tests must pass on the unchanged copy first. The checkout itself is never modified.
 
-    python -m scripts.checks.mutants                      # all of them, one to two hours on one core
+    python -m scripts.checks.mutants                      # all of them, two hours on one core
     python -m scripts.checks.mutants --only NAME --only NAME
     python -m scripts.checks.mutants --jobs 4             # in four copies at a time
 

@@ -101,7 +101,7 @@ def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
 
     def call(pipe, arguments, seed):
         called.append((hasattr(pipe, "dit_accel"), arguments.get("num_inference_steps"), seed))
-        return Output([], 9.0, 8.0, 40)
+        return Output([], 9.0, 8.0, 50 if hasattr(pipe, "dit_accel") else 40)
 
     @contextmanager
     def clock(pipe):
@@ -116,5 +116,44 @@ def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
     compiles = [(True, 20, 5)] if device == "cuda" else []
     assert called == [(False, 2, 5), (False, 20, 5), *compiles, (True, 20, 5)]
     assert denoised == [None if whole else PLAIN_STEPS, None] * 2
-    assert made.plain.repeats == made.fast.repeats == [8.0, 12.0, 12.0]
+    assert (made.plain.repeats, made.fast.repeats) == ([8.0, 12.0, 12.0], [8.0, 15.0, 15.0])
     assert expected == [1 + len(compiles) + 3 + 2 * whole], "runs of whole length"
+
+
+def test_each_result_is_compared_with_its_own():
+    """Of several results, with the sounds of both sides; without a comparison the side that ran is written."""
+    plain, fast = (
+        Side.of(
+            Output(
+                [f"{side} {place}" for place in (0, 1)],
+                9.0,
+                4.0,
+                2,
+                sounds=[f"{side} sound {place}" for place in (0, 1)],
+            )
+        )
+        for side in ("plain", "fast")
+    )
+    written = []
+    medium = SimpleNamespace(
+        write=lambda *given: written.append(given) or [given[1]],
+        write_comparison=lambda *given: written.append(given) or [f"{given[3]} compared"],
+    )
+    comparison.write_results(medium, Sides(plain, None, None), ["a", "b"])
+    assert written == [("plain 0", "a", "plain sound 0"), ("plain 1", "b", "plain sound 1")]
+    del written[:]
+    files = comparison.write_results(medium, Sides(plain, fast, None), ["a", "b"])
+    labels = ("plain, 4.0 s", "accelerated, 4.0 s")
+    assert files == ["a", "a compared", "b", "b compared"]
+    for place, name in enumerate("ab"):
+        sounds = f"plain sound {place}", f"fast sound {place}"
+        assert written[2 * place] == (f"fast {place}", name, sounds[1])
+        assert written[2 * place + 1] == (f"plain {place}", f"fast {place}", labels, name, sounds)
+
+
+def test_the_quality_of_a_sound_is_that_of_the_accelerated_one():
+    """A quieter accelerated sound has a negative ratio."""
+    loud = torch.sin(torch.arange(800.0))
+    plain, fast = (Output([], 9.0, 4.0, 2, sounds=[sound]) for sound in (loud, loud / 2))
+    assert comparison._sound_quality(plain, fast)["rms_ratio_db"] == pytest.approx(-6.02, abs=0.01)
+    assert comparison._sound_quality(Output([], 9.0, 4.0, 2), fast) == {}

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dit_accel.cli import batch
+from dit_accel.cli import batch, generate
 from dit_accel.cli.batch import run_jobs
 from dit_accel.errors import BatchError, OptionError, UnsupportedError
 from dit_accel.presets import load_preset
@@ -198,18 +198,24 @@ def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkey
 
 
 def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
-    """Seconds are those of the shared call, and a plain run has no report."""
+    """Seconds are those of the shared call, sounds its own, and a plain run has no report."""
     pictures = [Image.new("RGB", (2, 2), (level,) * 3) for level in (0, 99)]
     report = SimpleNamespace(of_prompt=lambda place: SimpleNamespace(to_json=lambda: {"prompt": place}))
     pipe, seeds = SimpleNamespace(dit_accel=SimpleNamespace(report=lambda: report)), []
-    monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), load_preset("balanced")))
+    monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Sounding(), load_preset("balanced")))
     monkeypatch.setattr(working, "start_pipeline", lambda *_: None)
     monkeypatch.setattr(working, "call_arguments", lambda _, __, options, others: options | others)
-    arguments = []
+    arguments, sounds = [], []
+
+    class Sounding(Pictures):
+        def write(self, picture, path, sound=None):
+            sounds.append(sound)
+            return super().write(picture, path)
 
     def call(pipe, given, seed):
         arguments.append(given), seeds.append(seed)
-        return Output(pictures[: len(seed) if isinstance(seed, list) else 1], 9.0, 5.0, 1)
+        count = len(seed) if isinstance(seed, list) else 1
+        return Output(pictures[:count], 9.0, 5.0, 1, sounds=["first", "second"][:count])
 
     monkeypatch.setattr(working, "timed_call", call)
     setup = Setup("some/model", batch_size=2, call={"sigmas": [1.0]}, fps=9.0)
@@ -222,6 +228,7 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
         ({"prompt": 0}, 5.0, [3, 4]),
         ({"prompt": 1}, 5.0, [3, 4]),
     ]
+    assert sounds == ["first", "second"]
     worker.preset = None
     assert [each.report for each in worker.make(jobs[:1])] == [None]
     common = {"image": "picture", "steps": 2, "sigmas": [1.0], "fps": 9.0}
@@ -265,3 +272,20 @@ def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(m
         with pytest.raises(UnsupportedError, match="line 0"):
             made.extend(worker.make_all([jobs], progress))
         assert made == expected
+
+
+@pytest.mark.parametrize("dtype, fps", [(None, None), ("bfloat16", None), (None, 12.0), ("float16", 24.0)])
+def test_every_setting_of_the_command_is_in_the_manifest(monkeypatch, tmp_path, dtype, fps):
+    """Those that change a file and stand in no line: with another one, files of an earlier run do not count."""
+    seen, image = [], tmp_path / "in.png"
+    monkeypatch.setattr(generate, "Worker", lambda *_: "worker")
+    monkeypatch.setattr(generate, "run_jobs", lambda *given, **_: seen.append(given[3]))
+    given = SimpleNamespace(
+        model="a/model", image=image, dtype=dtype, fps=fps, engine="local", batch_size=1, force=False
+    )
+    given.output_dir = tmp_path / "out"
+    setup = Setup("a/model", call={"sigmas": [1.0]})
+    generate._make_lines(given, generate.Request(setup, None, {}, []), Console(quiet=True))
+    own = {name: value for name, value in (("dtype", dtype), ("fps", fps)) if value is not None}
+    expected = {"model": "a/model", "image": str(image), "call": {"sigmas": [1.0]}, **setup.loading.facts, **own}
+    assert seen == [expected]

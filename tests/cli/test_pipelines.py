@@ -259,6 +259,29 @@ def test_neighbours_of_one_kind_share_a_call():
         assert [[job.index for job in batch] for batch in batches(jobs, size)] == expected
 
 
+@pytest.mark.parametrize("guidance, is_guided", [(0, False), (1, False), (1.0, False), (1.001, True), (None, True)])
+@pytest.mark.parametrize("scale", ["guidance_scale", "true_cfg_scale"])
+def test_a_negative_prompt_needs_guidance_above_1(scale, guidance, is_guided):
+    """At 1 the second branch has no weight; the pipeline's default counts where none is given."""
+    pipe = pipe_that_takes(f"prompt, negative_prompt=None, {scale}=4.0")
+    given = {"negative-prompt": "red", "guidance": guidance}
+    if is_guided:
+        expected = {"negative_prompt": "red"} | ({} if guidance is None else {scale: guidance})
+        assert call_arguments(pipe, "some/model", given) == expected
+    else:
+        with pytest.raises(OptionError, match="only with --guidance above 1"):
+            call_arguments(pipe, "some/model", given)
+
+
+@pytest.mark.parametrize("guidance", [0, 1.5])
+def test_a_guider_takes_any_guidance(guidance):
+    """Guidance of 0 too, which is not the same as none; without guidance the guider stays."""
+    pipe = pipe_that_takes("prompt")
+    pipe.guider = own = SimpleNamespace(new=lambda guidance_scale: f"of {guidance_scale}")
+    assert call_arguments(pipe, "some/model", {"guidance": None}) == {} and pipe.guider is own
+    assert call_arguments(pipe, "some/model", {"guidance": guidance}) == {} and pipe.guider == f"of {guidance}"
+
+
 def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
     """A FLUX transformer without guidance embedding; one that has no such setting is guided otherwise."""
     for embeds, refused in ((False, True), (True, False), (None, False)):

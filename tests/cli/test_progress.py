@@ -49,6 +49,7 @@ def test_what_is_left_goes_by_what_was_done(silent, clock):
                 bar.update()
         assert progress.left == pytest.approx(50)
         progress.begin("plain")  # no part of the count
+        assert progress.left == pytest.approx(50)
         list(pipe.progress_bar(range(3)))
         assert progress.left == pytest.approx(50)
         clock.seconds += 30

@@ -26,6 +26,15 @@ def test_what_a_capture_makes_stays_with_the_capture():
     assert kept.get("a", lambda: torch.ones(1)).item() == 1
 
 
+def test_caches_of_a_capture_share_no_keys():
+    first, second = Kept(4), Kept(4)
+    with capturing():
+        made = [kept.get("a", lambda: torch.zeros(1)) for kept in (first, second)]
+        assert made[0] is not made[1] and all(
+            kept.get("a", list) is each for kept, each in zip((first, second), made, strict=True)
+        )
+
+
 def test_what_a_capture_reads_lives_as_long_as_the_capture():
     """Even if the cache drops it in the meantime."""
     kept = Kept(1)

@@ -194,6 +194,13 @@ def test_mistakes_in_a_block_name_the_block(changes, complaint):
         wan(policy="sparge", layers={"blocks.3": changes})
 
 
+@pytest.mark.parametrize("own, layers, keeps", [(False, {}, False), (True, {}, True), (False, {"b": True}, True)])
+def test_residuals_are_kept_if_any_block_keeps_one(own, layers, keeps):
+    """Memory for them is planned by this."""
+    changes = {name: {"residual": value} for name, value in {"a": False, **layers}.items()}
+    assert wan(policy="sparge", refresh=4, residual=own, layers=changes).skip.keeps_residuals is keeps
+
+
 def test_blocks_of_a_base_merge_and_switch_policy():
     """Overrides of blocks add to the base's; a block that switches its policy drops its earlier keys."""
     base = wan(policy="sparge", layers={"a": {"tau_kv": 0.1}, "b": {"similarity": 0.3}})

@@ -130,14 +130,17 @@ def test_a_client_that_never_reads_loses_its_connection(monkeypatch):
         assert asyncio.run(ask(url)) < length
 
 
-def test_a_lost_connection_leaves_no_timer():
+@pytest.mark.parametrize("end", ["lost", "read"])
+def test_a_timer_ends_with_what_it_waits_for(end):
+    """A lost connection leaves none; a client that has read the answer is no longer watched."""
+
     async def lose():
         connection = made_connection()
         connection.pause_writing()
-        connection.connection_lost(None)
+        connection.connection_lost(None) if end == "lost" else connection.resume_writing()
         return connection._awaited.cancelled(), connection._unread.cancelled()
 
-    assert asyncio.run(lose()) == (True, True)
+    assert asyncio.run(lose()) == (end == "lost", True)
 
 
 def test_nothing_that_clients_send_is_logged(capfd, caplog):

@@ -155,12 +155,18 @@ class Pipe:
 
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_each_lora_is_loaded_from_its_place_with_its_weight(monkeypatch, tmp_path, is_quantised):
-    """A folder, or a file in a repository of the hub, in folders there too; in quantised weights they stay layers."""
+    """A folder, or a file in a repository of the hub, in folders there too; in quantised weights they stay layers.
+
+    Each of several transformers is fused by itself, and one without a LoRA is left alone.
+    """
     (tmp_path / "style").mkdir()
     pipe, fused = Pipe(), []
-    transformer = SimpleNamespace(peft_config={}, hf_quantizer=is_quantised or None)
-    transformer.fuse_lora, transformer.unload_lora = (lambda: fused.append("fused")), (lambda: fused.append("unloaded"))
-    monkeypatch.setattr("dit_accel.models.denoisers", lambda pipe: {"transformer": transformer})
+    first = SimpleNamespace(peft_config={}, hf_quantizer=is_quantised or None)
+    second, third = SimpleNamespace(), SimpleNamespace(peft_config={}, hf_quantizer=None)
+    for name, each in (("first", first), ("second", second), ("third", third)):
+        each.fuse_lora = lambda name=name: fused.append(f"{name} fused")
+        each.unload_lora = lambda name=name: fused.append(f"{name} unloaded")
+    monkeypatch.setattr("dit_accel.models.denoisers", lambda pipe: {"a": first, "b": second, "c": third})
     given = [f"{tmp_path}/style:0", "owner/name:-0.5", "owner/other/deep/file.safetensors"]
     load_loras(pipe, parse_loras(given))
     assert pipe.done == [
@@ -169,7 +175,8 @@ def test_each_lora_is_loaded_from_its_place_with_its_weight(monkeypatch, tmp_pat
         ("owner/other", "deep/file.safetensors"),
         (0.0, -0.5, 1.0),
     ]
-    assert fused == ([] if is_quantised else ["fused", "unloaded"])
+    own = [] if is_quantised else ["first fused", "first unloaded"]
+    assert fused == [*own, "third fused", "third unloaded"]
 
 
 def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):

@@ -7,6 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 
+from dit_accel.serving.engine import Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from tests.tiny import tiny_pipeline
@@ -108,3 +109,75 @@ def test_a_process_that_takes_too_long_to_load_again_is_an_error(worker, monkeyp
     with pytest.raises(remote.BatchError, match="can't be loaded again"):
         worker.restart()
     assert not worker._process.process.is_alive()
+
+
+class Scripted:
+    """A process that sends these messages, and raises those that are errors of a connection."""
+
+    log = "its log is above"
+
+    def __init__(self, *messages):
+        self.messages, self.sent, self.ends = [*messages], [], 0
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, patience):
+        message = self.messages.pop(0)
+        if isinstance(message, (EOFError, OSError)):  # also TimeoutError
+            raise message
+        return message
+
+    def end(self):
+        self.ends += 1
+
+
+LOADED, MADE = (None, None), Made(b"", 0.5, None, [0])
+
+
+def scripted(*processes):
+    left = [*processes]
+    return remote.RemoteWorker(Setup("some/model"), 7.0, lambda setup: left.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end"),
+    [
+        ([(1, 2), (2, 2), MADE], None, None),
+        ([(1, 2), EOFError()], [LOADED, (1, 2), MADE], None),
+        ([(1, 2), EOFError()], [LOADED, BrokenPipeError()], "the process that ran the request died"),
+        ([EOFError()], [EOFError()], "the pipeline can't be loaded again"),
+        ([EOFError()], [TimeoutError()], "the pipeline can't be loaded again"),
+        ([(1, 2), TimeoutError()], None, "took more than 7 seconds"),
+    ],
+    ids=["well", "dies", "dies again", "cannot load", "loads for ever", "hangs"],
+)
+def test_a_job_has_two_attempts(first, second, end):
+    """The second in a new process, which ends too if it can't load; a job that hangs has one."""
+    processes, steps = [Scripted(*first), *([Scripted(*second)] if second else [])], []
+    worker = scripted(*processes)
+    try:
+        assert worker.make_one(JOB, None, ".png", lambda *step: steps.append(step)) is MADE and end is None
+    except remote.BatchError as error:
+        assert end is not None and end in str(error)
+    assert steps == [each for each in (*first, *(second or [])) if isinstance(each, tuple) and each is not LOADED]
+    assert len(processes[0].sent) == 1 + sum(isinstance(each, tuple) for each in first)
+    assert [process.ends for process in processes[:-1]] == [1] * (len(processes) - 1)
+    assert processes[-1].ends == (end == "the pipeline can't be loaded again")
+    worker.close()
+    assert processes[-1].ends == 1 + (end == "the pipeline can't be loaded again")
+
+
+def test_a_cancelled_job_is_answered_until_its_process_ends_it():
+    """Otherwise the process would wait for an answer, and the next job would get the old one's messages."""
+    process = Scripted((1, 3), (2, 3), dispatching.Cancelled(), (1, 3), MADE)
+    worker = scripted(process)
+
+    def tell(done, steps):
+        if done == 2:
+            raise dispatching.Cancelled
+
+    with pytest.raises(dispatching.Cancelled):
+        worker.make_one(JOB, None, ".png", tell)
+    assert worker.make_one(JOB, None, ".png", tell) is MADE and process.ends == 0
+    assert process.sent == [(JOB, None, ".png"), True, False, (JOB, None, ".png"), True]

@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ pytest.importorskip("fastapi")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 server = pytest.importorskip("dit_accel.serving.server")
 bodies = pytest.importorskip("dit_accel.serving.bodies")
+server_errors = pytest.importorskip("starlette.requests")
 
 PATH = "/v1/images/generations"
 LIMITS = Limits(side=64, steps=12, images=2, body=4096, seconds=60.0, upload=16_384)
@@ -196,6 +199,7 @@ def test_an_image_has_the_requested_format(worker, form):
         ({"size": "32x33"}, "size", "multiples of 16, got 32x33"),
         ({"size": "0x32"}, "size", "sides of 16 to 64 pixels"),
         ({"size": "80x32"}, "size", "sides of 16 to 64 pixels"),
+        ({"size": "32x80"}, "size", "sides of 16 to 64 pixels"),
         ({"steps": 13}, "steps", "steps must be at most 12, got 13"),
         ({"steps": 2.5}, "steps", "valid integer"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),
@@ -447,6 +451,34 @@ def test_a_client_that_disconnects_cancels_its_request(stream, place):
     assert held.made == (["first"] if place == "waiting" else []) + ["next"]
 
 
+@pytest.mark.parametrize("leaves", ["before the head", "before the first event"])
+def test_a_stream_that_never_begins_cancels_its_request(leaves):
+    """The events are not iterated over, so that nothing in them can notice."""
+
+    async def send(message):
+        if leaves == "before the head":
+            raise OSError
+
+    async def events():
+        raise AssertionError
+        yield ""
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def answer():
+        task = dispatching.AwaitedTask([], None, ".png")
+        response = server._EventStream(events(), task)
+        if leaves == "before the first event":
+            response.stream_response = lambda send: asyncio.sleep(20)
+        version = "2.4" if leaves == "before the head" else "2.3"
+        with suppress(server_errors.ClientDisconnect):
+            await response({"type": "http", "asgi": {"spec_version": version}}, receive, send)
+        return task.is_cancelled
+
+    assert asyncio.run(answer())
+
+
 def test_a_cancelled_run_leaves_the_pipeline_as_it_was(worker):
     """A run that ends between two steps does not change the image of the next."""
 
@@ -639,6 +671,73 @@ def test_models_have_openais_shape():
     with running(Held()) as (app, _):
         listed = get(app, "/v1/models").json()
     assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ["tiny"]
+
+
+@pytest.mark.parametrize("end", ["made", "client", "time"])
+def test_a_watched_request_ends_with_its_client_or_its_time(end):
+    """Time in the queue counts; what watches the client ends with the block."""
+
+    async def receive():
+        if end != "client":
+            await asyncio.sleep(20)
+        return {"type": "http.disconnect"}
+
+    async def watch():
+        watching = server.ImageServer(None, None, replace(LIMITS, seconds=50.0), None, True)
+        task = dispatching.AwaitedTask([], None, ".png")
+        if end == "time":
+            task.created -= 50
+        with suppress(TimeoutError):
+            async with watching._watched(SimpleNamespace(receive=receive), task):
+                await asyncio.sleep(20 if end == "time" else 0.01)
+        await asyncio.sleep(0)
+        return task.is_cancelled, len(asyncio.all_tasks())
+
+    assert asyncio.run(watch()) == (end != "made", 1)
+
+
+def test_partial_images_are_numbered_by_image():
+    """Each of several images of a request has its own."""
+
+    async def stream():
+        wanted = server.read_request(
+            json.dumps(GOOD | {"n": 2, "stream": True, "partial_images": 2}).encode(), LIMITS, "tiny"
+        )
+        task = dispatching.AwaitedTask(jobs := wanted.jobs(), None, ".png")
+        for place, partial in ((0, None), (0, b"a"), (1, b"b"), (0, b"c"), (1, b"d"), (1, b"e")):
+            task.tell(dispatching.Step(jobs[place], 1, 2, partial))
+        task.tell(None)
+        metrics = SimpleNamespace(finish=lambda *_: None)
+        serving = server.ImageServer(None, None, LIMITS, metrics, True)
+        request = SimpleNamespace(receive=lambda: asyncio.sleep(20, {"type": "none"}))
+        return "".join([event async for event in serving._events(request, wanted, task)])
+
+    partial = [content for name, content in events(asyncio.run(stream())) if name.endswith("partial_image")]
+    found = [(each["index"], each["partial_image_index"], base64.b64decode(each["b64_json"])) for each in partial]
+    assert found == [(0, 0, b"a"), (1, 0, b"b"), (0, 1, b"c"), (1, 1, b"d"), (1, 2, b"e")]
+
+
+def test_metrics_count_every_result_of_a_request():
+    """With its own stages and share of the FLOPs; a plain result has all of them."""
+    metrics = server.Metrics(SimpleNamespace(waiting=2, running=1), LIMITS)
+    reports, stages = (None, {"computed_fraction": 0.25}), ({"decoding": 1.0}, {"decoding": 2.0, "other": 4.0})
+    made = [Made(b"", 0.5, *each) for each in zip(reports, ([0], [1]), stages, strict=True)]
+    metrics.finish(SimpleNamespace(created=0.0), made)
+    for error in (
+        dispatching.Busy("full", 1),
+        dispatching.Cancelled(),
+        TimeoutError(),
+        RuntimeError(),
+        GeneratorExit(),
+    ):
+        metrics.counted(error)
+    read = metrics.registry.get_sample_value
+    assert read("dit_accel_computed_fraction_sum") == 1.25 and read("dit_accel_computed_fraction_count") == 2
+    seconds = [read("dit_accel_stage_seconds_total", {"stage": stage}) for stage in ("decoding", "other")]
+    outcomes = ("ok", "busy", "cancelled", "timeout", "failed")
+    counts = [read("dit_accel_requests_total", {"outcome": outcome}) for outcome in outcomes]
+    assert seconds == [3.0, 4.0] and counts == [1, 1, 2, 1, 1]
+    assert (read("dit_accel_queue_length"), read("dit_accel_running")) == (2, 1)
 
 
 def test_metrics_have_seconds_by_stage_and_the_computed_share(worker):

@@ -1,15 +1,24 @@
 """Jobs of videos that are cancelled, refused, old, too many, foreign or interrupted: nothing is lost, nothing stays."""
 
 import asyncio
+import json
 import random
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dit_accel.serving.engine import Made
 from tests.serving.test_server import KEYS, LIMITS, Held, client, running, until
 from tests.serving.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
+
+video_server = pytest.importorskip("dit_accel.serving.video_server")
+ClientDisconnect = pytest.importorskip("starlette.requests").ClientDisconnect
+RequestError = pytest.importorskip("dit_accel.serving.api").RequestError
+read_video = pytest.importorskip("dit_accel.serving.requests").read_video
 
 
 def files(store):
@@ -90,7 +99,7 @@ def test_ended_jobs_are_limited_in_number_and_age():
     assert not store.new_file().parent.exists()
 
 
-@pytest.mark.parametrize("fitting, kept", [(0.5, 1), (2.5, 2), (9, 3)])
+@pytest.mark.parametrize("fitting, kept", [(0, 1), (1.999, 1), (2, 2), (9, 3)])
 def test_ended_jobs_are_limited_in_bytes(fitting, kept):
     """The oldest videos of the same key go first; the latest stays, whatever its size."""
     held, limits = released(), replace(LIMITS, video_bytes=int(fitting * 1000))
@@ -113,6 +122,53 @@ def test_ended_jobs_are_limited_in_bytes(fitting, kept):
 
     with videos.VideoStore(FORM, limits) as store, running(held, videos=store, keys=KEYS) as both:
         asyncio.run(conversation(*both))
+
+
+MADE = Made(b"video", 0.5, None, [0], {}, (5, 48, 32))
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job without a server."""
+    metrics = SimpleNamespace(counted=lambda error: RequestError(str(error)), finish=lambda *_: None)
+    wanted = read_video(json.dumps(GOOD).encode(), LIMITS, "tiny", FORM)
+    return videos.VideoJob(wanted, FORM, "tiny", None, None, tmp_path / "0.mp4", LIMITS, metrics)
+
+
+@pytest.mark.parametrize("end", [MADE, RuntimeError(), None], ids=["completed", "failed", "cancelled"])
+def test_an_ended_job_stays_as_it_ended(job, tmp_path, end):
+    """It has no input image any more, and no later event or begin changes it."""
+    job.begin()
+    for done, progress in ((0, 0), (1, 25), (4, 99)):
+        job.step(None, done, 4)
+        assert (job.to_json()["progress"], job.status) == (progress, "in_progress") and job.jobs
+    job.discard() if end is None else job.tell(end)
+    ended, has_file = job.to_json(), end is MADE
+    assert job.jobs == [] and (ended["progress"], ended["status"]) == (
+        (100, "completed") if has_file else (99, "failed")
+    )
+    assert job.bytes == (len(MADE.data) if has_file else 0) and (tmp_path / "0.mp4").exists() == has_file
+    job.begin()
+    for late in (videos.Step(None, 1, 4), RuntimeError("late"), None, *([] if has_file else [MADE])):
+        job.tell(late)
+    assert job.to_json() == ended and (tmp_path / "0.mp4").exists() == has_file
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["sent", "left"])
+def test_a_file_is_closed_after_its_answer(job, leaves):
+    """Also if the client leaves in the middle."""
+    job.tell(MADE)
+    response, sent = video_server._VideoFile(job.open(), "a.mp4"), []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+        if leaves:
+            raise OSError
+
+    with suppress(ClientDisconnect):
+        asyncio.run(response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send))
+    assert response._file.closed and response.headers["content-length"] == "5"
+    assert b"".join(sent) == (b"" if leaves else b"video")
 
 
 def test_an_old_video_is_deleted_without_a_request(monkeypatch):

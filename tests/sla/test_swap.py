@@ -12,6 +12,7 @@ from dit_accel import accelerate_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sla.swap import load_swapped, restore_attention, save_swapped, swap_attention, swapped_attention
+from dit_accel.sparse import projections
 from dit_accel.tools.capture import AttentionTap
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -242,6 +243,17 @@ def test_a_preset_with_other_settings_than_the_training_is_told(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerate_pipeline(pipe, "wan21-sla", **file, **{"skip.critical": 0.3})
+
+
+@pytest.mark.parametrize("others", [[], [0], [1], [0, 1]], ids=str)
+def test_each_blocks_settings_are_compared_with_the_training(monkeypatch, others):
+    """A warning for each of several variants of a preset that differs."""
+    monkeypatch.setattr(projections, "trained_with", lambda path: {"critical": 0.1, "block": 64})
+    variants = [{"critical": 0.2 if place in others else 0.1, "block": 64, "negligible": 0.5} for place in (0, 1)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        projections._compare("p.safetensors", variants)
+    assert ["trained with critical 0.1 (the preset: 0.2)" in str(each.message) for each in told] == [True] * len(others)
 
 
 def test_projections_must_fit_the_blocks(tmp_path):

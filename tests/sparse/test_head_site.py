@@ -12,9 +12,9 @@ def test_layers_degrade_below_their_threshold():
     """New densities reach their sites, and a layer whose rows without text compute less than S_q of their scores is
     forecast whole until the next.
     """
-    preset = load_preset("flux-flashomni-paper", **{"reuse.degrade_below": 0.3})
+    preset = load_preset("flux-flashomni-paper", **{"reuse.degrade_below": 0.5})
     size = ModelSize(layout=TokenLayout(text=128, vision=7 * 128))  # of 8 rows 7 without text
-    for rest, degraded in ((0.29, True), (0.31, False)):
+    for rest, degraded in ((0.49, True), (0.5, False), (0.51, False)):
         tiles = (1 + 7 * rest) / 8
         with controller_of(preset).calling("transformer", "cond", 8, (), lambda: size) as call:
             HeadSite("first", call, preset, NO_PROJECTIONS).take_densities([0.5, 0.75, tiles, 0.5, 0.25, 0.0])

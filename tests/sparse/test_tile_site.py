@@ -370,6 +370,26 @@ def test_masks_stay_only_where_their_error_is_known_to_be_small(error, kept):
     assert (state.kept is masks) == kept
 
 
+def test_an_error_belongs_to_the_growth_that_its_masks_had():
+    """Not to one that was changed in the meantime."""
+    state = TileState(growth=0.9, drawn_growth=0.4)
+    state.tighten(0.16, 0.04)
+    assert (state.growth, state.drawn_growth) == (0.2, 0.4)
+
+
+def test_every_tensor_of_a_site_is_on_its_account():
+    """Each is counted once, on the device or in host memory."""
+    state, memory = SiteState(), MemoryPlan(1)
+    value = torch.ones(1, 128, 2, 8)
+    state.history("mlp", memory).record(1.0, (value,))
+    state.heads.attention = History(1)
+    state.heads.attention.record(1.0, (value.clone(),))
+    state.tiles.residual, state.heads.bias_stack = (memory.features.keep(value.clone()) for _ in range(2))
+    state.heads.bias_mask64 = torch.ones(1, 2, dtype=torch.int64)
+    found = list(state.tensors())
+    assert len(found) == len({id(tensor) for tensor in found}) == 5 and [*state.host_tensors()] == []
+
+
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_what_a_site_keeps_has_its_coordinates(left):
     """After a smaller plan each value that stays is still found at the step that it was recorded at."""

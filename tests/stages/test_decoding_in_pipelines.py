@@ -11,7 +11,8 @@ from diffusers import AutoencoderTiny, FluxImg2ImgPipeline, ModelMixin
 from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.stages.decode import FUSED, FusedDecode
+from dit_accel.loop.timing import CallParts
+from dit_accel.stages.decode import FUSED, PART, Decoding, FusedDecode, FusedEncode
 from tests.stages import ROUNDING
 from tests.tiny import tiny_inputs, tiny_pipeline
 
@@ -94,6 +95,20 @@ def test_pipelines_may_share_an_autoencoder(flux):
         assert FusedDecode.on(flux.vae) is hook
         restore_pipeline(last)
         assert FusedDecode.on(flux.vae) is None and traces(flux.vae) == []
+
+
+def test_a_closed_stage_leaves_the_call_and_the_other_stages_alone(flux):
+    """Its decoder and its encoder, what it does at a call's beginning, and its remark; twice does nothing."""
+    other = tiny_pipeline("flux")
+    other.vae = flux.vae
+    stages = [Decoding(pipe, CallParts()) for pipe in (flux, other)]
+    decode, encode = FusedDecode.on(flux.vae), FusedEncode.on(flux.vae)
+    for count, stage in ((2, stages[0]), (1, stages[1])):
+        assert (decode.holders, encode.holders, len(decode.sharing)) == (count, count, count)
+        assert stage.parts.at_beginning and PART in stage.parts.remark_of
+        stage.close(), stage.close()
+        assert not stage.parts.at_beginning and PART not in stage.parts.remark_of and stage not in decode.sharing
+    assert FusedDecode.on(flux.vae) is None and traces(flux.vae) == []
 
 
 def test_a_pipeline_without_the_stage_shares_an_autoencoder(flux):

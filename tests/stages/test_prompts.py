@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from types import FunctionType
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.loop.timing import CallParts
-from dit_accel.stages.prompts import ENTRY, KeptPrompts
+from dit_accel.stages.prompts import ENTRY, KeptPrompts, Store
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import encoders, tiny_inputs, tiny_output, tiny_pipeline
 
@@ -416,6 +417,73 @@ def test_memory_is_bounded():
     store.most = size - 1
     kept(ids(4))
     assert kept.runs == 6 and "more than stages.prompts_mib allows" in kept.stage.remark
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "kept"),
+    [([4, 4, 2], 10, "abc"), ([4, 4, 3], 10, "bc"), ([3, 3, 3, 10], 10, "d"), ([3, 3, 3, 8], 10, "d"), ([1], 0, "")],
+    ids=["exactly", "one", "several for one", "several for less", "none"],
+)
+def test_as_many_outputs_go_as_needed(sizes, most, kept):
+    """The bound holds after each output, whatever its size, and what fits exactly stays."""
+    store = Store(most)
+    for key, size in zip("abcd", sizes, strict=False):
+        store.put((key,), None, size)
+        assert store.size <= most
+    assert "".join(key for (key,) in store._kept) == kept
+
+
+class Scaled(nn.Module):
+    """An encoder that adds its inputs up, and may write to the second."""
+
+    writes = False
+
+    def forward(self, first, second):
+        made = first + 10 * second
+        if self.writes:
+            second += 1
+        return made
+
+
+Scaled.__module__ = "torch.nn"  # otherwise its code is not known
+Scaled.forward = FunctionType(Scaled.forward.__code__, {"__name__": "torch.nn"})
+
+
+@torch.no_grad()
+def test_each_of_several_inputs_counts(monkeypatch):
+    """Its values, bytes and writes: the output of an encoder that writes to one is not kept."""
+    kept, ones = Kept(Scaled().eval()), torch.ones(4)
+    for number, (first, second) in enumerate([(ones, ones), (2 * ones, ones), (ones, 2 * ones), (ones, ones)], 1):
+        assert torch.equal(kept(first, second), first + 10 * second) and kept.runs == min(number, 3)
+    monkeypatch.setattr("dit_accel.stages.prompts.MOST_INPUT", 2 * ones.nbytes)
+    kept(ones, ones)
+    assert kept.runs == 3
+    monkeypatch.setattr("dit_accel.stages.prompts.MOST_INPUT", 2 * ones.nbytes - 1)
+    kept(ones, ones)
+    assert kept.runs == 4 and "its inputs have more than" in kept.stage.remark
+    monkeypatch.undo()
+    kept.encoder.writes = True
+    for number in (5, 6):
+        assert torch.equal(kept(ones, ones.clone()), 11 * ones) and kept.runs == number
+        assert "it writes to its inputs" in kept.stage.remark and kept.stage.size == 0
+
+
+@torch.no_grad()
+def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
+    """A stage that is closed twice, or forgets and goes on, is as good as new."""
+    encoders = encoder_of(), encoder_of("t5")
+    pipe = Pipe(*encoders)
+    stage = KeptPrompts(pipe, CallParts(), MEBIBYTE)
+    for end in (stage.forget, stage.close, stage.close):
+        own = [encoder(ids()) for encoder in encoders]
+        assert (stage.size > 0) == (end is stage.forget or ENTRY in vars(encoders[0]))
+        end()
+        assert stage.size == 0
+        assert all(same(encoder(ids()), each) for encoder, each in zip(encoders, own, strict=True))
+    assert not any(ENTRY in vars(encoder) for encoder in encoders)
+    again = KeptPrompts(pipe, CallParts(), MEBIBYTE)
+    [encoder(ids()) for encoder in encoders]
+    assert again.size > 0 and again.remark == "0 of 2 kept from earlier calls"
 
 
 @torch.no_grad()

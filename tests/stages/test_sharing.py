@@ -3,11 +3,16 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dit_accel.stages.decode import FUSED
+from dit_accel.stages.rows import Rows
+from dit_accel.stages.sharing import LEAST_ROWS, Bands
 from tests.stages import ROUNDING
 
 REPOSITORY = Path(__file__).parents[2]
@@ -121,3 +126,68 @@ def test_a_rank_that_wants_latents_keeps_no_other_waiting(found, case):
     """With or without an autoencoder. The others decode by themselves."""
     frames, latents = (row[case] for row in on(found, "pipelines"))
     assert frames["remark"] == FUSED and latents["remark"] is None
+
+
+class Together(Rows):
+    """The bands of all ranks in one process: ``given`` is what each of them sends, which a test sets."""
+
+    def _sent(self, own):
+        return torch.stack(self.given)
+
+
+def bands(count, height):
+    return [Together(SimpleNamespace(count=count, rank=rank), height) for rank in range(count)]
+
+
+@pytest.mark.parametrize("count, height", [(2, 5), (3, 8), (3, 7), (4, 4)])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_bands_of_unequal_height_are_the_whole(count, height, scale):
+    """Bands put together are the features, and their moments those of all pixels, though bands differ in height."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 3, scale * height, 6, generator=generator) * torch.arange(1.0, scale * height + 1)[:, None]
+    rows = bands(count, height)
+    own = [band.own(whole) for band in rows]
+    assert torch.equal(torch.cat(own, 2), whole) and len({band.shape[2] for band in own}) == (1 if count == 4 else 2)
+    tallest = max(band.shape[2] for band in own)
+    padded = [torch.nn.functional.pad(band, (0, 0, 0, tallest - band.shape[2]), value=9.0) for band in own]
+    moments = [torch.stack([band.mean((2, 3)), band.var((2, 3), correction=0)], -1) for band in own]
+    for band, mine in zip(rows, own, strict=True):
+        band.given = padded
+        assert torch.equal(band.whole(mine), whole) and band.tallest(mine[:, :, None]) == tallest
+        band.given = moments
+        mean, variance = band.merged(moments[0]).unbind(-1)
+        assert (mean - whole.mean((2, 3))).abs().max() < 1e-5
+        assert (variance - whole.var((2, 3), correction=0)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_each_band_gets_the_rows_of_its_neighbours(rank):
+    """The image's own border stays zeros."""
+    whole = torch.randn(2, 3, 1, 7, 4, generator=torch.Generator().manual_seed(0))
+    bordered = torch.nn.functional.pad(whole, (1, 1, 1, 1))
+    ends = [0, 2, 4, 7]
+    rows = bands(3, 7)
+    own = [torch.nn.functional.pad(whole[:, :, :, start:end], (1, 1, 1, 1)) for start, end in pairwise(ends)]
+    sent = [torch.stack([x.permute(0, 2, 3, 4, 1)[:, :, 1], x.permute(0, 2, 3, 4, 1)[:, :, -2]]) for x in own]
+    rows[rank].given = sent
+    rows[rank].exchange_border(own[rank])
+    assert torch.equal(own[rank], bordered[:, :, :, ends[rank] : ends[rank + 1] + 2])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "agrees"),
+    [
+        ({(1, 4, 2 * LEAST_ROWS, 64)}, True),
+        ({(1, 4, 2 * LEAST_ROWS - 1, 99)}, False),
+        ({(1, 4, 2 * LEAST_ROWS, 63)}, False),
+        ({(9, 4, 2 * LEAST_ROWS, 63)}, False),
+        ({(1, 4, 3, 2, 64), (1, 4, 3, 2 * LEAST_ROWS, 64)}, True),
+        ({(1, 4, 1, 64), (1, 4, 2 * LEAST_ROWS, 64)}, False),
+        (set(), False),
+    ],
+    ids=["least", "few rows", "few latents", "a batch", "a low tile", "one row", "none"],
+)
+def test_ranks_share_from_a_size_on(shapes, agrees):
+    """Of the largest call; the lowest needs a row for each rank, and a batch is no reason."""
+    ranks = SimpleNamespace(count=2, vote=lambda vote, about: vote)
+    assert Bands(ranks, None, 2 * LEAST_ROWS * 64).agree(shapes, None) is agrees

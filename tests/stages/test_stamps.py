@@ -108,11 +108,23 @@ def test_a_write_to_all_values_shows(size):
     assert module.weight._version == 0 and read_stamp(module) != first
 
 
-def test_buffers_count_whole():
-    """One value of thousands, also as a new tensor of an offloaded module."""
+@pytest.mark.parametrize("rows, columns", [(16, 16), (17, 16), (33, 8), (64, 4), (20, 6)])
+def test_a_write_to_a_column_shows(rows, columns):
+    """Also if the number of columns is a power of two; a merged adapter may change a single feature."""
+    module = Held("weight", torch.zeros(rows, columns))
+    for column in range(columns):
+        first = read_stamp(module)
+        module.weight.data[:, column] += 1
+        assert read_stamp(module) != first
+
+
+@pytest.mark.parametrize("name, place", [("table", 0), ("table", BUFFER_SAMPLES - 1), ("other", 1234)])
+def test_buffers_count_whole(name, place):
+    """One value of thousands of each, also as a new tensor of an offloaded module."""
     module = Held("table", torch.zeros(BUFFER_SAMPLES))
+    module.register_buffer("other", torch.zeros(BUFFER_SAMPLES))
     first = read_stamp(module)
-    module.table.data[1234] = 1
+    getattr(module, name).data[place] = 1
     assert read_stamp(module) != first
 
 

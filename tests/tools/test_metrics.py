@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from dit_accel.errors import ShapeError
-from dit_accel.tools.metrics import clip_ssim, latent_error, ms_ssim, psnr, ssim
+from dit_accel.tools.metrics import _halved, clip_ssim, latent_error, ms_ssim, psnr, ssim
 
 
 def _noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -81,6 +81,12 @@ def test_ms_ssim_judges_luminance_at_the_coarsest_scale_alone():
     a, b = np.full((176, 180), 0.25), np.full((176, 180), 0.75)
     term = (2 * 0.25 * 0.75 + 1e-4) / (0.25**2 + 0.75**2 + 1e-4)
     assert ms_ssim(a, b) == pytest.approx(term**0.1333)
+
+
+def test_each_scale_is_the_mean_of_four_pixels():
+    """Of an image that is no square; an odd last row or column is left out."""
+    assert _halved(np.arange(15.0).reshape(3, 5)).tolist() == [[3.0, 5.0]]
+    assert _halved(np.arange(12.0).reshape(6, 2)).tolist() == [[1.5], [5.5], [9.5]]
 
 
 def test_ms_ssim_forgives_fine_errors():

@@ -111,14 +111,16 @@ def test_another_target_runs_the_accelerated_side_alone(kitchen):
 
 
 @pytest.mark.parametrize("side", ["plain", "accelerated"])
-def test_a_cancelled_run_stops_between_steps_and_leaves_nothing(kitchen, side):
-    """No step follows the current one; the next run equals that of a fresh process."""
+def test_a_cancelled_run_stops_between_steps_and_leaves_nothing(kitchen, monkeypatch, side):
+    """No step follows the current one, offloaded weights go back, and the next run equals that of a fresh process."""
+    freed = []
+    monkeypatch.setattr(type(pipeline("flux")), "maybe_free_model_hooks", lambda pipe: freed.append(pipe))
     run, seen = kitchen.playground.start(WISH), []
     for event in run:
         seen.append(event)
         if isinstance(event, Step) and (event.side, event.index) == (side, 2):
             run.cancel()
-    assert isinstance(seen[-1], Cancelled)
+    assert isinstance(seen[-1], Cancelled) and len(freed) == (2 if side == "plain" else 3), "once a call"
     assert last(seen, Step).side == side and last(seen, Step).index < STEPS - 1
     assert not hasattr(kitchen.pipe, "dit_accel") and "progress_bar" not in vars(kitchen.pipe)
     assert not kitchen.pipe.transformer._forward_hooks and not kitchen.pipe.transformer._forward_pre_hooks

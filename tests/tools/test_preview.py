@@ -88,6 +88,28 @@ def test_a_preview_has_no_noise():
     assert np.abs(drawn - expected).max() <= 1
 
 
+@pytest.mark.parametrize("end", ["learn", "forget", "watch"])
+def test_a_run_keeps_no_latents_of_another(end):
+    """They take memory on the GPU, and the first step of a run has no step before it."""
+    previewer, latents, pipe = Previewer(), LAYOUTS["images"](scene(0)[0]), SimpleNamespace()
+    callback = previewer.watch()
+    for index in range(2):
+        callback(pipe, index, None, {"latents": latents})
+    assert previewer.latents is latents and previewer._before is latents
+    {"learn": lambda: previewer.learn(scene(0)[1]), "forget": previewer.forget_latents, "watch": previewer.watch}[end]()
+    assert previewer.latents is None and previewer._before is None
+    previewer.watch()(pipe, 0, None, {"latents": latents})
+    assert previewer.latents is latents and previewer._before is None
+
+
+@pytest.mark.parametrize("index, levels", [(0, (4.0, 3.0)), (2, (2.0, 0.0)), (3, None)])
+def test_noise_levels_are_those_before_and_after_a_step(index, levels):
+    """The last step ends at the last level; more steps than levels have none."""
+    pipe = SimpleNamespace(scheduler=SimpleNamespace(sigmas=torch.tensor([4.0, 3.0, 2.0, 0.0])))
+    assert preview._sigmas(pipe, index) == levels
+    assert preview._sigmas(SimpleNamespace(), index) is None
+
+
 def test_outputs_that_latents_do_not_explain_give_no_preview():
     previewer = Previewer()
     previewer.latents = LAYOUTS["images"](torch.randn(60, 90, CHANNELS))

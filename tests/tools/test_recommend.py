@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -26,7 +27,7 @@ from dit_accel.tools.cards import CARDS, known_card
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.identify import identify
 from dit_accel.tools.lines import inputs_of
-from dit_accel.tools.recommend import DECODED, PEAKS, TIMED, Recommendation, Whole, recommend
+from dit_accel.tools.recommend import DECODED, PEAKS, TIMED, Peak, Recommendation, Whole, recommend
 from scripts.bench.call_speed.table import fastest, name_of
 from tests.models import tiny
 
@@ -219,10 +220,12 @@ def test_whole_calls_are_told(monkeypatch):
     )
     assert expected in call_table(found)
     data = json.loads(json.dumps(recommended(found)))
+    data = [*({**row, "guidance": False, "plain": 11.11, "seconds": [5.55] * 4} for row in data), *data]
     monkeypatch.setattr(module, "WHOLE", tuple(Whole(**row) for row in data))
     model = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     one, two = (recommend(model, gpu="h100", steps=50, gpus=gpus) for gpus in (1, 2))
     said = "A whole call with guidance takes 24.00 s (text encoding 1.00 s, denoising 20.00 s, decoding 2.00 s) instead"
+    assert "5.55 s" not in told(one) + told(two), "of an unguided call"
     assert said in told(one) and "480 x 832, 81 frames, video-balanced with 14 of 50 steps" in told(one)
     assert "15.00 s" in told(two) and "2 x H100" in told(two) and "not measured" not in one.notes[1]
     assert parse(one.shell)["num_frames"] == 81
@@ -455,6 +458,48 @@ def test_the_memory_of_a_family_is_that_of_its_models():
     """A family's name counts as its measured models if they all take the same memory."""
     assert "--offload model" in recommend("flux", gpu="4090").shell
     assert "Memory was not measured" in told(recommend("wan", gpu="4090"))
+
+
+@pytest.mark.parametrize(
+    "gib, fitting",
+    [(40.0, ""), (40.1, "model"), (80.0, "model"), (80.1, "float8"), (123.0, "float8"), (123.1, "group")],
+)
+def test_memory_is_enough_up_to_all_of_it(monkeypatch, gib, fitting):
+    """Half of a card of 80 GiB without offloading, the whole with it, and a transformer of 1 / 0.65 of it in 8 bits."""
+    monkeypatch.setattr(module, "PEAKS", (Peak("flux", "flux", 1, gib, "none"),))
+    options, notes = module._fitted(identify("flux"), CARDS["h100"], quantized=False, is_shared=False)
+    assert options[1:2] == ([fitting] if fitting else []) and bool(notes) == bool(fitting)
+    assert module._fitted(identify("flux"), CARDS["h100"], quantized=True, is_shared=False) == ([], [])
+
+
+@pytest.mark.parametrize("size, is_long", [((256, 1024, 49), True), ((1024, 256, 52), True), ((256, 1024, 48), False)])
+def test_a_long_video_begins_at_the_measured_one(size, is_long):
+    """Of as many tokens, whichever side is the longer one."""
+    assert (len(module._choices(identify("wan"), size, 50)) == 4) == is_long
+
+
+@pytest.mark.parametrize("steps, nearest", [(30, 30), (35, 43), (40, 43), (22, None), (23, 30), (57, 43), (58, None)])
+def test_the_nearest_run_is_that_of_the_nearest_ratio(monkeypatch, steps, nearest):
+    """Within a third more or less: 35 steps are nearer to 43 than to 28."""
+    runs = [SimpleNamespace(steps=count) for count in (43, 30 if steps != 35 else 28)]
+    monkeypatch.setattr(module, "measured", lambda name: runs)
+    found = module._nearest("balanced", steps, is_video=False)
+    assert (found and found.steps) == nearest
+
+
+@pytest.mark.parametrize("own, steps", [(30, 40), (40, 30)])
+def test_a_run_of_a_third_more_or_less_is_near(monkeypatch, own, steps):
+    monkeypatch.setattr(module, "measured", lambda name: [SimpleNamespace(steps=own)])
+    assert module._nearest("balanced", steps, is_video=False).steps == own
+
+
+@pytest.mark.parametrize(
+    "gpus, few, way",
+    [(2, False, "branches=2"), (3, False, "ulysses=3"), (4, False, "ulysses=2,branches=2"), (2, True, "ulysses=2")],
+)
+def test_branches_are_shared_by_an_even_number_of_gpus(gpus, few, way):
+    """A distilled model has one branch."""
+    assert module._shared(identify("wan"), gpus, few=few)[0] == way
 
 
 def test_two_transformers_count_twice():

@@ -72,6 +72,8 @@ def test_frame_strip_shows_frames_from_the_first_to_the_last(frames, shown):
     middles = [column * (320 + 8) + 160 for column in range(len(shown))]
     assert strip.shape[1] == len(shown) * (320 + 8) - 8
     upper, lower = np.split(strip, 2)
+    assert (upper[:-160, :320] != lower[:-160, :320]).any(), "the labels"
+    assert (upper[:-160, 320:] == lower[:-160, 320:]).all(), "numbers of the frames"
     assert [int(value) for value in upper[-80, middles, 0]] == [100 + frame for frame in shown]
     assert [int(value) for value in lower[-80, middles, 0]] == [200 + frame for frame in shown]
 

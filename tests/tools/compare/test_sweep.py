@@ -44,11 +44,11 @@ def test_a_preset_that_was_edited_is_measured_again(tmp_path):
 
 
 def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
-    """A resumed sweep, or a merged shard, keeps them; new times replace them."""
+    """A resumed sweep, or a merged shard, keeps them; new times, or another device's, replace them."""
 
-    def describe(stem, seconds, **changes):
+    def describe(stem, seconds, device="first", **changes):
         bench = SimpleNamespace(time_plain=lambda: seconds, repeatable=True, unavailable={"lpips": None})
-        Sweep(tmp_path / stem, SETTINGS).describe(bench, {}, {}, **changes)
+        Sweep(tmp_path / stem, SETTINGS).describe(bench, {"device": device}, {}, **changes)
         return json.loads((tmp_path / f"{stem}.json").read_text())["plain"]["seconds"]
 
     assert [describe("all", 1.0), describe("all", 2.0), describe("shard", 3.0)] == [1.0, 1.0, 3.0]
@@ -56,6 +56,7 @@ def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
     whole.merge(tmp_path / "shard.json", [])
     assert whole.document["plain"]["seconds"] == 1.0
     assert describe("all", 4.0, retime=True) == 4.0
+    assert [describe("all", 5.0, device="second"), describe("all", 6.0, device="second")] == [5.0, 5.0]
 
 
 def test_a_file_of_other_settings_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from dit_accel.presets import Skip
 from dit_accel.sparse.token_order import token_order
 from dit_accel.tools.capture import Site
 from dit_accel.tools.tune import calibration
-from dit_accel.tools.tune.calibration import Candidate, Recorder, choose, layers_of, measure
+from dit_accel.tools.tune.calibration import LEAST_SPARSITY, Candidate, Recorder, choose, layers_of, measure
 from tests.models.tiny import pipeline
 from tests.tiny import tiny_output
 
@@ -187,13 +187,15 @@ def test_bounds_choose_the_sparsest_candidate_that_they_allow():
         "a": [candidate(0.01, 0.1, tau_kv=0.1), candidate(0.04, 0.3, tau_kv=0.2), candidate(0.2, 0.9, tau_kv=0.3)],
         "b": [candidate(0.3, 0.5, tau_kv=0.1)],
         "c": [candidate(0.01, 0.001, tau_kv=0.1)],
+        "d": [candidate(0.01, LEAST_SPARSITY, tau_kv=0.1)],
     }
     assert layers_of(choose(curves, 0.05, 1.0)) == {
         "a": {"tau_kv": 0.2},
         "b": {"policy": "none"},
         "c": {"policy": "none"},
+        "d": {"tau_kv": 0.1},
     }
-    assert layers_of(choose(curves, 0.3, 1.0))["b"] == {"tau_kv": 0.1}
+    assert layers_of(choose(curves, 0.3, 1.0))["b"] == {"tau_kv": 0.1}, "an error of exactly the bound"
 
 
 def test_pv_threshold_is_chosen_under_its_own_bound():

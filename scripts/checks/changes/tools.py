@@ -1,0 +1,143 @@
+"""Mistakes in `dit_accel/tools` and `dit_accel/sparse`: sides, bounds and runs that are confused."""
+
+from __future__ import annotations
+
+from scripts.checks.changes.mutant import Mutant
+
+CLI = "dit_accel/cli"
+SPARSE = "dit_accel/sparse"
+TOOLS = "dit_accel/tools"
+TEST_CLI = "tests/cli"
+TEST_SPARSE = "tests/sparse"
+TEST_TOOLS = "tests/tools"
+
+MUTANTS = [
+    Mutant(
+        "seconds-without-guidance",
+        f"{TOOLS}/recommend.py",
+        "    calls = [run for run in calls if run.guidance == (branches == 2)]\n",
+        "",
+        "a guided model gets no seconds of an unguided call",
+        f"{TEST_TOOLS}/test_recommend.py",
+    ),
+    Mutant(
+        "a-square-video",
+        f"{TOOLS}/recommend.py",
+        "* (height // 16) * (width // 16)",
+        "* (height // 16) * (height // 16)",
+        "a video's length counts both sides",
+        f"{TEST_TOOLS}/test_recommend.py",
+    ),
+    Mutant(
+        "the-nearest-difference",
+        f"{TOOLS}/recommend.py",
+        "key=lambda run: abs(math.log(run.steps / steps))",
+        "key=lambda run: abs(run.steps - steps)",
+        "the nearest number of steps is that of the nearest ratio",
+        f"{TEST_TOOLS}/test_recommend.py",
+    ),
+    Mutant(
+        "branches-of-three-gpus",
+        f"{TOOLS}/recommend.py",
+        "and gpus % 2 == 0 and not few",
+        "and not few",
+        "an odd number of GPUs shares no branches",
+        f"{TEST_TOOLS}/test_recommend.py",
+    ),
+    Mutant(
+        "the-step-before-a-run",
+        f"{TOOLS}/preview.py",
+        "        shown_at = time.monotonic()\n        self.forget_latents()\n",
+        "        shown_at = time.monotonic()\n",
+        "a run's first preview uses no latents of an earlier run",
+        f"{TEST_TOOLS}/test_preview.py",
+    ),
+    Mutant(
+        "latents-stay-after-learning",
+        f"{TOOLS}/preview.py",
+        "        self._weights = None\n        self.forget_latents()\n        if tokens is None:",
+        "        self._weights = None\n        if tokens is None:",
+        "a learned preview keeps no latents",
+        f"{TEST_TOOLS}/test_preview.py",
+    ),
+    Mutant(
+        "a-level-after-the-last",
+        f"{TOOLS}/preview.py",
+        "len(sigmas) <= index + 1",
+        "len(sigmas) <= index",
+        "a step without a later noise level has no levels",
+        f"{TEST_TOOLS}/test_preview.py",
+    ),
+    Mutant(
+        "a-timer-stays",
+        f"{TOOLS}/timing.py",
+        "        for handle in handles:\n            handle.remove()",
+        "        for handle in [*handles][:1]:\n            handle.remove()",
+        "timing leaves no hook on a transformer",
+        f"{TEST_TOOLS}/test_timing.py",
+    ),
+    Mutant(
+        "a-mean-of-two-pixels",
+        f"{TOOLS}/metrics.py",
+        "reshape(height, 2, width, 2).mean((1, 3))",
+        "reshape(height, 2, width, 2)[:, 0].mean(-1)",
+        "each scale of MS-SSIM is the mean of four pixels",
+        f"{TEST_TOOLS}/test_metrics.py",
+    ),
+    Mutant(
+        "labels-of-one-side",
+        f"{TOOLS}/strips.py",
+        '        captions = [label, *(f"frame {index}" for index in chosen[1:])]',
+        '        captions = [labels[0], *(f"frame {index}" for index in chosen[1:])]',
+        "each row of a strip has its own label",
+        f"{TEST_TOOLS}/test_strips.py",
+    ),
+    Mutant(
+        "files-of-another-rate",
+        f"{CLI}/generate.py",
+        '(("dtype", given.dtype), ("fps", given.fps)) if value}',
+        '(("dtype", given.dtype),) if value}',
+        "a resumed job with another frame rate makes its files again",
+        f"{TEST_CLI}/test_manifest.py",
+    ),
+    Mutant(
+        "results-of-the-first",
+        f"{CLI}/comparison.py",
+        "medium.write_comparison(plain.output.results[index],",
+        "medium.write_comparison(plain.output.results[0],",
+        "each result is compared with its own plain one",
+        f"{TEST_CLI}/test_comparison.py",
+    ),
+    Mutant(
+        "the-plain-sound-is-measured",
+        f"{CLI}/comparison.py",
+        "audio_quality(fast.sounds[0], plain.sounds[0])",
+        "audio_quality(plain.sounds[0], fast.sounds[0])",
+        "a quieter accelerated sound has a negative ratio",
+        f"{TEST_CLI}/test_comparison.py",
+    ),
+    Mutant(
+        "one-speed-up-for-all",
+        f"{CLI}/web_view.py",
+        'f"{plain.seconds / fast.seconds:.2f}×"\n',
+        'f"{end.speedup:.2f}×"\n',
+        "the page's speed-up of a whole call is that of its seconds",
+        f"{TEST_CLI}/test_web_view.py",
+    ),
+    Mutant(
+        "an-error-of-other-masks",
+        f"{SPARSE}/site_state.py",
+        "adjusted(self.drawn_growth, error, target)",
+        "adjusted(self.growth, error, target)",
+        "a measured error belongs to the growth of its masks",
+        f"{TEST_SPARSE}/test_tile_site.py",
+    ),
+    Mutant(
+        "residuals-off-the-account",
+        f"{SPARSE}/site_state.py",
+        "*symbols, tiles.residual, heads.bias_stack):",
+        "*symbols, heads.bias_stack):",
+        "memory of residuals is counted",
+        f"{TEST_SPARSE}/test_tile_site.py",
+    ),
+]
