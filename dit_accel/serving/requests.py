@@ -9,7 +9,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from PIL import Image, ImageOps
+from PIL import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from dit_accel.errors import PresetError, shortened, shown
@@ -17,6 +17,7 @@ from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.serving.api import Limits, RequestError, explained
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 
 LONGEST_PROMPT = 4000  # characters
@@ -248,17 +249,11 @@ def _decoded(file: bytes, name: str, limits: Limits) -> Image.Image:
                 size = "x".join(map(str, image.size))
                 message = f"{name} must have sides of at most {limits.side:,} pixels, got {size}"
                 raise RequestError(message, name, "limit_exceeded")
-            return _mask(image) if name == "mask" else image.convert("RGB")
+            return as_mask(image) if name == "mask" else as_image(image)
     except RequestError:
         raise
     except Exception:  # decoders raise errors of any type for broken files
         raise RequestError(f"{name} must be a {', '.join(SUFFIXES)} file", name, "invalid_value") from None
-
-
-def _mask(image: Image.Image) -> Image.Image:
-    """Return a mask as diffusers takes it; OpenAI's is transparent, not white, where the image changes."""
-    alpha = image.convert("RGBA").getchannel("A")
-    return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else image.convert("L")
 
 
 def _require_images_within(request: ImageRequest, limits: Limits, model: str) -> None:

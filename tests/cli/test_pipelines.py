@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from PIL import Image
 
 from dit_accel import cli, errors
 from dit_accel.cli import env, options
@@ -15,7 +14,7 @@ from dit_accel.errors import DitAccelError, OptionError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
-from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeline, timed_call
+from dit_accel.serving.pipelines import call_arguments, start_pipeline, timed_call
 from dit_accel.serving.processes import TALKATIVE
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools.demo import demo_arguments, demo_path
@@ -74,15 +73,6 @@ def test_call_takes_whatever_a_pipeline_takes():
         call_arguments(strict, "some/model", {}, {"num_inference_steps": 2.7})
     with pytest.raises(OptionError, match="num_inference_steps is already set by its own option"):
         call_arguments(strict, "some/model", {"steps": 3}, {"num_inference_steps": 4})
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
-def test_pictures_are_read_as_rgb(tmp_path, mode):
-    """Images of any mode become RGB."""
-    path = tmp_path / "picture.tiff"
-    Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode).save(path)
-    image = read_image(path)
-    assert image.mode == "RGB" and image.getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("preset, told", [("exact", "accelerated"), (None, "plain")])
