@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import OptionError, UnsupportedError, shortened
 from dit_accel.serving.outputs import require_writable
+from dit_accel.tools.files import save_image
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +82,7 @@ class Pictures:
 
     def write(self, picture: Image.Image, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write an image, and return its path."""
-        picture.save(path)
+        save_image(picture, path)
         return [path]
 
     def write_comparison(
@@ -92,7 +93,7 @@ class Pictures:
 
         _, *beside = _with_comparison(path)
         for picture, file in zip((plain, comparison_strip(plain, fast, labels)), beside, strict=True):
-            picture.save(file)
+            save_image(picture, file)
         return beside
 
     def quality(self, plain: list[Image.Image], fast: list[Image.Image]) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class Clips:
         _, *beside = _with_comparison(path)
         clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
         written = [self._write(*each, folder=folder) for each in zip(clips, beside, sounds, strict=True)]
-        frame_strip(plain, fast, labels).save(_strip(path))
+        save_image(frame_strip(plain, fast, labels), _strip(path))
         return [*chain(*written), _strip(path)]
 
     def _write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None, *, folder: bool) -> list[Path]:
