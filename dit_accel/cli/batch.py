@@ -82,6 +82,8 @@ def run_jobs(
             row |= {"file": file.name, "sha256": _checksum(file)}
             _append(folder / MANIFEST, row | {"batch": made.batch, "seconds": made.seconds, "report": made.report})
             console.out(f"wrote {file}", highlight=False)
+            if made.note:
+                console.out(f"note: line {job.index + 1}: {made.note}", highlight=False)
     console.out(f"made {len(left) - len(failed)} in {time.monotonic() - started:.0f} s", highlight=False)
     if failed:
         lines = shortened(", ".join(map(str, sorted(failed))))

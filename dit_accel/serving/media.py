@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
@@ -227,6 +227,27 @@ def _makes_sound_alone(pipe: Any) -> bool:
     """Return True if the pipeline's call returns diffusers' `AudioPipelineOutput`."""
     call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
     return call is not None and "AudioPipelineOutput" in call.co_names
+
+
+def size_note(asked: Mapping[str, Any], result: Any) -> str | None:
+    """Return a note if a pipeline rounded the size of its output, or None.
+
+    Args:
+        asked: settings by option; ``width``, ``height`` and ``num-frames`` count.
+        result: an image, or a video ``[frames, height, width, 3]``.
+    """
+    shape = getattr(result, "shape", None)
+    made = dict(zip(("width", "height"), result.size, strict=True)) if shape is None else {}
+    if shape is not None:
+        made = {"width": shape[2], "height": shape[1], "num-frames": shape[0]}
+    wanted = {name: asked.get(name) or value for name, value in made.items()}
+    if wanted == made:
+        return None
+    before, after = (
+        f"{size['width']} × {size['height']}" + (f" × {size['num-frames']} frames" if "num-frames" in size else "")
+        for size in (wanted, made)
+    )
+    return f"the pipeline rounded the size {before} to {after}"
 
 
 def numbered(path: Path, pictures: int) -> list[Path]:

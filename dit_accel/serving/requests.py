@@ -10,7 +10,7 @@ from io import BytesIO
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from PIL import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
@@ -23,6 +23,7 @@ from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 LONGEST_PROMPT = 4000  # characters
 SIDE_UNIT = 16  # pixels of one token in most models
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
+WITHOUT_EFFECT = ("quality", "style", "moderation", "input_fidelity")  # OpenAI's fields that change nothing here
 FILES = ("image", "mask", "input_reference")  # fields of forms that are files
 
 Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
@@ -45,6 +46,15 @@ class PromptRequest(BaseModel):
     preset: str | None = None
     target_error: float | None = Field(None, gt=0, allow_inf_nan=False)
     target_psnr: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, values: Any) -> Any:
+        """Drop optional fields that are null, as OpenAI's clients send them."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -70,14 +80,27 @@ class PromptRequest(BaseModel):
 
 
 class ImageRequest(PromptRequest):
-    """Body of ``POST /v1/images/generations``."""
+    """Body of ``POST /v1/images/generations``; of OpenAI's fields the last ones have no effect here."""
 
     event: ClassVar[str] = "image_generation"  # beginning of the names of its server-sent events
     n: int = Field(1, ge=1)
-    response_format: Literal["b64_json"] = "b64_json"
+    response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     stream: bool = False
     partial_images: int = Field(0, ge=0, le=3)
+    background: Literal["auto", "opaque"] = "auto"
+    output_compression: int = Field(100, ge=100, le=100)
+    quality: Literal["auto", "standard", "hd", "low", "medium", "high"] = "auto"
+    style: Literal["vivid", "natural"] | None = None
+    moderation: Literal["auto", "low"] = "auto"
+
+    def notes(self) -> list[str]:
+        """Return notes on fields that are accepted without their effect."""
+        unused = [name for name in WITHOUT_EFFECT if getattr(self, name, None) not in (None, "auto")]
+        notes = [f"{name} has no effect on this server; steps and preset decide on time and quality" for name in unused]
+        if self.response_format == "url":
+            notes.append("the server keeps no images, so url is a data URL that holds the file")
+        return notes
 
     @property
     def suffix(self) -> str:
@@ -98,6 +121,7 @@ class EditRequest(ImageRequest):
     image: list[InstanceOf[Image.Image]]
     mask: InstanceOf[Image.Image] | None = None
     strength: float | None = Field(None, gt=0, le=1)
+    input_fidelity: Literal["low", "high"] | None = None
 
     def jobs(self) -> list[Job]:
         images = self.image if len(self.image) > 1 else self.image[0]

@@ -174,6 +174,13 @@ def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
         assert facts.items() >= {"model": PICTURES, "prompt": "a", **expected}.items()
 
 
+@pytest.mark.parametrize("command", [("generate",), ("inspect", "--output", "run")], ids=["generate", "inspect"])
+def test_a_rounded_size_is_printed(run, reached, tmp_path, command):
+    Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
+    result = run(*command, "--prompt", "a", "--model", PICTURES, "--image", "i.png", "--width", 20, "--height", 16)
+    assert result.exit_code == 0 and "note: the pipeline rounded the size 20 × 16 to 16 × 16\n" in result.stdout
+
+
 def test_figures_of_a_comparison_are_over_everything_made():
     """All images of both sides, and seconds of the loop and of the call by their names."""
     compared = []
