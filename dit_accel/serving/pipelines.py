@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.serving.estimates import require_memory
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.input_images import as_image
 from dit_accel.serving.loading import Loading, load_pipeline
@@ -152,6 +153,7 @@ def call_arguments(
         )
     if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
         raise OptionError("--image", f"{type(pipe).__name__} needs an input image; give one")
+    require_memory(pipe, arguments)
     return arguments
 
 
