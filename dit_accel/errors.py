@@ -29,6 +29,10 @@ class OutOfMemoryError(DitAccelError):
     """Error of too little memory on the device or the host."""
 
 
+class OutputError(DitAccelError, OSError):
+    """Error of a file that can't be written, for example because the disk is full."""
+
+
 class BatchError(DitAccelError, RuntimeError):
     """Error of a batch whose prompts could not all be generated."""
 

@@ -12,6 +12,8 @@ that help and completion are quick.
 
 from __future__ import annotations
 
+import errno
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -35,6 +37,7 @@ from dit_accel.errors import (
     shown,
 )
 from dit_accel.serving.processes import silence_libraries
+from dit_accel.tools.files import FULL, why_not_written
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same output."
 
@@ -58,9 +61,15 @@ class _Commands(TyperGroup):
 def _told() -> Iterator[None]:
     try:
         yield
-    except DitAccelError as error:
+        sys.stdout.flush()
+    except (DitAccelError, OSError) as error:
+        message = str(error)
+        if not isinstance(error, DitAccelError):
+            if error.errno not in (*FULL, errno.EROFS):
+                raise
+            message = why_not_written(error, error.filename or "output")
         if tells():
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {message}", err=True)
         raise typer.Exit(2 if isinstance(error, MISTAKES) else 1) from None
 
 

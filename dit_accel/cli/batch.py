@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.progress import progress_bar
-from dit_accel.errors import BatchError, OptionError, shortened, shown
+from dit_accel.errors import BatchError, OptionError, shortened
 from dit_accel.serving.engine import Engine, Failure
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import Job, batches
-from dit_accel.tools.files import write_whole
+from dit_accel.tools.files import difference_of, explained_writing, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +82,8 @@ def run_jobs(
             row |= {"file": file.name, "sha256": _checksum(file)}
             _append(folder / MANIFEST, row | {"batch": made.batch, "seconds": made.seconds, "report": made.report})
             console.out(f"wrote {file}", highlight=False)
+            if made.note:
+                console.out(f"note: line {job.index + 1}: {made.note}", highlight=False)
     console.out(f"made {len(left) - len(failed)} in {time.monotonic() - started:.0f} s", highlight=False)
     if failed:
         lines = shortened(", ".join(map(str, sorted(failed))))
@@ -96,14 +98,13 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
         if index not in latest:
             continue
         row = latest[index]
-        keys = [*settings, *(row.keys() - settings.keys() - RESULTS)]
-        changed = [key for key in keys if row.get(key) != settings.get(key)]
+        known = {key: value for key, value in row.items() if key not in RESULTS}
+        changed = difference_of(known, settings)
         if changed and not force:
             raise OptionError(
                 "--output-dir",
-                f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed[0]} "
-                f"({shown(row.get(changed[0]))}, now {shown(settings.get(changed[0]))}): name another folder, or "
-                "replace it with --force",
+                f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed}; name another folder, "
+                "or replace it with --force",
             )
         file = folder / str(row.get("file"))
         if not changed and file.is_file() and _checksum(file) == row.get("sha256"):
@@ -140,7 +141,7 @@ def _end_last_line(manifest: Path) -> None:
 
 def _append(manifest: Path, row: dict[str, Any]) -> None:
     """Append a line and flush it to disk."""
-    with manifest.open("ab") as file:
+    with explained_writing(manifest), manifest.open("ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -26,7 +26,8 @@ from dit_accel.cli.options import (
 )
 from dit_accel.cli.parallel import parse_degrees
 from dit_accel.errors import OptionError
-from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, unused
+from dit_accel.serving.estimates import long_run_note
+from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, size_note, unused
 from dit_accel.serving.outputs import require_distinct, require_plot, require_writable
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, read_image, start_pipeline, timed_call
 from dit_accel.serving.processes import leads
@@ -148,6 +149,8 @@ def command(given: Options) -> None:
     named |= {"num-images": given.num_images, "fps": given.fps}
     arguments = call_arguments(pipe, given.model, named, request.setup.call)
     files = _files(given, medium)
+    if note := long_run_note(pipe, arguments):
+        console.print(f"note: {note}", markup=False)
     sides = _make(pipe, arguments, preset, given, console)
     if leads():
         _write(given, request, medium, sides, files, preset, console)
@@ -254,6 +257,8 @@ def _write(
     """Write all files; print their names and a summary."""
     for path in write_results(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
+    if note := size_note(request.arguments, (sides.fast or sides.plain).output.results[0]):
+        console.out(f"note: {note}", highlight=False)
     summary = summary_of(medium, sides)
     if given.plot:
         from dit_accel.tools.figures import timeline_figure

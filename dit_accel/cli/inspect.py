@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.errors import OptionError, ShapeError, shortened, shown
 from dit_accel.serving.loading import load_pipeline
-from dit_accel.serving.media import Clips, medium_of
+from dit_accel.serving.media import Clips, medium_of, size_note
 from dit_accel.serving.outputs import require_writable
 from dit_accel.serving.pipelines import call_arguments, read_image, timed_call
 from dit_accel.tools.demo import model_fps
@@ -83,6 +83,8 @@ def command(given: Options) -> None:
         write_whole(facts, json.dumps(report.to_json(), indent=2) + "\n")
         _draw_symbols(pipe, made, given.layer, output, console)
     console.out(str(report), highlight=False)
+    if note := size_note(named, made):
+        console.out(f"note: {note}", highlight=False)
     console.out(f"wrote {file.name}, timeline.png, density.png and report.json to {output}", highlight=False)
 
 

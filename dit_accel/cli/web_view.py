@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.web_form import target_of
-from dit_accel.serving.media import Clips
+from dit_accel.serving.media import Clips, size_note
 from dit_accel.tools.playground import Began, Cancelled, Compared, Event, Made, Preview, Step, Waiting, Wish
 from dit_accel.tools.timeline import EXPLANATION, timeline
 
@@ -84,7 +84,10 @@ class View:
         self.figures = f"{table}{decoded}"
         self.caption = f"{end.speedup:.2f}×, {quality}, {settings}. {self._wish.model}: {self._wish.prompt}"
         result = f"Denoising **{end.speedup:.2f}×** as fast, {quality}, {computed} computed."
-        self.status = "  \n".join([f"Done: {settings}.", result, *map(html.escape, end.report.notes)])
+        asked = {name: getattr(self._wish, name.replace("-", "_")) for name in ("width", "height", "num-frames")}
+        rounded = size_note(asked, fast.results[0])
+        notes = [*([f"Note: {rounded}."] if rounded else []), *end.report.notes]
+        self.status = "  \n".join([f"Done: {settings}.", result, *map(html.escape, notes)])
 
     @property
     def is_finished(self) -> bool:

@@ -20,6 +20,7 @@ class Made:
         batch: indices of all jobs of the call, including this one.
         stages: seconds of the whole call by stage.
         shape: number of frames, height and width in pixels of a video; None for an image.
+        note: sentence on a size that the pipeline rounded; None = it has the requested one.
     """
 
     data: bytes
@@ -28,6 +29,7 @@ class Made:
     batch: list[int]
     stages: dict[str, float] = field(default_factory=dict)
     shape: tuple[int, int, int] | None = None
+    note: str | None = None
 
     @property
     def computed_fraction(self) -> float:

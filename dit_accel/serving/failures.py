@@ -7,7 +7,7 @@ import inspect
 import traceback
 from collections.abc import Iterator
 
-from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, shortened
+from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, headline, shortened
 
 # Functions of diffusers that check a user's arguments.
 CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess", "cropped_pos_embed"}
@@ -48,8 +48,34 @@ def explained_loading(option: str, what: str) -> Iterator[None]:
     except Exception as error:
         if _lacks_memory(error):
             raise
-        reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
+        reason = _of_the_hub(error, what) or shortened(headline(error), 400)
         raise OptionError(option, f"{shortened(what)} can't be loaded: {reason}") from error
+
+
+def _of_the_hub(error: BaseException, what: str) -> str | None:
+    """Return the reason if the Hub refuses a download or can't be reached, or None; diffusers only refers to it."""
+    from huggingface_hub import constants, errors
+
+    chain: list[BaseException] = []
+    while error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__ or error
+    page = f"{constants.ENDPOINT}/{'/'.join(what.split('/')[:2])}"
+    login = "log in with `hf auth login`, or set HF_TOKEN to a token that may read it"
+    for each in chain:
+        said = " ".join(str(getattr(each, "server_message", None) or each).split())
+        match each:
+            case errors.GatedRepoError():
+                return f"accept its licence on {page}, then {login} (the Hub says: {shortened(said)})"
+            case errors.RepositoryNotFoundError():
+                return f"{page} does not exist, or is private: check the name; for a private one {login}"
+            case errors.HfHubHTTPError():
+                return f"the Hub answers: {shortened(' '.join(str(each).split()), 400)}"
+    kinds = {"httpx", "requests", "huggingface_hub"}
+    lost = [e for e in chain if isinstance(e, ConnectionError) or type(e).__module__.partition(".")[0] in kinds]
+    if not lost:
+        return None
+    return f"the Hub can't be reached ({shortened(headline(lost[-1]), 300)}), and there is no full copy on this machine"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import OptionError, UnsupportedError, shortened
 from dit_accel.serving.outputs import require_writable
+from dit_accel.tools.files import save_image
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +82,7 @@ class Pictures:
 
     def write(self, picture: Image.Image, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write an image, and return its path."""
-        picture.save(path)
+        save_image(picture, path)
         return [path]
 
     def write_comparison(
@@ -92,7 +93,7 @@ class Pictures:
 
         _, *beside = _with_comparison(path)
         for picture, file in zip((plain, comparison_strip(plain, fast, labels)), beside, strict=True):
-            picture.save(file)
+            save_image(picture, file)
         return beside
 
     def quality(self, plain: list[Image.Image], fast: list[Image.Image]) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class Clips:
         _, *beside = _with_comparison(path)
         clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
         written = [self._write(*each, folder=folder) for each in zip(clips, beside, sounds, strict=True)]
-        frame_strip(plain, fast, labels).save(_strip(path))
+        save_image(frame_strip(plain, fast, labels), _strip(path))
         return [*chain(*written), _strip(path)]
 
     def _write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None, *, folder: bool) -> list[Path]:
@@ -226,6 +227,27 @@ def _makes_sound_alone(pipe: Any) -> bool:
     """Return True if the pipeline's call returns diffusers' `AudioPipelineOutput`."""
     call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
     return call is not None and "AudioPipelineOutput" in call.co_names
+
+
+def size_note(asked: Mapping[str, Any], result: Any) -> str | None:
+    """Return a note if a pipeline rounded the size of its output, or None.
+
+    Args:
+        asked: settings by option; ``width``, ``height`` and ``num-frames`` count.
+        result: an image, or a video ``[frames, height, width, 3]``.
+    """
+    shape = getattr(result, "shape", None)
+    made = dict(zip(("width", "height"), result.size, strict=True)) if shape is None else {}
+    if shape is not None:
+        made = {"width": shape[2], "height": shape[1], "num-frames": shape[0]}
+    wanted = {name: asked.get(name) or value for name, value in made.items()}
+    if wanted == made:
+        return None
+    before, after = (
+        f"{size['width']} × {size['height']}" + (f" × {size['num-frames']} frames" if "num-frames" in size else "")
+        for size in (wanted, made)
+    )
+    return f"the pipeline rounded the size {before} to {after}"
 
 
 def numbered(path: Path, pictures: int) -> list[Path]:

@@ -57,5 +57,8 @@ def _problem(path: Path, force: bool) -> str | None:
         return "exists; name another file, or replace it with --force"
     target.open("ab").close()
     if not existed:
-        target.unlink()
+        try:
+            target.write_bytes(bytes(2**16))  # fails on a full disk
+        finally:
+            target.unlink()
     return None

@@ -13,7 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.serving.estimates import require_memory
 from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.input_images import as_image
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.media import Clips, Pictures, medium_of, sampling_rate
 from dit_accel.serving.processes import join
@@ -151,6 +153,7 @@ def call_arguments(
         )
     if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
         raise OptionError("--image", f"{type(pipe).__name__} needs an input image; give one")
+    require_memory(pipe, arguments)
     return arguments
 
 
@@ -187,7 +190,7 @@ def read_image(path: Path | None) -> Image.Image | None:
     name = shortened(str(path))
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return as_image(image)
     except FileNotFoundError:
         raise OptionError("--image", f"{name} does not exist") from None
     except Exception as error:  # decoders raise errors of any type for broken files

@@ -9,19 +9,21 @@ from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from PIL import Image, ImageOps
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
+from PIL import Image
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.serving.api import Limits, RequestError, explained
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 
 LONGEST_PROMPT = 4000  # characters
 SIDE_UNIT = 16  # pixels of one token in most models
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
+WITHOUT_EFFECT = ("quality", "style", "moderation", "input_fidelity")  # OpenAI's fields that change nothing here
 FILES = ("image", "mask", "input_reference")  # fields of forms that are files
 
 Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
@@ -44,6 +46,15 @@ class PromptRequest(BaseModel):
     preset: str | None = None
     target_error: float | None = Field(None, gt=0, allow_inf_nan=False)
     target_psnr: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, values: Any) -> Any:
+        """Drop optional fields that are null, as OpenAI's clients send them."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -69,14 +80,27 @@ class PromptRequest(BaseModel):
 
 
 class ImageRequest(PromptRequest):
-    """Body of ``POST /v1/images/generations``."""
+    """Body of ``POST /v1/images/generations``; of OpenAI's fields the last ones have no effect here."""
 
     event: ClassVar[str] = "image_generation"  # beginning of the names of its server-sent events
     n: int = Field(1, ge=1)
-    response_format: Literal["b64_json"] = "b64_json"
+    response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     stream: bool = False
     partial_images: int = Field(0, ge=0, le=3)
+    background: Literal["auto", "opaque"] = "auto"
+    output_compression: int = Field(100, ge=100, le=100)
+    quality: Literal["auto", "standard", "hd", "low", "medium", "high"] = "auto"
+    style: Literal["vivid", "natural"] | None = None
+    moderation: Literal["auto", "low"] = "auto"
+
+    def notes(self) -> list[str]:
+        """Return notes on fields that are accepted without their effect."""
+        unused = [name for name in WITHOUT_EFFECT if getattr(self, name, None) not in (None, "auto")]
+        notes = [f"{name} has no effect on this server; steps and preset decide on time and quality" for name in unused]
+        if self.response_format == "url":
+            notes.append("the server keeps no images, so url is a data URL that holds the file")
+        return notes
 
     @property
     def suffix(self) -> str:
@@ -97,6 +121,7 @@ class EditRequest(ImageRequest):
     image: list[InstanceOf[Image.Image]]
     mask: InstanceOf[Image.Image] | None = None
     strength: float | None = Field(None, gt=0, le=1)
+    input_fidelity: Literal["low", "high"] | None = None
 
     def jobs(self) -> list[Job]:
         images = self.image if len(self.image) > 1 else self.image[0]
@@ -248,17 +273,11 @@ def _decoded(file: bytes, name: str, limits: Limits) -> Image.Image:
                 size = "x".join(map(str, image.size))
                 message = f"{name} must have sides of at most {limits.side:,} pixels, got {size}"
                 raise RequestError(message, name, "limit_exceeded")
-            return _mask(image) if name == "mask" else image.convert("RGB")
+            return as_mask(image) if name == "mask" else as_image(image)
     except RequestError:
         raise
     except Exception:  # decoders raise errors of any type for broken files
         raise RequestError(f"{name} must be a {', '.join(SUFFIXES)} file", name, "invalid_value") from None
-
-
-def _mask(image: Image.Image) -> Image.Image:
-    """Return a mask as diffusers takes it; OpenAI's is transparent, not white, where the image changes."""
-    alpha = image.convert("RGBA").getchannel("A")
-    return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else image.convert("L")
 
 
 def _require_images_within(request: ImageRequest, limits: Limits, model: str) -> None:

@@ -106,7 +106,11 @@ class ImageServer:
             raise
         self.metrics.finish(task, made)
         images = [self._image(wanted, task, index, each) for index, each in enumerate(made)]
-        return JSONResponse({"created": int(time.time()), "output_format": wanted.output_format, "data": images})
+        if wanted.response_format == "url":
+            for image in images:
+                image["url"] = f"data:image/{wanted.output_format};base64,{image.pop('b64_json')}"
+        answer = {"created": int(time.time()), "output_format": wanted.output_format, "data": images}
+        return JSONResponse(answer | _notes(wanted, made))
 
     async def _events(self, request: Request, wanted: ImageRequest, task: AwaitedTask) -> AsyncIterator[str]:
         """Yield an event for each step, each partial image and each image, or for the error."""
@@ -128,6 +132,7 @@ class ImageServer:
                     image = self._image(wanted, task, len(made), event)
                     made.append(event)
                     whole = {"created_at": int(time.time()), **common, "index": len(made) - 1, **image}
+                    whole |= _notes(wanted, [event])
                     yield _event(f"{wanted.event}.completed", whole)
         except Exception as error:
             yield _event("error", self.metrics.counted(error).to_json())
@@ -315,6 +320,12 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self.dispatcher.close()
         await super().shutdown(sockets)
+
+
+def _notes(wanted: ImageRequest, made: Sequence[Made]) -> dict[str, list[str]]:
+    """Return the notes of an answer: fields without effect, and rounded sizes; empty without notes."""
+    notes = [*wanted.notes(), *dict.fromkeys(each.note for each in made if each.note)]
+    return {"notes": notes} if notes else {}
 
 
 def _base64(data: bytes) -> str:

@@ -137,7 +137,7 @@ class VideoJob(Task):
             "num_frames": frames,
             "computed_fraction": made.computed_fraction,
             "stage_seconds": made.stages,
-        }
+        } | ({"notes": [made.note]} if made.note else {})
         self._progress, self.bytes = 100, len(made.data)
         self._end("completed")
         self._metrics.finish(self, [made])

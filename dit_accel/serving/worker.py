@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dit_accel.errors import OptionError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Made, Progress, VideoForm, made_alone
-from dit_accel.serving.media import Clips
+from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.processes import ranks
@@ -118,7 +118,8 @@ class Worker:
                 medium.write(result, file, output.sound(place))
                 own = report and report.of_prompt(place).to_json()
                 shape = result.shape[:3] if isinstance(medium, Clips) else None
-                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices, output.stages, shape))
+                facts = output.denoising_seconds, own, indices, output.stages, shape, size_note(job.settings, result)
+                made.append(Made(file.read_bytes(), *facts))
         return made
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:

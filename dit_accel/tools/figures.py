@@ -14,6 +14,7 @@ import numpy as np
 
 from dit_accel.errors import ShapeError
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.files import whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,12 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     errors.xaxis.get_major_locator().set_params(integer=True)
     tidy_axes(times, grid="y")
     tidy_axes(errors, grid="y")
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    with whole_file(Path(path)) as part:
+        figure.savefig(part)
 
 
 def density_figure(report: RunReport, path: str | Path) -> None:
@@ -103,7 +109,7 @@ def density_figure(report: RunReport, path: str | Path) -> None:
     bar.set_label("computed share of FLOPs")
     bar.outline.set_visible(False)
     tidy_axes(axes)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def heads_computed(symbols: SparseSymbols) -> np.ndarray:
@@ -177,7 +183,7 @@ def symbol_map(
     bar.set_label("share of computed heads")
     bar.solids.set_alpha(1)
     bar.outline.set_visible(False)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def frontier_plot(
@@ -235,7 +241,7 @@ def frontier_plot(
     outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
     axes.legend(frameon=False, **outside)
     tidy_axes(axes, grid="both")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 class LayerCurve(NamedTuple):
@@ -278,7 +284,7 @@ def tuning_figure(
         _draw_layers(axes_of_layers, layers, bound)
     for each in (axes, *others):
         tidy_axes(each, grid="both")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _draw_layers(axes: Axes, layers: Sequence[LayerCurve], bound: float | None) -> None:

@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.errors import OutputError, shortened, shown
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary name in a file's folder, which is renamed after the block; devices and pipes keep their name.
+
+    Raises:
+        OutputError: the file can't be written; nothing of it is left.
+    """
+    target = Path(os.path.realpath(path))
+    is_file = target.is_file() or not target.exists()
+    part = target.with_name(f"part-{target.name[-60:]}") if is_file else target  # names have up to 255 bytes
+    try:
+        with explained_writing(path):
+            yield part
+            if is_file:
+                os.replace(part, target)
+    except BaseException:
+        if is_file:
+            part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def explained_writing(path: Path) -> Iterator[None]:
+    """Within the block, turn system errors into an ``OutputError`` that names the file and the reason."""
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(why_not_written(error, path)) from None
+
+
+def why_not_written(error: OSError, path: Path | str) -> str:
+    """Return the message of a system error in writing."""
+    fix = "; free some space there, or write to another disk" if error.errno in FULL else ""
+    return f"{shortened(str(path))} can't be written: {error.strerror or shortened(str(error))}{fix}"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name in its folder and rename it; write devices and pipes directly."""
-    data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    part = path.with_name(f"part-{path.name}")
-    part.write_bytes(data)
-    os.replace(part, path)
+    """Write a file as :func:`whole_file`."""
+    with whole_file(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def save_image(image: Image.Image, path: Path) -> None:
+    """Write an image as :func:`whole_file`, in the format of its suffix."""
+    with whole_file(path) as part:
+        image.save(part)
 
 
 def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
@@ -23,8 +72,24 @@ def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
     differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
     if not differing:
         return None
-    key = differing[0]
-    return f"{', '.join(differing)} ({key}: {found.get(key)!r} there, {request.get(key)!r} now)"
+    path, there, now = first_difference(found, request)
+    return f"{', '.join(differing)} ({path}: {there} there, {now} now)"
+
+
+def first_difference(found: Any, now: Any) -> tuple[str, str, str]:
+    """Return the dotted key of the first values that differ in two mappings, and both values as messages show them.
+
+    A mapping on one side alone, such as a preset, is shown by its description, which is compared last.
+    """
+    differing = []
+    if isinstance(found, dict) and isinstance(now, dict):
+        differing = [key for key in {**found, **now} if found.get(key) != now.get(key)]
+    if not differing:
+        there, here = (each.get("description", each) if isinstance(each, dict) else each for each in (found, now))
+        return "", shown(there), shown(here)
+    key = min(differing, key=lambda each: each == "description")
+    inside, *both = first_difference(found.get(key), now.get(key))
+    return (f"{key}.{inside}" if inside else key, *both)
 
 
 def repository_and_file(source: str) -> tuple[str, str | None]:

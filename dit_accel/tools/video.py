@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import wave
+from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from PIL import Image
 
 from dit_accel.errors import ShapeError
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.files import explained_writing, save_image, whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -90,27 +92,41 @@ def write_clip(
         sound: None = silent. It may be shorter or longer than the video, and is written whole.
 
     Raises:
+        OutputError: the video can't be written, for example because the disk is full; no part of it is left.
         ShapeError: ``clip`` has another shape or dtype, or the suffix is unknown.
         UnsupportedError: imageio-ffmpeg is not installed, which an mp4 needs.
     """
     _require_clip(clip)
     folder = is_folder_of_frames(path) if folder is None else folder
     if folder:
-        path.mkdir(exist_ok=True)
-        for old in _frames(path):
-            old.unlink()
-        for index, frame in enumerate(clip):
-            Image.fromarray(frame).save(_frame(path, index))
+        _write_frames(clip, path)
     elif path.suffix.lower() == ".gif":
         first, *others = map(Image.fromarray, clip)
         duration = max(SHORTEST_GIF_FRAME, 10 * round(100 / fps))  # Pillow truncates to hundredths of a second
-        first.save(path, save_all=True, append_images=others, duration=duration, loop=0)
+        with whole_file(path) as part:
+            first.save(part, save_all=True, append_images=others, duration=duration, loop=0)
     elif path.suffix.lower() == ".mp4":
-        _write_mp4(clip, path, fps, sound)
+        with whole_file(path) as part:
+            _write_mp4(clip, part, fps, sound)
     else:
         raise ShapeError(f"path must end in {' or '.join(FILE_SUFFIXES)} or be a folder, got {path}")
     if sound is not None and (beside := sound_file(path, folder=folder)):
-        _write_wav(sound, beside)
+        with whole_file(beside) as part:
+            _write_wav(sound, part)
+
+
+def _write_frames(clip: np.ndarray, folder: Path) -> None:
+    with explained_writing(folder):
+        folder.mkdir(exist_ok=True)
+    for old in _frames(folder):
+        old.unlink()
+    try:
+        for index, frame in enumerate(clip):
+            save_image(Image.fromarray(frame), _frame(folder, index))
+    except BaseException:
+        for written in _frames(folder):  # fewer frames would look like a shorter video
+            written.unlink()
+        raise
 
 
 def _write_mp4(clip: np.ndarray, path: Path, fps: float, sound: Sound | None) -> None:
@@ -120,16 +136,33 @@ def _write_mp4(clip: np.ndarray, path: Path, fps: float, sound: Sound | None) ->
     even = np.pad(clip, [(0, 0), *((0, side % 2) for side in clip.shape[1:3]), (0, 0)], mode="edge")
     # Without macro_block_size=1 imageio would scale frames whose sides don't divide by 16.
     options = {"plugin": "FFMPEG", "fps": fps, "codec": "libx264", "macro_block_size": 1, "quality": None}
-    crf = ["-crf", RATE_FACTOR]
-    if sound is None:
-        imageio.imwrite(path, even, **options, output_params=crf)
-        return
+    # ffmpeg would warn that a .wav file does not name its channels, and fills the terminal if the disk is full.
+    options |= {"ffmpeg_log_level": "fatal", "output_params": ["-crf", RATE_FACTOR]}
     with TemporaryDirectory() as temporary:
-        wav = Path(temporary) / "sound.wav"
-        _write_wav(sound, wav)
-        # ffmpeg would warn that a .wav file does not name its channels.
-        options |= {"audio_path": str(wav), "audio_codec": "aac", "ffmpeg_log_level": "error"}
-        imageio.imwrite(path, even, **options, output_params=[*crf, "-b:a", AUDIO_BITRATE])
+        if sound is not None:
+            wav = Path(temporary) / "sound.wav"
+            _write_wav(sound, wav)
+            options |= {"audio_path": str(wav), "audio_codec": "aac"}
+            options["output_params"] += ["-b:a", AUDIO_BITRATE]
+        with suppress(OSError):  # ffmpeg has ended early
+            imageio.imwrite(path, even, **options)
+    if not _is_whole(path):
+        with path.open("ab") as file:
+            file.write(bytes(2**20))  # raises the reason, such as a full disk, which ffmpeg does not report
+        raise OSError("ffmpeg wrote only a part of it")
+
+
+def _is_whole(mp4: Path) -> bool:
+    """Return True if the boxes of an mp4 fill the file, and the last one is the index of its frames."""
+    if not mp4.is_file():
+        return False
+    end, kind, length = 0, b"", mp4.stat().st_size
+    with mp4.open("rb") as file:
+        while end < length:
+            file.seek(end)
+            size, kind = int.from_bytes(file.read(4)), file.read(4)
+            end += (int.from_bytes(file.read(8)) if size == 1 else size) or length + 1  # an open box has size 0
+    return end == length and kind == b"moov"
 
 
 def _write_wav(sound: Sound, path: Path) -> None:

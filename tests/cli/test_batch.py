@@ -243,7 +243,10 @@ def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
     """Other settings are accepted only if existing files are to be replaced."""
     assert generate(tmp_path, "prompts.txt", ["a"]).exit_code == 0
     refused = generate(tmp_path, "prompts.txt", ["b"])
-    assert refused.exit_code == 2 and "holds line 1 with other settings: prompt ('a', now 'b')" in refused.output
+    assert (
+        refused.exit_code == 2
+        and "holds line 1 with other settings: prompt (prompt: 'a' there, 'b' now)" in refused.output
+    )
     assert generate(tmp_path, "prompts.txt", ["b"], "--force").exit_code == 0
     assert manifest(tmp_path)[-1]["prompt"] == "b"
 

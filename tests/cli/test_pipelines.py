@@ -3,10 +3,11 @@
 import logging
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 import typer
-from PIL import Image
+from huggingface_hub import errors as hub
 
 from dit_accel import cli, errors
 from dit_accel.cli import env, options
@@ -15,7 +16,7 @@ from dit_accel.errors import DitAccelError, OptionError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
-from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeline, timed_call
+from dit_accel.serving.pipelines import call_arguments, start_pipeline, timed_call
 from dit_accel.serving.processes import TALKATIVE
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools.demo import demo_arguments, demo_path
@@ -74,15 +75,6 @@ def test_call_takes_whatever_a_pipeline_takes():
         call_arguments(strict, "some/model", {}, {"num_inference_steps": 2.7})
     with pytest.raises(OptionError, match="num_inference_steps is already set by its own option"):
         call_arguments(strict, "some/model", {"steps": 3}, {"num_inference_steps": 4})
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
-def test_pictures_are_read_as_rgb(tmp_path, mode):
-    """Images of any mode become RGB."""
-    path = tmp_path / "picture.tiff"
-    Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode).save(path)
-    image = read_image(path)
-    assert image.mode == "RGB" and image.getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("preset, told", [("exact", "accelerated"), (None, "plain")])
@@ -147,6 +139,39 @@ def test_memory_that_does_not_suffice_is_no_mistake_in_a_name(error):
     told = rf"try --offload model.* \({str(error) or 'MemoryError'}\)$"
     with pytest.raises(OutOfMemoryError, match=told), explained_failures(dict):
         check_inputs(error)
+
+
+def of_hub(kind, said):
+    """An error of the Hub, as diffusers hides it behind a reference to the stack trace."""
+    answer = httpx.Response(401, headers={"X-Error-Message": said}, request=httpx.Request("GET", "https://hub/m"))
+    hidden = OSError("Cannot load model: check out the root cause in the stacktrace above. " + "and more " * 60)
+    hidden.__cause__ = kind(said, response=answer) if issubclass(kind, hub.HfHubHTTPError) else kind(said)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            of_hub(hub.GatedRepoError, "await a review"),
+            r"accept its licence on https://.*/some/model, .*HF_TOKEN.*review",
+        ),
+        (of_hub(hub.RepositoryNotFoundError, "none"), "https://.*/some/model does not exist, or is private: .* login`"),
+        (of_hub(hub.HfHubHTTPError, "429 Too Many Requests"), "the Hub answers: 429 Too Many Requests"),
+        (
+            of_hub(httpx.ConnectError, "no route"),
+            r"the Hub can't be reached \(ConnectError: no route\), and there is no",
+        ),
+        (of_hub(hub.OfflineModeIsEnabled, "offline"), r"can't be reached \(OfflineModeIsEnabled: offline\)"),
+        (ValueError(f"{'long ' * 50}reason\nand more"), "can't be loaded: ValueError: long .* reason$"),
+    ],
+    ids=["gated", "missing", "busy", "unreachable", "offline", "long"],
+)
+def test_the_hubs_reason_is_told(error, told):
+    """The reason itself, in a line that is not cut before it, and what to do about it."""
+    with pytest.raises(OptionError, match=told) as failure, explained_loading("--model", "some/model"):
+        raise error
+    assert "\n" not in str(failure.value) and "stacktrace" not in str(failure.value)
 
 
 MISTAKES = ("OptionError", "PresetError", "UnsupportedError", "BackendError", "TuningError", "ComparisonError")

@@ -1,6 +1,7 @@
 """State of the ``dit-accel app`` page for a run's events; no server runs."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,3 +105,11 @@ def test_steps_are_drawn_now_and_then_and_all_else_at_once(monkeypatch):
         web_view, "timeline", lambda title, bars, steps: lengths.append((title, len(bars), steps)) or ""
     )
     assert "forecast" in view.timelines() and lengths == [("Plain", 5, 10)] and seen().timelines() == ""
+
+
+def test_a_rounded_size_is_said():
+    """500 × 333 pixels become 496 × 320."""
+    black = Image.new("RGB", (496, 320))
+    wish = replace(WISH, width=500, height=333)
+    view = seen(made("plain", black, 6.0), made("accelerated", black, 2.0), compared(), wish=wish)
+    assert "Note: the pipeline rounded the size 500 × 333 to 496 × 320." in view.status

@@ -1,7 +1,9 @@
 """Files that commands write, and the settings in them; nothing is loaded, run or plotted."""
 
+import errno
 import json
 import math
+import os
 import re
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from dit_accel.cli import comparison, generate
 from dit_accel.cli.comparison import Side, Sides
 from dit_accel.presets import load_preset
+from dit_accel.tools import files
 from dit_accel.tools.timing import Output
 
 PICTURES = "some/pictures"
@@ -48,6 +51,36 @@ def test_force_is_what_replaces_files(run, reached, tmp_path, command, file):
     assert refused.exit_code == 2 and f"{file} exists" in refused.stderr
     assert (tmp_path / file).read_bytes() == b""
     assert run(*command, *model, *image, "--force").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (("generate", "--prompt", "a"), "output.png"),
+        (("generate", "--prompt", "a", "--compare"), "output.png"),
+        (("generate", "--prompt", "a", "--json", "o.json"), "output.png"),
+        (("inspect", "--prompt", "a", "--output", "."), "picture.png"),
+        (("presets", "schema", "--output", "s.json"), "s.json"),
+        (("presets", "schema"), "output"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else " ".join(given),
+)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+def test_a_disk_that_fills_up_in_the_run_is_one_line(run, reached, tmp_path, monkeypatch, command, file, code):
+    """It names the file and the reason, and nothing half written stays."""
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    if file == "output":  # standard output is a file on this disk
+        monkeypatch.setattr("dit_accel.models.presets.preset_schema", fail)
+    model = () if command[0] == "presets" else ("--model", PICTURES, "--image", "i.png")
+    Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
+    result = run(*command, *model)
+    assert result.exit_code == 1
+    assert re.fullmatch(rf"error: \S*{file} can't be written: {os.strerror(code)}(; free .*)?\n", result.stderr)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"i.png"}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +172,13 @@ def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
         assert result.exit_code == 0, result.output
         facts = json.loads((tmp_path / "j.json").read_text())
         assert facts.items() >= {"model": PICTURES, "prompt": "a", **expected}.items()
+
+
+@pytest.mark.parametrize("command", [("generate",), ("inspect", "--output", "run")], ids=["generate", "inspect"])
+def test_a_rounded_size_is_printed(run, reached, tmp_path, command):
+    Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
+    result = run(*command, "--prompt", "a", "--model", PICTURES, "--image", "i.png", "--width", 20, "--height", 16)
+    assert result.exit_code == 0 and "note: the pipeline rounded the size 20 × 16 to 16 × 16\n" in result.stdout
 
 
 def test_figures_of_a_comparison_are_over_everything_made():

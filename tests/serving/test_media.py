@@ -3,9 +3,11 @@
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from dit_accel.serving.media import Clips, Pictures, numbered, unused
+from dit_accel.serving.media import Clips, Pictures, numbered, size_note, unused
 
 
 @pytest.mark.parametrize("pictures", [1, 2])
@@ -33,3 +35,22 @@ def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_pa
 def test_several_pictures_are_numbered_from_0():
     assert numbered(Path("a.png"), 1) == [Path("a.png")]
     assert numbered(Path("a.png"), 2) == [Path("a-0.png"), Path("a-1.png")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, None),
+        ({"width": 32, "height": 16, "num-frames": 5, "steps": 4}, None),
+        ({"width": None, "height": 17}, "32 × 17 × 5 frames to 32 × 16 × 5 frames"),
+        ({"width": 40}, "40 × 16 × 5 frames to 32 × 16 × 5 frames"),
+        ({"num-frames": 7}, "32 × 16 × 7 frames to 32 × 16 × 5 frames"),
+    ],
+    ids=["no-size", "kept", "height", "width", "frames"],
+)
+def test_a_rounded_size_is_a_note(asked, told):
+    """Sides that were not given are the pipeline's own; frames count for videos alone."""
+    assert size_note(asked, np.zeros((5, 16, 32, 3), np.uint8)) == (told and f"the pipeline rounded the size {told}")
+    image = told if "num-frames" not in asked else None
+    expected = image and f"the pipeline rounded the size {image.replace(' × 5 frames', '')}"
+    assert size_note(asked, Image.new("RGB", (32, 16))) == expected

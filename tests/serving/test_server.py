@@ -11,6 +11,7 @@ import threading
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
+requests = pytest.importorskip("dit_accel.serving.requests")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 server = pytest.importorskip("dit_accel.serving.server")
 bodies = pytest.importorskip("dit_accel.serving.bodies")
@@ -206,7 +208,11 @@ def test_an_image_has_the_requested_format(worker, form):
         ({"seed": 2**63}, "seed", "less than"),
         ({"guidance": float("nan")}, "guidance", "finite number"),
         ({"guidance": 101}, "guidance", "less than or equal to 100"),
-        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"response_format": "link"}, "response_format", "b64_json"),
+        ({"background": "transparent"}, "background", "'auto' or 'opaque'"),
+        ({"output_compression": 50}, "output_compression", "100"),
+        ({"quality": "best"}, "quality", "standard"),
+        ({"null": None}, "null", "unknown field"),
         ({"output_format": "gif"}, "output_format", "png"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
@@ -231,6 +237,45 @@ def test_a_wrong_field_is_named(worker, change, param, message):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["param"] == param and message in error["message"] and "--" not in error["message"]
+
+
+OPENAIS = {"quality": "hd", "style": "vivid", "moderation": "low", "background": "opaque", "output_compression": 100}
+
+
+def test_fields_that_openais_clients_send_change_nothing():
+    """Null is an absent field, and a note names each field that has no effect."""
+    optional = [name for name, field in requests.ImageRequest.model_fields.items() if not field.is_required()]
+    plain, held = {"prompt": "a fox"}, Held()
+    held.release.set()
+    with running(held) as (app, _):
+        bare, null, noted = (
+            post(app, plain | more).json() for more in ({}, dict.fromkeys(optional), {**OPENAIS, "n": None})
+        )
+    assert "notes" not in bare and "notes" not in null and len(null["data"]) == len(noted["data"]) == 1
+    assert [note.split()[0] for note in noted["notes"]] == ["quality", "style", "moderation"]
+
+
+def test_a_url_holds_the_file_itself():
+    """OpenAI's older clients ask for a URL and read it."""
+    held = Held()
+    held.release.set()
+    with running(held) as (app, _):
+        answer = post(app, {"prompt": "a fox", "response_format": "url"}).json()
+    (entry,) = answer["data"]
+    assert "b64_json" not in entry and "data URL" in answer["notes"][0]
+    with urlopen(entry["url"]) as file:
+        assert Image.open(io.BytesIO(file.read())).size == (16, 16)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["answer", "event"])
+def test_a_rounded_size_is_noted(stream):
+    held = Held()
+    held.release.set()
+    held.make_one, make = lambda *given: replace(make(*given), note="the pipeline rounded"), held.make_one
+    with running(held) as (app, _):
+        text = post(app, {"prompt": "a fox", "stream": stream}).text
+    answer = list(events(text))[-1][1] if stream else json.loads(text)
+    assert answer["notes"] == ["the pipeline rounded"]
 
 
 @pytest.mark.parametrize(

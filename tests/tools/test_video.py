@@ -1,12 +1,16 @@
 """Videos on disk: reading returns the written frames, and the files are what players expect."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dit_accel.errors import ShapeError
+from dit_accel.errors import OutputError, ShapeError
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.video import Sound, as_clip, foreign_files, is_folder_of_frames, write_clip
 from tests.clips import read_clip, read_sound
@@ -179,3 +183,30 @@ def test_what_is_no_clip_is_refused(tmp_path, clip, name, message):
     with pytest.raises(ShapeError, match=message):
         write_clip(clip, tmp_path / name, fps=8)
     assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def full_disk(bytes_left: int) -> Iterator[None]:
+    """Limit the size of files as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.gif", "frames"])
+@pytest.mark.parametrize("left", [100, 3000], ids=["at-once", "in-the-middle"])
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, name, left):
+    """ffmpeg alone would report success, and leave an mp4 that no player opens."""
+    noise = np.random.default_rng(0).integers(0, 256, (8, 48, 64, 3), np.uint8)
+    with full_disk(left), pytest.raises(OutputError, match=r"can't be written: File too large; free some space"):
+        write_clip(noise, tmp_path / name, fps=8)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_sound_that_fills_the_disk_is_an_error(tmp_path):
+    with full_disk(20_000), pytest.raises(OutputError, match=r"clip\.wav can't be written: File too large"):
+        write_clip(moving_square(2), tmp_path / "clip.gif", fps=8, sound=Sound(tones(440), RATE))
+    assert [path.name for path in tmp_path.iterdir()] == ["clip.gif"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from dit_accel.tools.files import explained_writing, save_image
 from dit_accel.tools.strips import captioned_row
 from dit_accel.tools.video import middle_frame
 
@@ -38,8 +39,9 @@ class Sheet:
             prompt: index of the prompt.
             frames: ``[frames, 3, height, width]``, values in 0..1.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        middle_frame(frames).save(self._path(setting, prompt))
+        with explained_writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        save_image(middle_frame(frames), self._path(setting, prompt))
 
     def write(self, settings: Sequence[str]) -> Path:
         """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings.
@@ -56,7 +58,7 @@ class Sheet:
         sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
         for index, row in enumerate(rows):
             sheet.paste(row, (0, index * row.height))
-        sheet.save(self.file)
+        save_image(sheet, self.file)
         return self.file
 
     def _path(self, setting: str, prompt: int) -> Path:

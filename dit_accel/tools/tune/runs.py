@@ -18,7 +18,7 @@ from dit_accel.kernels import lower
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset
-from dit_accel.tools.files import difference_of, write_whole
+from dit_accel.tools.files import difference_of, explained_writing, write_whole
 from dit_accel.tools.metrics import IDENTICAL, latent_error, psnr
 from dit_accel.tools.timing import run_pipeline
 
@@ -49,7 +49,8 @@ class Store:
         self._values: dict[str, Any] = {"request": request}
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        with explained_writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file():
             try:
                 self._values = json.loads(self._file.read_text(encoding="utf-8"))

@@ -1,0 +1,135 @@
+"""Estimate memory and time of a run before it starts, from the size of its output.
+
+Memory is a lower bound: nothing that fits is refused. Sizes that only the pipeline knows give no estimate.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dit_accel.errors import UnsupportedError
+
+TOKEN_PATCH = 2  # latent pixels of a token's side where the transformer does not say more
+LONG_RUN = 600.0  # seconds
+WORTH_TIMING = 1e13  # FLOPs; any CPU computes fewer in minutes
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a run needs at least, and FLOPs of its steps if all are computed."""
+
+    size: str
+    bytes: int
+    flops: float
+
+
+def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Check that a run's tensors fit the memory of its device.
+
+    Raises:
+        UnsupportedError: they don't.
+    """
+    run = estimated(pipe, arguments)
+    place = getattr(pipe, "_execution_device", None)
+    there = None if run is None or place is None else _memory(place)
+    if run is not None and there is not None and run.bytes > there:
+        raise UnsupportedError(
+            f"{run.size} need at least {run.bytes / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
+            "use a smaller --height, --width or --num-frames"
+        )
+
+
+def long_run_note(pipe: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Return a note with the time that a long run takes on a CPU, or None."""
+    run = estimated(pipe, arguments)
+    if run is None or run.flops < WORTH_TIMING or pipe._execution_device.type != "cpu":
+        return None
+    seconds = run.flops / _flops_per_second(pipe.dtype)
+    if seconds < LONG_RUN:
+        return None
+    duration = f"{seconds / 3600:,.0f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"
+    return f"{run.size} take about {duration} on this CPU if every step is computed; a smaller size or a GPU is faster"
+
+
+def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
+    """Return the estimate of a run; None if its size or its transformer is not known."""
+    from dit_accel.models import denoisers
+
+    transformers = list(denoisers(pipe).values())
+    names = ("height", "width", "num_inference_steps", "num_frames", "num_images_per_prompt")
+    height, width, steps, frames, images = (_number(pipe, arguments, name) for name in names)
+    if not transformers or not height or not width:
+        return None
+    frames, images, config = frames or 1, images or 1, transformers[0].config
+    scale = _whole(pipe, "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio") or 8
+    per_latent = _whole(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio") or 1
+    side = scale * max(_whole(config, "patch_size") or 1, TOKEN_PATCH)
+    tokens = (height // side) * (width // side) * ((frames - 1) // per_latent + 1)
+    channels = (_whole(config, "num_attention_heads") or 0) * (_whole(config, "attention_head_dim") or 0)
+    weights = max(sum(each.numel() for each in transformer.parameters()) for transformer in transformers)
+    attention = 4.0 * tokens**2 * channels * (_whole(config, "num_layers") or 0)
+    itemsize, vae = transformers[0].dtype.itemsize, getattr(pipe, "vae", None)
+    needed = [
+        4 * tokens * channels * images * itemsize,  # queries, keys, values and the stream that attention adds to
+        3 * 4 * frames * height * width * images,  # the output in float32
+    ]
+    if pipe._execution_device.type == "cpu" and not getattr(vae, "use_tiling", False):
+        (first, *_) = getattr(getattr(vae, "config", None), "block_out_channels", None) or (0,)
+        needed.append(2 * first * height * width * itemsize)  # in and out of the decoder's last block
+    size = f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else "")
+    return Estimate(size, max(needed), (steps or 1) * images * (2.0 * weights * tokens + attention))
+
+
+def _number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
+    """Return an argument of the call, or the pipeline's default."""
+    if (given := arguments.get(name)) is not None:
+        return given if isinstance(given, int) else None
+    parameter = inspect.signature(pipe.__call__).parameters.get(name)
+    if parameter is not None and isinstance(parameter.default, int):
+        return parameter.default
+    sample, scale = (getattr(pipe, each, None) for each in ("default_sample_size", "vae_scale_factor"))
+    is_side = parameter is not None and name in ("height", "width")
+    return sample * scale if is_side and isinstance(sample, int) and isinstance(scale, int) else None
+
+
+def _whole(holder: Any, *names: str) -> int | None:
+    """Return the first attribute that is a whole number; of a tuple its last number."""
+    values = (getattr(holder, name, None) for name in names)
+    values = (value[-1] if isinstance(value, tuple | list) and value else value for value in values)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _memory(place: Any) -> int | None:
+    """Return the bytes of a device's memory: all of a GPU, the free part of the host's; None = unknown."""
+    import torch
+
+    if place.type == "cuda":
+        return torch.cuda.get_device_properties(place).total_memory
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, OSError, ValueError):
+            return None
+
+
+def _flops_per_second(dtype: Any) -> float:
+    """Time a matrix product on the CPU, the fastest of three."""
+    import torch
+
+    matrix = torch.ones(1024, 1024, dtype=dtype)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - started)
+    return 2 * 1024**3 / min(seconds)
