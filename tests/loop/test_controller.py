@@ -31,6 +31,8 @@ class FakeClock:
 
     moves = euler_moves([2 - sum((1 + step % 3) / STEPS for step in range(past)) for past in range(STEPS + 1)])
 
+    noisy: str | None = None
+
     def __init__(self, *, repeats: str | None = None) -> None:
         self.repeats = repeats
         self.start_run()
@@ -40,7 +42,7 @@ class FakeClock:
 
     def read(self, timestep: float, place=None) -> Tick:
         sigmas = [1 - i / STEPS for i in range(STEPS)]
-        return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves)
+        return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves, noisy=self.noisy)
 
 
 class Loop:
@@ -288,6 +290,28 @@ def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
         call, output = loop.call(step, value)
         assert call.mode is DISPATCH or output is value
     assert bool(loop.controller.report.notes) == corrector
+
+
+@pytest.mark.parametrize("interval, notes", [(4, ["adds noise"]), (1, [])], ids=["forecasts", "computes-all"])
+def test_noise_of_the_steps_is_noted(interval, notes):
+    """The report says why more steps are computed than without noise, if any is forecast."""
+    loop = Loop(**{"schedule.interval": interval, "forecast.corrector": False})
+    loop.clock.noisy = "adds noise"
+    loop.call(0)
+    assert loop.controller.report.notes == notes
+
+
+def test_under_noise_the_second_step_is_computed():
+    """Without noise the first output may serve it; how much noise changes the next output is not measured."""
+    usual, noisy = Loop("turbo"), Loop("turbo")
+    noisy.clock.noisy = "adds noise"
+    for loop in (usual, noisy):
+        loop.clock.moves = euler_moves(levels := [1 - (step / STEPS) ** 4 for step in range(STEPS + 1)])
+        loop.clock.read = lambda timestep, place=None, clock=loop.clock: Tick(
+            clock.run, int(timestep), STEPS, range(STEPS), levels[:-1], None, clock.moves, noisy=clock.noisy
+        )
+    modes = [[loop.call(step)[0].mode for step in range(2)] for loop in (usual, noisy)]
+    assert modes[0][1] is DISPATCH and modes[1][1] is UPDATE
 
 
 def test_recorded_output_is_a_copy():
