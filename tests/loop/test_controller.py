@@ -494,6 +494,33 @@ def test_changed_shape_drops_caches_and_is_noted():
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
 
 
+def test_every_change_of_the_conditioning_is_seen_at_once():
+    """The records are dropped at the first, and the next is compared with all calls before it."""
+    loop, values = Loop(), [0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
+    modes = [loop.call(step, conditions={"item": float(value)})[0].mode for step, value in enumerate(values)]
+    assert [mode for mode in modes[3:9:2] if mode is DISPATCH] == []
+    assert loop.controller.report.notes == [f"item changed at step {step}: caches dropped" for step in (3, 5, 7)]
+
+
+def test_only_samples_that_compute_have_records_of_the_step():
+    """A sample that is forecast stays as old as its latest computed step."""
+    loop, apart, samples = closed_loop(**{"schedule.target_error": 0.3}), 0, [(0,), (1,)]
+    for step in range(STEPS):
+        with loop.controller.calling("transformer", "cond", step, (), samples=lambda: samples) as call:
+            before = [each.computed_step for each in call.branch.loops]
+            if call.forecasts_output:
+                loop.controller.forecast_output(call)
+            else:
+                rows = samples if call.computed_rows is None else [call.computed_rows]
+                output = [torch.full((1, 4), 1.0 + 5 * row * (-1) ** step) for part in rows for row in part]
+                loop.controller.observe(call, (torch.cat(output),), lambda tensor, rows: tensor)
+                loop.controller.read(call)
+        expected = [step if place in call.computing else age for place, age in enumerate(before)]
+        assert [each.computed_step for each in call.branch.loops] == expected
+        apart += len(call.computing) == 1
+    assert apart
+
+
 def test_changed_mode_computes_and_is_noted():
     """A step that would have been forecast computes, and the report says why, once."""
     loop = Loop()

@@ -26,7 +26,7 @@ FAMILIES = ["flux", "wan", "hunyuan", "sd3", "ltx", "qwen-image", "wan22", "moch
 
 
 def on_host(pipe, preset="exact", **overrides):
-    return accelerate_pipeline(pipe, preset, **HOST, **overrides)
+    return accelerate_pipeline(pipe, preset, **{**HOST, **overrides})
 
 
 def driver_of(pipe):
@@ -220,6 +220,8 @@ def test_another_preset_moves_and_rounds_nothing(moves, rounded):
     on_host(pipe)
     assert torch.equal(made(pipe), before) and not rounded
     assert {device for _, device in moves} == {CPU}
+    on_host(pipe, **{"linear.dtype": "float8"})
+    assert not linears_of(pipe)._weights  # those of before are int8
     accelerate_pipeline(pipe, "exact")
     assert "_apply" not in vars(pipe.transformer.transformer_blocks[0].attn.to_q)
     on_host(pipe, **{"linear.exclude": ["single_*"]})
