@@ -197,10 +197,13 @@ def test_modulations_without_norm_in_their_names_return_to_the_device():
     assert waiting and not any("_mod." in name for name in waiting)
 
 
-def test_rounded_weights_leave_the_device_with_the_transformer(rounded):
-    """They stay from run to run otherwise; graphs that read them go too."""
+@pytest.mark.parametrize("later", [[], ["balanced"]], ids=["one-preset", "a-second-preset"])
+def test_rounded_weights_leave_the_device_with_the_transformer(later, rounded):
+    """They stay from run to run otherwise; graphs that read them go too, and what a later preset took over."""
     pipe = on_host(tiny_pipeline("flux"))
     made(pipe)
+    for preset in later:
+        on_host(pipe, preset)
     linears = linears_of(pipe)
     kept = [weakref.ref(weights.values) for weights in linears._weights.values()]
     assert kept and all(each() is not None for each in kept)
