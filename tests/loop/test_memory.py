@@ -14,6 +14,7 @@ from dit_accel.loop.report import RunReport
 from dit_accel.loop.storage import PLAIN, Storage
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.models.families.family import Family
+from dit_accel.models.transformer import TransformerDriver
 from tests.tiny import tiny_inputs, tiny_output, tiny_pipeline
 
 STEPS = 7
@@ -241,6 +242,12 @@ def test_outputs_are_expected_as_wide_as_they_are(name):
         report = pipe.dit_accel.report()
     assert report.steps_by_mode["dispatch"] > 0
     assert report.cache_bytes == report.estimated_bytes > 0
+
+
+def test_outputs_of_an_unknown_model_are_expected_as_large_as_all_latents():
+    """A second output, such as audio, is recorded too."""
+    arguments = {"hidden_states": torch.zeros(2, 3), "audio_hidden_states": torch.zeros(5), "timestep": torch.ones(1)}
+    assert TransformerDriver.size(None, arguments) == ModelSize(output=11, itemsize=4)
 
 
 def test_estimate_knows_the_models_dtype():
