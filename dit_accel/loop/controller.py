@@ -278,7 +278,9 @@ class Controller:
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if self._why_plain is not None:
                 self.report.warn(f"every step computed: {self._why_plain}")
-            elif forecast.corrector and tick.moves is None:
+            elif self._forecasts and tick.noisy is not None:
+                self.report.note(tick.noisy)
+            if self._why_plain is None and forecast.corrector and tick.moves is None:
                 self.report.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:
             self.branches.begin_step()
@@ -305,7 +307,7 @@ def _course_of(tick: Tick, coordinate: str) -> Course:
         responses(tick.sigmas, tick.moves),
         bends(tick.sigmas),
         log_odds(tick.sigmas),
-        departures(tick.sigmas),
+        departures(tick.sigmas) if tick.noisy is None else None,
         further,
     )
 

@@ -5,23 +5,30 @@ on the schedule alone. With Euler's steps the weight of an output is the change 
 schedulers read an output again in later steps, and UniPC repeats its last step once the next output is known, so at
 first an output moves the latents by up to twice as much as at the end. The weights are therefore measured: a copy of
 the scheduler runs once, on the CPU, over latents with one entry a step, whose output is 1 in that step and 0 in all
-others.
+others. Further entries get zeros, so that they show the noise that steps add, and what is left without it is linear.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise, product
+from types import MethodType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.loop.copies import copied
 
 Moves = Sequence[Sequence[float]]  # [n][k]: factor of step k's output in the latents after n steps
 TOLERANCE = 1e-4  # relative error of the mixture; float32 rounding gives 1e-6, clipping gives tenths
+ZEROS = 4096  # entries of zeros in a trial: the noise that a step adds to them is measured within 1%
+RANKS = (2, 3, 4, 5)  # of latents: some schedulers take one shape alone
 Sampler = Callable[[Callable[[torch.Tensor, float], torch.Tensor], torch.Tensor], torch.Tensor]
 
 
@@ -35,23 +42,45 @@ def euler_moves(sigmas: Sequence[float]) -> Moves:
     return [changes[:step] + [0.0] * (len(changes) - step) for step in range(len(sigmas))]
 
 
-def linear_moves(scheduler: Any, first: int = 0) -> Moves | None:
-    """Return the moves of any linear scheduler, measured by a trial run of about one millisecond a step.
+class Trial(NamedTuple):
+    """Steps of a scheduler as a trial run shows them.
+
+    Args:
+        moves: moves of the outputs; None = the latents are no weighted sum of them, or the steps can't be tried.
+        noise: share of the latents' noise that a step draws anew, on average; 0 = steps add no noise.
+    """
+
+    moves: Moves | None = None
+    noise: float = 0.0
+
+
+def try_out(scheduler: Any, first: int = 0) -> Trial:
+    """Return the moves and the noise of a scheduler's steps, by a trial run of about one millisecond a step.
 
     Args:
         scheduler: a scheduler with diffusers' ``step(output, timestep, latents)``, at the start of a run. It is not
-            changed, nor is torch's random state.
+            changed, nor is the random state of torch, NumPy or Python. If its ``step`` can't be called that way, the
+            ``step`` of a base class counts.
         first: index of the timestep at which the run begins, above 0 for image to image.
-
-    Returns:
-        The moves; None if the latents are no weighted sum of the outputs, because steps add noise or clip, or if
-        ``step`` takes other arguments.
     """
+    of_bases = [vars(cls).get("step") for cls in type(scheduler).__mro__]
+    steps = [scheduler.step, *(MethodType(step, scheduler) for step in of_bases if step is not None)]
+    with _kept_random_states():
+        for step, rank in product(steps, RANKS):
+            with suppress(Exception):  # the step takes other arguments, or latents of another rank
+                return _try_out(scheduler, step, first, rank)
+    return Trial()
+
+
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    numpys, pythons = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            return _try_out(_on_cpu(copy.deepcopy(scheduler)), first)
-    except Exception:  # a scheduler that fails here is not known to be linear
-        return None
+            yield
+    finally:
+        np.random.set_state(numpys)
+        random.setstate(pythons)
 
 
 def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
@@ -87,14 +116,93 @@ def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
     return moves
 
 
-def _try_out(scheduler: Any, first: int) -> Moves | None:
-    """Run ``scheduler`` to its end over the latents of a trial."""
-    timesteps = scheduler.timesteps[first:]
+def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> Trial:
+    """Run a ``step`` of the scheduler to its end over latents ``[1, N, …]`` of this rank.
+
+    Entries of zeros stay zeros under a linear scheduler. If they do not, the steps add something: a second trial
+    subtracts it step by step, with another copy of the scheduler that gets zeros alone and the same random numbers.
+
+    Raises:
+        Exception: the first step can't be called.
+    """
+    timesteps = scheduler.timesteps[first:].cpu()
     outputs, latents, factors = _trial(len(timesteps))
+    outputs, latents = pad(outputs, (0, ZEROS)), pad(latents, (0, ZEROS))
+    course, _ = _course([_Stepper(scheduler, step, rank)], timesteps, outputs, latents)
+    noise = 0.0
+    if len(course) <= len(timesteps) or course[-1][:, -ZEROS:].any():
+        course, added = _course([_Stepper(scheduler, step, rank) for _ in range(2)], timesteps, outputs, latents)
+        noise, level = map(sum, zip((0.0, 0.0), *added, strict=True))
+        noise /= max(level, TOLERANCE)
+    moves = _moves_of(course, factors) if len(course) > len(timesteps) else None
+    return Trial(moves, noise if noise > TOLERANCE else 0.0)
+
+
+def _course(
+    steppers: Sequence[_Stepper], timesteps: torch.Tensor, outputs: torch.Tensor, latents: torch.Tensor
+) -> tuple[list[torch.Tensor], list[tuple[float, float]]]:
+    """Return the latents before each step and after the last, and the noise that each step but the last adds.
+
+    Args:
+        steppers: copies of a scheduler; the second, if any, gets zeros, and its latents are subtracted.
+        timesteps, outputs, latents: timesteps and outputs of the steps, and the first latents.
+
+    Raises:
+        Exception: the first step can't be called; a later one ends the course.
+    """
     course = [latents]
-    for timestep, output in zip(timesteps, outputs, strict=True):
-        course.append(scheduler.step(output, timestep, course[-1], return_dict=False)[0])
-    return _moves_of(course, factors)
+    added: list[tuple[float, float]] = []
+    for index, (timestep, output) in enumerate(zip(timesteps, outputs, strict=True)):
+        made = []
+        for stepper, share in zip(steppers, (1.0, 0.0), strict=False):
+            torch.default_generator.manual_seed(index)
+            np.random.seed(index)
+            random.seed(index)
+            try:
+                made.append(stepper(share * output, timestep, share * course[-1]))
+            except Exception:
+                if index == 0:
+                    raise
+                return course, added
+        course.append(made[0] - made[1] if len(made) > 1 else made[0])
+        if len(made) > 1 and index + 1 < len(timesteps):
+            added.append(steppers[1].noise(made[1], len(timesteps) - index - 1))
+    return course, added
+
+
+class _Stepper:
+    """A ``step`` on a copy of a scheduler, over latents of some rank."""
+
+    def __init__(self, scheduler: Any, step: Callable, rank: int) -> None:
+        known: dict[int, Any] = {}
+        self._scheduler, self._rank = copied(scheduler, known), rank
+        self._step = copied(step, known)
+        if self._scheduler is scheduler:
+            raise UnsupportedError("a scheduler can't be tried out that can't be copied")
+
+    def __call__(self, output: torch.Tensor, timestep: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        shape = (*latents.shape, *[1] * (self._rank - latents.ndim))
+        if hasattr(self._scheduler, "scale_model_input"):  # some schedulers warn otherwise
+            self._scheduler.scale_model_input(latents.view(shape), timestep)
+        return self._step(output.view(shape), timestep, latents.view(shape), return_dict=False)[0].view_as(latents)
+
+    def noise(self, made: torch.Tensor, left: int) -> tuple[float, float]:
+        """Return the standard deviation of the new noise in latents, and of all noise in them, if it is known.
+
+        Args:
+            left: number of steps that are left.
+        """
+        noise = level = float(made.std())
+        with suppress(Exception):
+            zero, one, step = torch.zeros(1, 1), torch.ones(1, 1), len(self._scheduler.timesteps) - left
+            timestep = self._scheduler.timesteps[step, None]
+            if hasattr(self._scheduler, "scale_noise"):
+                level = float(self._scheduler.scale_noise(zero, timestep, one))
+            elif hasattr(self._scheduler, "add_noise"):
+                level = float(self._scheduler.add_noise(zero, one, timestep))
+            else:
+                level = float(self._scheduler.sigmas[step])
+        return noise, level
 
 
 def _trial(steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,15 +222,8 @@ def _trial(steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _moves_of(course: Sequence[torch.Tensor], factors: torch.Tensor) -> Moves | None:
     """Return the moves from a trial's latents, before each step and after the last; None = not linear."""
-    found = torch.cat(list(course)).double()  # [steps + 1, steps + 2]
+    found = torch.cat(list(course)).double()[:, : len(factors) + 1]  # [steps + 1, steps + 2]
     parts, mixture = found[:, :-1], found[:, -1]
     # `<=`, so that NaN does not count as linear.
     linear = (mixture - parts @ factors).abs() <= TOLERANCE * (parts * factors).abs().sum(dim=1)
     return parts[:, :-1].tolist() if linear.all() else None
-
-
-def _on_cpu(scheduler: Any) -> Any:
-    for name, value in vars(scheduler).items():
-        if isinstance(value, torch.Tensor):
-            setattr(scheduler, name, value.cpu())
-    return scheduler

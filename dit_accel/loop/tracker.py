@@ -8,10 +8,11 @@
    set, the first timestep is looked up in the schedule. The first ``step_index`` confirms that place, or the run begins
    anew there. A timestep of 1 or less is not looked up: pipelines that rescale timesteps pass such numbers.
 4. The **branch** of classifier-free guidance is diffusers' cache context, otherwise the place of the call in its step.
-5. A run whose steps can't be told apart **computes every step**, and the report says why. This concerns schedulers of
-   an order above 1, whose calls share a timestep; a branch that is called twice in several steps, for example because
-   the pipeline steps copies of its scheduler; and calls without a timestep. Schedulers that add new noise at every step
-   compute every step too, because their outputs do not continue earlier ones.
+5. A run whose steps can't be told apart **computes every step**, and the report says why. This concerns schedulers
+   that call the model twice a step, so that two steps share a noise level; a branch that is called twice in several
+   steps, for example because the pipeline steps copies of its scheduler; and calls without a timestep. Schedulers that
+   draw all noise anew at every step compute every step too, because their outputs do not continue earlier ones. A trial
+   of the scheduler's steps shows both (:mod:`dit_accel.loop.moves`).
 
 The clocks in this file find runs and steps; the controller finds branches.
 """
@@ -28,14 +29,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dit_accel.errors import UnsupportedError, shown
-from dit_accel.loop.moves import Moves, euler_moves, linear_moves
+from dit_accel.loop.moves import Moves, Trial, try_out
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
 SIGMA_ROUNDING = 1e-4  # relative tolerance for noise levels that a sampler computes again
-EULER = "FlowMatchEulerDiscreteScheduler"
-CONSISTENCY = frozenset(  # schedulers that add new noise to a clean image at every step
-    ["LCMScheduler", "FlowMatchLCMScheduler", "SCMScheduler", "CMStochasticIterativeScheduler"]
+WHOLE_NOISE = 0.95  # share of new noise that counts as all of it; DDPM has 0.88 in 8 steps, consistency models have 1
+ADDS_NOISE = (
+    "adds noise at every step, so outputs continue earlier ones less well: more steps are computed, or every step"
 )
 NO_SCHEDULER = (
     "transformer must be called by a pipeline, got a call after its accelerated pipeline was deleted: for a loop of "
@@ -64,6 +65,7 @@ class Tick:
         sigmas: its noise levels, one a step: 0 to 1 if the model predicts a flow, otherwise the angle between image and
             noise, ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas.
         plain: why no step of the run may be forecast, or None.
+        noisy: why outputs continue earlier ones less well than usual, or None.
         moves: factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown.
         further: schedules of the second and later outputs by name, if the pipeline has other schedulers for them.
     """
@@ -76,6 +78,7 @@ class Tick:
     plain: str | None = None
     moves: Moves | None = None
     further: Mapping[str, Tick] = field(default_factory=dict)
+    noisy: str | None = None
 
     def coordinates(self, kind: str) -> Sequence[float]:
         """Return the coordinate of the forecast polynomial at every step of the run.
@@ -196,21 +199,25 @@ class SchedulerClock:
         self._begun = self._schedule(scheduler)
         others = {name: self._schedule(each) for name, each in self._further().items() if _has_steps(each, self._end)}
         others = {name: each for name, each in others.items() if each.sigmas != self._begun.sigmas}
-        plain = next((each.plain for each in (self._begun, *others.values()) if each.plain is not None), None)
-        self._begun = replace(self._begun, plain=plain, further=others)
+        every = self._begun, *others.values()
+        plain = next(filter(None, (each.plain for each in every)), None)
+        noisy = next(filter(None, (each.noisy for each in every)), None)
+        self._begun = replace(self._begun, plain=plain, noisy=noisy, further=others)
         self._count = self._first
         self._previous: float | None = None
 
     def _schedule(self, scheduler: Any) -> Tick:
         """Return the first position of a scheduler's run."""
-        values = [float(value) for value in scheduler.timesteps.tolist()]
         sigmas = getattr(scheduler, "sigmas", None)
-        levels = values = values[self._first :]
+        levels = values = [float(value) for value in scheduler.timesteps.tolist()][self._first :]
         if sigmas is not None and len(sigmas) >= self._end:
             levels = _noise_levels(sigmas[: self._end])[self._first :]
-        plain = _why_plain(scheduler)
-        moves = None if plain else _flow_moves(scheduler, self._first)
-        return Tick(self._run, 0, len(values), values, levels, plain, moves)
+        trial = try_out(scheduler, self._first)
+        # With larger sigmas the pipeline may compute the velocity from another kind of output (Cosmos).
+        is_flow = sigmas is not None and float(sigmas.max()) <= FLOW_SIGMA_MAX
+        plain, moves = _why_plain(scheduler, trial, levels), trial.moves if is_flow else None
+        noisy = f"{type(scheduler).__name__} {ADDS_NOISE}" if trial.noise else None
+        return Tick(self._run, 0, len(values), values, levels, plain, moves, noisy=noisy)
 
     def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
         if hasattr(scheduler, "step_index"):
@@ -373,31 +380,19 @@ def _has_steps(scheduler: Any, count: int) -> bool:
     return keeps_timesteps(scheduler) and len(scheduler.timesteps) == count
 
 
-def _why_plain(scheduler: Any) -> str | None:
-    """Return why no output of a scheduler's run can be forecast from earlier outputs, or None."""
-    name, order = type(scheduler).__name__, getattr(scheduler, "order", 1)
-    if order > 1:
-        return f"{name} repeats timesteps (order {order})"
-    anew = f"{name} draws the noise of the latents anew at every step"
-    if getattr(getattr(scheduler, "config", None), "stochastic_sampling", False):
-        return f"{anew} (stochastic_sampling)"
-    return None if _names(scheduler).isdisjoint(CONSISTENCY) else anew
+def _why_plain(scheduler: Any, trial: Trial, levels: Sequence[float]) -> str | None:
+    """Return why no output of a scheduler's run can be forecast from earlier outputs, or None.
 
-
-def _names(scheduler: Any) -> set[str]:
-    """Return the names of its class and base classes."""
-    return {cls.__name__ for cls in type(scheduler).__mro__}
-
-
-def _flow_moves(scheduler: Any, first: int) -> Moves | None:
-    """Return the moves of a flow's outputs; Euler's steps need no trial run."""
-    sigmas = getattr(scheduler, "sigmas", None)
-    # With larger sigmas the pipeline may compute the velocity from another kind of output (Cosmos).
-    if sigmas is None or float(sigmas.max()) > FLOW_SIGMA_MAX:
-        return None
-    if EULER in _names(scheduler):
-        return euler_moves(sigmas.tolist()[first:])
-    return linear_moves(scheduler, first)
+    Args:
+        trial: trial of the run's steps.
+        levels: noise levels, or timesteps, one a step.
+    """
+    name = type(scheduler).__name__
+    moved = [True] * len(levels) if trial.moves is None else [any(column) for column in zip(*trial.moves, strict=True)]
+    twice = sum(a == b for a, b in pairwise(each for each, moves in zip(levels, moved, strict=True) if moves))
+    if 3 * twice >= sum(moved) and twice:  # a stage of two begins where the latest one ended
+        return f"{name} repeats timesteps (order {math.ceil(len(levels) / (len(levels) - twice))})"
+    return f"{name} draws the noise of the latents anew at every step" if trial.noise >= WHOLE_NOISE else None
 
 
 def _largest(timestep: torch.Tensor | float) -> float:

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from dit_accel.loop.closed_loop import UNMEASURED, Course, Gap
+from dit_accel.loop.closed_loop import UNMEASURED, ClosedLoop, Course, Gap, best_share
 from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.interval import IntervalGap
 from dit_accel.loop.tracker import StepMode
@@ -49,10 +50,10 @@ def test_closed_loop_computes_until_it_has_observed():
     ],
 )
 def test_first_output_also_serves_the_second_step_if_little_change_is_expected(departure, steps, keys, following):
-    """The weight is 1, so the change may be `UNMEASURED` times the target."""
+    """The second step's weight is 1, so the change may be `UNMEASURED` times the target."""
     moves = [[0.1] * place for place in range(steps + 1)]
     departures = departure and [place * departure for place in range(steps)]
-    course = Course(range(steps), [1.0] * steps, moves, departures=departures)
+    course = Course(range(steps), [2.0] + [1.0] * (steps - 1), moves, departures=departures)
     control = Gap(load_preset("balanced", target_error=0.02 / UNMEASURED, **keys), course)
     assert control.mode(0) is StepMode.FULL
     assert control.observe(0, (), 0, math.inf) == following
@@ -184,6 +185,27 @@ def test_the_last_step_computes_where_an_error_would_stay(error, computed):
     control = closed_loop(range(8), target_error=0.05)
     control.observe(4, [3], 0, error)
     assert (control.mode(7) is not StepMode.DISPATCH) is computed
+
+
+@pytest.mark.parametrize("changed", [0, 1], ids=["first", "second"])
+def test_an_output_of_another_shape_begins_anew(changed):
+    """Of several outputs any may change; records of the shape before forecast neither."""
+    loop = ClosedLoop(closed_loop(), 2)
+    shapes = [(1, 4), (1, 6)]
+    for step in range(3):
+        loop.observe(step, tuple(map(torch.ones, shapes)), lambda tensor: tensor)
+    shapes[changed] = (1, 8)
+    loop.observe(3, tuple(map(torch.ones, shapes)), lambda tensor: tensor)
+    assert len(loop.outputs) == 1 and [each.shape for each in loop.forecast(4)] == shapes
+    loop.restart()
+    assert not loop.forecast_steps and not len(loop.outputs)
+
+
+def test_the_share_of_the_slope_is_that_of_all_tensors():
+    """The least squares of two tensors together."""
+    output, newest = [torch.tensor([2.0]), torch.tensor([2.0, 8.0])], [torch.zeros(1), torch.ones(2)]
+    linear = [torch.ones(1), torch.tensor([2.0, 3.0])]
+    assert float(best_share(output, newest, linear)) == pytest.approx((2 * 1 + 1 * 1 + 7 * 2) / (1 + 1 + 4))
 
 
 def test_closed_loop_survives_equal_coordinates():

@@ -21,6 +21,7 @@ class Gathered(torch.Tensor):
 
 
 ONE, OTHER, THIRD = prompt(1.0), prompt(2.0), prompt(3.0)
+SQUARE = torch.arange(4.0).view(2, 2)
 CHANGED = ["item"]
 
 
@@ -48,6 +49,7 @@ CHANGED = ["item"]
         pytest.param([(0.5, "a"), (0.5, "a"), (0.2, "a")], [[], [], CHANGED], id="settings-of-adapters"),
         pytest.param([ONE, ONE, None], [[], [], CHANGED], id="tensor-goes"),
         pytest.param([ONE, ONE, ONE.double()], [[], [], CHANGED], id="another-dtype"),
+        pytest.param([SQUARE, SQUARE, SQUARE.T], [[], [], CHANGED], id="transposed-in-place"),
     ],
 )
 def test_what_held_and_differs_is_a_change(values, found):

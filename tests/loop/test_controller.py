@@ -31,6 +31,8 @@ class FakeClock:
 
     moves = euler_moves([2 - sum((1 + step % 3) / STEPS for step in range(past)) for past in range(STEPS + 1)])
 
+    noisy: str | None = None
+
     def __init__(self, *, repeats: str | None = None) -> None:
         self.repeats = repeats
         self.start_run()
@@ -40,7 +42,7 @@ class FakeClock:
 
     def read(self, timestep: float, place=None) -> Tick:
         sigmas = [1 - i / STEPS for i in range(STEPS)]
-        return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves)
+        return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves, noisy=self.noisy)
 
 
 class Loop:
@@ -290,6 +292,28 @@ def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
     assert bool(loop.controller.report.notes) == corrector
 
 
+@pytest.mark.parametrize("interval, notes", [(4, ["adds noise"]), (1, [])], ids=["forecasts", "computes-all"])
+def test_noise_of_the_steps_is_noted(interval, notes):
+    """The report says why more steps are computed than without noise, if any is forecast."""
+    loop = Loop(**{"schedule.interval": interval, "forecast.corrector": False})
+    loop.clock.noisy = "adds noise"
+    loop.call(0)
+    assert loop.controller.report.notes == notes
+
+
+def test_under_noise_the_second_step_is_computed():
+    """Without noise the first output may serve it; how much noise changes the next output is not measured."""
+    usual, noisy = Loop("turbo"), Loop("turbo")
+    noisy.clock.noisy = "adds noise"
+    for loop in (usual, noisy):
+        loop.clock.moves = euler_moves(levels := [1 - (step / STEPS) ** 4 for step in range(STEPS + 1)])
+        loop.clock.read = lambda timestep, place=None, clock=loop.clock: Tick(
+            clock.run, int(timestep), STEPS, range(STEPS), levels[:-1], None, clock.moves, noisy=clock.noisy
+        )
+    modes = [[loop.call(step)[0].mode for step in range(2)] for loop in (usual, noisy)]
+    assert modes[0][1] is DISPATCH and modes[1][1] is UPDATE
+
+
 def test_recorded_output_is_a_copy():
     """Pipelines may change the transformer's output in place; the history keeps the computed values."""
     loop = Loop(**{"forecast.order": 0})
@@ -468,6 +492,33 @@ def test_changed_shape_drops_caches_and_is_noted():
     assert len(call.branch.loops[0].outputs) == 1
     assert loop.controller.report.notes == ["shapes or return_dict changed at step 3: caches dropped"]
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
+
+
+def test_every_change_of_the_conditioning_is_seen_at_once():
+    """The records are dropped at the first, and the next is compared with all calls before it."""
+    loop, values = Loop(), [0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
+    modes = [loop.call(step, conditions={"item": float(value)})[0].mode for step, value in enumerate(values)]
+    assert [mode for mode in modes[3:9:2] if mode is DISPATCH] == []
+    assert loop.controller.report.notes == [f"item changed at step {step}: caches dropped" for step in (3, 5, 7)]
+
+
+def test_only_samples_that_compute_have_records_of_the_step():
+    """A sample that is forecast stays as old as its latest computed step."""
+    loop, apart, samples = closed_loop(**{"schedule.target_error": 0.3}), 0, [(0,), (1,)]
+    for step in range(STEPS):
+        with loop.controller.calling("transformer", "cond", step, (), samples=lambda: samples) as call:
+            before = [each.computed_step for each in call.branch.loops]
+            if call.forecasts_output:
+                loop.controller.forecast_output(call)
+            else:
+                rows = samples if call.computed_rows is None else [call.computed_rows]
+                output = [torch.full((1, 4), 1.0 + 5 * row * (-1) ** step) for part in rows for row in part]
+                loop.controller.observe(call, (torch.cat(output),), lambda tensor, rows: tensor)
+                loop.controller.read(call)
+        expected = [step if place in call.computing else age for place, age in enumerate(before)]
+        assert [each.computed_step for each in call.branch.loops] == expected
+        apart += len(call.computing) == 1
+    assert apart
 
 
 def test_changed_mode_computes_and_is_noted():

@@ -19,7 +19,7 @@ from dit_accel.loop.growth import (
     log_odds,
     responses,
 )
-from dit_accel.loop.moves import euler_moves, linear_moves
+from dit_accel.loop.moves import euler_moves, try_out
 
 FALLING = [1.0, 0.9, 0.7, 0.3]
 
@@ -77,7 +77,7 @@ def test_outputs_that_point_to_the_image_answer_the_other_way():
     scheduler = diffusers.MiniMaxH3Scheduler()
     scheduler.set_timesteps(9)
     levels = scheduler.sigmas[:-1].tolist()
-    plain, turned = responses(levels, euler_moves([*levels, 0.0])), responses(levels, linear_moves(scheduler))
+    plain, turned = responses(levels, euler_moves([*levels, 0.0])), responses(levels, try_out(scheduler).moves)
     assert turned == pytest.approx([-each for each in plain]) and min(turned) > 0
 
 

@@ -6,10 +6,15 @@ import torch
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import MemoryBudgetError, PresetError
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.loop.accounts import Accounts
+from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import GIB, MemoryPlan, ModelSize, SiteSize, estimate, plan_memory
+from dit_accel.loop.report import RunReport
 from dit_accel.loop.storage import PLAIN, Storage
+from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.models.families.family import Family
+from dit_accel.models.transformer import TransformerDriver
 from tests.tiny import tiny_inputs, tiny_output, tiny_pipeline
 
 STEPS = 7
@@ -139,16 +144,48 @@ def test_history_goes_on_in_another_form():
     history = History(3)
     values = [torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     for i in range(3):
-        history.record(float(i), (values[i],))
+        history.record(float(i), (values[i], -values[i]))
     history.adopt(2, Storage(float8=True))
     assert history.coordinates == (2.0, 1.0)
-    history.record(3.0, (values[3],))
+    history.record(3.0, (values[3], -values[3]))
     assert history.coordinates == (3.0, 2.0)
-    for (restored,), value in zip(history.values, (values[3], values[2]), strict=True):
+    for (restored, negative), value in zip(history.values, (values[3], values[2]), strict=True):
         assert torch.equal(restored, Storage(float8=True).keep(value).read())
+        assert torch.equal(negative, -restored)
     history.adopt(0, PLAIN)
     history.record(4.0, (values[4],))
     assert (len(history), history.tensors()) == (0, [])
+
+
+class Recorded:
+    """A loop, or the records of a block, that counts its calls."""
+
+    order = 2.0
+
+    def __init__(self):
+        self.calls = []
+
+    def adopt(self, *plan):
+        self.calls.append("adopt")
+
+    def fetch(self):
+        self.calls.append("fetch")
+
+
+def test_a_branch_changes_all_its_records_and_fetches_the_next():
+    """A plan of less memory holds for the loops of all prompts and for all blocks, once."""
+    loops, blocks = [Recorded(), Recorded()], {name: Recorded() for name in ("first", "second", "third")}
+    branch = BranchState("cond", (), ModelSize(), MemoryPlan(2), loops, sites=blocks)
+    for _ in range(2):
+        branch.adopt(MemoryPlan(1))
+    assert [each.calls for each in (*loops, *blocks.values())] == [["adopt"]] * 5
+    fetched = []
+    for name in (None, "first", "second", "third"):
+        for each in blocks.values():
+            each.calls.clear()
+        branch.fetch_after(name)
+        fetched.append([other for other, each in blocks.items() if each.calls])
+    assert fetched == [["first"], ["second"], ["third"], []]
 
 
 # In a pipeline
@@ -205,6 +242,12 @@ def test_outputs_are_expected_as_wide_as_they_are(name):
         report = pipe.dit_accel.report()
     assert report.steps_by_mode["dispatch"] > 0
     assert report.cache_bytes == report.estimated_bytes > 0
+
+
+def test_outputs_of_an_unknown_model_are_expected_as_large_as_all_latents():
+    """A second output, such as audio, is recorded too."""
+    arguments = {"hidden_states": torch.zeros(2, 3), "audio_hidden_states": torch.zeros(5), "timestep": torch.ones(1)}
+    assert TransformerDriver.size(None, arguments) == ModelSize(output=11, itemsize=4)
 
 
 def test_estimate_knows_the_models_dtype():
@@ -298,6 +341,20 @@ def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
     monkeypatch.setattr(Family, "size", lambda *_: ModelSize())
     _, report = run(pipe, load_preset(OUTPUT, **{"memory.budget_gib": 1e-6}))
     assert report.notes == ["caches took more memory than estimated, and more than memory.budget_gib"]
+
+
+@pytest.mark.parametrize("below, noted", [(0, False), (1, True)], ids=["equal", "beyond"])
+def test_caches_may_fill_the_budget(below, noted):
+    """The budget is a limit, and memory of that size is within it."""
+    tensor = torch.zeros(2**10, dtype=torch.float32)
+    report = RunReport("preset", "any", ["block"], density=[[]])
+    accounts = Accounts(report, (tensor.nbytes - below) / GIB)
+    accounts.start_step(tick := Tick(object(), 0, 1, [900.0], [0.9]))
+    branch = BranchState("cond", (), ModelSize(), MemoryPlan(0), [History(1)])
+    branch.loops[0].record(0.0, (tensor,))
+    call = Call("transformer", StepMode.UPDATE, (StepMode.UPDATE,), tick, None, branch, True, report)
+    accounts.take_call(call, [branch])
+    assert bool(report.notes) is noted and report.cache_bytes == tensor.nbytes
 
 
 # Without a model

@@ -1,14 +1,16 @@
 """Contribution of each step's output to the result of a run, derived from the scheduler."""
 
 import copy
-from itertools import pairwise
+import random
+from itertools import pairwise, product
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.loop.moves import euler_moves, linear_moves, sampler_moves
+from dit_accel.loop.moves import euler_moves, sampler_moves, try_out
 
 # diffusers' own, at the construction of a scheduler and in the steps of DEIS
 pytestmark = [
@@ -60,7 +62,7 @@ def latents_of(scheduler, outputs: torch.Tensor, first: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", LINEAR)
 def test_moves_are_the_derivatives_of_a_run(name, first):
     """A change of an output changes the latents of a run by the change times its move."""
-    moves = torch.tensor(linear_moves(ready(LINEAR[name](), first), first), dtype=torch.float64)
+    moves = torch.tensor(try_out(ready(LINEAR[name](), first), first).moves, dtype=torch.float64)
     outputs = torch.randn(STEPS - first, 1, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     latents = latents_of(LINEAR[name](), outputs, first)
     assert moves.shape == (len(outputs) + 1, len(outputs))
@@ -73,11 +75,11 @@ def test_moves_are_the_derivatives_of_a_run(name, first):
 
 
 @pytest.mark.parametrize("first", [0, 5], ids=["from-noise", "from-an-image"])
-def test_eulers_moves_are_known_without_a_trial(first):
-    """They are steps in sigma; the trial finds the same."""
+def test_eulers_moves_are_steps_in_sigma(first):
+    """The trial finds them."""
     scheduler = ready(LINEAR["euler"](), first)
     known = torch.tensor(euler_moves(scheduler.sigmas[first:].tolist()))
-    torch.testing.assert_close(torch.tensor(linear_moves(scheduler, first)), known, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(try_out(scheduler, first).moves), known, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["unipc-order-2", "dpm++-order-2", "deis"])
@@ -85,7 +87,23 @@ def test_a_flows_moves_add_up_to_the_whole_way(name):
     """An output that stays the same moves the latents along a straight line, as far as sigma falls."""
     scheduler = ready(LINEAR[name]())
     whole = float(scheduler.sigmas[-1] - scheduler.sigmas[0])
-    assert sum(linear_moves(scheduler)[-1]) == pytest.approx(whole, abs=1e-4)
+    assert sum(try_out(scheduler).moves[-1]) == pytest.approx(whole, abs=1e-4)
+
+
+def euler_class(step):
+    """A subclass of Euler's scheduler whose latents go through a function of the scheduler and the next latents."""
+    Euler = diffusers.FlowMatchEulerDiscreteScheduler
+
+    class OfTheUsers(Euler):
+        def step(self, model_output, timestep, sample, return_dict=True):
+            return (step(self, Euler.step(self, model_output, timestep, sample, return_dict=False)[0]),)
+
+    return OfTheUsers
+
+
+def of_its_step(scheduler, latents):
+    generator = torch.Generator().manual_seed(scheduler.step_index)
+    return latents + 0.1 * torch.randn(latents.shape, generator=generator)
 
 
 class TakesMore(diffusers.FlowMatchEulerDiscreteScheduler):
@@ -93,41 +111,116 @@ class TakesMore(diffusers.FlowMatchEulerDiscreteScheduler):
         return super().step(model_output, timestep, sample, return_dict=return_dict)
 
 
-class OfTheUsers(diffusers.FlowMatchEulerDiscreteScheduler):
+class TakesImages(diffusers.FlowMatchEulerDiscreteScheduler):
     def step(self, model_output, timestep, sample, return_dict=True):
-        return super().step(model_output.clamp(-50, 50), timestep, sample, return_dict=return_dict)
+        _batch, _channels, _height, _width = sample.shape
+        return super().step(model_output, timestep, sample, return_dict=return_dict)
 
 
 NOT_LINEAR = {
-    "sde": lambda: dpm(algorithm_type="sde-dpmsolver++"),
-    "stochastic": lambda: diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
-    "few-step": diffusers.FlowMatchLCMScheduler,
-    "ancestral": diffusers.EulerAncestralDiscreteScheduler,
-    "ddpm": lambda: diffusers.DDPMScheduler(clip_sample=False),
+    "ddpm": lambda: diffusers.DDPMScheduler(clip_sample=True),
     "clipped": lambda: diffusers.DDIMScheduler(clip_sample=True),
     "thresholds-dpm++": lambda: dpm(thresholding=True),
     "thresholds-unipc": lambda: unipc(thresholding=True),
     "takes-old-outputs": diffusers.CogVideoXDPMScheduler,
-    "takes-more": TakesMore,
-    "clamps-outputs": OfTheUsers,
+    "clamps": euler_class(lambda self, latents: latents.clamp(-50, 50)),
+    "noise-that-never-repeats": euler_class(
+        lambda self, latents: latents + torch.randn(latents.shape, generator=(g := torch.Generator(), g.seed())[0])
+    ),
 }
+NOISY = {
+    "sde": lambda: dpm(algorithm_type="sde-dpmsolver++"),
+    "ancestral": diffusers.LTXEulerAncestralRFScheduler,
+    "torchs-noise": euler_class(lambda self, latents: latents + 0.1 * torch.randn_like(latents)),
+    "numpys-noise": euler_class(
+        lambda self, latents: latents + 0.1 * torch.from_numpy(np.random.randn(*latents.shape))
+    ),
+    "noise-of-the-step": euler_class(of_its_step),
+}
+ANEW = {
+    "stochastic": lambda: diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+    "few-step": diffusers.FlowMatchLCMScheduler,
+    "few-step-of-noise": diffusers.LCMScheduler,
+    "trigonometric": diffusers.SCMScheduler,
+}
+BASES = {"takes-more": TakesMore, "takes-images": TakesImages}
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_steps_that_are_no_sum_have_no_moves(name):
-    """Noise, clipping and steps that take something else are found out."""
-    assert linear_moves(ready(NOT_LINEAR[name]())) is None
+    """Clipping, and steps that take something else, are found out."""
+    assert try_out(ready(NOT_LINEAR[name]())).moves is None
 
 
-@pytest.mark.parametrize("name", [*LINEAR, "sde", "stochastic"])
+@pytest.mark.parametrize(
+    "name, first", [*product([*LINEAR, *NOISY, *ANEW], [0]), *product(["few-step", "few-step-of-noise"], [5])]
+)
+def test_noise_of_steps_is_measured(name, first):
+    """Noise is a share of all noise in the latents, whatever draws it; classes are not asked."""
+    scheduler = {**LINEAR, **NOISY, **ANEW}[name]()
+    scheduler.set_timesteps(2 if name == "trigonometric" else STEPS)
+    noise = try_out(scheduler, first).noise
+    assert noise == 0 if name in LINEAR else noise > 0.95 if name in ANEW else 0.1 < noise < 0.95
+
+
+@pytest.mark.parametrize("name", ["torchs-noise", "numpys-noise", "noise-of-the-step", *BASES])
+def test_noise_does_not_hide_the_moves(name):
+    """A step's noise is subtracted; a step that takes other arguments has the moves of its base class."""
+    scheduler = ready({**NOISY, **BASES}[name]())
+    known = torch.tensor(euler_moves(scheduler.sigmas.tolist()))
+    torch.testing.assert_close(torch.tensor(try_out(scheduler).moves), known, rtol=0, atol=1e-5)
+
+
+class Replaced:
+    """A scheduler's step with noise of its own generators, which counts its calls."""
+
+    def __init__(self, step):
+        self.step, self.calls, self.generator = step, 0, np.random.default_rng(0)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        latents = self.step(*args, **kwargs)[0]
+        return (latents + 0.1 * torch.from_numpy(self.generator.standard_normal(latents.shape)),)
+
+    def state(self):
+        return self.calls, self.generator.bit_generator.state
+
+
+def replaced_by_a_function(step):
+    """The same with variables of a function, and a function that reads them."""
+    calls, generator = 0, torch.Generator().manual_seed(0)
+
+    def noisy(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        latents = step(*args, **kwargs)[0]
+        return (latents + 0.1 * torch.randn(latents.shape, generator=generator),)
+
+    noisy.state = lambda: (calls, generator.get_state().tolist())
+    return noisy
+
+
+@pytest.mark.parametrize("replace", [Replaced, replaced_by_a_function], ids=["object", "function"])
+def test_a_replaced_step_is_tried_on_a_copy(replace):
+    """The noise of a step that is set on the scheduler is found, and neither changes."""
+    scheduler = ready(diffusers.FlowMatchEulerDiscreteScheduler())
+    scheduler.step = replace(scheduler.step)
+    before = scheduler.step.state()
+    trial = try_out(scheduler)
+    assert trial.moves is not None and trial.noise > 0.1
+    assert scheduler.step.state() == before and scheduler.step_index is None
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *NOISY, *ANEW])
 def test_the_scheduler_stays_as_it_is(name):
-    """The trial leaves no trace on the scheduler, nor on torch's random numbers."""
-    scheduler = ready({**LINEAR, **NOT_LINEAR}[name]())
-    before, random = copy.deepcopy(vars(scheduler)), torch.get_rng_state()
-    timesteps = scheduler.timesteps
-    linear_moves(scheduler)
-    assert scheduler.timesteps is timesteps
-    assert torch.equal(torch.get_rng_state(), random)
+    """The trial leaves no trace on the scheduler, nor on random numbers."""
+    scheduler = {**LINEAR, **NOISY, **ANEW}[name]()
+    scheduler.set_timesteps(2 if name == "trigonometric" else STEPS)
+    before, states = copy.deepcopy(vars(scheduler)), (torch.get_rng_state(), np.random.get_state()[1].copy())
+    pythons, timesteps = random.getstate(), scheduler.timesteps
+    try_out(scheduler)
+    assert scheduler.timesteps is timesteps and random.getstate() == pythons
+    assert torch.equal(torch.get_rng_state(), states[0]) and (np.random.get_state()[1] == states[1]).all()
     assert vars(scheduler).keys() == before.keys()
     for key, value in vars(scheduler).items():
         assert torch.equal(value, before[key]) if isinstance(value, torch.Tensor) else value == before[key], key

@@ -4,12 +4,15 @@ import diffusers
 import pytest
 import torch
 
+from dit_accel.loop.accounts import Accounts
 from dit_accel.loop.controller import Controller
-from dit_accel.loop.outputs import FIRST
-from dit_accel.loop.tracker import SchedulerClock
+from dit_accel.loop.outputs import FIRST, LoopPerOutput
+from dit_accel.loop.report import RunReport
+from dit_accel.loop.tracker import SchedulerClock, Tick
 from dit_accel.presets import load_preset
 
 STEPS = 24
+NAMES = (FIRST, "audio", "third")
 
 
 def schedulers(*shifts):
@@ -67,6 +70,60 @@ def test_the_worst_output_decides():
     first, second, both = [[step.mode != "dispatch" for step in report.steps] for report in runs]
     assert sum(both) >= max(sum(first), sum(second))
     assert {step.decided_by for step in runs[2].steps} <= {None, FIRST, "audio"}
+
+
+class Recorded:
+    """A loop that records its calls."""
+
+    gap = rows = None
+    computed_step = following = 0
+
+    def __init__(self, error=0.0):
+        self.error, self.calls, self.measured = error, [], (error,)
+
+    def restart(self):
+        self.calls.append("restart")
+
+    def adopt(self, order):
+        self.calls.append(order)
+
+    def observe(self, step, output, used):
+        return output
+
+    def decide(self, step, measured):
+        assert measured == [self.error]
+        return self.error
+
+
+def together(*errors):
+    return LoopPerOutput({name: Recorded(error) for name, error in zip(NAMES, errors, strict=True)})
+
+
+def test_all_outputs_restart_adopt_and_are_computed():
+    """None keeps records of before, a higher degree, or an older computed step."""
+    loops = together(0.0, 0.0, 0.0)
+    loops.restart()
+    loops.adopt(1)
+    loops.computed_step = 7
+    assert [(loop.calls, loop.computed_step) for loop in loops._loops] == [(["restart", 1], 7)] * 3
+
+
+@pytest.mark.parametrize("errors", [(0.1, 0.3, 0.2), (0.3, 0.1, 0.2), (0.1, 0.2, 0.3)], ids=str)
+def test_of_outputs_that_reach_as_far_the_worst_decides(errors):
+    loops = together(*errors)
+    loops.observe(0, (torch.ones(1),) * 3, lambda tensor: tensor)
+    assert loops.decide(0, loops.measured) == 0.3
+    assert loops.decider == NAMES[errors.index(0.3)]
+
+
+@pytest.mark.parametrize("errors", [(0.1, 0.3, 0.2), (0.3, 0.2, 0.1)], ids=str)
+def test_a_step_names_the_output_of_its_largest_error(errors):
+    """Later and smaller errors, of other branches or prompts, change neither."""
+    accounts = Accounts(RunReport("preset", "any", []), None)
+    accounts.start_step(Tick(object(), 0, 1, [900.0], [0.9]))
+    for error, name in zip(errors, NAMES, strict=True):
+        accounts.take_error(error, 0, name)
+    assert (accounts.step.error, accounts.step.decided_by) == (0.3, NAMES[errors.index(0.3)])
 
 
 def test_equal_schedules_are_one():

@@ -237,6 +237,8 @@ def test_arguments_of_rows():
     assert part["controlnet_block_samples"][0].tolist() == [2.0, 0.0]
     assert part["joint_attention_kwargs"]["ip_adapter_image_embeds"][0].tolist() == [2.0, 0.0]
     assert part["img_shapes"] == [[(1, 4, 4)], [(1, 2, 2)]]
+    shared = {**arguments, "img_shapes": [[(1, 2, 2)]]}
+    assert arguments_of_rows(shared, (2, 0))["img_shapes"] == [[(1, 2, 2)]]
     untouched = ("timestep", "img_ids", "position_ids", "guidance")
     assert all(part[name] is arguments[name] for name in untouched)
     assert part["controlnet_block_samples"][1] is arguments["controlnet_block_samples"][1]

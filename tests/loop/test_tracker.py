@@ -11,7 +11,10 @@ from dit_accel.loop.growth import error_weights
 from dit_accel.loop.tracker import Place, PlaceClock, SchedulerClock, SigmaClock, Tick, TimestepClock
 
 # diffusers' own, at the construction of a scheduler
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +204,14 @@ def test_timesteps_that_round_alike_are_told_apart():
     assert [tick.step for tick in denoise(scheduler, clock, dtype=torch.bfloat16)] == list(range(200))
 
 
-@pytest.mark.parametrize("scheduler", [diffusers.HeunDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler])
+Euler, Heun = diffusers.FlowMatchEulerDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler
+OwnHeun = type("OwnHeun", (Heun,), {"order": 1})
+TWO_CALLS = [diffusers.HeunDiscreteScheduler, Heun, OwnHeun, diffusers.KDPM2DiscreteScheduler]
+
+
+@pytest.mark.parametrize("scheduler", TWO_CALLS)
 def test_scheduler_of_second_order_repeats(scheduler):
-    """A scheduler that runs the transformer twice per step says so, and each call counts as a step."""
+    """A scheduler that runs the transformer twice per step is found by its steps, and each call counts as a step."""
     scheduler = scheduler()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(4)
@@ -212,14 +220,65 @@ def test_scheduler_of_second_order_repeats(scheduler):
     assert {tick.plain for tick in ticks} == {f"{type(scheduler).__name__} repeats timesteps (order 2)"}
 
 
-@pytest.mark.parametrize("scheduler", [diffusers.LCMScheduler, diffusers.FlowMatchLCMScheduler, diffusers.SCMScheduler])
-def test_schedulers_of_consistency_models_draw_noise_anew(scheduler):
-    """Derived schedulers do so too."""
-    for kind in (scheduler, type("OfTheUsers", (scheduler,), {})):
-        made = kind()
-        made.set_timesteps(2)
-        plain = SchedulerClock(lambda made=made: made).read(made.timesteps[0]).plain
-        assert plain == f"{kind.__name__} draws the noise of the latents anew at every step"
+def plain_of(scheduler, steps: int) -> str | None:
+    scheduler.set_timesteps(steps)
+    return SchedulerClock(lambda: scheduler).read(scheduler.timesteps[0]).plain
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        pytest.param(type("Own", (Euler,), {"order": 2})(), id="order-of-a-multistep-scheduler"),
+        pytest.param(diffusers.PNDMScheduler(skip_prk_steps=True), id="one-timestep-twice"),
+        pytest.param(diffusers.EulerAncestralDiscreteScheduler(), id="some-noise"),
+        pytest.param(
+            diffusers.UniPCMultistepScheduler(
+                use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=50.0, final_sigmas_type="zero"
+            ),
+            id="timesteps-that-round-alike",
+        ),
+    ],
+)
+def test_other_schedulers_are_forecast(scheduler):
+    """Neither a number of the scheduler nor single equal timesteps make a scheduler one that calls twice a step."""
+    assert plain_of(scheduler, 30) is None
+
+
+def test_steps_of_no_length_are_no_stages():
+    """A user's schedule may stay at a noise level; its outputs there change nothing."""
+    scheduler = Euler()
+    scheduler.set_timesteps(sigmas=[1.0, 0.8, 0.8, 0.5, 0.5, 0.3])
+    tick = SchedulerClock(lambda: scheduler).read(scheduler.timesteps[0])
+    assert tick.plain is None and tick.noisy is None
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.LCMScheduler,
+        diffusers.FlowMatchLCMScheduler,
+        diffusers.SCMScheduler,
+        lambda: Euler(stochastic_sampling=True),
+        lambda: diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+    ],
+    ids=["lcm", "flow-lcm", "scm", "stochastic", "sde-of-few-steps"],
+)
+def test_schedulers_that_draw_all_noise_anew(scheduler):
+    """Consistency models' schedulers do so, and stochastic ones of few steps."""
+    scheduler = scheduler()
+    expected = f"{type(scheduler).__name__} draws the noise of the latents anew at every step"
+    assert plain_of(scheduler, 2) == expected
+
+
+def test_noise_of_a_users_step_is_told():
+    """A replaced step that adds noise is not known by its class; its outputs are forecast, with a remark."""
+    scheduler = Euler(shift=3.0)
+    scheduler.set_timesteps(20)
+    own = scheduler.step
+    scheduler.step = lambda *args, **kwargs: (own(*args, **kwargs)[0] + 0.1 * torch.randn(args[0].shape),)
+    tick = SchedulerClock(lambda: scheduler).read(scheduler.timesteps[0])
+    assert tick.plain is None and tick.moves is not None
+    assert tick.noisy.startswith("FlowMatchEulerDiscreteScheduler adds noise at every step")
 
 
 def test_call_after_the_last_step_stays_in_the_schedule():

@@ -262,6 +262,18 @@ def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
     assert parts.told == told and "encode_prompt" not in vars(pipe)
 
 
+def test_a_pipeline_without_a_known_beginning_is_left_as_it_was():
+    """Its first part begins a call, until the timing is closed; a second timing takes back its own."""
+    pipe, parts = type("Bare", (), {})(), CallParts()
+    pipe.encoder = Encoder()
+    before = parts.notice
+    first, second = (component_times.time_components(pipe, parts) for _ in range(2))
+    assert parts.notice is not before
+    second.close()
+    first.close()
+    assert parts.notice is before
+
+
 @pytest.mark.parametrize("own", [None, lambda x: ("own", x)], ids=["of the class", "own"])
 @pytest.mark.parametrize("later", [None, lambda x: ("later", x)], ids=["alone", "replaced"])
 def test_a_watched_method_is_what_it_was(own, later):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,40 @@ def test_weights_that_are_offloaded_while_a_call_runs_are_no_change():
     assert model(torch.ones(2)) == model(torch.ones(2))
 
 
+def test_scales_of_a_pipeline_and_of_its_guider_are_conditions():
+    """Numbers alone: a guider's other attributes, and its steps, are none."""
+    guider = SimpleNamespace(guidance_scale=3.0, _skip_layer_guidance_scale=2, start=0.1, guidance_rescale="none")
+    pipeline = SimpleNamespace(_guidance_scale=5.0, guider=guider)
+    items = Conditions(torch.nn.Linear(2, 2)).of({}, pipeline, None)
+    assert {name: value for name, value in items.items() if "of Simple" in name} == {
+        "guidance_scale of SimpleNamespace": 3.0,
+        "skip_layer_guidance_scale of SimpleNamespace": 2,
+    }
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_a_write_to_any_weight_is_noticed(place):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    conditions = Conditions(model)
+    before = conditions.of({}, None, None)
+    with torch.no_grad():
+        list(model.parameters())[place].mul_(2)
+    assert conditions.of({}, None, None)["weights"] != before["weights"]
+
+
+def test_an_adapter_that_is_loaded_under_way_is_noticed_and_then_read():
+    """Its strength is one of the conditions from then on."""
+    pipe = tiny_pipeline("flux")
+    conditions = Conditions(pipe.transformer)
+    found = [conditions.of({}, None, None)["adapters"]]
+    CHANGES["adapter-scale"].prepare(pipe)
+    found.append(conditions.of({}, None, None)["adapters"])
+    [layer, *_] = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    layer.scaling = {name: 0.5 * strength for name, strength in layer.scaling.items()}
+    found.append(conditions.of({}, None, None)["adapters"])
+    assert len(set(found)) == 3
+
+
 def test_a_strength_in_a_tensor_is_noticed():
     """Adapters that are made ready to be swapped under a compiled model have their strengths in tensors."""
     pipe = tiny_pipeline("flux")
@@ -139,7 +174,7 @@ def test_a_strength_in_a_tensor_is_noticed():
     conditions = Conditions(pipe.transformer)
     before = conditions.of({}, None, None)
     assert conditions.of({}, None, None) == before
-    layers[0].scaling["one"].fill_(0.5)
+    layers[-1].scaling["one"].fill_(0.5)
     assert conditions.of({}, None, None)["adapters"] != before["adapters"]
 
 

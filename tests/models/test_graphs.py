@@ -13,6 +13,7 @@ from dit_accel.errors import PresetError
 from dit_accel.models import transformer
 from dit_accel.models.graphs.cuda_graph import Trial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
+from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
 from dit_accel.tools.timing import transformer_clock
 from tests.models.fake_graph import RecordedGraph
@@ -161,6 +162,28 @@ def test_a_changed_model_is_captured_again(graph, change):
     replayed = tiny_output(pipe, "flux", steps=3)
     assert (graph.captures, graph.replays) == (2, 2)
     assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
+
+
+GROWING = {
+    "hook": (lambda model: model[1].register_forward_hook(print), "1._forward_hooks"),
+    "pre-hook": (lambda model: model[1].register_forward_pre_hook(print), "1._forward_pre_hooks"),
+    "second-hook": (lambda model: model[0].register_forward_hook(print), "0._forward_hooks"),
+    "dict": (lambda model: model.notes.update(key=1), "notes.key"),
+    "buffer": (lambda model: model[1].register_buffer("mask", torch.ones(2)), "1 (buffers).mask"),
+    "module": (lambda model: model[1].register_module("more", torch.nn.Identity()), "1.more"),
+}
+
+
+@pytest.mark.parametrize("change, named", GROWING.values(), ids=GROWING)
+def test_additions_to_a_model_are_changes(change, named):
+    """Containers that were empty at the capture, and hooks on any module, count."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    model.notes = {}
+    state = ModelState(model)
+    assert state.change() is None
+    change(model)
+    assert (state.change() or "").startswith(named)
 
 
 def test_settings_of_a_lora_are_captured_again(graph):

@@ -27,7 +27,7 @@ FAMILIES = ["flux", "wan", "hunyuan", "sd3", "ltx", "qwen-image", "wan22", "moch
 
 
 def on_host(pipe, preset="exact", **overrides):
-    return accelerate_pipeline(pipe, preset, **HOST, **overrides)
+    return accelerate_pipeline(pipe, preset, **{**HOST, **overrides})
 
 
 def driver_of(pipe):
@@ -198,10 +198,13 @@ def test_modulations_without_norm_in_their_names_return_to_the_device():
     assert waiting and not any("_mod." in name for name in waiting)
 
 
-def test_rounded_weights_leave_the_device_with_the_transformer(rounded):
-    """They stay from run to run otherwise; graphs that read them go too."""
+@pytest.mark.parametrize("later", [[], ["balanced"]], ids=["one-preset", "a-second-preset"])
+def test_rounded_weights_leave_the_device_with_the_transformer(later, rounded):
+    """They stay from run to run otherwise; graphs that read them go too, and what a later preset took over."""
     pipe = on_host(tiny_pipeline("flux"))
     made(pipe)
+    for preset in later:
+        on_host(pipe, preset)
     linears = linears_of(pipe)
     kept = [weakref.ref(weights.values) for weights in linears._weights.values()]
     assert kept and all(each() is not None for each in kept)
@@ -221,6 +224,8 @@ def test_another_preset_moves_and_rounds_nothing(moves, rounded):
     on_host(pipe)
     assert torch.equal(made(pipe), before) and not rounded
     assert {device for _, device in moves} == {CPU}
+    on_host(pipe, **{"linear.dtype": "float8"})
+    assert not linears_of(pipe)._weights  # those of before are int8
     accelerate_pipeline(pipe, "exact")
     assert "_apply" not in vars(pipe.transformer.transformer_blocks[0].attn.to_q)
     on_host(pipe, **{"linear.exclude": ["single_*"]})

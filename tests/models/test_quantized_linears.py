@@ -106,6 +106,19 @@ def test_queries_keys_and_values_multiply_together():
     assert calls == [1]
 
 
+@torch.no_grad()
+def test_a_layer_alone_takes_its_rows_of_a_product_with_wider_layers():
+    """Its rounded weights begin where those of the layers before it end, however wide these are."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    block, linears = pipe.transformer.single_transformer_blocks[0], linears_of(pipe)
+    layers = block.proj_mlp, block.attn.to_q, block.attn.to_k
+    assert layers[0].out_features > layers[1].out_features
+    linears.project(*layers, x=torch.randn(1, 80, layers[0].in_features))
+    for layer in layers:
+        alone = linears._round(layer, layer.weight.device)
+        assert all(map(torch.equal, linears._part(layer), alone))
+
+
 def test_excluded_layers_run_as_they_are():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8, **{"linear.exclude": ["*.to_?", "single_*"]})
     names = list(linears_of(pipe).layers)

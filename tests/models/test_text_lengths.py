@@ -44,6 +44,13 @@ def test_gaps_count_up_to_the_last_token():
     assert (found.lengths, found.end, found.leading) == ((2,), 4, False)
 
 
+def test_lengths_of_some_samples_are_theirs():
+    """In the order asked for; one length for all stays."""
+    found = TextMasks().lengths(mask_of(3, 5, 2)).of_rows([2, 1])
+    assert (found.lengths, found.counts.tolist(), found.end) == ((2, 5), [2, 5], 5)
+    assert TextMasks().lengths(mask_of(3)).of_rows([1, 2]).lengths == (3,)
+
+
 @pytest.mark.parametrize("shares", [1, 2, 3, 4])
 @pytest.mark.parametrize("end", [1, 4, 5, 6])
 def test_devices_share_text_with_the_least_padding(shares, end):

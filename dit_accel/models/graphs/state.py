@@ -149,7 +149,11 @@ class ModelState:
             own = tuple(key for key in held if key not in TORCHS_OWN)
             self._modules.setdefault(own, {})[name] = held
             self._take_class(type(each))
-            self._empty += [held[key] for key in HOOKS if not held[key]]
+            for key in HOOKS:
+                if held[key]:
+                    self._dicts[_joined(name, key)] = held[key]
+                else:
+                    self._empty.append(held[key])
             for key in OF_TENSORS:
                 if held[key]:
                     self._weights[name if key == OF_TENSORS[0] else f"{name} (buffers)"] = held[key]
