@@ -303,6 +303,8 @@ class TransformerDriver:
 
     def why_eager(self) -> str | None:
         """Return why the call in progress can't be captured, or None."""
+        if self._foreign.counts:
+            return "code inside the transformer keeps state that changes with every call"
         return None if self.compiled is None else "the transformer is compiled"
 
     def decisions(self) -> tuple:

@@ -6,7 +6,8 @@ and after each computed call: attributes, variables of closures and modules, def
 these hold. State that changes in two computed calls of a branch in a row depends on the step, and every step is
 computed. After one change, which may fill a cache, the next step is computed, so that it can decide.
 
-A torch hook that returns None and writes into no tensor only watches, and may lag.
+A torch hook that returns None and writes into no tensor only watches, and may lag. Random generators do not count:
+code that adds noise adds other noise, but at no wrong step.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class ForeignCode:
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
+        self._counting: set[str] = set()  # names of code that kept state in an earlier run
         self.release()
 
     def release(self) -> None:
@@ -126,7 +128,15 @@ class ForeignCode:
         acting = [code.name for code in self._changed if code.acts] or [ELSEWHERE]
         again = [name for name in acting if name in branch.changed] or acting
         branch.changed, branch.unsettled = names, change > 0
-        return COUNTS.format(_listed(again)) if change > 1 else None
+        if change <= 1:
+            return None
+        self._counting.update(again)
+        return COUNTS.format(_listed(again))
+
+    @property
+    def counts(self) -> bool:
+        """Return True if some of the code is known to keep state that changes with every call."""
+        return any(code.name in self._counting for code in self._codes)
 
     def watchers(self, branch: BranchState) -> list[str]:
         """Return remarks on hooks that have only watched, but keep state and may return something later."""
@@ -274,8 +284,6 @@ def _held(each: Any) -> list[Any] | None:
     if isinstance(each, torch.Tensor):
         is_number = each.is_inference() and each.numel() == 1  # such tensors count no versions
         return [_identity(each), version_of(each), each.item() if is_number else None]
-    if isinstance(each, torch.Generator):
-        return [each.get_state().numpy().tobytes()]
     if package == "numpy" and getattr(each, "nbytes", MOST_BYTES + 1) <= MOST_BYTES:
         return [each.tobytes()]
     if isinstance(each, dict):
