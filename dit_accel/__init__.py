@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers, the names below
     from dit_accel.cache_config import ClosedLoopConfig as ClosedLoopConfig
     from dit_accel.loop.report import RunReport as RunReport
+    from dit_accel.models.hooks import stateless as stateless
     from dit_accel.models.parallel.parallelize import parallelize_pipeline as parallelize_pipeline
     from dit_accel.models.presets import load_preset as load_preset
     from dit_accel.modular_block import AccelerateBlock as AccelerateBlock
@@ -43,6 +44,7 @@ _HOMES = {
     "report": "pipeline",
     "AccelerateBlock": "modular_block",
     "ClosedLoopConfig": "cache_config",
+    "stateless": "models.hooks",
     "parallelize_pipeline": "models.parallel.parallelize",
     "Acceleration": "pipeline",
     "Preset": "presets",

@@ -53,6 +53,8 @@ class BranchState:
         structure: nesting of the tensors in the transformer's output.
         plain: FLOPs of each block in a plain call: in total, and of its query-key pairs.
         conditioning: conditioning of the branch's calls.
+        changed: names of code inside the transformer whose state the latest computed call changed.
+        unsettled: the next call computes, because this state may change with every call.
     """
 
     name: str
@@ -65,6 +67,8 @@ class BranchState:
     structure: Any = None
     plain: dict[str, tuple[float, float]] = field(default_factory=dict)
     conditioning: Conditioning = field(default_factory=Conditioning)
+    changed: set[str] = field(default_factory=set)
+    unsettled: bool = False
 
     @property
     def order(self) -> float:

@@ -130,9 +130,9 @@ class Branches:
         elif known is not None and known.conditioning.new_modes:  # computes, because its output may change shape
             self.settle()
             self._restart(known)
-        elif known is not None and known.conditioning.moved:
+        elif known is not None and (known.conditioning.moved or known.unsettled):
             for loop in known.loops:
-                loop.computed_step = -1  # the record may be of another conditioning, so this step computes
+                loop.computed_step = -1  # so this step computes: the record may be of another conditioning
         self._called[key] = None
         if key not in self._states:
             self._drop_resting()

@@ -116,6 +116,16 @@ class Controller:
         self.branches.drop()
         self.branches.unload_symbols()
 
+    @property
+    def may_forecast(self) -> bool:
+        """Return True if later steps of the run may be forecast."""
+        return self._forecasts and self._why_plain is None
+
+    def compute_all(self, remark: str) -> None:
+        """Forecast no further step of the run, and warn why."""
+        self._why_plain = remark
+        self.report.warn(remark)
+
     @contextmanager
     def calling(
         self,
@@ -237,8 +247,7 @@ class Controller:
         items = request.conditions() if self._why_plain is None and self._forecasts else {}
         branch, place = self.branches.of(request, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
-            self._why_plain = STUCK
-            self.report.warn(STUCK)
+            self.compute_all(STUCK)
         modes = tuple(
             StepMode.FULL if self._why_plain is not None else loop.mode(tick.step, branch.updated)
             for loop in branch.loops
@@ -274,10 +283,9 @@ class Controller:
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
             self.branches.course = _course_of(tick, forecast.coordinate)
-            self._why_plain = tick.plain if self._forecasts else None
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
-            if self._why_plain is not None:
-                self.report.warn(f"every step computed: {self._why_plain}")
+            if self._forecasts and tick.plain is not None:
+                self.compute_all(f"every step computed: {tick.plain}")
             elif self._forecasts and tick.noisy is not None:
                 self.report.note(tick.noisy)
             if self._why_plain is None and forecast.corrector and tick.moves is None:

@@ -15,13 +15,13 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import HookFunctionReference
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import UnsupportedError, shown
 
 HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, which may also have a hook of another name
@@ -32,6 +32,10 @@ OFFLOAD_HOOKS = (OFFLOAD_HOOK, "layer_execution_tracker")  # on blocks; the seco
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
+LIBRARIES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
+STATELESS = "dit_accel_stateless"  # attribute of code that was declared stateless
+
+Code = TypeVar("Code")
 
 
 class Hook(ModelHook):
@@ -53,10 +57,34 @@ class Hook(ModelHook):
         )
 
 
-def watching(hook: Callable) -> Callable:
-    """Mark a torch hook that only watches: a transformer that carries it can run as a CUDA graph."""
-    hook.only_watches = True
-    return hook
+def stateless(code: Code) -> Code:
+    """Declare that calls of a hook, attention processor or forward inside a transformer may be skipped.
+
+    Use it for code whose state changes with every call but does not change the output: a counter for a log, a timer, a
+    store of attention maps. Forecast steps do not call the code. A transformer with such a hook around the whole of it
+    can also run as a CUDA graph.
+
+    Args:
+        code: a function, an object, or a class for all its objects; so this is also a decorator.
+
+    Returns:
+        The same ``code``.
+
+    Raises:
+        UnsupportedError: it takes no attributes, as a list's ``append``.
+    """
+    try:
+        setattr(getattr(code, "__func__", code), STATELESS, True)
+    except AttributeError:
+        raise UnsupportedError(
+            f"code must take attributes, got {shown(code)}: pass a function or an object that calls it"
+        ) from None
+    return code
+
+
+def is_stateless(code: Any) -> bool:
+    """Return True if code inside a transformer, or its class, was declared stateless."""
+    return getattr(code, STATELESS, False) is True
 
 
 def parameter_names(module: torch.nn.Module) -> list[str]:

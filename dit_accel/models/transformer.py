@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.hooks.hooks import BaseState, StateManager
@@ -21,6 +21,7 @@ from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import Place, StepMode
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.beside.control_net import computed, hook_of
+from dit_accel.models.beside.foreign_code import ForeignCode
 from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_forward, replaced_forward_remark
 from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.caller import calling_pipeline
@@ -47,8 +48,8 @@ from dit_accel.models.hooks import (
     remove_hook,
     split_above,
 )
-from dit_accel.models.parallel.branches import SharedBranches
-from dit_accel.models.parallel.context_parallel import agreed, gathered
+from dit_accel.models.parallel.branches import GROUP, SharedBranches
+from dit_accel.models.parallel.context_parallel import agreed, gathered, parallel_degree
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 
 GRADIENTS = (
@@ -91,6 +92,7 @@ class TransformerDriver:
         self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
         self._parameters = parameter_names(transformer)
         self._conditions = Conditions(transformer)
+        self._foreign = ForeignCode(transformer)
         self._branches = SharedBranches(transformer, runs)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
         self._linears: QuantizedLinears | None = None
@@ -172,6 +174,7 @@ class TransformerDriver:
         """Free memory of a finished run; rounded weights stay if graphs read them by address."""
         self.controller.release()
         self._conditions.release()
+        self._foreign.release()
         if (hook := hook_of(self.net)) is not None:
             hook.release()
         if self._linears is not None and not self.graphs:  # None, or empty
@@ -262,6 +265,8 @@ class TransformerDriver:
         compute = partial(original, *args, **kwargs)
         if self.graphs is not None:
             compute = partial(self.graphs.run, original, call, args, kwargs)
+        if self.controller.may_forecast:
+            compute = partial(self._watched, call, compute)
         try:
             output = self._branches.run(call, given, compute, partial(self._observe, call, arguments))
         finally:
@@ -270,8 +275,31 @@ class TransformerDriver:
         self.account(call, arguments)
         return output
 
+    def _watched(self, call: Call, compute: Callable[[], Any]) -> Watched:
+        """Run a call, and compare the state of code inside the transformer before and after it."""
+        output = self._foreign.run(compute)
+        change: Any = self._foreign.change(call.branch)
+        if parallel_degree(self.transformer) > 1 or hasattr(self.transformer, GROUP):
+            tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            change = torch.tensor([change], device=tensor.device)  # devices agree on the largest
+        return Watched(output, change)
+
+    def _take_change(self, call: Call, numbers: Sequence[float]) -> None:
+        """Compute every step if code inside the transformer keeps state that changes with every call."""
+        if not self.controller.may_forecast:
+            return
+        for remark in self._foreign.watchers(call.branch):
+            self._note(remark)
+        if (reason := self._foreign.take(call.branch, *numbers)) is not None:
+            has_forecast = any(step.mode == StepMode.DISPATCH.value for step in self.controller.report.steps[:-1])
+            self.controller.compute_all(f"{'rest of the run' if has_forecast else 'every step'} computed: {reason}")
+
     def _observe(self, call: Call, arguments: dict[str, Any], output: Any) -> Any:
         """Pass the output of a computed call to the loop, and return the output for the pipeline."""
+        if isinstance(output, Watched):
+            output, change = output
+            take = partial(self._take_change, call)
+            take([change]) if isinstance(change, float) else call.measure([change], take)
         leaves, spec = pytree.tree_flatten(output)
         flagged = list(zip(leaves, predictions(leaves, arguments), strict=True))
         tensors = tuple(leaf for leaf, is_predicted in flagged if is_predicted)
@@ -290,6 +318,8 @@ class TransformerDriver:
 
     def why_eager(self) -> str | None:
         """Return why the call in progress can't be captured, or None."""
+        if self._foreign.counts:
+            return "code inside the transformer keeps state that changes with every call"
         return None if self.compiled is None else "the transformer is compiled"
 
     def decisions(self) -> tuple:
@@ -352,6 +382,13 @@ def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
     spec, leaves = structure
     remaining = iter(tensors)
     return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
+
+
+class Watched(NamedTuple):
+    """Output of a call, and the change of the state of code inside the transformer: a number, or float32 [1]."""
+
+    output: Any
+    change: Any
 
 
 class Contexts(StateManager):

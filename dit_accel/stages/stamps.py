@@ -21,9 +21,8 @@ from torch import nn
 from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.models import component_times
 from dit_accel.models.conditions import ADAPTER_SETTINGS
-from dit_accel.models.hooks import KNOWN, is_known, is_known_class, module_of
+from dit_accel.models.hooks import LIBRARIES, is_known, is_known_class, module_of
 
-PACKAGES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
 QUIET_HOOKS = (component_times.__name__, "transformers.utils.output_capturing")  # torch's hooks that change no output
 WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "torch._dynamo.eval_frame")  # of hooks and compiled code
 OFFLOAD_HOOKS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")  # move weights, no more
@@ -95,7 +94,7 @@ def read_stamp(module: nn.Module) -> Stamp | str:
         pending += [child for child in children.values() if child is not None]
     for kind, forward in forwards.items():
         is_alone = not kind.__module__.startswith("torch.distributed.")
-        if not (is_alone and is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
+        if not (is_alone and is_known_class(kind, LIBRARIES) and is_known(forward, LIBRARIES)):
             return f"{kind.__name__} is not code of a known package"
         structure.append(forward)
     for config in configs.values():

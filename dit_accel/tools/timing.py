@@ -14,7 +14,7 @@ import torch
 from dit_accel.loop.timing import CallParts, stopwatch_on
 from dit_accel.models import denoisers
 from dit_accel.models.component_times import time_components
-from dit_accel.models.hooks import watching
+from dit_accel.models.hooks import stateless
 from dit_accel.pipeline import makes_video
 from dit_accel.tools.video import as_clip
 
@@ -163,12 +163,12 @@ class _Clock:
         """Time from the start of the first call to the end of the last."""
         return self._loop()
 
-    @watching
+    @stateless
     def enter(self, *_: Any) -> None:
         self._stop_loop = self._stop_loop or self._start()
         self._stop_call = self._start()
 
-    @watching
+    @stateless
     def leave(self, *_: Any) -> None:
         self.calls += 1
         self._inside.append(self._stop_call())

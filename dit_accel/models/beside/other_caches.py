@@ -61,10 +61,10 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
         return "a cache of cache-dit", "cache_dit.disable_cache(pipe)"
     forward, model = replaced_forward(transformer), type(transformer).__name__
     if forward is not None and getattr(transformer, "enable_teacache", False):
-        return f"TeaCache ({_place(forward)})", f"{model}.enable_teacache = False"
+        return f"TeaCache ({place_of_definition(forward)})", f"{model}.enable_teacache = False"
     if forward is not None and (cache := _replacing_cache(transformer, forward)) is not None:
         way_off = f"{model}.forward = original, where original is the forward that was replaced"
-        return f"{cache} ({_place(forward)})", way_off
+        return f"{cache} ({place_of_definition(forward)})", way_off
     hooks = dict(_cache_hooks(transformer)) if by_hooks else {}
     if hooks:
         calls = "; ".join(f'registry.remove_hook("{hook}")' for hook in hooks)
@@ -97,8 +97,8 @@ def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | No
     if forward is None:
         return None
     return (
-        f"pipe.{name} runs {_place(forward)} in place of {type(transformer).__name__}'s own forward; if it skips "
-        "steps itself, remove it: two caches would each forecast from the other's forecasts"
+        f"pipe.{name} runs {place_of_definition(forward)} in place of {type(transformer).__name__}'s own forward; if "
+        "it skips steps itself, remove it: two caches would each forecast from the other's forecasts"
     )
 
 
@@ -115,7 +115,7 @@ def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | N
     return None
 
 
-def _place(function: Callable) -> str:
+def place_of_definition(function: Callable) -> str:
     """Name of a function and the place of its definition."""
     code = getattr(function, "__code__", None)
     return repr(function) if code is None else f"{code.co_qualname} of {code.co_filename}:{code.co_firstlineno}"

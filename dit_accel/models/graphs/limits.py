@@ -12,7 +12,16 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
 from dit_accel.loop.conditioning import PLAIN_TENSORS
-from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled, is_known, is_known_class, runs_known_code
+from dit_accel.models.hooks import (
+    LINEAR_HOOK,
+    Hook,
+    find_hook,
+    is_compiled,
+    is_known,
+    is_known_class,
+    is_stateless,
+    runs_known_code,
+)
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # types of arguments in a graph's key
@@ -65,7 +74,7 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
     hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
     around = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     if not name:  # they run before and after the graph
-        around = [hook for hook in around if not getattr(hook, "only_watches", False)]
+        around = [hook for hook in around if not is_stateless(hook)]
     if hooks or around or hasattr(module, "_hf_hook"):
         return f"{where} carries hooks (offload, layerwise casting, …)"
     if is_compiled(module):

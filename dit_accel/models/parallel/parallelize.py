@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dit_accel.errors import UnsupportedError, require_counts
 from dit_accel.models import denoisers
 from dit_accel.models.families import known_family
-from dit_accel.models.hooks import before_splits, watching
+from dit_accel.models.hooks import before_splits, stateless
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.models.parallel.context_parallel import config_of, split_plan
 
@@ -89,7 +89,7 @@ def _allow_any_size(transformer: torch.nn.Module, ulysses: int) -> None:
     """Let diffusers share out tokens that the devices do not divide; its exchange then first asks for all sizes."""
     config = config_of(transformer)
 
-    @watching
+    @stateless
     def begin(*_: Any) -> None:
         config.ulysses_anything = False
 

@@ -1,0 +1,375 @@
+"""Code inside a transformer that is not the model's own, and whether its state changes with every call.
+
+Attention processors that inject features, hooks on blocks and wrapped forwards may count their calls, or keep tensors
+from one step for the next. Forecast steps do not call them, so they would lag behind. Their state is compared before
+and after each computed call: attributes, variables of closures and modules, default arguments, and everything that
+these hold. State that changes in two computed calls of a branch in a row depends on the step, and every step is
+computed. After one change, which may fill a cache, the next step is computed, so that it can decide.
+
+A torch hook that returns None and writes into no tensor only watches, and may lag. Random generators do not count:
+code that adds noise adds other noise, but at no wrong step.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count, islice
+from operator import is_, length_hint
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.loop.branch import BranchState
+from dit_accel.loop.conditioning import version_of
+from dit_accel.models.beside.other_caches import place_of_definition
+from dit_accel.models.graphs.state import FOREIGN, HOOKS, NUMBERS, SEQUENCES, TORCHS_OWN
+from dit_accel.models.hooks import (
+    HOOK_NAME,
+    LIBRARIES,
+    find_hook,
+    is_compiled,
+    is_known,
+    is_known_class,
+    is_stateless,
+    own_forward,
+)
+
+FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+WEIGHTS = (*TORCHS_OWN, "_parameters")
+PLAIN = (*NUMBERS, torch.Tensor, dict, *SEQUENCES)  # attributes of known objects that code may use for its state
+DEPTH = 8  # of objects in one another, from the code on
+MOST_VALUES = 10_000  # compared for one piece of code
+MOST_BYTES = 4096  # of an array that is compared by value
+ELSEWHERE = "code on another device"
+COUNTS = (
+    "{} keeps state that changes with every call, and forecast steps would not call it; let it depend on the timestep "
+    "instead, or pass it to dit_accel.stateless if its calls may be skipped"
+)
+MAY_COUNT = (
+    "{} has only watched so far, but keeps state that changes with every call, and forecast steps do not call it; if "
+    "the state decides what it returns, let it depend on the timestep instead, otherwise pass it to dit_accel.stateless"
+)
+
+
+@dataclass
+class Code:
+    """One processor, hook, forward or module inside a transformer.
+
+    Args:
+        name: its name in notes.
+        roots: objects whose state counts.
+        hooks, place: of a torch hook, the dict that holds it and its key there.
+        acts: False if it is a hook that has only watched so far.
+    """
+
+    name: str
+    roots: tuple
+    hooks: dict[int, Callable] | None = None
+    place: int = 0
+    acts: bool = True
+
+
+class ForeignCode:
+    """Finds the code inside a transformer that is not the model's own, and compares its state around computed calls.
+
+    Args:
+        transformer: the transformer. Hooks around the whole of it run in every step, and do not count.
+    """
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self._transformer = transformer
+        self._counting: set[str] = set()  # names of code that kept state in an earlier run
+        self.release()
+
+    def release(self) -> None:
+        """Drop all references to the transformer's modules, because they may be replaced between runs."""
+        self._modules: list[nn.Module] = []
+        self._form: list[Any] = []
+        self._codes: list[Code] = []
+        self._changed: list[Code] = []
+
+    def run(self, compute: Callable[[], Any]) -> Any:
+        """Run a call, and record which code has changed its state in it."""
+        self._changed = []
+        self._find()
+        if not self._codes:
+            return compute()
+        is_eager = not any(map(is_compiled, self._modules))  # a hook that is replaced would be compiled anew
+        with ExitStack() as watching:
+            for code in self._codes:
+                if code.hooks is not None and is_eager:
+                    watching.callback(_watch(code))
+                elif code.hooks is not None:
+                    code.acts = False in _returns(code.hooks[code.place])
+            before = self._states()
+            output = compute()
+        pairs = zip(self._codes, before, self._states(), strict=True)
+        self._changed = [code for code, old, new in pairs if _differ(old, new)]
+        return output
+
+    def change(self, branch: BranchState) -> float:
+        """Return a number for the latest call: 0 if no state that counts changed, 2 if twice in a row, else 1."""
+        names = {code.name for code in self._changed if code.acts}
+        return 2.0 if names & branch.changed else float(bool(names))
+
+    def take(self, branch: BranchState, change: float) -> str | None:
+        """Record the largest change on all devices; return why later steps must be computed, or None."""
+        names = {code.name for code in self._changed}
+        acting = [code.name for code in self._changed if code.acts] or [ELSEWHERE]
+        again = [name for name in acting if name in branch.changed] or acting
+        branch.changed, branch.unsettled = names, change > 0
+        if change <= 1:
+            return None
+        self._counting.update(again)
+        return COUNTS.format(_listed(again))
+
+    @property
+    def counts(self) -> bool:
+        """Return True if some of the code is known to keep state that changes with every call."""
+        return any(code.name in self._counting for code in self._codes)
+
+    def watchers(self, branch: BranchState) -> list[str]:
+        """Return remarks on hooks that have only watched, but keep state and may return something later."""
+        return [
+            MAY_COUNT.format(code.name)
+            for code in self._changed
+            if code.name in branch.changed and not code.acts and len(_returns(code.roots[0])) > 1
+        ]
+
+    def _states(self) -> list[list[Any]]:
+        """Return the state of each piece of code; a shared object counts for the first, unless this is a torch hook."""
+        seen: dict[int, Any] = {}
+        return [_state(code.roots, seen if code.hooks is None else {}) for code in self._codes]
+
+    def _find(self) -> None:
+        """Look for code, unless modules, hooks, processors and forwards are the same as at the latest look."""
+        form = self._form_now() if self._modules else []
+        if form and len(form) == len(self._form) and all(map(is_, form, self._form)):
+            return
+        self._modules = [*self._transformer.modules()]
+        self._codes = [*_inside(self._transformer)]
+        self._form = self._form_now()
+
+    def _form_now(self) -> list[Any]:
+        held = [*map(vars, self._modules)]
+        filled = [hooks for each in held for key in (*HOOKS, "_modules") if (hooks := each[key])]
+        filled += [each["_diffusers_hook"].hooks for each in held if "_diffusers_hook" in each]
+        replaced = [each.get(key) for each in held for key in ("forward", "processor")]
+        classes = {type(module).forward: None for module in self._modules}
+        return [*map(len, held), *chain.from_iterable(map(dict.values, filled)), *replaced, *classes]
+
+
+def _inside(transformer: nn.Module) -> Iterator[Code]:
+    """Yield the code inside a transformer that is not the model's own, nor of a known library."""
+    own_packages = {*LIBRARIES, type(transformer).__module__.partition(".")[0]}
+    for name, module in transformer.named_modules():
+        held, where = vars(module), name or type(transformer).__name__
+        own = own_forward(module)
+        if name and not is_known_class(type(module), own_packages):
+            if not is_stateless(module):
+                yield Code(f"module {where} ({type(module).__name__})", (module,))
+        elif _is_foreign(own, own_packages):
+            yield Code(f"forward of {where}, {place_of_definition(own)},", (own, module))
+        for key, value in held.items():
+            is_other = isinstance(value, FUNCTIONS) and getattr(value, "__func__", value) is not own
+            if is_other and (name or key != "forward") and _is_foreign(value):
+                yield Code(f"{key} of {where}, {place_of_definition(value)},", (value, module))
+        processor = held.get("processor")
+        if processor is not None and _is_foreign(processor):
+            yield Code(f"attention processor {type(processor).__name__} of {where}", (processor, module))
+        for hook in _hooks(module, is_whole=not name):
+            if _is_foreign(hook):
+                yield Code(f"hook {type(hook).__name__} on {where}", (hook, module))
+        for hooks in (held[kind] for kind in HOOKS if name):
+            for place, hook in hooks.items():
+                if _is_foreign(hook):
+                    yield Code(f"hook {place_of_definition(hook)} on {where}", (hook, module), hooks, place, False)
+
+
+def _hooks(module: nn.Module, *, is_whole: bool) -> list[Any]:
+    """Return hooks of diffusers and accelerate on a module; on the whole transformer only hooks beneath ours."""
+    registry = vars(module).get("_diffusers_hook")
+    order = [] if registry is None else registry._hook_order
+    if is_whole:
+        return [registry.hooks[name] for name in order[: order.index(HOOK_NAME)]] if find_hook(module) else []
+    found = [registry.hooks[name] for name in order]
+    return [*found, vars(module)["_hf_hook"]] if hasattr(module, "_hf_hook") else found
+
+
+def _is_foreign(code: Any, packages: Any = LIBRARIES) -> bool:
+    """Return True if a function, processor or hook is of no known package, and not declared stateless."""
+    if code is None or is_stateless(code):
+        return False
+    if not isinstance(code, FUNCTIONS):
+        call = next((vars(cls)["__call__"] for cls in type(code).__mro__ if "__call__" in vars(cls)), None)
+        return not is_known_class(type(code), packages) or _is_foreign(call, packages)
+    if isinstance(code, partial):
+        return _is_foreign(code.func, packages)
+    if isinstance(code, BuiltinFunctionType):
+        return isinstance(code.__self__, (dict, *SEQUENCES))  # such as a list's append
+    wrapped = getattr(code, "__wrapped__", None)  # as in torch.no_grad()(function)
+    return not is_known(code, packages) or _is_foreign(wrapped, packages)
+
+
+def _watch(code: Code) -> Callable[[], None]:
+    """Watch a torch hook's calls until the returned function is called."""
+    assert code.hooks is not None
+    hooks, hook = code.hooks, code.hooks[code.place]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in pytree.tree_leaves((args[1:], kwargs)) if isinstance(each, torch.Tensor)]
+        before = [*map(version_of, tensors)]
+        returned = hook(*args, **kwargs)
+        code.acts = code.acts or returned is not None or [*map(version_of, tensors)] != before
+        return returned
+
+    def stop() -> None:
+        if hooks.get(code.place) is watched:  # the hook may have removed itself
+            hooks[code.place] = hook
+
+    hooks[code.place] = watched
+    return stop
+
+
+def _returns(hook: Any) -> set[bool]:
+    """Return True for a return of None in a hook's code, and False for a return of something else."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    function = inspect.unwrap(hook if isinstance(hook, FUNCTIONS) else type(hook).__call__)
+    found, before = set(), None
+    for each in dis.get_instructions(function) if hasattr(function, "__code__") else ():
+        if each.opname == "RETURN_CONST":  # Python 3.12 and 3.13
+            found.add(each.argval is None)
+        elif each.opname == "RETURN_VALUE" and before is not None:
+            found.add(before.opname == "LOAD_CONST" and before.argval is None)
+        before = each
+    return found or {False}
+
+
+def _state(roots: tuple, seen: dict[int, Any]) -> list[Any]:
+    """Return values and identities of everything that these objects hold, in a fixed order.
+
+    Args:
+        seen: objects that do not count again, by id; objects that are found are added.
+    """
+    found: list[Any] = []
+    waiting = [(root, 0) for root in reversed(roots)]
+    while waiting and len(found) < MOST_VALUES:
+        each, depth = waiting.pop()
+        if each is None or isinstance(each, NUMBERS):
+            found.append(each)
+        elif id(each) not in seen:
+            seen[id(each)] = each
+            held = _held(each) if depth < DEPTH else ()
+            if held is None:
+                found.append(_identity(each))
+            else:
+                waiting += [(value, depth + 1) for value in reversed(held)]
+    return found
+
+
+def _held(each: Any) -> list[Any] | None:
+    """Return values that an object holds; None = only its identity counts."""
+    package = type(each).__module__.partition(".")[0]
+    if isinstance(each, torch.Tensor):
+        is_number = each.is_inference() and each.numel() == 1  # such tensors count no versions
+        return [_identity(each), version_of(each), each.item() if is_number else None]
+    if package == "numpy" and getattr(each, "nbytes", MOST_BYTES + 1) <= MOST_BYTES:
+        return [each.tobytes()]
+    if isinstance(each, dict):
+        return [len(each), *islice(chain.from_iterable(each.items()), MOST_VALUES)]
+    if isinstance(each, SEQUENCES):
+        return [len(each), *islice(each, MOST_VALUES)]
+    if isinstance(each, FUNCTIONS):
+        return _variables(each)
+    if isinstance(each, Iterator) and package in ("builtins", "itertools"):
+        return [repr(each) if type(each) is count else length_hint(each, 0), *gc.get_referents(each)]
+    if isinstance(each, type):
+        return [
+            value
+            for cls in each.__mro__
+            if not _is_library(cls.__module__)
+            for value in map(_unbound, vars(cls).values())
+        ]
+    if isinstance(each, SimpleNamespace):
+        return [*vars(each).values()]
+    if _is_library(type(each).__module__):
+        if package in (*FOREIGN, "dit_accel") and not isinstance(each, nn.Module):
+            return None
+        skipped = (*TORCHS_OWN, "_modules", "_parameters", "_buffers") if isinstance(each, nn.Module) else ()
+        own = getattr(each, "__dict__", {}).items()
+        return [value for key, value in own if key not in skipped and isinstance(value, PLAIN)]
+    return _attributes(each)
+
+
+def _variables(function: Any) -> list[Any]:
+    """Return values that a function reads besides its arguments; of a known function only the one that it wraps."""
+    if isinstance(function, partial):
+        return [function.func, function.args, function.keywords]
+    if not isinstance(function, FunctionType):
+        return [getattr(function, "__func__", None), function.__self__]
+    held = vars(function)
+    if is_known(function, LIBRARIES):
+        return [held.get("__wrapped__")]
+    names = [*dict.fromkeys(_names(function.__code__))]
+    named = [function.__globals__[name] for name in names if name in function.__globals__]
+    modules = [vars(each) for each in named if isinstance(each, ModuleType) and not _is_library(each.__name__)]
+    attributes = [module[name] for module in modules for name in names if name in module]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # an empty cell has none
+    return [held, *cells, function.__defaults__, function.__kwdefaults__, *named, *attributes]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that a function and its inner functions read."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _attributes(each: Any) -> list[Any]:
+    """Return the attributes of an object of no known package, and of its class; weights may be offloaded."""
+    is_module = isinstance(each, nn.Module)
+    held = {key: value for key, value in getattr(each, "__dict__", {}).items() if not (is_module and key in WEIGHTS)}
+    slots = (name for cls in type(each).__mro__ for name in vars(cls).get("__slots__", ()))
+    return [*held.values(), *(getattr(each, name, None) for name in slots), type(each)]
+
+
+def _unbound(value: Any) -> Any:
+    """Return the function of a method or property in a class; other values unchanged."""
+    return getattr(value, "fget", None) if isinstance(value, property) else getattr(value, "__func__", value)
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in (*LIBRARIES, *FOREIGN)
+
+
+def _identity(each: Any) -> Any:
+    """Return something that is the same object as long as this one lives, and keeps it alive only if it must."""
+    try:
+        return ref(each)
+    except TypeError:
+        return each
+
+
+def _differ(before: list[Any], after: list[Any]) -> bool:
+    return len(before) != len(after) or not all(map(_is_same, before, after))
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    return before is after or (type(before) is type(after) and isinstance(after, NUMBERS) and before == after)
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first name, and the number of the others."""
+    return names[0] + (f", as {len(names) - 1} more like it, " if len(names) > 1 else "")
