@@ -16,7 +16,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.runs import Runs
+from dit_accel.loop.runs import Runs, between_calls
 from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
@@ -50,39 +50,47 @@ class Acceleration:
     Args:
         runs: runs over the transformers.
         drivers: one driver a transformer.
-        owners: the pipelines that have this object.
-        net: ControlNet that is called before the transformers, and our hook on it, or None.
         plain: transformers of the owners that run unaccelerated.
     """
 
-    def __init__(
-        self,
-        runs: Runs,
-        drivers: list[TransformerDriver],
-        owners: Sequence[Any] = (),
-        net: tuple[torch.nn.Module, ControlNetHook] | None = None,
-        plain: Sequence[torch.nn.Module] = (),
-    ) -> None:
+    def __init__(self, runs: Runs, drivers: list[TransformerDriver], plain: Sequence[torch.nn.Module] = ()) -> None:
         self._runs = runs
         self._plain = plain
         self._drivers = drivers
-        self._owners = [weakref.ref(owner) for owner in owners]
-        self._net = net
-        undo = ExitStack()
+        self._owners: list[weakref.ref[Any]] = []
+        self._net: tuple[torch.nn.Module, ControlNetHook] | None = None
         self._decoding: list[Decoding] = []
         self._prompts: list[prompts.KeptPrompts] = []
+        self._stages = ExitStack()
+        self._undo = weakref.finalize(self, self._stages.close)  # other pipelines may keep the components
+        self._undo.atexit = False
+        self.is_restored = False
+        self.config: object = None
+
+    def attach(self, owners: Sequence[Any], net: torch.nn.Module | None) -> None:
+        """Hook the owners' transformers and stages.
+
+        Args:
+            owners: the pipelines that get this object.
+            net: ControlNet that is called before the transformers, or None.
+        """
+        self._owners = [weakref.ref(owner) for owner in owners]
+        if net is not None:  # at other levels every step runs blocks, which read the net's output
+            self._net = net, watch_net(net, defers=self.preset.forecast.level == "output")
+        undo = self._stages
         for owner in owners:
-            parts, stages = runs.of(owner).parts, self.preset.stages
+            parts, stages = self._runs.of(owner).parts, self.preset.stages
             undo.enter_context(time_components(owner, parts))
             self._decoding.append(Decoding(owner, parts, wanted=stages.decode, shared=stages.share))
             undo.callback(self._decoding[-1].close)
             if stages.prompts:
                 self._prompts.append(prompts.KeptPrompts(owner, parts, int(stages.prompts_mib * 2**20)))
                 undo.callback(self._prompts[-1].close)
-        self._undo = weakref.finalize(self, undo.close)  # other pipelines may keep the components
-        self._undo.atexit = False
-        self._restored = False
-        self.config: object = None
+        for driver in self._drivers:
+            driver.net = net
+            driver.attach(self)
+        for owner in owners:
+            owner.dit_accel = self
 
     @property
     def preset(self) -> Preset:
@@ -114,7 +122,7 @@ class Acceleration:
                 any of them.
         """
         controller = self._runs.latest if pipe is None else self._runs.of(pipe)
-        reason = None if self._restored else self.why_not_in_effect()
+        reason = None if self.is_restored else self.why_not_in_effect()
         if reason is not None:
             controller.report.warn(f"not in effect: {reason}")
         report, parts = controller.read_report(), controller.parts
@@ -144,22 +152,28 @@ class Acceleration:
     def restore(self, heirs: Sequence[TransformerDriver] = ()) -> None:
         """Remove the acceleration without a trace; a second call does nothing.
 
+        If a call of a transformer is in progress, this takes effect at the end of the call.
+
         Args:
             heirs: drivers of the acceleration that replaces this one.
 
         Raises:
             torch.OutOfMemoryError: weights that wait on the host don't fit on the device; nothing else is left undone.
         """
-        if self._restored:
+        if self.is_restored:
             return
-        self._restored = True
+        self.is_restored = True
+        if self.config is not None:
+            for driver in self._drivers:
+                set_cache_config(driver.transformer, None)
+        between_calls(lambda: [self._runs], lambda: self._restore(heirs))
+
+    def _restore(self, heirs: Sequence[TransformerDriver]) -> None:
         self._undo()
         for driver in self._drivers:
             for heir in heirs:
                 heir.inherit(driver)
             driver.detach()
-            if self.config is not None:
-                set_cache_config(driver.transformer, None)
         if self._net is not None:
             stop_watching(*self._net)
         self._runs.reset()
@@ -217,7 +231,8 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     """Make a diffusers pipeline faster, in place.
 
     If the pipeline is already accelerated, the new preset replaces the old one, also for pipelines that share its
-    transformers. If this raises, nothing is changed.
+    transformers. If this raises, nothing is changed. If a transformer's call is in progress, in another thread or this
+    one, the change takes effect at the end of that call; the rest of the run is then a run of the new preset.
 
     Args:
         pipe: a diffusers pipeline with a transformer.
@@ -269,14 +284,19 @@ def restore_pipeline(pipe: Any) -> Any:
     """Undo :func:`accelerate_pipeline`: results are bit for bit as before, and nothing is left on any object.
 
     Pipelines that share a transformer with this one, for example through ``from_pipe``, are restored too. If the
-    pipeline is not accelerated, nothing happens.
+    pipeline is not accelerated, nothing happens. If a transformer's call is in progress, in another thread or this one,
+    the pipeline is restored at the end of that call, and the rest of the run is plain.
 
     Returns:
         The same pipeline.
     """
-    for acceleration in _accelerations(denoisers(pipe), pipe):
-        acceleration.restore()
-        acceleration.leave(pipe)
+
+    def restore() -> None:
+        for acceleration in _accelerations(denoisers(pipe), pipe):
+            acceleration.restore()
+            acceleration.leave(pipe)
+
+    between_calls(lambda: [each._runs for each in _accelerations(denoisers(pipe), pipe)], restore)
     return pipe
 
 
@@ -420,34 +440,50 @@ def _attach(
     _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
     for driver in drivers:
         driver.prepare()
-    owners, replaced = [] if owner is None else [owner], _accelerations(transformers, owner)
-    for earlier in replaced:
-        owners += [other for other in earlier.owners if other is not owner and _is_part(other, transformers)]
+    acceleration = Acceleration(runs, drivers, [transformers[each] for each in refusals])
+    plain |= {each: str(error) for each, error in refusals.items()}
+    plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
+    introduce(runs.current)
+    _owners(transformers, owner)  # raises now if it does later
+
+    def attach() -> None:
+        if not acceleration.is_restored:
+            _replace(acceleration, drivers, transformers, owner, net)
+
+    between_calls(lambda: [*(each._runs for each in _accelerations(transformers, owner)), runs], attach)
+    return acceleration
+
+
+def _replace(
+    acceleration: Acceleration,
+    drivers: list[TransformerDriver],
+    transformers: dict[str, torch.nn.Module],
+    owner: Any,
+    net: torch.nn.Module | None,
+) -> None:
+    """Attach an acceleration in place of earlier ones."""
+    owners = _owners(transformers, owner)
     try:
-        for earlier in replaced:
+        for earlier in _accelerations(transformers, owner):
             earlier.restore(drivers)
             if owner is not None:
                 earlier.leave(owner)
-        # At other levels every step runs blocks, which read the net's output.
-        watched = None if net is None else (net, watch_net(net, defers=preset.forecast.level == "output"))
-        acceleration = Acceleration(runs, drivers, owners, watched, [transformers[each] for each in refusals])
-    except BaseException:
-        for driver in drivers:
-            driver.return_weights()
-        raise
-    try:
-        for driver in drivers:
-            driver.net = net
-            driver.attach(acceleration)
-        plain |= {each: str(error) for each, error in refusals.items()}
-        plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
-        introduce(runs.current)
-        for each in owners:
-            each.dit_accel = acceleration
+        acceleration.attach(owners, net)
     except BaseException:
         acceleration.restore()
         raise
-    return acceleration
+
+
+def _owners(transformers: Mapping[str, torch.nn.Module], owner: Any) -> list[Any]:
+    """Return the pipelines that get a new acceleration: ``owner``, unless None, and those of accelerations it replaces.
+
+    Raises:
+        UnsupportedError: see :func:`_is_part`.
+    """
+    owners = [] if owner is None else [owner]
+    for earlier in _accelerations(transformers, owner):
+        owners += [other for other in earlier.owners if other is not owner and _is_part(other, transformers)]
+    return owners
 
 
 def _refuse_own_config(transformer: torch.nn.Module, name: str) -> None:

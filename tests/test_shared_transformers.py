@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import itertools
+import os
+import random
 import threading
+import time
 import weakref
 
 import diffusers
@@ -11,10 +15,12 @@ import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, report, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.hooks import find_hook
 from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
 STEPS = 8
+CHANGED = int(os.environ.get("CHANGES", "20"))  # of a run while another thread changes the acceleration
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 
@@ -254,6 +260,106 @@ def test_a_call_within_another_leaves_it_in_progress():
             assert runs.caller is twin and runs.current is inner is not outer
         assert runs.caller is pipe and runs.current is outer
     assert runs.caller is None and runs.current is outer
+
+
+CHANGES = {
+    "restore": restore_pipeline,
+    "restore twin": lambda pipe: restore_pipeline(twin_of(pipe)),
+    "own restore": lambda pipe: pipe.dit_accel.restore(),
+    "accelerate": lambda pipe: accelerate_pipeline(pipe, "quality"),
+    "accelerate twin": lambda pipe: accelerate_pipeline(twin_of(pipe), "exact"),
+    "in order": lambda pipe: accelerate_pipeline(restore_pipeline(pipe), "exact"),
+    "accelerate transformer": lambda pipe: accelerate_transformer(pipe.transformer),
+    "reset": lambda pipe: pipe.dit_accel.reset(),
+    "report": lambda pipe: report(twin_of(pipe)),
+    "delete": lambda pipe: delattr(pipe, "dit_accel"),
+}
+
+KINDS = ["restore", "accelerate", "reset", "delete", "run"]
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [(each, "block") for each in CHANGES] + [*zip(CHANGES, itertools.cycle(["callback", "text_encoder_2", "decoder"]))],
+)
+def test_a_run_ends_well_if_another_thread_changes_the_acceleration(change, place):
+    """Neither waits for the other, the rest of the run is good, the change applies, and restoring leaves nothing."""
+    pipe, calls, errors = tiny_pipeline("flux"), [], []
+    plain, left = call(pipe), set(vars(pipe))
+    accelerate_pipeline(pipe, LAYERS if change == "restore" else CLOSED_LOOP)
+
+    def changing():
+        try:
+            CHANGES[change](pipe)
+        except Exception as error:
+            errors.append(error)
+
+    def interfere(*given):
+        calls.append(place)
+        if len(calls) == (3 if place in ("block", "callback") else 1):
+            thread = threading.Thread(target=changing)
+            thread.start()
+            thread.join()
+        return given[-1] if place == "callback" else None
+
+    if place == "callback":
+        output = tiny_output(pipe, "flux", steps=STEPS, callback_on_step_end=interfere)
+    else:
+        blocks = pipe.transformer.single_transformer_blocks
+        module = {"block": blocks[0].attn, "decoder": pipe.vae.decoder.conv_in}.get(place, pipe.text_encoder_2)
+        handle = module.register_forward_pre_hook(interfere)
+        output = tiny_output(pipe, "flux", steps=STEPS, output_type="pt" if place == "decoder" else "latent")
+        handle.remove()
+    assert calls and not errors
+    assert place == "decoder" or (output - plain).norm() < 0.1 * plain.norm()
+    if "restore" in change:
+        assert find_hook(pipe.transformer) is None and set(vars(pipe)) == left
+    elif change in ("accelerate", "accelerate twin", "in order"):
+        name = "quality" if change == "accelerate" else "exact"
+        assert find_hook(pipe.transformer).acceleration.preset.name == name
+    restore_pipeline(pipe)
+    assert torch.equal(call(pipe), plain) and set(vars(pipe)) == left
+
+
+def test_random_changes_from_another_thread_leave_plain_pipelines():
+    """No run and no change raises, whatever is changed when, and in the end bits and attributes are those of before."""
+    pipe, choose, errors, ended = tiny_pipeline("flux"), random.Random(0), [], threading.Event()
+    twin = twin_of(pipe)
+    objects = [pipe, twin, pipe.vae, pipe.text_encoder, *pipe.transformer.modules()]
+    plain, _ = [call(each) for each in (pipe, twin)]
+    left = [set(vars(each)) for each in objects]
+
+    def change():
+        for _ in range(CHANGED):
+            time.sleep(choose.random() / 20)
+            target, kind = choose.choice([pipe, twin]), choose.choice(KINDS)
+            if kind == "restore":
+                restore_pipeline(target)
+            elif kind == "accelerate":
+                accelerate_pipeline(target, choose.choice(["exact", "turbo", CLOSED_LOOP, LAYERS]))
+            elif kind == "delete":
+                vars(target).pop("dit_accel", None)
+            elif kind == "run":
+                tiny_output(twin, "flux", steps=2)
+            elif find_hook(pipe.transformer) is not None:
+                find_hook(pipe.transformer).acceleration.reset()
+
+    def changing():
+        try:
+            change()
+        except Exception as error:
+            errors.append(error)
+        ended.set()
+
+    thread = threading.Thread(target=changing)
+    thread.start()
+    while not ended.is_set():
+        assert call(pipe).isfinite().all()
+    thread.join()
+    assert not errors
+    for each in (pipe, twin):
+        restore_pipeline(each)
+    assert torch.equal(call(pipe), plain) and [set(vars(each)) for each in objects] == left
 
 
 def test_finished_threads_leave_no_records():

@@ -2,18 +2,22 @@
 
 The calling pipeline identifies the run. So a pipeline that is called from another pipeline's callback, or in another
 thread, finds its own records and its own scheduler. Calls without a pipeline are identified by their thread. A
-transformer computes one call at a time, because its hooks and kernels hold state of the call in progress.
+transformer computes one call at a time, because its hooks and kernels hold state of the call in progress. A change of
+these, from any thread, is made between calls; it waits for none (:func:`between_calls`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dit_accel.errors import headline
 from dit_accel.loop.controller import Controller
 
 
@@ -32,16 +36,18 @@ class Runs:
         self._make = make
         self._of_pipelines = WeakIdKeyDictionary()
         self._of_threads: dict[int, Controller] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held during a call or a change
+        self._table = threading.RLock()  # guards the controllers; nothing waits while it is held
         self._in_thread = threading.local()
         self._depth = 0  # number of nested calls in progress
-        self._is_reset_due = False  # once the call in progress is over
+        self._due: list[Callable[[], None]] = []  # changes to make once the call in progress is over
+        self._is_changing = False  # one of these is being made
         self.caller: Any = None  # the pipeline of the call in progress
         self.current = self.of(first)
 
     def of(self, pipeline: Any) -> Controller:
         """Return the controller of a pipeline, or of this thread if it is None; created at the first request."""
-        with self._lock:
+        with self._table:
             if pipeline is not None:
                 if pipeline not in self._of_pipelines:
                     self._of_pipelines[pipeline] = self._make(pipeline)
@@ -59,18 +65,20 @@ class Runs:
 
         Calls may nest, for example if arguments come from another device; the outer call then stays in progress.
         """
-        with self._lock:
+        self._lock.acquire()
+        try:
             outer = None if self._depth == 0 else (self.caller, self.current)
             self._depth += 1
-            self.caller, self.current = pipeline, self.of(pipeline)
-            self._in_thread.latest = self.current
             try:
+                self.caller, self.current = pipeline, self.of(pipeline)
+                self._in_thread.latest = self.current
                 yield self.current
             finally:
                 self._depth -= 1
                 self.caller, self.current = outer or (None, self.current)
-                if self._is_reset_due and self._depth == 0:
-                    self.reset()
+                self._make_due_changes()  # before another thread's call can begin
+        finally:
+            self._release()
 
     @property
     def latest(self) -> Controller:
@@ -79,13 +87,52 @@ class Runs:
 
     def all(self) -> list[Controller]:
         """Return the controllers of all callers."""
-        return [*self._of_pipelines.values(), *self._of_threads.values()]
+        with self._table:
+            return [*self._of_pipelines.values(), *self._of_threads.values()]
 
     def reset(self) -> None:
-        """Drop all caches and reports; if this thread's call is in progress, once it is over."""
-        with self._lock:
-            self._is_reset_due = self._depth > 0
-            if self._is_reset_due:
+        """Drop all caches and reports; if a call is in progress, once it is over."""
+        between_calls(lambda: [self], lambda: [controller.reset() for controller in self.all()])
+
+    def _reserve(self) -> bool:
+        """Keep calls from beginning until :meth:`_release`; return False, without waiting, if one is in progress."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        if self._depth:
+            self._lock.release()
+        return self._depth == 0
+
+    def _release(self) -> None:
+        self._lock.release()
+        self._make_due_changes()
+
+    def _make_due_changes(self) -> None:
+        """Make the changes that are due; a call or another change that is in progress makes them at its end."""
+        while self._due and not self._is_changing and self._reserve():
+            self._is_changing = True
+            try:
+                if self._due:
+                    self._due.pop(0)()
+            except Exception as error:  # the call that has ended is not to blame
+                warnings.warn(f"dit-accel: a change during a call failed: {headline(error)}", stacklevel=2)
+            finally:
+                self._is_changing = False
+                self._lock.release()
+
+
+def between_calls(runs: Callable[[], Sequence[Runs]], change: Callable[[], object]) -> None:
+    """Make a change now, or if a transformer's call is in progress, at the end of the call. Never waits.
+
+    Args:
+        runs: returns the runs over all transformers that the change affects, which earlier changes may replace.
+        change: raises errors here if it is made now; later they are warnings.
+    """
+    with ExitStack() as reserved:
+        for each in runs():
+            if not each._reserve():
+                each._due.append(partial(between_calls, runs, change))
+                reserved.callback(each._make_due_changes)  # the call may have ended since
                 return
-            for controller in self.all():
-                controller.reset()
+            reserved.callback(each._release)
+            each._make_due_changes()  # in their order
+        change()

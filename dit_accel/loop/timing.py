@@ -114,8 +114,9 @@ class CallParts:
             return
         if self._stop is not None:
             self._times.append((name, elapsed()))
-        if name in self.remark_of and (self._stop is not None or self._thread is None):
-            self.remarks[name] = self.remark_of[name]()
+        remark = self.remark_of.get(name)  # another thread may remove it
+        if remark is not None and (self._stop is not None or self._thread is None):
+            self.remarks[name] = remark()
 
     def _is_elsewhere(self) -> bool:
         return self._thread not in (None, threading.get_ident())

@@ -3,7 +3,8 @@
 ``HookRegistry.remove_hook`` of diffusers breaks the chain of hooks if the removed hook is not the last one. The next
 hook's ``forward`` becomes the function that the removed hook called, instead of its own ``new_forward``, and its
 ``original_forward`` stays the removed hook. So the next hook no longer runs, and when it is removed in turn, the first
-one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added, removed or called.
+one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added, removed or called,
+by one thread at a time.
 
 ``register_hook`` of diffusers also keeps the class's forward of that time. Beneath our hooks a module follows its
 class: replacing the forward of the class takes effect at the next call.
@@ -12,6 +13,7 @@ class: replacing the forward of the class takes effect at the next call.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -30,6 +32,7 @@ LINEAR_HOOK = "dit_accel_linear"  # on linear layers
 OFFLOAD_HOOK = "group_offloading"  # diffusers' name
 OFFLOAD_HOOKS = (OFFLOAD_HOOK, "layer_execution_tracker")  # on blocks; the second notes their order for streams
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
+CHAINS = threading.RLock()  # held while a chain is changed
 GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
 LIBRARIES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
@@ -95,7 +98,7 @@ def parameter_names(module: torch.nn.Module) -> list[str]:
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
     """Add a hook to a module's forward, beneath accelerate's offload hook if there is one."""
-    with _beneath_offload(module):
+    with CHAINS, _beneath_offload(module):
         _put_on_top(module, hook, name)
         hook.follows_class = _is_of_class(module, _bottom(module))
 
@@ -105,7 +108,7 @@ def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
     if find_hook(module, name) is None:
         return
     registry = module._diffusers_hook
-    with _beneath_offload(module):
+    with CHAINS, _beneath_offload(module):
         mend_chain(module)
         registry.remove_hook(name, recurse=False)
         mend_chain(module)
@@ -119,7 +122,7 @@ def lift_hook(module: torch.nn.Module, name: str) -> None:
     """Move a hook on a module to the outside of all others on it."""
     registry = module._diffusers_hook
     hook = registry.hooks[name]
-    with _beneath_offload(module):
+    with CHAINS, _beneath_offload(module):
         mend_chain(module)
         registry.remove_hook(name, recurse=False)
         mend_chain(module)
@@ -182,21 +185,24 @@ def mend_chain(module: torch.nn.Module) -> None:
     """Repair a module's chain of hooks: each hook calls the next existing one, and the last one calls the forward that
     the module's class has now.
     """
-    registry = module._diffusers_hook
-    for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
-        own = getattr(registry.hooks[name], "new_forward", None)
-        if own is None:
-            reference.forward = _beneath(reference.forward, registry)
-            continue
-        is_cut = getattr(reference.forward, "func", None) != own
-        reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
-        if is_cut:
-            reference.forward = update_wrapper(partial(own, module), own)
-    follows_class = any(isinstance(hook, Hook) and hook.follows_class for hook in registry.hooks.values())
-    if follows_class and not _is_of_class(module, _bottom(module)):
-        reference = registry._fn_refs[0]
-        name = "forward" if reference.original_forward is None else "original_forward"
-        setattr(reference, name, type(module).forward.__get__(module))
+    with CHAINS:
+        registry = getattr(module, "_diffusers_hook", None)
+        if registry is None:  # another thread has removed all hooks since the call began
+            return
+        for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
+            own = getattr(registry.hooks[name], "new_forward", None)
+            if own is None:
+                reference.forward = _beneath(reference.forward, registry)
+                continue
+            is_cut = getattr(reference.forward, "func", None) != own
+            reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
+            if is_cut:
+                reference.forward = update_wrapper(partial(own, module), own)
+        follows_class = any(isinstance(hook, Hook) and hook.follows_class for hook in registry.hooks.values())
+        if follows_class and not _is_of_class(module, _bottom(module)):
+            reference = registry._fn_refs[0]
+            name = "forward" if reference.original_forward is None else "original_forward"
+            setattr(reference, name, type(module).forward.__get__(module))
 
 
 def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:

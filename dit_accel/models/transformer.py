@@ -422,11 +422,13 @@ class TransformerHook(Hook):
 
     @torch.compiler.disable
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (split := split_above(module)) is not None:  # parallelism was enabled later: the loop must see whole calls
-            lift_hook(module, HOOK_NAME)
-            args, kwargs = gathered(split, args, kwargs)
-            return module.forward(*args, **kwargs)
         with self.driver.runs.calling(calling_pipeline(module)):
+            if not self.driver.is_attached:  # another thread has ended the acceleration since the call began
+                return self.fn_ref.original_forward(*args, **kwargs)
+            if (split := split_above(module)) is not None:  # parallelism was enabled later: the loop sees whole calls
+                lift_hook(module, HOOK_NAME)
+                args, kwargs = gathered(split, args, kwargs)
+                return module.forward(*args, **kwargs)
             refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
             self._is_first_call = False
             original = self.fn_ref.original_forward

@@ -97,7 +97,7 @@ class KeepingEntry:
         store: outputs of this pipeline.
 
     Attributes:
-        stages: pipelines' stages that use the entry.
+        stages: pipelines' stages that use the entry; replaced when these change, because other threads may iterate.
     """
 
     def __init__(self, encoder: nn.Module, store: Store) -> None:
@@ -110,7 +110,7 @@ class KeepingEntry:
 
     def leave(self, stage: KeptPrompts) -> None:
         """End a stage's use of the entry; the last one removes it."""
-        self.stages.discard(stage)
+        self.stages = weakref.WeakSet(each for each in self.stages if each is not stage)
         encoder = self._encoder()
         if self.stages:
             return
@@ -124,11 +124,12 @@ class KeepingEntry:
         """Return the encoder's output."""
         encoder = self._encoder()
         run = encoder._call_impl if self._replaced is None else self._replaced
-        if torch.compiler.is_compiling() or not self.stages:
+        stages = tuple(self.stages)
+        if torch.compiler.is_compiling() or not stages:
             return run(*args, **kwargs)
-        for stage in tuple(self.stages):
+        for stage in stages:
             stage.parts.notice()
-        elapsed = {stage: stopwatch_on(stage.parts.device) for stage in tuple(self.stages)}
+        elapsed = {stage: stopwatch_on(stage.parts.device) for stage in stages}
         inputs = _Inputs(args, kwargs)
         found = self._find(encoder, inputs)
         if not isinstance(found, str) and (kept := found[1]) is not None:
@@ -197,7 +198,7 @@ class KeptPrompts:
         for name, encoder in text_encoders(pipe):
             entry = vars(encoder).get(ENTRY)  # of another pipeline with the same encoder
             self._entries[name] = entry if isinstance(entry, KeepingEntry) else KeepingEntry(encoder, self._store)
-            self._entries[name].stages.add(self)
+            self._entries[name].stages = weakref.WeakSet([*self._entries[name].stages, self])
 
     def note(self, entry: KeepingEntry, reason: str | None = None, *, elapsed: Stopwatch | None = None) -> None:
         """Record a call of an encoder.

@@ -173,6 +173,7 @@ def call_form(tree: Any) -> tuple:
 
 def _must_run_now(module: torch.nn.Module) -> bool:
     """Return True if the call can't be deferred: the module may move (offload), or gradients are needed."""
-    is_moved = hasattr(module, "_hf_hook") or module._diffusers_hook._hook_order != [HOOK_NAME]
+    registry = getattr(module, "_diffusers_hook", None)  # None: another thread has removed our hook
+    is_moved = hasattr(module, "_hf_hook") or registry is None or registry._hook_order != [HOOK_NAME]
     is_cast = any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))  # which may end before the call
     return is_moved or is_cast or is_compiled(module) or torch.is_grad_enabled()
