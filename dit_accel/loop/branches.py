@@ -121,16 +121,18 @@ class Branches:
             self.is_stuck = self._has_repeated
             self.drop(None if self.is_stuck else "branch called twice")
             self._has_repeated = True
-        elif known is not None and (changed := known.conditioning.changed(items)):
+        elif known is None or plain:
+            pass  # without records that could be wrong
+        elif changed := known.conditioning.changed(items):
             self.settle()
             self._note_dropped(f"{', '.join(changed)} changed")
             renewed = self._new(key, request)  # the records of other branches stay valid
             renewed.conditioning = known.conditioning  # it knows which items held their value
             self._states[key] = renewed
-        elif known is not None and known.conditioning.new_modes:  # computes, because its output may change shape
+        elif known.conditioning.new_modes:  # computes, because its output may change shape
             self.settle()
             self._restart(known)
-        elif known is not None and (known.conditioning.moved or known.unsettled):
+        elif known.conditioning.moved or known.unsettled:
             for loop in known.loops:
                 loop.computed_step = -1  # so this step computes: the record may be of another conditioning
         self._called[key] = None

@@ -81,21 +81,23 @@ class Trajectory:
             response: change of the outputs per shift of the latents (:func:`~dit_accel.loop.growth.responses`).
         """
         known, self._latest = self._latest, [_Stream(each) for each in latents]
-        shapes = [each.latents.shape for each in known if each.shared]
+        shapes = [each.latents.shape for each in known if len(each.tensors) > 1]
         follows = step == self._step + 1 and len(latents) > 0 and shapes == [each.shape for each in latents]
         self._step = step
         if not follows:
             self._earlier.clear()
             self._edits.clear()
             return False
-        streams = [[stream.sample(each), *stream.tensors] for stream, each in zip(known, latents, strict=True)]
-        host = _on_host(streams)
+        for before, now in zip(known, self._latest, strict=True):
+            now.shared = before.shared
+            now.tensors = [now.sample(now.latents)]
+        host = _on_host([[*now.tensors, *before.tensors] for before, now in zip(known, self._latest, strict=True)])
         self._earlier.appendleft([stream[1:] for stream in host])
         edit = max(_edit(now, [each[place] for each in self._earlier]) for place, (now, *_) in enumerate(host))
         edit *= min(abs(response), MOST_RESPONSE)
-        before = max(self._edits, default=FIRST)
+        usual = max(self._edits, default=FIRST)
         self._edits.append(edit)
-        return edit > max(FELT, SUDDEN * before)
+        return edit > max(FELT, SUDDEN * usual)
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the outputs ``[B, …]`` of a call of the step, with which the pipeline continues."""
