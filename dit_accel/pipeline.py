@@ -29,6 +29,7 @@ from dit_accel.models.families import FAMILIES, known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
+from dit_accel.models.wrappers import entry, unwrapped, why_not_wrapped
 from dit_accel.presets import Preset, default_preset
 from dit_accel.stages import prompts
 from dit_accel.stages.decode import FUSED, Decoding
@@ -270,12 +271,15 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
             f"pipe must have a scheduler, which gives the steps, got {type(pipe).__name__}; "
             "accelerate_transformer takes the timesteps of a loop without one"
         )
+    for name in transformers:
+        if (reason := why_not_wrapped(getattr(pipe, name))) is not None:
+            raise UnsupportedError(f"pipe.{name}: {reason}")
     settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer may outlive it
 
     def clock(pipeline: Any) -> SchedulerClock:
         return clock_of(owner if pipeline is None else weakref.ref(pipeline))
 
-    called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
+    called = {name: lambda each=each: held_module(owner(), each) for name, each in transformers.items()}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
     return pipe
 
@@ -312,7 +316,7 @@ def report(accelerated: Any) -> RunReport:
         UnsupportedError: it is not accelerated, or its transformers have reports of their own.
     """
     is_module = isinstance(accelerated, torch.nn.Module)
-    transformers = {"": getattr(accelerated, "_orig_mod", accelerated)} if is_module else denoisers(accelerated)
+    transformers = {"": unwrapped(accelerated)} if is_module else denoisers(accelerated)
     found = _accelerations(transformers, accelerated)
     if not found:
         raise UnsupportedError(
@@ -357,7 +361,7 @@ def accelerate_transformer(
 
     Args:
         transformer: called once per step and branch. Several branches in one step keep their order, or are named by
-            ``transformer.cache_context(name)``. It may be the result of ``torch.compile(transformer)``.
+            ``transformer.cache_context(name)``. It may be wrapped, for example by ``torch.compile`` or peft.
         preset: see :func:`accelerate_pipeline`. `quality`, `balanced` and `turbo` mean the video forms for families
             that are known to make videos (HunyuanVideo, Wan, LTX, CogVideoX, SkyReels-V2). For any other video model
             name `video-balanced` yourself.
@@ -377,7 +381,9 @@ def accelerate_transformer(
         UnsupportedError: the transformer is no module or has another cache, the preset is for another model family, or
             the timesteps can't be told apart.
     """
-    own = getattr(transformer, "_orig_mod", transformer)
+    own = unwrapped(transformer)
+    if (reason := why_not_wrapped(transformer)) is not None:
+        raise UnsupportedError(reason)
     if not isinstance(own, torch.nn.Module):
         raise UnsupportedError(
             f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
@@ -395,9 +401,8 @@ def accelerate_transformer(
             clock_of(weakref.ref(pipeline)) if keeps_timesteps(getattr(pipeline, "scheduler", None)) else PlaceClock()
         )
 
-    def called() -> torch.nn.Module:
-        held = held_module(calling_pipeline(own), own)
-        return transformer if held is None else held
+    def called() -> torch.nn.Module | None:
+        return held_module(calling_pipeline(own), own) or entry(transformer, own)
 
     return _attach({"transformer": own}, {"transformer": called}, settings, clock, control_net)
 

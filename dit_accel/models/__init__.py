@@ -3,15 +3,14 @@
 Read `families/family.py` first: it defines the facts that describe a model family. Then read one family, such as
 `families/sd3.py`. `drive.py` chooses the driver of a transformer. `transformer.py` is the driver for any transformer:
 it wraps whole calls, which is enough for level `output`. `driver.py` extends it for known families and works inside
-the blocks. `hooks.py` adds and removes hooks on modules, `interceptor.py` catches attention calls, and `fused/` holds
-blocks that run our kernels. `graphs/` captures computed steps as CUDA graphs, and `parallel/` divides a call among
-GPUs. `beside/` handles other changes to a transformer: ControlNets, compilation, other caches and 8-bit layers.
+the blocks. `wrappers.py` finds transformers inside of wrappers. `hooks.py` adds and removes hooks on modules,
+`interceptor.py` catches attention calls, and `fused/` holds blocks that run our kernels. `graphs/` captures computed
+steps as CUDA graphs, and `parallel/` divides a call among GPUs. `beside/` handles other changes to a transformer:
+ControlNets, compilation, other caches and 8-bit layers.
 """
 
 from __future__ import annotations
 
-import inspect
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 # Attributes of a pipeline that hold denoising transformers of any class: Wan 2.2 has one for high noise and one for low
 # noise, Ideogram 4 has one for each branch of guidance.
 TRANSFORMER_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
-PRIORS = ("PriorTransformer",)  # classes that denoise an embedding, by another scheduler than the pipeline's
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -35,27 +33,16 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the pipeline's transformers, each once, by name; empty if it denoises with another module.
 
     A component counts if it has one of ``TRANSFORMER_NAMES``, or if it is a transformer of diffusers that denoises
-    latents, under any name (MiniMax-H3 has ``transformer_ref``). If ``torch.compile`` wraps a transformer, the result
-    holds the transformer inside the wrapper.
+    latents, under any name (MiniMax-H3 has ``transformer_ref``). If a transformer is wrapped, the result holds the
+    transformer inside (:mod:`dit_accel.models.wrappers`).
     """
+    from dit_accel.models.wrappers import denoises, unwrapped
+
     found: dict[str, torch.nn.Module] = {}
     for name in (*TRANSFORMER_NAMES, *getattr(pipe, "__dict__", ())):
-        module = getattr(pipe, name, None)
-        module = getattr(module, "_orig_mod", module)
-        if module is None or (name not in TRANSFORMER_NAMES and not _denoises(type(module))):
+        module = unwrapped(getattr(pipe, name, None))
+        if module is None or (name not in TRANSFORMER_NAMES and not denoises(type(module))):
             continue
         if not any(module is each for each in found.values()):
             found[name] = module
     return found
-
-
-@cache
-def _denoises(cls: type) -> bool:
-    """Return True for a class of diffusers' transformers that takes latents and a timestep."""
-    of_diffusers = [each for each in cls.__mro__ if each.__module__.startswith("diffusers.models.transformers.")]
-    if not of_diffusers or any(each.__name__ in PRIORS for each in of_diffusers):
-        return False
-    from dit_accel.models.families.family import LATENTS, timestep_names
-
-    parameters = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
-    return bool(timestep_names(parameters)) and not parameters.keys().isdisjoint(LATENTS)

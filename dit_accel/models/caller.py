@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from types import FrameType
@@ -12,6 +11,7 @@ import torch
 
 from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
+from dit_accel.models.wrappers import entry, parameters_of
 
 BETWEEN = ("torch", "accelerate", "dit_accel")  # packages whose frames lie between a pipeline and its transformer
 
@@ -63,15 +63,15 @@ def local_of(owner: Any, name: str) -> Any:
 
 
 def held_module(owner: Any, transformer: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that an object calls for a transformer: itself, or its wrapper from ``torch.compile``.
+    """Return the module by which an object calls a transformer: itself, or its wrapper from ``torch.compile``.
 
     Returns:
-        The module; None = the object has no such attribute.
+        The module; None = the object has no attribute that is the transformer or wraps it.
     """
-    for held in getattr(owner, "__dict__", {}).values():
-        if isinstance(held, torch.nn.Module) and (held is transformer or held._modules.get("_orig_mod") is transformer):
-            return held
-    return None
+    held = [*getattr(owner, "__dict__", {}).values()]
+    if any(each is transformer for each in held):
+        return transformer
+    return next((found for each in held if (found := entry(each, transformer)) is not None), None)
 
 
 def clock_of(pipe: weakref.ref) -> SchedulerClock:
@@ -82,6 +82,6 @@ def clock_of(pipe: weakref.ref) -> SchedulerClock:
 def _further_schedulers(pipe: Any) -> dict[str, Any]:
     """Return the schedulers of further outputs by name: "audio" for ``audio_scheduler`` and ``audio_hidden_states``."""
     suffix = "_scheduler"
-    inputs = {name for each in denoisers(pipe).values() for name in inspect.signature(type(each).forward).parameters}
+    inputs = {name for each in denoisers(pipe).values() for name in parameters_of(type(each))}
     named = {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
     return {part: each for part, each in named.items() if any(name.startswith(f"{part}_") for name in inputs)}

@@ -18,6 +18,7 @@ from torch import nn
 from dit_accel.loop.timing import REST, CallParts
 from dit_accel.models import denoisers
 from dit_accel.models.caller import local_of
+from dit_accel.models.wrappers import unwrapped
 
 BEGINNINGS = ("check_inputs", "encode_prompt")  # first method that a pipeline calls; the second if it has no checks
 STATE = "state"  # variable of a modular pipeline's call
@@ -67,7 +68,7 @@ def _components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
         is_autoencoder = hasattr(component, "decode") and isinstance(getattr(component, "decoder", None), nn.Module)
         modules = {f"{name}.{coder}": getattr(component, coder, None) for coder in CODERS} if is_autoencoder else {}
         for part, module in (modules or {name: component}).items():
-            inner = getattr(module, "_orig_mod", module)
+            inner = unwrapped(module)
             if isinstance(module, nn.Module) and not any(inner is each for each in seen):
                 seen.append(inner)
                 yield part, module

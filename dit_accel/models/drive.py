@@ -16,6 +16,7 @@ from dit_accel.models.families import known_family
 from dit_accel.models.families.family import Family, timestep_names
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer import TransformerDriver
+from dit_accel.models.wrappers import unwrapped
 
 
 def left_plain(pipe: Any) -> list[str]:
@@ -26,8 +27,7 @@ def left_plain(pipe: Any) -> list[str]:
     return [
         name
         for name, part in modules.items()
-        if timestep_names(parameter_names(part))
-        and not any(getattr(part, "_orig_mod", part) is each for each in driven)
+        if timestep_names(parameter_names(part)) and not any(unwrapped(part) is each for each in driven)
     ]
 
 

@@ -24,6 +24,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import HookFunctionReference
 
 from dit_accel.errors import UnsupportedError, shown
+from dit_accel.models.wrappers import parameters_of
 
 HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, which may also have a hook of another name
@@ -33,7 +34,6 @@ OFFLOAD_HOOK = "group_offloading"  # diffusers' name
 OFFLOAD_HOOKS = (OFFLOAD_HOOK, "layer_execution_tracker")  # on blocks; the second notes their order for streams
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 CHAINS = threading.RLock()  # held while a chain is changed
-GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
 LIBRARIES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
 STATELESS = "dit_accel_stateless"  # attribute of code that was declared stateless
@@ -92,8 +92,7 @@ def is_stateless(code: Any) -> bool:
 
 def parameter_names(module: torch.nn.Module) -> list[str]:
     """Names of the parameters of a module's forward, without ``*args`` and ``**kwargs``."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return [each.name for each in parameters if each.kind not in GATHERED]
+    return parameters_of(type(module))
 
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:

@@ -74,7 +74,7 @@ class TransformerDriver:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
         runs: runs over the transformer; the controller of each run decides the modes of its calls.
         name: the transformer's name in the pipeline.
-        called: returns the module that the pipeline calls: the transformer, or its wrapper from ``torch.compile``.
+        called: returns the transformer, or its wrapper from ``torch.compile`` if the pipeline calls that.
     """
 
     family_name = "any"
@@ -105,7 +105,8 @@ class TransformerDriver:
         if not is_replaced and not timestep_names(self._parameters):
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS))} or timesteps of "
-                "parts ('vision_timesteps'), so its steps can't be distinguished"
+                "parts ('vision_timesteps'), so its steps can't be distinguished; a wrapper must hold one transformer: "
+                "call accelerate_pipeline before you wrap it, or accelerate_transformer on the transformer inside"
             )
 
     @property

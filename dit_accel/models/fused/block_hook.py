@@ -20,9 +20,10 @@ from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
-from dit_accel.models.hooks import GATHERED, Hook, is_compiled, why_not_replaceable
+from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.models.parallel.context_parallel import RING, config_of, shares_layers
+from dit_accel.models.wrappers import GATHERED
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.site_state import SiteState
 from dit_accel.sparse.tile_site import Inputs, TileSite
