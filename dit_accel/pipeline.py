@@ -56,10 +56,12 @@ class Acceleration:
 
     def __init__(self, runs: Runs, drivers: list[TransformerDriver], plain: Sequence[torch.nn.Module] = ()) -> None:
         self._runs = runs
-        self._plain = plain
-        self._drivers = drivers
+        self._plain = [weakref.ref(each) for each in plain]
+        # Weak, so that a transformer which the pipeline drops is freed: its hook holds the driver.
+        self._driven = [weakref.ref(driver.transformer) for driver in drivers]
+        self._all_drivers = [weakref.ref(driver) for driver in drivers]
         self._owners: list[weakref.ref[Any]] = []
-        self._net: tuple[torch.nn.Module, ControlNetHook] | None = None
+        self._net: tuple[weakref.ref[torch.nn.Module], weakref.ref[ControlNetHook]] | None = None
         self._decoding: list[Decoding] = []
         self._prompts: list[prompts.KeptPrompts] = []
         self._stages = ExitStack()
@@ -77,7 +79,8 @@ class Acceleration:
         """
         self._owners = [weakref.ref(owner) for owner in owners]
         if net is not None:  # at other levels every step runs blocks, which read the net's output
-            self._net = net, watch_net(net, defers=self.preset.forecast.level == "output")
+            hook = watch_net(net, defers=self.preset.forecast.level == "output")
+            self._net = weakref.ref(net), weakref.ref(hook)
         undo = self._stages
         for owner in owners:
             parts, stages = self._runs.of(owner).parts, self.preset.stages
@@ -88,10 +91,15 @@ class Acceleration:
                 self._prompts.append(prompts.KeptPrompts(owner, parts, int(stages.prompts_mib * 2**20)))
                 undo.callback(self._prompts[-1].close)
         for driver in self._drivers:
-            driver.net = net
+            driver.watch(net)
             driver.attach(self)
         for owner in owners:
             owner.dit_accel = self
+
+    @property
+    def _drivers(self) -> list[TransformerDriver]:
+        """Drivers of the transformers that are still there."""
+        return [driver for driver in (reference() for reference in self._all_drivers) if driver is not None]
 
     @property
     def preset(self) -> Preset:
@@ -111,7 +119,8 @@ class Acceleration:
     @property
     def token_order(self) -> torch.Tensor | None:
         """Order of the last run's vision tokens (:mod:`dit_accel.sparse.token_order`); None = raster order."""
-        return self._drivers[0].token_order
+        drivers = self._drivers
+        return drivers[0].token_order if drivers else None
 
     def report(self, pipe: Any = None) -> RunReport:
         """Return the report of the last run, or of the current run while it is in progress.
@@ -176,7 +185,9 @@ class Acceleration:
                 heir.inherit(driver)
             driver.detach()
         if self._net is not None:
-            stop_watching(*self._net)
+            net, hook = self._net[0](), self._net[1]()
+            if net is not None and hook is not None:
+                stop_watching(net, hook)
         self._runs.reset()
         for owner in self.owners:
             self.leave(owner)
@@ -191,12 +202,15 @@ class Acceleration:
 
     def why_not_in_effect(self) -> str | None:
         """Return why the pipeline is no longer accelerated, or None."""
-        known = [*self._plain, *(driver.transformer for driver in self._drivers)]
+        driven = [each for each in (reference() for reference in self._driven) if each is not None]
+        known = [*(reference() for reference in self._plain), *driven]
         for owner in self.owners:
             for name, transformer in denoisers(owner).items():
                 if not any(transformer is each for each in known):
                     return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
-        if not all(driver.is_attached for driver in self._drivers):
+        if not driven:
+            return "the pipeline has dropped its transformer; load one, and call accelerate_pipeline(pipe)"
+        if len(self._drivers) < len(driven) or not all(driver.is_attached for driver in self._drivers):
             return "its hook on the transformer was removed; call accelerate_pipeline(pipe) again"
         if self._runs.latest.missed_run:
             return "the scheduler has begun a later run, in which the transformer's hook was not called"
@@ -417,11 +431,12 @@ def _attach(
 ) -> Acceleration:
     family = next(filter(None, map(known_family, transformers.values())), None)
     drivers: list[TransformerDriver] = []
+    layers: dict[str, list[str]] = {}  # by name
     plain: dict[str, str] = {}  # reasons by name
 
     def introduce(controller: Controller) -> Controller:
-        for driver in drivers:
-            controller.add_transformer(driver.name, driver.layers())
+        for each, blocks in layers.items():
+            controller.add_transformer(each, blocks)
         for name, reason in plain.items():
             controller.warn_of_all_runs(f"pipe.{name} is not accelerated: {reason}")
         return controller
@@ -442,7 +457,9 @@ def _attach(
             refusals[each] = error
     if not drivers:
         raise next(iter(refusals.values()))
-    _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
+    for driver in drivers:
+        layers[driver.name] = driver.layers()
+    _check_layers(preset, [layer for blocks in layers.values() for layer in blocks])
     for driver in drivers:
         driver.prepare()
     acceleration = Acceleration(runs, drivers, [transformers[each] for each in refusals])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ class TransformerDriver:
         self.runs = runs
         self.name = name
         self.called = called
-        self.net: torch.nn.Module | None = None  # ControlNet that is called before the transformer
+        self._net: Callable[[], torch.nn.Module | None] = lambda: None
         self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
         self._parameters = parameter_names(transformer)
         self._conditions = Conditions(transformer)
@@ -113,6 +114,16 @@ class TransformerDriver:
     def controller(self) -> Controller:
         """Controller of the call in progress, or of the latest one."""
         return self.runs.current
+
+    @property
+    def net(self) -> torch.nn.Module | None:
+        """ControlNet that is called before the transformer."""
+        return self._net()
+
+    def watch(self, net: torch.nn.Module | None) -> None:
+        """Set the ControlNet, which the pipeline may drop."""
+        if net is not None:
+            self._net = weakref.ref(net)
 
     def layers(self) -> list[str]:
         """Names of the blocks that the report lists."""
