@@ -139,7 +139,7 @@ def _is_settled(item: _Item | None, value: Any) -> bool:
 
 def _is_same(item: _Item, value: Any) -> bool:
     """Return True if a value is known to be unchanged without reading it."""
-    if value is item.value and item.copy is None and item.version == version_of(value):
+    if value is item.value and item.copy is None and (item.version is None or item.version == value._version):
         return True
     before = item.latest
     if not _may_be_equal(before, value):

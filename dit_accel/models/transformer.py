@@ -21,7 +21,7 @@ from dit_accel.loop.rows import Rows
 from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import Place, StepMode
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
-from dit_accel.models.beside.control_net import computed, hook_of
+from dit_accel.models.beside.control_net import NUMBERS, computed, hook_of
 from dit_accel.models.beside.foreign_code import ForeignCode
 from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_forward, replaced_forward_remark
 from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
@@ -243,12 +243,12 @@ class TransformerDriver:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return self.computing(original)(*args, **kwargs)
         # MiniMax-H3 has one timestep for each noise level, whose number varies over a run.
-        leaves = {
-            name: (each,) if isinstance(each, torch.Tensor) else pytree.tree_leaves(each)
-            for name, each in arguments.items()
-            if each is not None
-        }
-        tensors = {name: [leaf for leaf in each if isinstance(leaf, torch.Tensor)] for name, each in leaves.items()}
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for name, each in arguments.items():
+            if isinstance(each, torch.Tensor):
+                tensors[name] = [each]
+            elif not isinstance(each, (*NUMBERS, type(None))):
+                tensors[name] = [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, torch.Tensor)]
         shapes = [leaf.shape for name, each in tensors.items() if name not in self._timesteps for leaf in each]
         lengths = self.lengths(arguments) if self._works_inside else ()
         form = *shapes, *lengths, arguments.get("return_dict", True)
