@@ -76,7 +76,7 @@ def try_out(scheduler: Any, first: int = 0) -> Trial:
 def _kept_random_states() -> Iterator[None]:
     numpys, pythons = np.random.get_state(), random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[], device_type="cpu"):
             yield
     finally:
         np.random.set_state(numpys)
@@ -106,7 +106,7 @@ def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
         course.append(latents)
         return latents - sigma * outputs[step].float()
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[], device_type="cpu"):
         last = sample(model, latents.float())
     if len(course) < len(outputs):
         raise UnsupportedError("it does not call the model at every step")

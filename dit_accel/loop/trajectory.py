@@ -22,7 +22,6 @@ import torch
 
 FELT = 0.1  # replacing a tenth of the tokens: 0.6 and more; edits at every step, as far as measured: 0.05 and less
 SUDDEN = 3.0
-FIRST = 0.35  # edit that counts as usual at the second step, before which there was none
 LATEST = 2  # steps whose latents and outputs are combined, and whose edits count
 REGIONS = 64  # of equal numbers of entries, in the order of memory
 ENTRIES = 32  # read of each region
@@ -95,7 +94,7 @@ class Trajectory:
         self._earlier.appendleft([stream[1:] for stream in host])
         edit = max(_edit(now, [each[place] for each in self._earlier]) for place, (now, *_) in enumerate(host))
         edit *= min(abs(response), MOST_RESPONSE)
-        usual = max(self._edits, default=FIRST)
+        usual = max(self._edits, default=edit)
         self._edits.append(edit)
         return edit > max(FELT, SUDDEN * usual)
 

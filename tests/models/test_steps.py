@@ -112,22 +112,22 @@ def test_unknown_denoisers_are_named():
 
 
 class Unnamed(torch.nn.Module):
-    """An expert of an unknown class, whose forward does not name its arguments."""
+    """An expert of an unknown class, whose forward does not name its arguments, and in which nothing can be found."""
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.config, self.cache_context = inner, inner.config, inner.cache_context
+        self.inner, self.config, self.cache_context = lambda: inner, inner.config, inner.cache_context
         self.dtype, self.device = inner.dtype, inner.device
 
     def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
+        return self.inner()(*args, **kwargs)
 
 
 class Unknown(Unnamed):
     """An expert of an unknown class that names its timestep."""
 
     def forward(self, hidden_states, timestep, **kwargs):
-        return self.inner(hidden_states, timestep, **kwargs)
+        return self.inner()(hidden_states, timestep, **kwargs)
 
 
 TILES = {"skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64}}

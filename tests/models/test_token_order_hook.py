@@ -158,7 +158,7 @@ def test_lora_on_the_ends_may_come_later(name, targets):
             try:
                 return call(name)
             finally:
-                pipe.transformer.delete_adapters("default")
+                pipe.transformer.unload_lora()
 
     expected = with_lora("raster")
     assert distance(expected, call(name)) > 1e-3

@@ -268,8 +268,8 @@ MUTANTS = [
     Mutant(
         "reset-forgotten",
         f"{LOOP}/runs.py",
-        "if self._is_reset_due and self._depth == 0:",
-        "if False:",
+        "while self._due and not self._is_changing and self._reserve():",
+        "while False:",
         "a reset in a call takes effect after it",
         f"{TEST_LOOP}/test_runs.py",
     ),

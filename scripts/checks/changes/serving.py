@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-mask-without-an-opaque-pixel",
-        f"{SERVING}/requests.py",
+        f"{SERVING}/input_images.py",
         "alpha.getextrema()[0] < 255",
         "alpha.getextrema()[1] < 255",
         "a mask may be transparent everywhere",
