@@ -154,7 +154,9 @@ def test_sigterm_ends_it_while_the_model_loads(tmp_path):
         until(lambda: processes_of(server))
         (worker,) = processes_of(server)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) == 0 and not worker.is_running()
+        assert server.wait(timeout=60) == 0
+        # An orphan stays a zombie until the system's first process takes notice.
+        assert not worker.is_running() or worker.status() == "zombie"
         assert server.stdout.read() + (tmp_path / "errors.txt").read_text() == ""
     finally:
         server.kill()
