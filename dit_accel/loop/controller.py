@@ -244,7 +244,7 @@ class Controller:
         latents: Sequence[torch.Tensor],
     ) -> Call:
         tick, schedule = self._follow(timestep, place_in_run, latents), self.preset.schedule
-        items = request.conditions() if self._why_plain is None and self._forecasts else {}
+        items = request.conditions() if self.may_forecast else {}
         branch, place = self.branches.of(request, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
             self.compute_all(STUCK)
@@ -293,7 +293,7 @@ class Controller:
         if self._tick is None or tick.step != self._tick.step:
             self.branches.begin_step()
             self._accounts.start_step(tick)
-            if self._forecasts and self._why_plain is None:
+            if self.may_forecast:
                 self._compare(tick.step, latents)
         self._tick = tick
         return tick

@@ -89,7 +89,7 @@ def test_a_mask_of_one_value_is_that_everywhere(mode, colour, level):
 
 @pytest.mark.parametrize("colour", [0, 255])
 def test_a_mask_changes_where_it_is_transparent(colour):
-    """Whatever its colours are there."""
+    """The colours of a mask count nothing where it is transparent."""
     mask = Image.new("RGBA", (24, 8), (colour, colour, colour, 255))
     mask.paste((colour, colour, colour, 0), (0, 0, 6, 8))
     mask.save(data := io.BytesIO(), "png")

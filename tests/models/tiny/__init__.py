@@ -65,7 +65,7 @@ def shared(build):
 
 @torch.no_grad()
 def state_of(pipe) -> dict:
-    """What acceleration, adapters and patches change: attributes, hooks, modes and weights of transformers."""
+    """Return the attributes, hooks, modes and weights that acceleration, adapters and patches change."""
     state = {"accelerated": hasattr(pipe, "dit_accel")}
     for part, model in pipe.components.items():
         if isinstance(model, torch.nn.Module) and part.startswith("transformer"):
