@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 FELT = 0.1  # replacing a tenth of the tokens: 0.6 and more; edits at every step, as far as measured: 0.05 and less
@@ -29,48 +27,12 @@ MOST_RESPONSE = 5.0  # bound on the change of an output per shift of the latents
 RIDGE, TINY = 1e-9, 1e-30  # make the fit solvable if outputs are equal, or zero
 
 
-@dataclass
-class _Stream:
-    """Latents of one output of the transformer, and the outputs of a step's calls, as samples ``[B, entries]``.
-
-    Args:
-        latents: the latents.
-        shared: part of the latents that the outputs cover; empty = no output is known yet.
-        tensors: samples of the latents and the outputs, on the device.
-    """
-
-    latents: torch.Tensor
-    shared: tuple[slice, ...] = ()
-    tensors: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, output: torch.Tensor) -> None:
-        """Add a call's output, unless it has another form than the latents or the first output."""
-        if output.ndim != self.latents.ndim:
-            return
-        if not self.shared:
-            # Latents with reference tokens, masks or images, and outputs with variances, begin with what they share.
-            self.shared = tuple(map(slice, map(min, self.latents.shape, output.shape)))
-            self.tensors = [self.sample(self.latents)]
-        if (sample := self.sample(output)).shape == self.tensors[0].shape:
-            self.tensors.append(sample)
-
-    def sample(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return evenly spaced entries of a tensor, float32 ``[B, entries]``, as a copy."""
-        flat = tensor.detach()[self.shared].flatten(1)
-        stride = flat.shape[1] // (REGIONS * ENTRIES) | 1  # odd, so that it meets all channels
-        entries = flat[:, ::stride]
-        whole = entries.shape[1] // REGIONS * REGIONS
-        return (entries[:, :whole] if whole else entries).to(torch.float32, copy=True)
-
-
 class Trajectory:
-    """Latents and outputs of the latest steps of a run."""
+    """Latents and outputs of the latest steps of a run; one :class:`Stream` for each output that has latents."""
 
     def __init__(self) -> None:
         self._step = -1
-        self._latest: list[_Stream] = []
-        self._earlier: deque[list[np.ndarray]] = deque(maxlen=LATEST)  # newest first; [1 + calls, B, entries] a stream
-        self._edits: deque[float] = deque(maxlen=LATEST)
+        self._streams: list[Stream] = []
 
     def is_replaced(self, step: int, latents: Sequence[torch.Tensor], response: float) -> bool:
         """Record the latents of a step, and return True if they were replaced since the step before.
@@ -79,64 +41,92 @@ class Trajectory:
             latents: latents ``[B, …]`` of the step's first call, one tensor for each output that has some.
             response: change of the outputs per shift of the latents (:func:`~dit_accel.loop.growth.responses`).
         """
-        known, self._latest = self._latest, [_Stream(each) for each in latents]
-        shapes = [each.latents.shape for each in known if len(each.tensors) > 1]
-        follows = step == self._step + 1 and len(latents) > 0 and shapes == [each.shape for each in latents]
+        follows = step == self._step + 1 and [each.shape for each in self._streams] == [each.shape for each in latents]
         self._step = step
         if not follows:
-            self._earlier.clear()
-            self._edits.clear()
+            self._streams = [Stream(each) for each in latents]
             return False
-        for before, now in zip(known, self._latest, strict=True):
-            now.shared = before.shared
-            now.tensors = [now.sample(now.latents)]
-        host = _on_host([[*now.tensors, *before.tensors] for before, now in zip(known, self._latest, strict=True)])
-        self._earlier.appendleft([stream[1:] for stream in host])
-        edit = max(_edit(now, [each[place] for each in self._earlier]) for place, (now, *_) in enumerate(host))
-        edit *= min(abs(response), MOST_RESPONSE)
+        replaced = [stream.is_replaced(each, response) for stream, each in zip(self._streams, latents, strict=True)]
+        return any(replaced)
+
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Record the outputs ``[B, …]`` of a call of the step, with which the pipeline continues."""
+        for stream, output in zip(self._streams, outputs, strict=False):
+            stream.add(output)
+
+
+class Stream:
+    """Latents of one output of the transformer, and the outputs of a step's calls, as samples ``[B, entries]``."""
+
+    def __init__(self, latents: torch.Tensor) -> None:
+        self._latents = latents
+        self._shared: tuple[slice, ...] = ()  # part of the latents that the outputs cover; empty = no output is known
+        self._samples: list[torch.Tensor] = []  # of the step's latents, then of its outputs, on the device
+        self._earlier: deque[torch.Tensor] = deque(maxlen=LATEST)  # samples on the host, newest first
+        self._edits: deque[float] = deque(maxlen=LATEST)
+
+    @property
+    def shape(self) -> torch.Size | None:
+        """Return the shape of latents that can be compared with the step before; None = it has no output."""
+        return self._latents.shape if len(self._samples) > 1 else None
+
+    def is_replaced(self, latents: torch.Tensor, response: float) -> bool:
+        """Record the latents of the next step, and return True if they were replaced."""
+        now = self._sample(latents)
+        host = torch.stack([now, *self._samples]).cpu().double()
+        self._latents, self._samples = latents, [now]
+        self._earlier.appendleft(host[1:])
+        edit = min(abs(response), MOST_RESPONSE) * _edit(host[0], self._earlier)
         usual = max(self._edits, default=edit)
         self._edits.append(edit)
         return edit > max(FELT, SUDDEN * usual)
 
-    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Record the outputs ``[B, …]`` of a call of the step, with which the pipeline continues."""
-        for stream, output in zip(self._latest, outputs, strict=False):
-            stream.add(output)
+    def add(self, output: torch.Tensor) -> None:
+        """Add a call's output, unless it has another form than the latents or the first output."""
+        if output.ndim != self._latents.ndim:
+            return
+        if not self._samples:
+            # Latents with reference tokens, masks or images, and outputs with variances, begin with what they share.
+            self._shared = tuple(map(slice, map(min, self._latents.shape, output.shape)))
+            self._samples = [self._sample(self._latents)]
+        sample = self._sample(output)
+        if sample.shape == self._samples[0].shape:
+            self._samples.append(sample)
+
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return evenly spaced entries of a tensor, float32 ``[B, entries]``, as a copy."""
+        flat = tensor.detach()[self._shared].flatten(1)
+        stride = flat.shape[1] // (REGIONS * ENTRIES) | 1  # odd, so that it meets all channels
+        entries = flat[:, ::stride]
+        whole = entries.shape[1] // REGIONS * REGIONS
+        return (entries[:, :whole] if whole else entries).to(torch.float32, copy=True)
 
 
-def _on_host(streams: Sequence[Sequence[torch.Tensor]]) -> list[np.ndarray]:
-    """Return the samples of each stream, float64 ``[tensors, B, entries]``; all are copied at once."""
-    sizes = [len(stream) * stream[0].numel() for stream in streams]
-    flat = torch.cat([each.view(-1) for stream in streams for each in stream]).cpu().double().split(sizes)
-    return [part.view(len(stream), *stream[0].shape).numpy() for part, stream in zip(flat, streams, strict=True)]
-
-
-def _edit(now: np.ndarray, earlier: Sequence[np.ndarray]) -> float:
+def _edit(now: torch.Tensor, earlier: Sequence[torch.Tensor]) -> float:
     """Return the largest edit of a region, relative to the outputs.
 
     Args:
-        now: latents ``[B, entries]``.
+        now: latents, float64 ``[B, entries]``.
         earlier: latents and outputs of the steps before, newest first, ``[1 + calls, B, entries]`` each.
     """
     change, worst = now - earlier[0][0], 0.0
     # Unchanged entries, such as those of reference tokens, are no edits.
-    combined = np.concatenate(earlier) * (change != 0)
+    known = torch.cat([*earlier]) * (change != 0)
     for rows in _equal_rows(now):
-        own, basis = change[rows[0]], combined[:, rows].reshape(-1, now.shape[1])
+        own, basis = change[rows[0]], known[:, rows].flatten(0, 1)
         gram = basis @ basis.T
-        gram.flat[:: len(gram) + 1] += RIDGE * gram.trace() + TINY
-        missed = own - np.linalg.solve(gram, basis @ own) @ basis
-        regions = (missed * missed).reshape(min(REGIONS, len(missed)), -1)
-        output = earlier[0][1, rows[0]]
-        worst = max(worst, float(regions.mean(axis=1).max() / (output @ output / len(output))))
+        gram.diagonal().add_(RIDGE * gram.trace() + TINY)
+        missed = own - torch.linalg.solve(gram, basis @ own) @ basis
+        regions = missed.square().view(min(REGIONS, len(missed)), -1).mean(1)
+        worst = max(worst, (regions.max() / earlier[0][1, rows[0]].square().mean()).item())
     return worst**0.5
 
 
-def _equal_rows(latents: np.ndarray) -> list[list[int]]:
+def _equal_rows(latents: torch.Tensor) -> list[list[int]]:
     """Return the samples of a batch in groups of equal latents: one sample in all parts of guidance."""
-    groups = defaultdict(list)
     if len(latents) == 1:
         return [[0]]
-    for row, values in enumerate(latents):
+    groups = defaultdict(list)
+    for row, values in enumerate(latents.numpy()):
         groups[values.tobytes()].append(row)
     return list(groups.values())
