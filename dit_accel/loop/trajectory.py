@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 FELT = 0.1  # replacing a tenth of the tokens: 0.6 and more; edits at every step, as far as measured: 0.05 and less
@@ -62,7 +63,7 @@ class Stream:
         self._latents = latents
         self._shared: tuple[slice, ...] = ()  # part of the latents that the outputs cover; empty = no output is known
         self._samples: list[torch.Tensor] = []  # of the step's latents, then of its outputs, on the device
-        self._earlier: deque[torch.Tensor] = deque(maxlen=LATEST)  # samples on the host, newest first
+        self._earlier: deque[np.ndarray] = deque(maxlen=LATEST)  # samples on the host, newest first
         self._edits: deque[float] = deque(maxlen=LATEST)
 
     @property
@@ -73,7 +74,7 @@ class Stream:
     def is_replaced(self, latents: torch.Tensor, response: float) -> bool:
         """Record the latents of the next step, and return True if they were replaced."""
         now = self._sample(latents)
-        host = torch.stack([now, *self._samples]).cpu().double()
+        host = torch.stack([now, *self._samples]).cpu().double().numpy()
         self._latents, self._samples = latents, [now]
         self._earlier.appendleft(host[1:])
         edit = min(abs(response), MOST_RESPONSE) * _edit(host[0], self._earlier)
@@ -102,7 +103,7 @@ class Stream:
         return (entries[:, :whole] if whole else entries).to(torch.float32, copy=True)
 
 
-def _edit(now: torch.Tensor, earlier: Sequence[torch.Tensor]) -> float:
+def _edit(now: np.ndarray, earlier: Sequence[np.ndarray]) -> float:
     """Return the largest edit of a region, relative to the outputs.
 
     Args:
@@ -111,22 +112,23 @@ def _edit(now: torch.Tensor, earlier: Sequence[torch.Tensor]) -> float:
     """
     change, worst = now - earlier[0][0], 0.0
     # Unchanged entries, such as those of reference tokens, are no edits.
-    known = torch.cat([*earlier]) * (change != 0)
+    known = np.concatenate([*earlier]) * (change != 0)
     for rows in _equal_rows(now):
-        own, basis = change[rows[0]], known[:, rows].flatten(0, 1)
+        own, basis = change[rows[0]], known[:, rows].reshape(-1, now.shape[1])
         gram = basis @ basis.T
-        gram.diagonal().add_(RIDGE * gram.trace() + TINY)
-        missed = own - torch.linalg.solve(gram, basis @ own) @ basis
-        regions = missed.square().view(min(REGIONS, len(missed)), -1).mean(1)
-        worst = max(worst, (regions.max() / earlier[0][1, rows[0]].square().mean()).item())
+        gram.flat[:: len(gram) + 1] += RIDGE * gram.trace() + TINY
+        missed = (own - np.linalg.solve(gram, basis @ own) @ basis).reshape(min(REGIONS, len(own)), -1)
+        output = earlier[0][1, rows[0]]
+        region = np.add.reduce(missed * missed, axis=1)  # sums of the regions; the method calls more Python
+        worst = max(worst, float(np.maximum.reduce(region)) * len(missed) / float(output @ output))
     return worst**0.5
 
 
-def _equal_rows(latents: torch.Tensor) -> list[list[int]]:
+def _equal_rows(latents: np.ndarray) -> list[list[int]]:
     """Return the samples of a batch in groups of equal latents: one sample in all parts of guidance."""
+    groups = defaultdict(list)
     if len(latents) == 1:
         return [[0]]
-    groups = defaultdict(list)
-    for row, values in enumerate(latents.numpy()):
+    for row, values in enumerate(latents):
         groups[values.tobytes()].append(row)
     return list(groups.values())

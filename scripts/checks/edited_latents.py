@@ -52,7 +52,8 @@ def main() -> None:
                 rows.append({"model": model, "steps": steps, "guidance": guidance, **row})
                 print(json.dumps(rows[-1]), flush=True)
     result = describe_run(options.device) | {"dtype": options.dtype, "rows": rows}
-    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result).replace(', "rows": [{', ',\n"rows": [\n{').replace("}, {", "},\n{")
+    options.output.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     write_table(options.output.with_suffix(".md"), table(rows))
 
 
@@ -90,7 +91,7 @@ def measured(pipe: Any, model: str, steps: int, guidance: float, presets: list[s
             for key, drop_at in (("error", None), ("error_dropped", at)):
                 if key == "error" or at is not None:
                     found = run(prompt, 1, edit, drop_at)
-                    row[key] = ((found - baseline).norm() / baseline.norm()).item()
+                    row[key] = round(((found - baseline).norm() / baseline.norm()).item(), 5)
                 row.setdefault("computed", pipe.dit_accel.report().computed_fraction)
             row["notes"] = pipe.dit_accel.report().notes if at is None else []
             rows.append(row)
