@@ -272,11 +272,15 @@ class TransformerDriver:
         if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
             given = (), arguments_of_rows(arguments, call.computed_rows)
         if self._linears is not None:
-            self._linears.begin(self.controller.report)
+            rows = len(call.computed_rows or ())
+            kind = call.branch.name, call.branch.shapes, call.mode, call.skips, rows
+            self._linears.begin(self.controller.report, kind)
         args, kwargs = given = computed(given)
         compute = partial(original, *args, **kwargs)
         if self.graphs is not None:
             compute = partial(self.graphs.run, original, call, args, kwargs)
+        if self._linears is not None:
+            compute = partial(self._linears.timed, self.controller.report, compute)
         if self.controller.may_forecast:
             compute = partial(self._watched, call, compute)
         try:
@@ -332,6 +336,8 @@ class TransformerDriver:
         """Return why the call in progress can't be captured, or None."""
         if self._foreign.counts:
             return "code inside the transformer keeps state that changes with every call"
+        if self._linears is not None and self._linears.is_timing:
+            return "linear layers are timed without 8 bits"
         return None if self.compiled is None else "the transformer is compiled"
 
     def decisions(self) -> tuple:

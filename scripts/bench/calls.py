@@ -48,7 +48,8 @@ def main() -> int:
     with ExitStack() as stack:
         rank, ranks = join(options.tiny, stack) if "RANK" in os.environ else (0, 1)
         rows: list[Row] = []
-        facts = describe_run("cpu" if options.tiny else "cuda") | {"rows": rows}
+        facts = describe_run("cpu" if options.tiny else "cuda") | {"taken_gib": options.taken, "rows": rows}
+        taken = torch.empty(int(options.taken * 2**30), dtype=torch.uint8, device="cpu" if options.tiny else "cuda")
         document = {"runs": [*_earlier(options.output), facts]}
         for name in options.models:
             for row in time_calls(name, options, ranks):
@@ -58,6 +59,7 @@ def main() -> int:
                     _write(document, options.output)
         if rank == 0:
             print(markdown({"runs": [facts]}))
+        del taken
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -124,6 +126,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", type=names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
     parser.add_argument("--ways", type=names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
     parser.add_argument("--runs", type=int, default=2, help="whole calls of cache-dit and the presets; default 2")
+    parser.add_argument("--taken", type=float, default=0.0, help="GiB of each GPU that other programs take; default 0")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()

@@ -5,6 +5,9 @@ import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.loop.report import RunReport
+from dit_accel.models.beside import linear_trial
+from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.beside.quantized_linears import (
     LEAST_ROWS,
     QuantizedLinears,
@@ -74,6 +77,48 @@ def test_copies_go_with_the_run():
     tiny_output(pipe, "flux", steps=STEPS)
     linears = linears_of(pipe)
     assert linears.layers and not linears._weights and linears._rows is None
+
+
+@pytest.mark.parametrize("milliseconds", [(300, 170), (175, 170)], ids=["slower", "equal"])
+def test_layers_stay_unchanged_where_8_bits_are_slower(monkeypatch, milliseconds):
+    """Two calls in 8 bits are timed, then unchanged ones; later calls of this kind take the faster way."""
+    monkeypatch.setattr(linear_trial, "TIMED", ("cpu",))
+    pipe, resting = tiny_pipeline("flux"), []
+    plain = tiny_output(pipe, "flux", steps=STEPS)
+    linears = linears_of(accelerate_pipeline(pipe, "exact", **INT8))
+
+    def stopwatch(device):
+        resting.append(linears.is_resting)
+        seconds = milliseconds[linears.is_resting] / 1000
+        return lambda: lambda: seconds
+
+    linears._trial = LinearTrial(stopwatch)
+    first = tiny_output(pipe, "flux", steps=STEPS)
+    second = tiny_output(pipe, "flux", steps=STEPS)
+    is_slower = milliseconds[0] > 200
+    assert resting == [False, False, True] + [True] * (not is_slower)
+    assert distance(first, plain) > 0
+    assert torch.equal(second, plain) == is_slower
+    remark = "linear layers unchanged in float32, in which a call takes 170 ms, and 300 ms in int8"
+    assert (remark in pipe.dit_accel.report().notes) == is_slower
+    other = {"width": 64, "height": 32}
+    tiny_output(pipe, "flux", steps=1, **other)
+    assert resting[-1] is False  # another size is timed by itself
+    restore_pipeline(pipe)
+    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)
+
+
+def test_replayed_calls_stay_in_8_bits():
+    """A graph hides the launches, so nothing is timed once a call was replayed."""
+    report, trial = RunReport("exact", "flux", []), LinearTrial(lambda device: lambda: lambda: 1.0)
+
+    def replay():
+        report.replayed += 1
+
+    for compute in (lambda: None, replay, lambda: None):
+        trial.run("kind", torch.device("cuda"), report, compute)
+        assert not trial.is_timing("kind")
+    assert trial.slower("kind") is None
 
 
 def test_inputs_are_rounded_once_for_layers_that_share_them(monkeypatch):

@@ -5,12 +5,15 @@ rounded copies are freed at the end of the run. Layers that are not plain (quant
 
 With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device. Only weights that
 have changed are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
+
+Where calls in 8 bits are slower than unchanged ones (:mod:`dit_accel.models.beside.linear_trial`), layers run
+unchanged, unless their weights wait on the host.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -24,7 +27,9 @@ from dit_accel.kernels.kept import hold, is_capturing
 from dit_accel.kernels.quantize import FP8_CAPABILITY
 from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.loop.conditioning import PLAIN_TENSORS
+from dit_accel.loop.report import RunReport
 from dit_accel.models.beside.host_weights import HostWeights, is_same_state, state_of
+from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 
@@ -32,6 +37,7 @@ NEEDED = (
     "linear.weights: layers with few tokens, under gradients or autocast, compiled or offloaded in groups have their "
     "weights on the device"
 )
+SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms, and {:.0f} ms in {}"
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
@@ -124,6 +130,9 @@ class QuantizedLinears:
         self._note = note
         self._moved = moved
         self._run: object = None
+        self._trial = LinearTrial()
+        self._kind: Hashable = None  # of the call in progress
+        self.is_resting = False  # the call in progress leaves all layers unchanged
         self.on_host = HostWeights(transformer, self.layers.values() if on_host else (), self._leave)
         self._ready: dict[nn.Linear, Rounded] = {}  # rounded for the first call, which joins some
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
@@ -139,9 +148,20 @@ class QuantizedLinears:
                 self._weights[layers], self._states[layers] = earlier._weights[layers], state
                 self._together[layers] = earlier._together[layers]
 
-    def begin(self, run: object) -> None:
-        """Prepare a call of the transformer: round the weights again if a new run has begun."""
-        if run is self._run:
+    def begin(self, run: RunReport, kind: Hashable) -> None:
+        """Prepare a call of the transformer: round the weights again if a new run has begun.
+
+        Args:
+            run: report of the run.
+            kind: key of everything on which the time of a call depends.
+        """
+        self._kind, slower = kind, self._trial.slower(kind)
+        if slower is not None:
+            dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
+            seconds, unchanged = slower
+            self._note(SLOWER.format(dtype, 1000 * unchanged, 1000 * seconds, self.dtype))
+        self.is_resting = slower is not None or self.is_timing
+        if self.is_resting or run is self._run:
             return
         self._run = run
         self._prepare_host()
@@ -164,6 +184,17 @@ class QuantizedLinears:
                 for each, fresh in zip(held, new, strict=True):
                     if each is not None:
                         each.copy_(fresh)
+
+    @property
+    def is_timing(self) -> bool:
+        """Return True if the call in progress is timed with unchanged layers."""
+        return self._trial.is_timing(self._kind)
+
+    def timed(self, run: RunReport, compute: Callable[[], Any]) -> Any:
+        """Run a computed call, and time it while it is unknown whether 8 bits are faster."""
+        if self.on_host:
+            return compute()
+        return self._trial.run(self._kind, next(iter(self.layers.values())).weight.device, run, compute)
 
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
@@ -210,7 +241,8 @@ class QuantizedLinears:
         weight = layer.weight
         wants_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return (
-            not wants_gradients
+            not self.is_resting
+            and not wants_gradients
             and not torch.is_autocast_enabled(x.device.type)
             and type(weight) in PLAIN_TENSORS
             and (weight.dtype, self.on_host.device_of(layer)) == (x.dtype, x.device)
