@@ -22,16 +22,17 @@ RENDERERS = {  # stem of the JSON: module, function, and the arguments taken fro
     r"conformance.*": ("scripts.checks.conformance_study.report", "markdown", []),
     r"edited-latents": ("scripts.checks.edited_latents", "table", ["rows"]),
     r"every-class": ("scripts.checks.class_study.report", "markdown", []),
-    r"(few-steps|low-work)-.+": ("scripts.research.low_work_study.report", "tables", ["rows", "left_out"]),
     r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),
-    r"layers-in-8-bits": ("scripts.research.layers_in_8_bits", "table", ["results"]),
-    r"papers-demo-.+": ("scripts.research.paper_study.report", "tables", []),
+    r"few-steps-.+": ("scripts.research.conditions_study.report", "every_setting", ["rows"]),
+    r"(flashomni-presets|papers-demo|tile-sparsity)-.+|layers-in-8-bits": (
+        "scripts.research.settings",
+        "table",
+        ["results"],
+    ),
     r"parallel.*": ("scripts.bench.ranks", "markdown", []),
     r"pareto-.+": ("dit_accel.tools.compare.report", "table", []),
-    r"recorded-attention-.+": ("scripts.research.attention_study.report", "tables", ["results"]),
-    r"sla-(features-)?demo-.+": ("scripts.research.finetuning.report", "table", ["rows"]),
+    r"sla-(features-)?demo-.+": ("scripts.research.finetuning.table", "table", ["rows"]),
     r"small-cards.*": ("scripts.bench.card_memory.table", "markdown", []),
-    r"tile-sparsity-.+": ("scripts.research.tile_sparsity", "tables", ["results"]),
 }
 
 
