@@ -49,8 +49,7 @@ from dit_accel.serving.server import Served, build_app
 from dit_accel.serving.videos import VideoStore
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.origin import describe_run
-from scripts.checks.hostile_requests import CLOSED, Attacks, Hostile
-from scripts.checks.hostile_values import EDITS, GOOD, IMAGES, VIDEOS
+from scripts.checks.hostile_requests import CLOSED, EDITS, GOOD, IMAGES, VIDEOS, Attacks, Hostile
 from tests.tiny import tiny_pipeline
 
 LIMITS = Limits(side=64, steps=4, images=2, frames=9, seconds=60.0)
