@@ -157,18 +157,6 @@ def compile_blocks(flow: PromptedFlow) -> None:
     flow.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
 
 
-def backward_at_every_shape(
-    flow: PromptedFlow, text: tuple[torch.Tensor, torch.Tensor], batches: dict[int, int], device: torch.device
-) -> None:
-    """Run forward and backward once at every training shape, on latents of zeros."""
-    latents = {size: torch.zeros(1, (size // 16) ** 2, 64, device=device, dtype=torch.bfloat16) for size in batches}
-    bank = Bank(latents, *text)
-    generator = torch.Generator(device).manual_seed(0)
-    for size, batch in sorted(batches.items(), reverse=True):
-        rows = torch.zeros(batch, device=device, dtype=torch.long)
-        _flow_loss(flow, bank, size, rows, False, image_positions(size, device), generator).backward()
-
-
 def image_positions(size: int, device: torch.device) -> torch.Tensor:
     """FLUX's position ids of a square image's tokens, float32 [tokens, 3]: zero, row, column."""
     side = torch.arange(size // 16, device=device, dtype=torch.float32)

@@ -19,7 +19,6 @@ from .flow import (
     LONG_TEXT,
     Bank,
     PromptedFlow,
-    backward_at_every_shape,
     compile_blocks,
     encode_pictures,
     train_flow,
@@ -138,9 +137,6 @@ class ImageDemo(Demo):
 
     def compile_blocks(self, flow: PromptedFlow) -> None:
         compile_blocks(flow)
-
-    def backward_at_every_shape(self, flow: PromptedFlow, text: tuple[torch.Tensor, ...], device: torch.device) -> None:
-        backward_at_every_shape(flow, text, self.sizes.batches, device)
 
     def train_flow(
         self, flow: PromptedFlow, masters: list[torch.Tensor], bank: Bank, pace: Pace, seed: int

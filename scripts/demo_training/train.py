@@ -1,4 +1,4 @@
-"""Train a demo model from scratch in nine minutes on one H200, and write it as a diffusers pipeline folder.
+"""Train a demo model from scratch in ten minutes on one H200, and write it as a diffusers pipeline folder.
 
     python -m scripts.demo_training.train --model demo-wan --output dit_accel/tools/assets/demo-wan --results RESULTS
     python -m scripts.demo_training.train ... --state STATE        # also keep the pipeline in float32, to resume from
@@ -41,7 +41,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(DEMOS), required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--results", type=Path, help="folder of the sheet, the log and the table")
-    parser.add_argument("--minutes", type=float, default=9.0, help="wall-clock budget of everything")
+    parser.add_argument("--minutes", type=float, default=10.0, help="wall-clock budget of everything")
     parser.add_argument("--vae-seconds", type=float, help="of them for the autoencoder; default: 0 with --resume")
     parser.add_argument("--seed", type=int, default=0, help="use another one with --resume for other scenes")
     parser.add_argument("--state", type=Path, help="folder to keep the float32 pipeline in")
