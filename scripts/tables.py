@@ -12,6 +12,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
     r"calls": ("scripts.bench.call_speed.table", "markdown", []),
@@ -44,6 +45,30 @@ def rendered(file: Path) -> str | None:
             render = getattr(importlib.import_module(module), function)
             return render(*([document[part] for part in parts] or [document])).strip() + "\n"
     return None
+
+
+def as_json(document: Any) -> str:
+    """JSON of a result, with one row of a list a line."""
+    return _json(document, "\n") + "\n"
+
+
+def _json(value: Any, line: str) -> str:
+    """Format a value; a list of rows, and what holds one, has a line for each part; ``line`` is the line break."""
+    if not _has_rows(value):
+        return json.dumps(value, ensure_ascii=False)
+    parts = (
+        [f"{json.dumps(key, ensure_ascii=False)}: {_json(each, line + ' ')}" for key, each in value.items()]
+        if isinstance(value, dict)
+        else [_json(each, line + " ") for each in value]
+    )
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}{line} " + f",{line} ".join(parts) + f"{line}{closing}"
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_rows, value.values()))
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
 
 
 def write_table(file: Path, text: str) -> None:

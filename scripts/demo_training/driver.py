@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from functools import partial
@@ -14,6 +13,8 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
+
+from scripts.tables import as_json
 
 from .demo import Demo
 from .drawing import draw_bank
@@ -68,7 +69,7 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
         log["seconds"] = round(time.monotonic() - started, 1)
-        (options.results / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+        (options.results / "training.json").write_text(as_json(log))
         report(demo, family.load(options.output, torch.bfloat16).to(device), options.results)
     say("done")
 
@@ -117,13 +118,13 @@ def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
     batches = demo.paint(pipe, held_out)
     if not all(batch.isfinite().all() for batch, _ in batches.values()):
         raise FloatingPointError("the pipeline returns values that are not finite")
-    demo.sheet(batches).save(results / "samples.png", optimize=True)
+    demo.sheet(batches).save(results / "samples.webp", quality=80)
     table = {}
     for name, (batch, prompts) in batches.items():
         scenes = [item.scene for item in prompts]
         table[name] = {demo.unit: len(batch), **demo.agreement(demo.read(batch.to(pipe.device)), scenes)}
         print(f"{name:36s} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
-    (results / "prompt_following.json").write_text(json.dumps(table, indent=1) + "\n")
+    (results / "prompt_following.json").write_text(as_json(table))
 
 
 def _say(started: float, text: str) -> None:

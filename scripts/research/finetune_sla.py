@@ -49,7 +49,7 @@ from scripts.research.finetuning.subjects import SUBJECTS, Clips
 from scripts.research.finetuning.table import FULL, SMOKE, rows, table
 from scripts.research.finetuning.training import LOG, Training, fine_tune
 from scripts.research.finetuning.variants import VARIANTS
-from scripts.tables import write_table
+from scripts.tables import as_json, write_table
 
 DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # can train on their videos
 
@@ -162,7 +162,7 @@ def make_table(options: argparse.Namespace, device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for row in rows(SUBJECTS[options.model], demo_path(options.model), sizes, device, Path(folder)):
             document["rows"].append(row)
-            options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+            options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
     write_table(options.output.with_suffix(".md"), table(document["rows"]) + "\n")
     print(table(document["rows"]))
 

@@ -12,7 +12,6 @@ of the curves with the law of `dit_accel.loop.growth` and the weight of each ste
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.figures import new_figure, tidy_axes
 from dit_accel.tools.origin import describe_run
 from scripts.demo_training.loading import held_out
+from scripts.tables import as_json
 
 SHIFT = 1.5
 STEPS = 50
@@ -109,7 +109,7 @@ def main() -> None:
     named = dict(name.partition("=")[::2] for name in options.models)
     curves = {name: curve(name, folder or str(demo_path(name)), options) for name, folder in named.items()}
     origin = describe_run(torch.device(options.device))
-    options.output.write_text(json.dumps({"run": origin, "shift": SHIFT, "curves": curves}, indent=1) + "\n")
+    options.output.write_text(as_json({"run": origin, "shift": SHIFT, "curves": curves}))
     if options.figure:
         draw(curves, options.figure)
 

@@ -10,7 +10,6 @@ unchanged weights and to that of the same weights: the loop's own part of the er
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from typing import Any
 
@@ -25,7 +24,7 @@ from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_availab
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, held_out, load_demo, study_parser
 from scripts.research.setting_lists.setting import BALANCED
-from scripts.tables import write_table
+from scripts.tables import as_json, write_table
 
 
 def measured(model: str, weights: str, plain: AgainstPlain, options: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +73,7 @@ def main() -> None:
                 print(f"{weights}: {reason}", flush=True)
                 continue
             document["results"].append(measured(model, weights, plain, options))
-            options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+            options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
             print(table(document["results"]).splitlines()[-1], flush=True)
     write_table(options.output.with_suffix(".md"), table(document["results"]))
 

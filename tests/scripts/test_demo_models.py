@@ -175,7 +175,7 @@ def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
     folder, state, results = tmp_path / "demo", tmp_path / "state", tmp_path / "results"
     train("--model", "demo-flux", "--output", folder, "--state", state, "--results", results)
     assert json.loads((results / "prompt_following.json").read_text())["drawn 32px"]["pictures"] == 1
-    assert (results / "samples.png").stat().st_size > 1000
+    assert (results / "samples.webp").stat().st_size > 100
     from diffusers import FluxPipeline
 
     pipe = FluxPipeline.from_pretrained(folder, dtype=torch.bfloat16)

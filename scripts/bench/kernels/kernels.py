@@ -7,7 +7,6 @@ with 1. Ratios compare figures of the same run only.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ from scripts.bench.kernels.report import Document, failures, table
 from scripts.bench.kernels.sizes import FULL, QUICK, TINY, Sizes
 from scripts.bench.kernels.sla import bench_sla
 from scripts.bench.kernels.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
+from scripts.tables import as_json
 
 Bench = Callable[[Recorder, Case, Sizes], None]  # benchmark of one size
 
@@ -128,7 +128,7 @@ def write_json(document: Document, output: Path) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_name(output.name + ".md").unlink(missing_ok=True)
     file = output.with_name(output.name + ".json")
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    file.write_text(as_json(document), encoding="utf-8")
     return file
 
 
