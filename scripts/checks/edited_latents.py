@@ -52,8 +52,7 @@ def main() -> None:
                 rows.append({"model": model, "steps": steps, "guidance": guidance, **row})
                 print(json.dumps(rows[-1]), flush=True)
     result = describe_run(options.device) | {"dtype": options.dtype, "rows": rows}
-    text = json.dumps(result).replace(', "rows": [{', ',\n"rows": [\n{').replace("}, {", "},\n{")
-    options.output.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    options.output.with_suffix(".json").write_text(as_json(result), encoding="utf-8")
     write_table(options.output.with_suffix(".md"), table(rows))
 
 
