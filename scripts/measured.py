@@ -22,6 +22,7 @@ from dit_accel.cli.presets import span
 from dit_accel.presets import load_preset, preset_names, preset_path
 from scripts.research import psnr_calibration
 from scripts.research.psnr_calibration import RESULTS, VIDEOS
+from scripts.research.setting_lists.tiles import LOOP, TILED
 
 FILE = preset_path("balanced").with_name("measured.json")
 GUIDE = RESULTS.parents[1] / "guide" / "tuning.md"
@@ -29,7 +30,6 @@ CONDITIONS, FEW_STEPS = RESULTS.name, "few-steps-demo-flux.json"
 LEVELS = ("quality", "balanced", "turbo")
 STEPS = (100, 50, 28, 20, 12, 8, 4)
 UNTRAINED_GUIDANCE = 5.0  # of a cell that no range includes
-TILES = "residual, means, tokens in tiles"  # series of the settings of the presets for long videos
 FIGURES = re.compile(r"(50 steps: )[\d. to]+( of the FLOPs, )[\d to]+( dB)")
 PAIRS = re.compile(r"calibration: \[.*\]")
 MOST = re.compile(r"[\d.]+( dB for images and )[\d.]+( for videos)")
@@ -56,25 +56,21 @@ def run_of(rows: Sequence[tuple[float, float]], models: set[str], steps: int, dt
 
 
 def loop_runs(level: str, *, video: bool) -> list[Run]:
-    """Runs of a preset of the closed loop, by number of steps."""
-    rows = [
-        (CONDITIONS, row["cell"]["model"], row["cell"]["steps"] or 50, row["computed"], fmean(row["psnr"]))
-        for row in document(CONDITIONS)["rows"]
-        if row["name"] == level
-        and (row["cell"]["model"] in VIDEOS) == video
-        and row["cell"]["dtype"] == "bfloat16"
-        and row["cell"]["guidance"] != UNTRAINED_GUIDANCE
-    ]
-    rows += [
-        (FEW_STEPS, row["model"], row["steps"], row["computed"], fmean(row["psnr"]))
-        for row in document(FEW_STEPS)["rows"]
-        if row["name"] == level and not video and row["steps"] not in {steps for _, _, steps, *_ in rows}
-    ]
+    """Runs of a preset of the closed loop, by number of steps: of conditions.json, else of the file of few steps."""
+    rows: dict[int, list[tuple[str, str, float, float]]] = {}
+    for source in (CONDITIONS, FEW_STEPS):
+        known = set(rows)
+        for row in document(source)["rows"]:
+            cell = {"dtype": "bfloat16", "guidance": None} | row["cell"]
+            is_counted = cell["dtype"] == "bfloat16" and cell["guidance"] != UNTRAINED_GUIDANCE
+            steps = cell["steps"] or 50
+            if row["name"] == level and (cell["model"] in VIDEOS) == video and is_counted and steps not in known:
+                rows.setdefault(steps, []).append((source, cell["model"], row["computed"], fmean(row["psnr"])))
     found = []
     for steps in STEPS:
-        if of_steps := [row for row in rows if row[2] == steps]:
-            ((source,), models) = ({row[place] for row in of_steps} for place in (0, 1))
-            found.append(run_of([row[3:] for row in of_steps], models, steps, "bfloat16", source))
+        if steps in rows:
+            ((source,), models) = ({row[place] for row in rows[steps]} for place in (0, 1))
+            found.append(run_of([row[2:] for row in rows[steps]], models, steps, "bfloat16", source))
     return found
 
 
@@ -83,13 +79,12 @@ def single_run(name: str, source: str) -> Run:
     settings, results = document(source)["settings"], document(source)["results"]
     if source.startswith("tile-sparsity"):
         preset = load_preset(name)
-        label = f"{preset.skip.top_k}, {preset.skip.refresh} steps"
-        wanted = {"schedule": "loop", "series": TILES, "label": label, "target_error": preset.schedule.target_error}
+        place = f"{preset.skip.top_k}, {preset.skip.refresh} steps, target {preset.schedule.target_error:g}"
+        wanted = {"series": LOOP + TILED, "name": place}
     else:  # the FLUX presets with FlashOmni's method ran on all models
         wanted = {"name": name.replace("hunyuan", "flux") if source.startswith("flashomni-presets") else name}
     (row,) = (row for row in results if wanted.items() <= row.items())
-    figures = (row["computed_fraction"], row["psnr_db" if "psnr_db" in row else "psnr"])
-    return run_of([figures], {settings["model"]}, 50, settings["dtype"], source)
+    return run_of([(row["computed_fraction"], row["psnr_db"])], {settings["model"]}, 50, settings["dtype"], source)
 
 
 def measurements() -> dict[str, list[Run]]:

@@ -12,6 +12,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
     r"calls": ("scripts.bench.call_speed.table", "markdown", []),
@@ -19,19 +20,20 @@ RENDERERS = {  # stem of the JSON: module, function, and the arguments taken fro
     r"compiled-kernels": ("scripts.checks.compile_study.report", "table", ["kernels"]),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),
     r"conditions": ("scripts.research.conditions_study.report", "tables", ["rows"]),
-    r"conformance.*": ("scripts.checks.conformance_study.report", "markdown", []),
+    r"conformance.*": ("scripts.checks.conformance", "markdown", []),
     r"edited-latents": ("scripts.checks.edited_latents", "table", ["rows"]),
     r"every-class": ("scripts.checks.class_study.report", "markdown", []),
-    r"(few-steps|low-work)-.+": ("scripts.research.low_work_study.report", "tables", ["rows", "left_out"]),
     r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),
-    r"layers-in-8-bits": ("scripts.research.layers_in_8_bits", "table", ["results"]),
-    r"papers-demo-.+": ("scripts.research.paper_study.report", "tables", []),
+    r"few-steps-.+": ("scripts.research.conditions_study.report", "every_setting", ["rows"]),
+    r"(flashomni-presets|papers-demo|tile-sparsity)-.+|layers-in-8-bits": (
+        "scripts.research.settings",
+        "table",
+        ["results"],
+    ),
     r"parallel.*": ("scripts.bench.ranks", "markdown", []),
     r"pareto-.+": ("dit_accel.tools.compare.report", "table", []),
-    r"recorded-attention-.+": ("scripts.research.attention_study.report", "tables", ["results"]),
-    r"sla-(features-)?demo-.+": ("scripts.research.finetuning.report", "table", ["rows"]),
+    r"sla-(features-)?demo-.+": ("scripts.research.finetuning.table", "table", ["rows"]),
     r"small-cards.*": ("scripts.bench.card_memory.table", "markdown", []),
-    r"tile-sparsity-.+": ("scripts.research.tile_sparsity", "tables", ["results"]),
 }
 
 
@@ -43,6 +45,30 @@ def rendered(file: Path) -> str | None:
             render = getattr(importlib.import_module(module), function)
             return render(*([document[part] for part in parts] or [document])).strip() + "\n"
     return None
+
+
+def as_json(document: Any) -> str:
+    """JSON of a result, with one row of a list a line."""
+    return _json(document, "\n") + "\n"
+
+
+def _json(value: Any, line: str) -> str:
+    """Format a value; a list of rows, and what holds one, has a line for each part; ``line`` is the line break."""
+    if not _has_rows(value):
+        return json.dumps(value, ensure_ascii=False)
+    parts = (
+        [f"{json.dumps(key, ensure_ascii=False)}: {_json(each, line + ' ')}" for key, each in value.items()]
+        if isinstance(value, dict)
+        else [_json(each, line + " ") for each in value]
+    )
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}{line} " + f",{line} ".join(parts) + f"{line}{closing}"
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_rows, value.values()))
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
 
 
 def write_table(file: Path, text: str) -> None:

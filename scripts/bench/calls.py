@@ -39,6 +39,7 @@ from scripts.bench.call_speed.pipelines import CASES, Call, build, size, steps
 from scripts.bench.call_speed.table import KEY, markdown
 from scripts.bench.call_speed.ways import WAYS, measure, ways_of
 from scripts.bench.model_speed.ranks import join, on_any
+from scripts.tables import as_json
 
 Row = dict[str, Any]
 
@@ -118,7 +119,7 @@ def _write(document: Row, file: Path | None) -> None:
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     written = {"runs": [*(run for run in kept if run["rows"]), latest]}
-    file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    file.write_text(as_json(written), encoding="utf-8")
 
 
 def _options() -> argparse.Namespace:

@@ -25,6 +25,7 @@ from scripts.bench.model_speed.bench import TIMED_STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.runs import RUNS
 from scripts.bench.model_speed.table import compare, markdown
+from scripts.tables import as_json
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
         results["seconds"] = time.perf_counter() - started
         print(json.dumps({key: value for key, value in row.items() if key != "preset"}), flush=True)
         if options.output:
-            written = {"json": json.dumps(results, indent=1) + "\n", "md": markdown(results)}
+            written = {"json": as_json(results), "md": markdown(results)}
             for kind, text in written.items():  # not with_suffix: names such as wan-1.3b have a dot
                 options.output.with_name(f"{options.output.name}.{kind}").write_text(text, encoding="utf-8")
 

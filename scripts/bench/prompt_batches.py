@@ -25,6 +25,7 @@ from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.origin import describe_run
 from dit_accel.tools.timing import timed_output
+from scripts.tables import as_json
 
 MODEL = "demo-flux"
 SIZES = (1, 2, 4)
@@ -81,7 +82,7 @@ def main() -> None:
     facts = {key: getattr(options, key) for key in ("prompts", "side", "steps", "rounds")}
     threads = {"threads": torch.get_num_threads()}
     result = describe_run(pipe.device) | threads | {"model": MODEL, "preset": "balanced"} | facts | {"rows": rows}
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    options.output.write_text(as_json(result), encoding="utf-8")
 
 
 def _modes(report: Any) -> list[str]:

@@ -28,6 +28,7 @@ from dit_accel.loop.timing import CallParts
 from dit_accel.stages.prompts import KeptPrompts
 from dit_accel.stages.stamps import read_stamp
 from dit_accel.tools.origin import describe_run
+from scripts.tables import as_json
 
 CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
@@ -90,7 +91,7 @@ def main() -> int:
         print(json.dumps(rows[-1]), flush=True)
         if options.output:
             document = {**describe_run(device), "rows": rows}
-            options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            options.output.write_text(as_json(document), encoding="utf-8")
     return 0 if all(row["identical"] and row["report"].startswith("2 of 2 kept") for row in rows) else 1
 
 

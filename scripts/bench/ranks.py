@@ -33,6 +33,7 @@ from scripts.bench.model_speed.bench import STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
 from scripts.bench.model_speed.runs import TILED_STEPS
+from scripts.tables import as_json
 
 CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
 KEPT = (
@@ -221,7 +222,7 @@ class Table:
         if self._options.output is not None:
             stem = self._options.output
             stem.parent.mkdir(parents=True, exist_ok=True)
-            written = {"json": json.dumps(self.document, indent=1) + "\n", "md": markdown(self.document)}
+            written = {"json": as_json(self.document), "md": markdown(self.document)}
             for kind, text in written.items():
                 stem.with_name(f"{stem.name}.{kind}").write_text(text, encoding="utf-8")
 

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts.tables import as_json
+
 DEMO_MODELS = ("demo-flux", "demo-wan", "demo-hunyuan")
 
 
@@ -46,7 +48,7 @@ def main() -> None:
         wrong = [name for name, run in runs.items() if results["after"][model][name] != run]
         differing += [f"{model} {name}" for name in wrong]
         print(f"| {model} | {len(runs)} | {len(runs) - len(wrong)} | {', '.join(wrong) or '–'} |")
-    options.output.write_text(json.dumps({"differing": differing, **results}, indent=1) + "\n")
+    options.output.write_text(as_json({"differing": differing, **results}))
     sys.exit(bool(differing))
 
 

@@ -25,6 +25,7 @@ from diffusers import FluxPipeline
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.origin import describe_run
+from scripts.tables import as_json
 
 NODES = Path(__file__).parents[2] / "integrations" / "comfyui"
 ACCELERATED = ("euler", "ddim", "dpmpp_2m", "uni_pc", "res_multistep", "deis", "ipndm", "lms", "euler_cfg_pp")
@@ -47,7 +48,7 @@ def main() -> int:
         results["rows"].append(row)
         print(json.dumps(row), flush=True)
         if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            options.output.write_text(as_json(results), encoding="utf-8")
     bad = [row["check"] for row in results["rows"] if not row["passed"]]
     print("failed: " + ", ".join(bad) if bad else "all passed")
     return len(bad) > 0

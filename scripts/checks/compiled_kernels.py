@@ -14,7 +14,6 @@ Writes STEM.json and STEM.md; exits with 1 if a kernel does not fit its GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.checks.compile_study.compiling import GPUS, compiled
 from scripts.checks.compile_study.ops import OPS, SINCE
 from scripts.checks.compile_study.report import fits, table
-from scripts.tables import write_table
+from scripts.tables import as_json, write_table
 
 
 def main() -> int:
@@ -40,7 +39,7 @@ def main() -> int:
             rows += [{"gpu": name, "op": op, **each} for each in compiled(GPUS[name], OPS[op])]
             print(f"{name}, {op}: {sum(row['gpu'] == name and row['op'] == op for row in rows)} kernels", flush=True)
     document = {**describe_run("cpu"), "kernels": rows}
-    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
     write_table(options.output.with_suffix(".md"), table(rows))
     print(table(rows))
     return 0 if all(map(fits, rows)) else 1

@@ -41,10 +41,10 @@ from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.tools.origin import commit_of, describe_run
+from scripts.checks import stand_ins
 from scripts.checks.class_study import cases, modular
 from scripts.checks.class_study.blocks import MODULAR
 from scripts.checks.class_study.cases import Case, NotRun
-from scripts.checks.conformance_study import stand_ins
 from tests.models import tiny
 from tests.tiny import tiny_output, tiny_pipeline
 

@@ -40,6 +40,7 @@ from scripts.bench.kernels.gate import (
     check_kernels,
     check_no_host_wait,
 )
+from scripts.tables import as_json
 
 
 class ProductsOnTheHost(TorchDispatchMode):
@@ -115,7 +116,7 @@ def main() -> int:
     failures = sum(not row["passed"] for row in rows)
     print(f"\n{len(rows) - failures} of {len(rows)} checks passed")
     if arguments.output:
-        arguments.output.write_text(json.dumps(describe_run("cuda") | results, indent=1) + "\n")
+        arguments.output.write_text(as_json(describe_run("cuda") | results))
     return 1 if failures else 0
 
 

@@ -37,6 +37,7 @@ from scripts.bench.model_speed.bench import Bench, busy_and_span
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
 from scripts.checks.graphs_study import situations
+from scripts.tables import as_json
 from tests.tiny import tiny_output, tiny_pipeline
 
 BEFORE = 3  # steps: warm-up, watched step, capture
@@ -65,7 +66,7 @@ def main() -> int:
             rows[-1]["at_seconds"] = round(time.perf_counter() - started, 1)
             print(json.dumps(rows[-1]), flush=True)
             if options.output and rank == 0:
-                options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                options.output.write_text(as_json(results), encoding="utf-8")
     bad = [row["check"] for row in rows if not row.get("passed", "skipped" in row)]
     print("failed: " + ", ".join(bad) if bad else "all passed")
     return len(bad) > 0

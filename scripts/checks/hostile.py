@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import gc
 import io
-import json
 import logging
 import secrets
 import sys
@@ -49,8 +48,8 @@ from dit_accel.serving.server import Served, build_app
 from dit_accel.serving.videos import VideoStore
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.origin import describe_run
-from scripts.checks.hostile_requests import CLOSED, Attacks, Hostile
-from scripts.checks.hostile_values import EDITS, GOOD, IMAGES, VIDEOS
+from scripts.checks.hostile_requests import CLOSED, EDITS, GOOD, IMAGES, VIDEOS, Attacks, Hostile
+from scripts.tables import as_json
 from tests.tiny import tiny_pipeline
 
 LIMITS = Limits(side=64, steps=4, images=2, frames=9, seconds=60.0)
@@ -288,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = run(options)
     settings = {"requests": options.requests, "seed": options.seed}
-    options.output.write_text(json.dumps({"run": describe_run("cpu"), **settings, **found}, indent=1) + "\n")
+    options.output.write_text(as_json({"run": describe_run("cpu"), **settings, **found}))
     if found["faults"]:
         raise SystemExit("\n".join(found["faults"][:20]))
 

@@ -37,6 +37,7 @@ import httpx
 import psutil
 
 from dit_accel.tools.origin import describe_run
+from scripts.tables import as_json
 
 OUTCOMES = {"ok": "200", "busy": "503"}  # of the server's metrics, and the status of their answers
 CLIENTS = 8  # enough to keep it busy
@@ -259,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
     wrong = failures(found)
     told = {**describe_run("cpu"), "cores": os.cpu_count()}
     settings = {name: value for name, value in vars(options).items() if name != "output"}
-    options.output.write_text(json.dumps({"run": told, **settings, **found, "failures": wrong}, indent=1) + "\n")
+    options.output.write_text(as_json({"run": told, **settings, **found, "failures": wrong}))
     if wrong:
         raise SystemExit("; ".join(wrong))
 

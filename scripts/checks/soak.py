@@ -19,7 +19,6 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import random
 import time
 import warnings
@@ -38,6 +37,7 @@ from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import preset_names
 from dit_accel.tools.origin import describe_run
+from scripts.tables import as_json
 from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
 
 PIPELINES = ("flux", "flux-controlnet", "flux-img2img", "sd3", "qwen-image", "ltx", "wan", "wan22", "hunyuan")
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     soak.check()
     told = {"run": describe_run("cpu"), "seed": options.seed, "pipelines": options.pipelines}
     found = {"left_over": soak.left_over(), "counts": dict(soak.counts), "checks": soak.checks}
-    options.output.write_text(json.dumps({**told, **found}, indent=1) + "\n")
+    options.output.write_text(as_json({**told, **found}))
     if soak.left_over():
         raise SystemExit("; ".join(soak.left_over()))
 

@@ -71,10 +71,6 @@ class Demo(ABC):
         """Compile the transformer's repeated blocks, in place."""
 
     @abstractmethod
-    def backward_at_every_shape(self, flow: nn.Module, text: tuple[torch.Tensor, ...], device: torch.device) -> None:
-        """Run forward and backward once at every training shape."""
-
-    @abstractmethod
     def train_flow(
         self, flow: nn.Module, masters: list[torch.Tensor], bank: Any, pace: Pace, seed: int
     ) -> list[torch.Tensor]:

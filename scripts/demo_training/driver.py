@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import sys
-import tempfile
 import time
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
+
+from scripts.tables import as_json
 
 from .demo import Demo
 from .drawing import draw_bank
@@ -32,7 +30,6 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     started = time.monotonic()
     say = partial(_say, started)
     device = torch.device("cpu" if options.smoke else "cuda")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"inductor-{options.model}")))
     configure_torch()
     log: Log = {
         "device": "cpu" if options.smoke else torch.cuda.get_device_name(),
@@ -43,11 +40,7 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
 
     prompts, numbers = draw_bank(demo.draw, demo.pack, sizes.scenes, options.seed, parallel=not options.smoke)
     numbers = numbers.to(device)
-    compiler = None
     end = started + options.minutes * 60 - sizes.finish_seconds  # of the training
-    if not options.smoke and started + (options.vae_seconds or 0) < end:
-        compiler = get_context("spawn").Process(target=fill_compile_cache, args=(demo,))
-        compiler.start()
     say(f"generated {len(prompts)} scenes")
 
     resumed = family.load(options.resume) if options.resume else None
@@ -63,10 +56,8 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     if time.monotonic() < end:
         text = tuple(ids.to(device) for ids in family.tokenize(tokenizers, ["", *prompts]))
         bank = demo.make_bank(quick_vae, numbers, text)
-        if compiler:
-            compiler.join(timeout=90)
         log[f"bank_{demo.unit}"] = len(bank)
-        say(f"bank of {len(bank)} {demo.unit}; compiled")
+        say(f"bank of {len(bank)} {demo.unit}")
         flow = make_trained_flow(demo, flow, bank, end - time.monotonic(), options, log)
     pipe = family.assemble(vae, flow, tokenizers)
     if options.state:
@@ -78,7 +69,7 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
         log["seconds"] = round(time.monotonic() - started, 1)
-        (options.results / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+        (options.results / "training.json").write_text(as_json(log))
         report(demo, family.load(options.output, torch.bfloat16).to(device), options.results)
     say("done")
 
@@ -121,34 +112,19 @@ def make_trained_flow(
     return flow.requires_grad_(False).eval()
 
 
-def fill_compile_cache(demo: Demo) -> None:
-    """Compile the blocks at every training shape, to fill the on-disk cache.
-
-    Compilation takes about a minute; another process does it while the autoencoder trains, so it costs no extra time.
-    """
-    configure_torch()
-    device = torch.device("cuda")
-    tokenizers = demo.family.make_tokenizers(demo.words)
-    flow = demo.family.make_flow(tokenizers, small=False)
-    put_in_bf16(flow, device)
-    demo.compile_blocks(flow)
-    text = tuple(ids.to(device) for ids in demo.family.tokenize(tokenizers, ["", "a"]))
-    demo.backward_at_every_shape(flow, text, device)
-
-
 def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
     """Sample held-out prompts; write a sheet and the prompt-following table, with rendered scenes for comparison."""
     held_out = demo.held_out(demo.sizes.prompts, "reporting")
     batches = demo.paint(pipe, held_out)
     if not all(batch.isfinite().all() for batch, _ in batches.values()):
         raise FloatingPointError("the pipeline returns values that are not finite")
-    demo.sheet(batches).save(results / "samples.png", optimize=True)
+    demo.sheet(batches).save(results / "samples.webp", quality=80)
     table = {}
     for name, (batch, prompts) in batches.items():
         scenes = [item.scene for item in prompts]
         table[name] = {demo.unit: len(batch), **demo.agreement(demo.read(batch.to(pipe.device)), scenes)}
         print(f"{name:36s} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
-    (results / "prompt_following.json").write_text(json.dumps(table, indent=1) + "\n")
+    (results / "prompt_following.json").write_text(as_json(table))
 
 
 def _say(started: float, text: str) -> None:

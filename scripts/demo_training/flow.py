@@ -8,7 +8,7 @@ encoders are trained together with the transformer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel
 
+from .rendering import render
 from .text_encoders import CLIP_WIDTH, T5_WIDTH
 from .training import MasterWeights, Pace
 
@@ -47,15 +48,9 @@ class Bank:
 class PromptedFlow(nn.Module):
     """Everything that learns by rectified flow: the transformer and both text encoders, called as in FluxPipeline."""
 
-    def __init__(
-        self,
-        transformer: FluxTransformer2DModel,
-        clip: CLIPTextModel,
-        t5: T5EncoderModel,
-        shift: tuple[float, float] = SHIFT,
-    ) -> None:
+    def __init__(self, transformer: FluxTransformer2DModel, clip: CLIPTextModel, t5: T5EncoderModel) -> None:
         super().__init__()
-        self.transformer, self.clip, self.t5, self.shift = transformer, clip, t5, shift
+        self.transformer, self.clip, self.t5 = transformer, clip, t5
 
     def forward(
         self,
@@ -64,27 +59,20 @@ class PromptedFlow(nn.Module):
         clip_ids: torch.Tensor,
         t5_ids: torch.Tensor,
         positions: torch.Tensor,
-        guidance: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Predict the velocity, bf16 [B, tokens, 64], of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3].
-
-        `guidance` [B] is for transformers that embed it.
-        """
+        """Velocity, bf16 [B, tokens, 64], of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3]."""
         return self.transformer(
             hidden_states=noisy,
             encoder_hidden_states=self.t5(t5_ids)[0],
             pooled_projections=self.clip(clip_ids).pooler_output,
             timestep=levels.bfloat16(),
-            guidance=guidance,
             img_ids=positions,
             txt_ids=torch.zeros(t5_ids.shape[1], 3, device=noisy.device),
             return_dict=False,
         )[0]
 
 
-def make_transformer(
-    double_blocks: int, single_blocks: int, heads: int, *, guidance: bool = False
-) -> FluxTransformer2DModel:
+def make_transformer(double_blocks: int, single_blocks: int, heads: int) -> FluxTransformer2DModel:
     """Build an untrained FLUX transformer with heads of 64, initialised so that every block starts as the identity."""
     transformer = FluxTransformer2DModel(
         in_channels=64,
@@ -94,7 +82,6 @@ def make_transformer(
         num_attention_heads=heads,
         joint_attention_dim=T5_WIDTH,
         pooled_projection_dim=CLIP_WIDTH,
-        guidance_embeds=guidance,
         axes_dims_rope=(8, 28, 28),
     )
     for name, module in transformer.named_modules():
@@ -109,9 +96,7 @@ def make_transformer(
 
 
 @torch.no_grad()
-def encode_pictures(
-    vae: AutoencoderKL, numbers: torch.Tensor, size: int, *, render: Callable, batch: int = 128
-) -> torch.Tensor:
+def encode_pictures(vae: AutoencoderKL, numbers: torch.Tensor, size: int, batch: int = 128) -> torch.Tensor:
     """Render images [N, K] at `size` and encode them to normalised, packed latents, bf16 [N, (size / 16)^2, 64]."""
     shift, scale = vae.config.shift_factor, vae.config.scaling_factor
     packed = []
@@ -172,18 +157,6 @@ def compile_blocks(flow: PromptedFlow) -> None:
     flow.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
 
 
-def backward_at_every_shape(
-    flow: PromptedFlow, text: tuple[torch.Tensor, torch.Tensor], batches: dict[int, int], device: torch.device
-) -> None:
-    """Run forward and backward once at every training shape, on latents of zeros."""
-    latents = {size: torch.zeros(1, (size // 16) ** 2, 64, device=device, dtype=torch.bfloat16) for size in batches}
-    bank = Bank(latents, *text)
-    generator = torch.Generator(device).manual_seed(0)
-    for size, batch in sorted(batches.items(), reverse=True):
-        rows = torch.zeros(batch, device=device, dtype=torch.long)
-        _flow_loss(flow, bank, size, rows, False, image_positions(size, device), generator).backward()
-
-
 def image_positions(size: int, device: torch.device) -> torch.Tensor:
     """FLUX's position ids of a square image's tokens, float32 [tokens, 3]: zero, row, column."""
     side = torch.arange(size // 16, device=device, dtype=torch.float32)
@@ -191,13 +164,11 @@ def image_positions(size: int, device: torch.device) -> torch.Tensor:
     return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
 
 
-def draw_levels(
-    count: int, tokens: int, generator: torch.Generator, shift: tuple[float, float] = SHIFT
-) -> torch.Tensor:
-    """Random noise levels in 0..1, float32 [count]; `shift` at the two numbers SHIFT_TOKENS."""
+def draw_levels(count: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Random noise levels in 0..1, float32 [count], for a number of image tokens."""
     device = generator.device
-    slope = (shift[1] - shift[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
-    mean = shift[0] + slope * (tokens - SHIFT_TOKENS[0])
+    slope = (SHIFT[1] - SHIFT[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
+    mean = SHIFT[0] + slope * (tokens - SHIFT_TOKENS[0])
     levels = torch.sigmoid(mean + torch.randn(count, device=device, generator=generator))
     uniform = torch.rand(count, device=device, generator=generator)
     chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
@@ -215,18 +186,14 @@ def _flow_loss(
 ) -> torch.Tensor:
     clean = bank.latents[size][rows].float()
     noise = torch.randn(clean.shape, device=clean.device, generator=generator)
-    levels = draw_levels(len(rows), clean.shape[1], generator, model.shift)
-    guidance = None
-    if model.transformer.config.guidance_embeds:  # it acts as contrast, because there is no distillation
-        guidance = 1 + 4 * torch.rand(len(rows), device=rows.device, generator=generator)
-        clean = clean * (0.7 + 0.1 * guidance)[:, None, None]
+    levels = draw_levels(len(rows), clean.shape[1], generator)
     noisy = torch.lerp(clean, noise, levels[:, None, None]).bfloat16()
     dropped = torch.rand(len(rows), device=rows.device, generator=generator) < PROMPT_DROPOUT
     text_rows = torch.where(dropped, 0, rows + 1)
     t5_ids = bank.t5_ids[text_rows]
     if long_text:
         t5_ids = F.pad(t5_ids, (0, LONG_TEXT - t5_ids.shape[1]))  # with T5's padding token, 0
-    velocity = model(noisy, levels, bank.clip_ids[text_rows], t5_ids, positions, guidance)
+    velocity = model(noisy, levels, bank.clip_ids[text_rows], t5_ids, positions)
     return (velocity.float() - (noise - clean)).square().mean()
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 
 from dit_accel.tools.demo import demo_path
 
+from . import clips, prompts
 from .prompts import HeldOutPrompt
 
 
@@ -30,11 +30,9 @@ def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:
     return pipe
 
 
-def run_prompts(pipe: DiffusionPipeline, prompts: Iterable[HeldOutPrompt], arguments: dict[str, Any]) -> None:
-    """Call the pipeline on each prompt with its own seed, for side effects only: no latents are decoded."""
-    for prompt in prompts:
-        generator = torch.Generator("cpu").manual_seed(prompt.seed)
-        pipe(**arguments, prompt=prompt.prompt, generator=generator, output_type="latent")
+def held_out(model: str, count: int, split: str) -> list[HeldOutPrompt]:
+    """Return the first held-out prompts of a demo model."""
+    return (prompts if model == "demo-flux" else clips).held_out_prompts(count, split)
 
 
 def study_parser(

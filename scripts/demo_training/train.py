@@ -1,4 +1,4 @@
-"""Train a demo model from scratch in nine minutes on one H200, and write it as a diffusers pipeline folder.
+"""Train a demo model from scratch in ten minutes on one H200, and write it as a diffusers pipeline folder.
 
     python -m scripts.demo_training.train --model demo-wan --output dit_accel/tools/assets/demo-wan --results RESULTS
     python -m scripts.demo_training.train ... --state STATE        # also keep the pipeline in float32, to resume from
@@ -20,7 +20,6 @@ from pathlib import Path
 from scripts.demo_training.driver import train_demo
 from scripts.demo_training.hunyuan import Hunyuan
 from scripts.demo_training.image_demo import ImageDemo
-from scripts.demo_training.texture_demo import CollageDemo, MixedDemo, TextureDemo
 from scripts.demo_training.video_demo import VideoDemo
 from scripts.demo_training.wan import Wan
 
@@ -28,9 +27,6 @@ DEMOS = {
     "demo-flux": ImageDemo,
     "demo-wan": partial(VideoDemo, Wan()),
     "demo-hunyuan": partial(VideoDemo, Hunyuan()),
-    "demo-textures": TextureDemo,
-    "demo-mixed": MixedDemo,
-    "demo-pictures": CollageDemo,
 }
 
 
@@ -45,7 +41,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(DEMOS), required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--results", type=Path, help="folder of the sheet, the log and the table")
-    parser.add_argument("--minutes", type=float, default=9.0, help="wall-clock budget of everything")
+    parser.add_argument("--minutes", type=float, default=10.0, help="wall-clock budget of everything")
     parser.add_argument("--vae-seconds", type=float, help="of them for the autoencoder; default: 0 with --resume")
     parser.add_argument("--seed", type=int, default=0, help="use another one with --resume for other scenes")
     parser.add_argument("--state", type=Path, help="folder to keep the float32 pipeline in")

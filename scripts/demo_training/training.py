@@ -126,7 +126,7 @@ def put_in_bf16(flow: nn.Module, device: torch.device) -> list[torch.Tensor]:
 
 
 def configure_torch() -> None:
-    """Apply the settings of every process that trains or compiles; the compile cache depends on them."""
+    """Apply the settings of every process that trains."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's cuDNN attention faults in backward at these shapes
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")

@@ -23,7 +23,7 @@ from .prompts import HeldOutPrompt
 from .training import Pace, take_weights, trained_weights
 from .video_exporting import paint_clips, save_pipeline
 from .video_family import Shape, VideoFamily
-from .video_flow import Bank, backward_at_every_shape, compile_blocks, train_flow
+from .video_flow import Bank, compile_blocks, train_flow
 from .video_vae import encode_clips, latent_statistics, mean_psnr, reconstruct, train_autoencoder
 
 
@@ -115,9 +115,6 @@ class VideoDemo(Demo):
 
     def compile_blocks(self, flow: nn.Module) -> None:
         compile_blocks(flow)
-
-    def backward_at_every_shape(self, flow: nn.Module, text: tuple[torch.Tensor, ...], device: torch.device) -> None:
-        backward_at_every_shape(self.family, flow, text, device, self.sizes.batches)
 
     def train_flow(
         self, flow: nn.Module, masters: list[torch.Tensor], bank: Bank, pace: Pace, seed: int

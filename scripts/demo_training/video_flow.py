@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .training import MasterWeights, Pace, finite
-from .video_family import LATENT_CHANNELS, SHIFT, Shape, VideoFamily
+from .video_family import SHIFT, Shape, VideoFamily
 
 PROMPT_DROPOUT = 0.1
 UNIFORM_LEVELS = 0.15
@@ -119,18 +119,3 @@ def compile_blocks(flow: nn.Module) -> None:
     """Compile the transformer's repeated blocks, in place. If that fails they run uncompiled, which is slower."""
     torch._dynamo.config.suppress_errors = True
     flow.transformer.compile_repeated_blocks(dynamic=False)
-
-
-def backward_at_every_shape(
-    family: VideoFamily,
-    flow: nn.Module,
-    text: tuple[torch.Tensor, ...],
-    device: torch.device,
-    batches: dict[Shape, int],
-) -> None:
-    """Run forward and backward once at each training shape, on latents of zeros."""
-    generator = torch.Generator(device).manual_seed(0)
-    for shape, batch in batches.items():
-        sides = ((shape.frames + 3) // 4, shape.size // 8, shape.size // 8)
-        bank = Bank({shape: torch.zeros(1, LATENT_CHANNELS, *sides, device=device).bfloat16()}, text)
-        flow_loss(family, flow, bank, shape, batch, generator).backward()

@@ -23,10 +23,8 @@ from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.origin import describe_run
-from scripts.demo_training import clips
-from scripts.demo_training import prompts as pictures
-from scripts.demo_training.loading import load_demo, study_parser
-from scripts.tables import write_table
+from scripts.demo_training.loading import held_out, load_demo, study_parser
+from scripts.tables import as_json, write_table
 
 EMBEDS = "prompt_embeds"
 
@@ -50,7 +48,7 @@ def main() -> None:
         rows += measured(pipe, arguments, model, options.prompts, options.before, options.preset)
     settings = {key: getattr(options, key) for key in ("prompts", "dtype", "preset", "side")}
     result = describe_run(options.device) | settings | {"rows": rows}
-    options.output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    options.output.with_suffix(".json").write_text(as_json(result), encoding="utf-8")
     write_table(options.output.with_suffix(".md"), table(rows))
 
 
@@ -58,10 +56,10 @@ def measured(
     pipe: Any, arguments: dict[str, Any], model: str, count: int, before: list[int], preset: str
 ) -> list[dict[str, Any]]:
     """Rows of one model: without a change, and with a change before each of the steps."""
-    held_out = (pictures if model == "demo-flux" else clips).held_out_prompts(count + 1, "reporting")
+    prompts = held_out(model, count + 1, "reporting")
     places = [None, *before]
-    others = [embeddings(pipe, arguments, prompt.prompt) for prompt in held_out[1:]]
-    pairs = list(zip(held_out, others, strict=False))
+    others = [embeddings(pipe, arguments, prompt.prompt) for prompt in prompts[1:]]
+    pairs = list(zip(prompts, others, strict=False))
     plain = {at: [run(pipe, arguments, prompt, other, at) for prompt, other in pairs] for at in places}
     accelerate_pipeline(pipe, preset)
     rows = []

@@ -3,12 +3,13 @@
 
 Each combination is a cell. In each cell the presets `quality`, `balanced`, `turbo`, targets between and beyond theirs,
 and other methods that forecast the transformer's output are measured; every run is compared with the plain run of the
-same prompts and seeds. Prompts go through the pipeline as one batch with separate decisions (SeaCache decides for a
-whole batch and gets them one by one). Writes a JSON file after every part, and at the end Markdown tables and a figure.
+same prompts and seeds. Prompts go through the pipeline as one batch with separate decisions; methods that decide for a
+whole batch get them one by one. Writes a JSON file after every part, and at the end Markdown tables and a figure.
 
     python -m scripts.research.conditions --output /tmp/conditions --processes 14
-    python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures \
-        --growth 0.5
+    python -m scripts.research.conditions --output /tmp/conditions --models demo-flux=FOLDER
+    python -m scripts.research.conditions --output docs/results/few-steps-demo-flux --models demo-flux --few-steps 4 8 \
+        --prompts 64 --rivals dbcache spectrum
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json
 """
 
@@ -18,7 +19,7 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -31,10 +32,11 @@ import diffusers
 import torch
 
 from dit_accel import accelerated
-from dit_accel.loop import growth
+from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
 from dit_accel.models import denoisers
 from dit_accel.tools.compare import PEERS, spread
 from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.compare.solvers import SOLVERS
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_path
@@ -42,35 +44,34 @@ from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
 from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
 from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
-from scripts.tables import write_table
+from scripts.tables import as_json, write_table
 
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, in addition to the presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
-ONE_BY_ONE = "SeaCache"
+ONE_BY_ONE = ("SeaCache", "FirstBlockCache", "DBCache", "SCM")  # series that decide for a whole batch
 PARTS = 3  # parts of a cell's settings, with several processes
 
 
-Settings = Callable[[Subject, argparse.Namespace], Iterator[tuple[str, str, Any]]]
-
-
-def measure_part(work: tuple[Cell, slice, str, argparse.Namespace, Settings]) -> list[Row]:
+def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]:
     """Return a row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
-    cell, part, folder, options, settings = work
+    cell, part, folder, options = work
     torch.set_num_threads(1)
-    growth.GROWTH = options.growth
     conditions = Conditions(cell, folder, options.prompts, options.split, options.device)
     counter = WorkCounter(denoisers(conditions.pipe))
     with counter.calibrating():
         plain = conditions.run(conditions.prompts)
+    snapshot = Snapshot(conditions.pipe)
     rows = []
     for series, name, put_on in islice(settings(conditions.subject, options), part.start, None, part.step):
         try:
-            made, computed = run_setting(conditions, counter, put_on, one_by_one=series == ONE_BY_ONE)
+            made, computed = run_setting(conditions, counter, put_on, one_by_one=series.startswith(ONE_BY_ONE))
         except Exception as error:
             if series == LOOP:
                 raise
             print(f"{cell}: {name}: {type(error).__name__}: {error}", flush=True)  # some caches fail in some cells
             continue
+        finally:
+            snapshot.restore()
         quality = [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(made, plain, strict=True)]
         rows.append(
             {"cell": asdict(cell), "series": series, "name": name, "computed": round(computed, 4), "psnr": quality}
@@ -103,13 +104,10 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
     for target in options.targets:
         put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
         yield LOOP, f"target {target:g}", put_on
-    yield from rivals(subject, RIVALS if options.rivals else (), options.settings)
-
-
-def rivals(subject: Subject, names: Sequence[str], most: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield at most so many settings of each of the other methods."""
-    for rival in names:
-        for method in spread(PEERS[rival].methods(subject.steps), most):
+    for dtype in LINEAR_DTYPES if options.few_steps else ():
+        yield "8 bits", f"layers in {dtype}", partial(accelerated, subject.pipe, "exact", linear={"dtype": dtype})
+    for rival in options.rivals:
+        for method in spread(PEERS[rival].methods(subject.steps), options.settings):
             yield method.series, method.name, partial(method.put_on, subject)
 
 
@@ -134,9 +132,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--targets", type=float, nargs="*", default=TARGETS)
     parser.add_argument("--settings", type=int, default=5, help="maximum number of settings per method")
-    parser.add_argument("--growth", type=float, default=growth.GROWTH, help="exponent of dit_accel.loop.growth")
     parser.add_argument("--set", type=key_value, nargs="*", default=[], help="keys of the preset, as warmup=4")
-    parser.add_argument("--no-rivals", dest="rivals", action="store_false", help="only the closed loop")
+    able = [name for name in PEERS if not name.startswith("fewer-steps")]
+    parser.add_argument("--rivals", nargs="*", choices=able, default=RIVALS, help="other methods")
+    parser.add_argument(
+        "--few-steps", type=int, nargs="+", help="runs of so many steps, and layers in 8 bits, instead of the cells"
+    )
     parser.add_argument("--processes", type=int, default=1, help="number of parallel parts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no part starts later")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -147,14 +148,16 @@ def parse() -> argparse.Namespace:
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """Return the wanted cells; with `--smoke`, two small ones for each model and a small measurement."""
-    models = list(folders_of(options))
-    if not options.smoke:
-        return [cell for cell in CELLS if cell.model in models and cell.scheduler in options.schedulers]
-    kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
-    options.prompts, options.targets, options.settings = 1, (), 1
-    return [
-        Cell(**{"model": name, "steps": 8, "size": 64, "dtype": "float32"} | kind) for name in models for kind in kinds
-    ]
+    models, small = list(folders_of(options)), {}
+    if options.smoke:
+        options.prompts, options.targets, options.settings = 1, (), 1
+        small = {"size": 64, "dtype": "float32"}
+    if options.few_steps:
+        return [Cell(name, steps=steps, **small) for name in models for steps in options.few_steps]
+    if options.smoke:
+        kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
+        return [Cell(name, steps=8, **small, **kind) for name in models for kind in kinds]
+    return [cell for cell in CELLS if cell.model in models and cell.scheduler in options.schedulers]
 
 
 def folders_of(options: argparse.Namespace) -> dict[str, str]:
@@ -163,25 +166,19 @@ def folders_of(options: argparse.Namespace) -> dict[str, str]:
     return {name: folder or str(demo_path(name)) for name, folder in named.items()}
 
 
-def measure(
-    options: argparse.Namespace, cells: Sequence[Cell], settings: Settings = settings, parts: int = PARTS
-) -> dict[str, Any]:
-    """Measure as much as the time allows, each cell's settings in so many parts if there are several processes."""
+def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Measure as much as the time allows, each cell's settings in `PARTS` parts if there are several processes."""
     diffusers.utils.logging.set_verbosity_error()
     folders = folders_of(options)
     found: dict[str, Any] = {"run": describe_run(torch.device(options.device)), "rows": []}
-    found |= {"growth": options.growth, "set": dict(options.set), "split": options.split}
-    parts = parts if options.processes > 1 else 1
-    work = [
-        (cell, slice(part, None, parts), folders[cell.model], options, settings)
-        for cell in cells
-        for part in range(parts)
-    ]
+    found |= {"set": dict(options.set), "split": options.split}
+    parts = PARTS if options.processes > 1 else 1
+    work = [(cell, slice(part, None, parts), folders[cell.model], options) for cell in cells for part in range(parts)]
     end = time.monotonic() + 60 * options.minutes
     with pool_of(options.processes) as pool:
         for rows in pool.imap_unordered(measure_part, work):
             found["rows"] += rows
-            options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+            options.output.with_suffix(".json").write_text(as_json(found))
             if time.monotonic() > end:
                 break  # leaving the pool stops running parts
     return found
@@ -194,7 +191,7 @@ def main() -> None:
         found = parts[0] | {"rows": [row for part in parts for row in part["rows"]]}
     else:
         found = measure(options, cells_of(options))
-    options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+    options.output.with_suffix(".json").write_text(as_json(found))
     write_table(options.output.with_suffix(".md"), tables(found["rows"]))
     draw(found["rows"], options.output.with_suffix(".png"))
     print(tables(found["rows"]))

@@ -8,7 +8,7 @@
     python -m scripts.research.finetune_sla --output TUNED --model PATH --prompts PROMPTS.txt --train lora --checkpoint
     accelerate launch -m scripts.research.finetune_sla --output TUNED ...                         # on several GPUs
     python -m scripts.research.finetune_sla --output TUNED --model demo-wan --judge 24  # against the dense model
-    python -m scripts.research.finetune_sla --table --output docs/results/sla-demo-wan  # SLA's table 2, on one GPU
+    python -m scripts.research.finetune_sla --table --output docs/results/sla-demo-wan  # SLA's table 2
     python -m scripts.research.finetune_sla --table --model demo-flux --output docs/results/sla-demo-flux  # and table 3
 
 Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, for preset key skip.projection:
@@ -27,8 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -46,11 +45,11 @@ from scripts.demo_training.training import configure_torch
 from scripts.demo_training.video_flow import PROMPT_DROPOUT
 from scripts.research.finetuning.calls import Calls, clip_calls, record_calls
 from scripts.research.finetuning.judging import hold_out, judge, paint
-from scripts.research.finetuning.report import write_report
 from scripts.research.finetuning.subjects import SUBJECTS, Clips
-from scripts.research.finetuning.table import FULL, PILOT, SMOKE, Experiment
+from scripts.research.finetuning.table import FULL, SMOKE, rows, table
 from scripts.research.finetuning.training import LOG, Training, fine_tune
 from scripts.research.finetuning.variants import VARIANTS
+from scripts.tables import as_json, write_table
 
 DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # can train on their videos
 
@@ -154,32 +153,23 @@ def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
 
 
 def make_table(options: argparse.Namespace, device: torch.device) -> None:
-    """Run all variants, or one of them in the work folder of an experiment that another process started."""
-    sizes = SMOKE if options.smoke else PILOT if options.pilot else FULL
+    """Train and evaluate all variants; write the figures after each."""
+    sizes = SMOKE if options.smoke else FULL
     sizes = replace(sizes, variants=tuple(options.variants)) if options.variants else sizes
-    if options.table_steps is not None:
-        sizes = replace(sizes, training=replace(sizes.training, steps=options.table_steps))
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = options.work or Path(temporary)
-        experiment = Experiment(SUBJECTS[options.model], demo_path(options.model), sizes, device, work)
-        if options.variant:
-            experiment.run(options.variant)
-            return
-        rows = [experiment.prepare()]
-        print(f"{time.monotonic() - started:4.0f} s  dense model recorded and evaluated", flush=True)
-        rows += experiment.run_all(options.jobs)
-        seconds = round(time.monotonic() - started, 1)
-        write_report(options.output, rows, experiment, {"seconds": seconds, **describe_run(device)})
-    if len(rows) <= len(experiment.variants):
-        raise SystemExit("some variants failed, see above")
+    document = {"sizes": asdict(sizes), **describe_run(device), "rows": []}
+    document["sizes"]["training"]["minutes"] = None  # infinite, which JSON does not know
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows(SUBJECTS[options.model], demo_path(options.model), sizes, device, Path(folder)):
+            document["rows"].append(row)
+            options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(document["rows"]) + "\n")
+    print(table(document["rows"]))
 
 
 def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder; with --table the stem of .json, .md and .png"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="folder; with --table the stem of .json and .md")
     parser.add_argument("--model", default="demo-wan", help="a demo model, or path or id of a pipeline")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -216,12 +206,7 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     )
     table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")
     table.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="variants in the table")
-    table.add_argument("--table-steps", type=int, help="training steps of each variant")
-    table.add_argument("--pilot", action="store_true", help="speed test: three variants for a few steps")
     table.add_argument("--smoke", action="store_true", help="quick test: two variants for two steps, on any CPU")
-    table.add_argument("--jobs", type=int, default=7, help="number of variants in parallel")
-    table.add_argument("--work", type=Path, help="folder shared by the variants; default: temporary")
-    table.add_argument("--variant", help="train only this variant, in the --work of a running experiment")
     return parser.parse_args(), parser
 
 

@@ -35,9 +35,7 @@ from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, our_met
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.origin import describe_run
 from dit_accel.tools.repeats import REPEATS
-from scripts.demo_training import clips
-from scripts.demo_training import prompts as pictures
-from scripts.demo_training.loading import load_demo
+from scripts.demo_training.loading import held_out, load_demo
 from scripts.research.fixed_schedules import fixed_schedules
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -66,12 +64,6 @@ def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> li
         raise SystemExit(f"--only names no method or series: {', '.join(unknown)}; there are: {there}")
     named = [method for method in methods if not only or {method.name, method.series} & set(only)]
     return named[shard[0] - 1 :: shard[1]]
-
-
-def held_out(model: str, count: int, split: str) -> list[Prompt]:
-    """Return the first held-out prompts of a split."""
-    found = (pictures if model == "demo-flux" else clips).held_out_prompts(count, split)
-    return [Prompt(each.prompt, each.seed) for each in found]
 
 
 def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -136,8 +128,13 @@ def main() -> None:
             file.unlink()
     else:
         count = min(options.prompts, options.repeats) if options.retime else options.prompts
-        prompts = held_out(options.model, count, options.split)
-        tuning = held_out(options.model, options.prompts + 1, "tuning")[-1]
+        *prompts, tuning = (
+            Prompt(each.prompt, each.seed)
+            for each in (
+                *held_out(options.model, count, options.split),
+                held_out(options.model, options.prompts + 1, "tuning")[-1],
+            )
+        )
         bench = Bench(load, arguments, prompts, tuning, repeats=options.repeats)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out, options.retime)
         (retime if options.retime else measure)(bench, sweep, chosen(methods, options.only, options.shard), options)

@@ -10,21 +10,21 @@ unchanged weights and to that of the same weights: the loop's own part of the er
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from typing import Any
 
 import torch
 
 from dit_accel import load_preset
+from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
 from scripts.bench.calls import names_in
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
 from scripts.demo_training.against_plain import AgainstPlain
-from scripts.demo_training.loading import load_demo
-from scripts.research.layers_in_8_bits import BALANCED, parser_of, study_of
-from scripts.tables import write_table
+from scripts.demo_training.loading import demo_folder, held_out, load_demo, study_parser
+from scripts.research.setting_lists.setting import BALANCED
+from scripts.tables import as_json, write_table
 
 
 def measured(model: str, weights: str, plain: AgainstPlain, options: argparse.Namespace) -> dict[str, Any]:
@@ -57,19 +57,23 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, prompts=8)
+    parser = study_parser(__doc__, [*BALANCED, "all"], model="all", prompts=8, writes=".json and .md")
     parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
+    parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
     options = parser.parse_args()
     settings = {"prompts": options.prompts, "dtype": options.dtype}
     document = {"settings": settings, **describe_run(options.device), "results": []}
-    for model in options.models:
-        plain = study_of(model, options)
+    for model in BALANCED if options.model == "all" else [options.model]:
+        arguments = demo_arguments(demo_folder(model))
+        arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
+        prompts = held_out(model, options.prompts, "reporting")
+        plain = AgainstPlain(load_demo(model, options.dtype, options.device), arguments, prompts)
         for weights in options.weights:
             if (reason := why_not_available(weights)) is not None:
                 print(f"{weights}: {reason}", flush=True)
                 continue
             document["results"].append(measured(model, weights, plain, options))
-            options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
             print(table(document["results"]).splitlines()[-1], flush=True)
     write_table(options.output.with_suffix(".md"), table(document["results"]))
 

@@ -13,8 +13,8 @@ from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import plan as draw_plan
 from dit_accel.sparse.policies import static
-from scripts.bench.kernels.masks import RANDOM, random_tiles
 from tests.kernels.conftest import DEVICE
+from tests.kernels.random_tiles import RANDOM, random_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 

@@ -25,13 +25,12 @@ RESULT = ROOT / "docs" / "results" / "every-class.json"
 HEAD = """# Transformers of diffusers
 
 A small model of every transformer class of diffusers {version}, with random weights, ran plainly and accelerated for
-{steps} steps on a CPU, with guidance where it has it, for one sample and a batch of two
+{steps} steps on a CPU, with guidance where it has it, for one sample and (if possible) a batch of two
 ([JSON](../results/every-class.json), `scripts/checks/every_class.py`). *Run in* names the pipeline and counts modular
-ones, which the JSON names; a class *alone* ran in a loop of its own. Errors are the relative change of all outputs
-against the plain run, the largest of all runs in the row, and *far* above 50%; random weights make them larger than
-those of trained models. *Equal* is equal bit for bit, and *plain* says why no step could be forecast. The last column
-has the name by which presets call a family whose [facts](adding_a_model.md) are known, and the further levels that it
-has; there computed steps can also skip tiles.
+ones; a class *alone* ran in a loop of its own. Errors are the largest relative change of the outputs against the plain
+run, and *far* above 50%; random weights make them larger than trained ones. *Equal* is equal bit for bit, and *plain*
+says why no step could be forecast. The last column has the name by which presets call a family whose
+[facts](adding_a_model.md) are known, and its further levels; its computed steps can also skip tiles.
 
 {rows}
 **Refused**, computed every step, or not run:

@@ -20,3 +20,14 @@ def test_cells_have_the_loop_and_its_rivals(tmp_path, monkeypatch):
     assert kinds == {(3.0, None), (None, 0.6)}
     assert (tmp_path / "found.md").read_text().count("| demo-flux") == 2 * len(kinds)
     assert (tmp_path / "found.png").exists()
+
+
+def test_few_steps_have_layers_in_8_bits(tmp_path, monkeypatch):
+    """On top of runs of a few steps the loop is compared with layers in 8 bits, and with the methods that are named."""
+    options = ["--smoke", "--models", "demo-flux", "--few-steps", "4", "--rivals", "sea-cache"]
+    monkeypatch.setattr(sys, "argv", ["conditions.py", *options, "--output", str(tmp_path / "few")])
+    conditions.main()
+    rows = json.loads((tmp_path / "few.json").read_text())["rows"]
+    assert {row["series"] for row in rows} == {"closed loop", "8 bits", "SeaCache"}
+    assert {row["name"] for row in rows} >= {"balanced", "layers in int8", "layers in float8"}
+    assert {row["cell"]["steps"] for row in rows} == {4}

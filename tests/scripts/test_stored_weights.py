@@ -3,16 +3,16 @@
 import json
 import sys
 
-from scripts.research import layers_in_8_bits, stored_weights
+from scripts.research import stored_weights
 
 
 def test_forms_lose_more_the_fewer_bits_they_have(monkeypatch, tmp_path):
     """Unchanged weights give the plain image; those of the loop alone are compared with their own plain run."""
     stem = tmp_path / "weights"
-    options = ["--models", "demo-flux", "--prompts", "1", "--steps", "4", "--device", "cpu", "--output", str(stem)]
+    options = ["--model", "demo-flux", "--prompts", "1", "--steps", "4", "--device", "cpu", "--output", str(stem)]
     monkeypatch.setattr(sys, "argv", ["stored_weights", *options, "--weights", "bf16,int8,q4"])
-    own = layers_in_8_bits.demo_arguments
-    monkeypatch.setattr(layers_in_8_bits, "demo_arguments", lambda folder: own(folder) | {"height": 128, "width": 128})
+    own = stored_weights.demo_arguments
+    monkeypatch.setattr(stored_weights, "demo_arguments", lambda folder: own(folder) | {"height": 128, "width": 128})
     stored_weights.main()
     bf16, *others = json.loads(stem.with_suffix(".json").read_text())["results"]
     assert bf16["weights_db"] == [stored_weights.IDENTICAL]

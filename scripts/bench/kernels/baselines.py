@@ -15,40 +15,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.backends import hopper_limit
-from scripts.bench.kernels.cases import Inputs, every_pair
+from scripts.bench.kernels.cases import Inputs
 
 Attention = Callable[[], torch.Tensor]  # -> [B, S, H, D]
 DENSE = {"cpu": ("sdpa",), "cuda": ("cudnn", "fa2", "fa4")}  # by device; speed-ups are over the first
 SPARSE = {"cpu": (), "cuda": ("flex",)}
-FLEX_TILE = 128  # smallest block size of FlexAttention's kernels
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 
 def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Attention:
-    """Return the named attention over q, k, v ``[B, S, H, D]``.
-
-    Sparse baselines use the tiles of ``inputs``; "sdpa mask" is dense attention with any mask over all pairs. The
-    other dense baselines support only the causal mask: where ``inputs`` have masks, these are causal.
-    """
-    is_causal = inputs.attends is not None
+    """Return the named attention over q, k, v ``[B, S, H, D]``; sparse baselines use the tiles of ``inputs``."""
     if name == "flex":
         return _flex(q, k, v, inputs)
-    if name == "sdpa mask":
-        pairs = every_pair(inputs.attends, inputs.case.tokens, q.device)
-        arguments = [x.transpose(1, 2) for x in (q, k, v)]
-        return lambda: F.scaled_dot_product_attention(*arguments, attn_mask=pairs).transpose(1, 2)
     if name == "fa4":
         if limit := hopper_limit(q):
             raise UnsupportedError(f"flash-attn-4 is compared on Hopper: {limit}")
-        return lambda: _fa4()(q, k, v, causal=is_causal)[0]
-    return functools.partial(sdpa, name, q, k, v, is_causal)
+        return lambda: _fa4()(q, k, v)[0]
+    return functools.partial(sdpa, name, q, k, v)
 
 
-def sdpa(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+def sdpa(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Run torch's attention over ``[B, S, H, D]`` with the named backend; for "sdpa" torch chooses the backend."""
     arguments = [x.transpose(1, 2) for x in (q, k, v)]
     with sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else nullcontext():
-        return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(*arguments).transpose(1, 2)
 
 
 def _flex(q, k, v, inputs: Inputs) -> Attention:
@@ -58,14 +48,13 @@ def _flex(q, k, v, inputs: Inputs) -> Attention:
     full_count = plan.kv_count if plan.full_count is None else plan.full_count
     slot = torch.arange(plan.blocks, device=q.device)
     masked_index = plan.kv_index.gather(-1, (full_count[..., None].long() + slot).clamp(max=plan.blocks - 1))
-    attends = inputs.attends
     mask = BlockMask.from_kv_blocks(
         kv_num_blocks=plan.kv_count - full_count,
         kv_indices=masked_index,
         full_kv_num_blocks=full_count,
         full_kv_indices=plan.kv_index,
         BLOCK_SIZE=plan.block,
-        mask_mod=_every_pair if attends is None else lambda batch, head, query, key: attends(query, key),
+        mask_mod=_every_pair,
         seq_lengths=(plan.tokens, plan.tokens),
     )
     arguments = [x.transpose(1, 2) for x in (q, k, v)]

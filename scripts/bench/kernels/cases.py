@@ -152,26 +152,14 @@ def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inp
     return Inputs(case, rows, tiles & rows[..., None], symbols, kernels.lower(symbols), generator)
 
 
-def inputs_of(case: Case, symbols: SparseSymbols, attends: Attends | None = None) -> Inputs:
-    """Inputs with the given symbols, in which every row is computed; ``attends``: attended pairs of masks, if any."""
-    device = symbols.skip_bits.device
-    rows = torch.ones(case.batch, case.heads, symbols.blocks, dtype=torch.bool, device=device)
-    tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks, backend="reference")
-    generator = torch.Generator(device).manual_seed(0)
-    return Inputs(case, rows, tiles, symbols, kernels.lower(symbols), generator, attends)
-
-
-def every_pair(attends: Attends, tokens: int, device: str | torch.device) -> torch.Tensor:
-    """Mask ``[S, S]`` over all pairs of positions."""
-    position = torch.arange(tokens, device=device)
-    return attends(position[:, None], position[None])
-
-
 def masked_inputs(case: Case, attends: Attends, device: str | torch.device) -> Inputs:
     """Inputs for a mask given pair by pair, the same for all samples and heads."""
-    pairs = every_pair(attends, case.tokens, device)[None, None]
+    position = torch.arange(case.tokens, device=device)
+    pairs = attends(position[:, None], position[None])[None, None]
     symbols = symbols_from_mask(pairs, block=case.block, batch=case.batch, heads=case.heads)
-    return inputs_of(case, symbols, attends)
+    rows = torch.ones(case.batch, case.heads, symbols.blocks, dtype=torch.bool, device=device)
+    tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks, backend="reference")
+    return Inputs(case, rows, tiles, symbols, kernels.lower(symbols), torch.Generator(device).manual_seed(0), attends)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Time a call in ms: alone after clearing the cache, back to back in a CUDA graph, or in a Python loop."""
+"""Time a call in ms: alone after clearing the cache, or back to back in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ FEWEST, FEW, MOST = 3, 7, 50
 # as in a GPU-bound step. (triton.testing.do_bench zeroes 256 MiB, in 0.06 ms.)
 CLEARED_BYTES = 2**30
 CALLS_IN_GRAPH = 10
-CALLS_IN_A_ROW, ROWS_OF_CALLS = 100, 5
 
 
 def median_ms(call: Callable[[], object], device: str) -> float:
@@ -51,23 +50,6 @@ def replayed_ms(call: Callable[[], object], device: str) -> float:
         for _ in range(CALLS_IN_GRAPH):
             call()
     return median_ms(graph.replay, device) / CALLS_IN_GRAPH
-
-
-def called_ms(call: Callable[[], object], device: str) -> float:
-    """Time of ``call`` in ms in a plain Python loop; for a short call this is the launch overhead.
-
-    Returns the best of 5 series of 100 calls.
-    """
-    if device == "cpu":
-        return median_ms(call, device)
-
-    def row() -> None:
-        for _ in range(CALLS_IN_A_ROW):
-            call()
-        torch.cuda.synchronize()
-
-    seconds = timeit.repeat(row, setup=torch.cuda.synchronize, number=1, repeat=ROWS_OF_CALLS)
-    return min(seconds) * 1000 / CALLS_IN_A_ROW
 
 
 def _times(call: Callable[[], object], device: str, repetitions: int) -> list[float]:

@@ -1,13 +1,12 @@
 """Benchmark the sparse kernels: check each op against float64, then time it and its alternatives.
 
-Writes NAME.json, NAME.md (tables) and NAME.png (speed-up against sparsity with the ideal line). A backend that fails a
-check is not timed: the run writes no tables and no plot, and exits with 1. Ratios compare figures of the same run only.
+Writes NAME.json and NAME.md (tables). A backend that fails a check is not timed: the run writes no tables, and exits
+with 1. Ratios compare figures of the same run only.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.errors import DitAccelError
 from dit_accel.kernels import backend_status
 from dit_accel.tools.origin import describe_run
 from scripts.bench.kernels import gate
@@ -26,21 +25,18 @@ from scripts.bench.kernels.attention import bench_attention, bench_quantised
 from scripts.bench.kernels.cases import Case, make_inputs
 from scripts.bench.kernels.gemm import bench_gemm_o, bench_gemm_q
 from scripts.bench.kernels.linear import bench_linear
-from scripts.bench.kernels.masks import bench_masks
 from scripts.bench.kernels.recorder import Recorder
-from scripts.bench.kernels.report import Document, failures, merged, table
+from scripts.bench.kernels.report import Document, failures, table
 from scripts.bench.kernels.sizes import FULL, QUICK, TINY, Sizes
 from scripts.bench.kernels.sla import bench_sla
-from scripts.bench.kernels.slices import bench_slices
-from scripts.bench.kernels.sparge import bench_sparge
 from scripts.bench.kernels.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
+from scripts.tables import as_json
 
 Bench = Callable[[Recorder, Case, Sizes], None]  # benchmark of one size
 
 _ATTENTION = gate.check_symbols, gate.check_attention
 OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (benchmark, checks of the gate)
     "attention": (bench_attention, _ATTENTION),
-    "masks": (bench_masks, _ATTENTION),
     "quantised": (bench_quantised, _ATTENTION),
     "gemm_q": (bench_gemm_q, (gate.check_symbols, gate.check_gemm_q)),
     "gemm_o": (bench_gemm_o, (gate.check_symbols, gate.check_gemm_o)),
@@ -48,9 +44,7 @@ OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (benchmark, ch
     "lowering": (bench_lowering, (gate.check_symbols,)),
     "pooling": (bench_pooling, (gate.check_pooling,)),
     "symbols": (bench_symbols, (gate.check_symbols, gate.check_pooling, gate.check_selection)),
-    "sparge": (bench_sparge, (*_ATTENTION, gate.check_pooling, gate.check_selection)),
     "forecast": (bench_forecast, (gate.check_symbols, gate.check_forecast)),
-    "slices": (bench_slices, _ATTENTION),
     "sla": (bench_sla, (*_ATTENTION, gate.check_linear_attention, gate.check_pooling)),
 }
 DEFAULT_OUTPUT = Path("kernels")
@@ -66,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     try:
         if not options.force:
             _require_new(options.output)
-        document = _merge(options.merge) if options.merge else run(options)
+        document = run(options)
     except DitAccelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -130,17 +124,16 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[int], Sequence[Case
 
 
 def write_json(document: Document, output: Path) -> Path:
-    """Write NAME.json and delete tables and plot of an earlier run, which no longer match it."""
+    """Write NAME.json and delete the tables of an earlier run, which no longer match it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in (".md", ".png"):
-        output.with_name(output.name + suffix).unlink(missing_ok=True)
+    output.with_name(output.name + ".md").unlink(missing_ok=True)
     file = output.with_name(output.name + ".json")
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    file.write_text(as_json(document), encoding="utf-8")
     return file
 
 
 def write(document: Document, output: Path) -> int:
-    """Write JSON, tables and plot, as far as all checks pass, and return the exit code."""
+    """Write JSON, and tables if all checks pass, and return the exit code."""
     files = [write_json(document, output)]
     failed = failures(document)
     for row in failed:
@@ -148,35 +141,18 @@ def write(document: Document, output: Path) -> int:
         reason = row.get("reason") or f"error {row['error']}, bound {row['bound']:.3g}"
         print(f"FAILED: {row['op']} {row['backend']} {place}: {reason}")
     if failed:
-        print(f"{len(failed)} checks failed: no plot. Results are in {files[0]}", file=sys.stderr)
+        print(f"{len(failed)} checks failed: no tables. Results are in {files[0]}", file=sys.stderr)
         return 1
     files.append(output.with_name(output.name + ".md"))
     files[1].write_text(table(document), encoding="utf-8")
-    plot = output.with_name(output.name + ".png")
-    try:
-        from scripts.bench.kernels.plot import speedup_plot
-
-        if speedup_plot(document, plot):
-            files.append(plot)
-    except (ImportError, UnsupportedError) as error:
-        print(f"no plot: {error}")
     print(f"wrote {', '.join(map(str, files))}")
     return 0
 
 
 def _require_new(output: Path) -> None:
-    for suffix in (".json", ".md", ".png"):
+    for suffix in (".json", ".md"):
         if os.path.exists(file := output.with_name(output.name + suffix)):
             raise OptionError(f"--output: {file} exists; name another stem, or replace it with --force")
-
-
-def _merge(paths: Sequence[Path]) -> Document:
-    try:
-        return merged([json.loads(path.read_text(encoding="utf-8")) for path in paths])
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--merge: {error}") from None
-    except (KeyError, TypeError):
-        raise OptionError(f"--merge: {', '.join(map(str, paths))} must be files that this benchmark wrote") from None
 
 
 def _chosen(option: str, names: str | None, valid: Sequence[str]) -> list[str]:
@@ -214,5 +190,4 @@ def _parser(program: str | None) -> argparse.ArgumentParser:
     add("--force", action="store_true", help="replace files that exist")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--quick", action="store_true", help="one short sequence and two sparsities; on a CPU tiny sizes")
-    add("--merge", type=Path, nargs="+", metavar="JSON", help="merge these result files instead of measuring")
     return parser

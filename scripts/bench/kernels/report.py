@@ -1,47 +1,15 @@
-"""Record of a run: a JSON document, its Markdown tables, and the merge of several runs."""
+"""Record of a run: a JSON document, and its Markdown tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from dit_accel.errors import ShapeError
-
 Row = dict[str, Any]
 Document = dict[str, Any]  # {"runs": [...], "gate": [...], "left_out": [...], "results": [...]}
 SHARES = ("symbols", "sparge prediction")
-KEY = ("op", "backend", "kind")
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-def merged(documents: Sequence[Document]) -> Document:
-    """Merge several runs into one document; a row that was measured again replaces the earlier one.
-
-    Each row keeps the number of its run, because only figures of the same run may be compared.
-
-    Raises:
-        ShapeError: the runs are of different devices.
-    """
-    devices = {run["device"] for document in documents for run in document["runs"]}
-    if len(devices) > 1:
-        raise ShapeError(f"runs to be merged must be of one device, got {', '.join(sorted(devices))}")
-    union: Document = {"runs": [], "gate": [], "left_out": [], "results": []}
-    rows: dict[tuple, Row] = {}
-    for document in documents:
-        first = len(union["runs"])
-        union["runs"] += document["runs"]
-        for part in ("gate", "left_out"):
-            union[part] += [row | {"run": first + row["run"]} for row in document[part]]
-        for row in document["results"]:
-            rows[_identity(row)] = row | {"run": first + row["run"]}
-    union["results"] = list(rows.values())
-    return union
-
-
-def _identity(row: Row) -> tuple:
-    """Key of a row; it has the actual sparsity, which is equal in every run: the requested one is unknown."""
-    return (*(row[name] for name in KEY), tuple(row["shape"].items()), round(row["sparsity"], 6))
 
 
 def failures(document: Document) -> list[Row]:

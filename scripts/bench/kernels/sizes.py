@@ -15,10 +15,9 @@ class Sizes:
     """Sizes of one run.
 
     Args:
-        cases: dense cases or projections of each benchmark; attention cases are panels of the plot.
+        cases: dense cases or projections of each benchmark.
         sparsities: skipped shares of rows, of tiles, and of both together.
         window_lengths, orders: N and D of GEMM-O's windows.
-        densities: shares of the keys kept by attention to single keys.
         further: more attention cases ``tokens: (kind, sparsity)``, from published figures.
     """
 
@@ -26,7 +25,6 @@ class Sizes:
     sparsities: tuple[float, ...]
     window_lengths: tuple[int, ...]
     orders: tuple[int, ...]
-    densities: tuple[float, ...]
     further: dict[int, tuple[tuple[str, float], ...]]
 
     def tokens(self) -> list[int]:
@@ -43,11 +41,9 @@ _PROJECTIONS = (
     Projection(32760, heads=12, width=1536, windows=False),
     Projection(32760, heads=40, width=5120, windows=False),
 )
-_PAPER = [Case(n, 8, 64, block, dtype=torch.float16) for n in (512, 1024, 2048) for block in (64, 128)]  # OmniAttention
 FULL = Sizes(
     cases={
         "attention": _MODELS,
-        "masks": (*_PAPER, Case(8192), Case(32768, heads=8)),
         "quantised": (Case(33024),),
         "gemm_q": _PROJECTIONS,
         "gemm_o": _PROJECTIONS,
@@ -55,28 +51,23 @@ FULL = Sizes(
         "lowering": _MODELS,
         "pooling": (Case(4608), Case(8192), Case(33024)),
         "symbols": (Case(8192), Case(33024)),
-        "sparge": tuple(Case(tokens) for tokens in (8192, 16384, 32768, 65536, 131072)),  # the paper's table 3
         "forecast": (Case(4608), Case(33024)),
-        "slices": (Case(32760, heads=12), Case(33024)),
         "sla": (Case(32760, heads=12, block=64), Case(32760, heads=12)),  # Wan 1.3B, 480p; the paper's block is 64
     },
     sparsities=(0.0, 0.5, 0.8, 0.9),
     window_lengths=(4, 6, 8),
     orders=(0, 1, 2),
-    densities=(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
     further={4608: (("tiles", 0.78), ("rows", 0.77)), 16896: (("tiles", 0.79),)},
 )
 QUICK = Sizes(
     cases={
         **dict.fromkeys(FULL.cases, (Case(4608),)),
-        "masks": (Case(512, 8, 64, 64, dtype=torch.float16), Case(512, 8, 64, dtype=torch.float16)),
         **dict.fromkeys(("gemm_q", "gemm_o", "linear"), (Projection(4608),)),
         "sla": (Case(4608, heads=12, block=64),),
     },
     sparsities=(0.0, 0.8),
     window_lengths=(6,),
     orders=(0, 1),
-    densities=(1.0, 0.5, 0.1),
     further={},
 )
 _TINY = {"heads": 2, "head_dim": 32, "block": 64, "dtype": torch.float32}
@@ -88,7 +79,6 @@ TINY = Sizes(
     sparsities=(0.0, 0.5),
     window_lengths=(4,),
     orders=(0, 1),
-    densities=(0.5,),
     further={},
 )
 

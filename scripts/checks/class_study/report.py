@@ -15,15 +15,15 @@ def markdown(document: dict[str, Any]) -> str:
 
 def rows(document: dict[str, Any]) -> list[list[str]]:
     """The head of the table, and a row for each run of a class; its modular pipelines share the first row."""
-    found = [["class", "run in", "batches", *KINDS.values()]]
+    found = [["class", "run in", *KINDS.values()]]
     for name, each in document["classes"].items():
         blocks = _accelerated(each.get("modular", []))
         for place, run in enumerate(_accelerated(each.get("runs", []))):
             others = blocks if place == 0 else []
             title = f"{run['ran']}, {len(others)} modular" if others else run["ran"]
-            batches = "1" if "batch" in run else "1, 2"
+            title += ", one sample" if "batch" in run else ""
             cells = (_cell([verdict for one in (run, *others) for verdict in one[kind]]) for kind in KINDS)
-            found.append([name, title, batches, *cells])
+            found.append([name, title, *cells])
     return found
 
 

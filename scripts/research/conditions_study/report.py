@@ -53,6 +53,15 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def every_setting(rows: Sequence[Row]) -> str:
+    """Table of all settings by computed fraction, with the mean and worst PSNR."""
+    lines = [_row("steps", "series", "setting", "computed", "PSNR dB", "worst"), _row(*["---"] * 6)]
+    for row in sorted(rows, key=lambda row: (row["cell"]["steps"], row["computed"])):
+        figures = f"{row['computed']:.3f}", f"{mean(row['psnr']):.1f}", f"{min(row['psnr']):.1f}"
+        lines.append(_row(row["cell"]["steps"], row["series"], row["name"], *figures))
+    return "\n".join(lines) + "\n"
+
+
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Plot computed fraction and PSNR of the presets in every cell."""
     figure = new_figure(7, 4.5)

@@ -10,12 +10,10 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from scripts.demo_training.training import Pace
@@ -55,15 +53,6 @@ class Calls:
         """Return some of the calls."""
         arguments = {name: values if name in SHARED else values[rows] for name, values in self.arguments.items()}
         return Calls(arguments, None if self.velocity is None else self.velocity[rows])
-
-    def save(self, file: Path) -> None:
-        held = self.arguments if self.velocity is None else {**self.arguments, "velocity": self.velocity}
-        save_file({name: values.contiguous() for name, values in held.items()}, file)
-
-    @classmethod
-    def load(cls, file: Path) -> Calls:
-        held = load_file(file)
-        return cls(held, held.pop("velocity", None))
 
 
 class CallRecorder:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from safetensors.torch import load_file, save_file
 
 from dit_accel.tools.metrics import psnr
 from scripts.demo_training.prompts import HeldOutPrompt
@@ -18,7 +16,6 @@ from .calls import CallRecorder, Calls, velocity_error
 from .subjects import AT_ONCE, Subject
 
 SHARE = 0.05  # of the dense pipeline's calls, for comparing velocities
-TEACHER, DRAWN = "held-out-calls.safetensors", "drawn-calls.safetensors"
 
 
 @dataclass(frozen=True)
@@ -38,18 +35,6 @@ class HeldOut:
     dense: torch.Tensor
     teacher: Calls
     drawn: Calls | None
-
-    def save(self, folder: Path) -> None:
-        save_file({"painted": self.dense}, folder / "dense.safetensors")
-        self.teacher.save(folder / TEACHER)
-        if self.drawn is not None:
-            self.drawn.save(folder / DRAWN)
-
-    @classmethod
-    def load(cls, subject: Subject, folder: Path) -> HeldOut:
-        dense = load_file(folder / "dense.safetensors")["painted"]
-        drawn = Calls.load(folder / DRAWN) if (folder / DRAWN).exists() else None
-        return cls(subject, subject.held_out(len(dense)), dense, Calls.load(folder / TEACHER), drawn)
 
 
 def hold_out(subject: Subject, pipe: DiffusionPipeline, count: int, call: dict[str, Any]) -> HeldOut:

@@ -61,10 +61,6 @@ class Subject(ABC):
         """Calls for flow matching on renderings of the prompts' scenes; None if not available."""
         return None
 
-    def strips(self, painted: torch.Tensor) -> torch.Tensor:
-        """Images ``[N, 3, H, W]`` of ``[N, 3, F, H, W]``, for a sheet."""
-        return painted[:, :, 0]
-
 
 class Clips(Subject):
     """See `Subject`."""
@@ -89,9 +85,6 @@ class Clips(Subject):
         rng = random.Random(7)
         numbers = clips.pack([clips.draw_clip(rng, item.scene) for item in held_out])
         return clip_calls(self.family, pipe, [item.prompt for item in held_out], numbers, call)
-
-    def strips(self, painted: torch.Tensor) -> torch.Tensor:
-        return clips.film_strips(painted)
 
 
 class Pictures(Subject):

@@ -15,6 +15,7 @@ from torch import nn
 
 from dit_accel.sla.swap import swapped_attention
 from scripts.demo_training.training import MasterWeights, Pace, finite, trained_weights
+from scripts.tables import as_json
 
 from .calls import Calls, velocity_error
 
@@ -110,7 +111,7 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
         "losses": budget.losses,
     }
     if accelerator.is_main_process:
-        (folder / LOG).write_text(json.dumps(log, indent=1) + "\n")
+        (folder / LOG).write_text(as_json(log))
     weights.load_averages()
     transformer.eval()
     return log

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from dit_accel import kernels
-from dit_accel.errors import KernelError, ShapeError
-from scripts.bench.kernels import gate, plot, report, verify
+from dit_accel.errors import KernelError
+from scripts.bench.kernels import gate, verify
 from scripts.bench.kernels.cases import Case, make_inputs
 from scripts.bench.kernels.clock import FEWEST, MOST, median_ms
 from scripts.bench.kernels.kernels import OPS, main
-from scripts.bench.kernels.masks import RANDOM, pattern
-from scripts.bench.kernels.plot import speedup_plot
 from scripts.bench.kernels.recorder import Recorder
 from scripts.bench.kernels.sizes import FULL, QUICK, TINY, sparse_cases
 from scripts.bench.kernels.verify import Verdict
@@ -37,12 +35,12 @@ def whole_run(tmp_path_factory):
     return folder, json.loads((folder / "kernels.json").read_text())
 
 
-def test_a_run_writes_json_tables_and_a_plot(whole_run):
+def test_a_run_writes_json_and_tables(whole_run):
     """Each op has rows that passed; every row's ratios follow from its own milliseconds."""
     folder, document = whole_run
-    assert {file.name for file in folder.iterdir()} == {"kernels.json", "kernels.md", "kernels.png"}
+    assert {file.name for file in folder.iterdir()} == {"kernels.json", "kernels.md"}
     ops = {row["op"] for row in document["results"]}
-    assert {"attention", "attention masks", "gemm_q", "gemm_o_update", "gemm_o_dispatch", "gemm_o_window"} <= ops
+    assert {"attention", "gemm_q", "gemm_o_update", "gemm_o_dispatch", "gemm_o_window"} <= ops
     assert {"lower", "pack_bits", "pooled_map", "symbols", "weighted_sum"} <= ops
     assert document["gate"] and all(row["passed"] for row in document["gate"] + document["results"])
     for row in document["results"]:
@@ -66,7 +64,7 @@ def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
         assert 1 - 1e-9 <= work <= 1 + order * most + 1e-9
     for row in document["results"]:
         density = 1 - row["sparsity"]
-        if row["op"] in ("attention", "attention masks", "gemm_q", "gemm_o_dispatch"):
+        if row["op"] in ("attention", "gemm_q", "gemm_o_dispatch"):
             assert row["ideal"] == pytest.approx(1 / density)
         if row["op"] == "gemm_o_window":
             length, order = row["kind"].split()
@@ -98,7 +96,7 @@ def wrong(op, factor=1.05):
 
 
 def test_a_red_gate_stops_before_anything_is_timed(monkeypatch, tmp_path, capsys):
-    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured or plotted."""
+    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured."""
     monkeypatch.setattr(kernels, "weighted_sum", wrong(kernels.weighted_sum))
     assert main([*CPU, "--ops", "forecast", "--output", str(tmp_path / "k")]) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
@@ -137,11 +135,11 @@ def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, 
 
 def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
     """A backend that fails only at a timed size is not timed there; only --force deletes an earlier run's files."""
-    (tmp_path / "k.png").write_bytes(b"earlier")
+    (tmp_path / "k.md").write_bytes(b"earlier")
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: [])
     monkeypatch.setattr(kernels, "gemm_q", wrong(kernels.gemm_q))
     asked = [*CPU, "--ops", "gemm_q", "--output", str(tmp_path / "k")]
-    assert main(asked) == 2 and (tmp_path / "k.png").read_bytes() == b"earlier"
+    assert main(asked) == 2 and (tmp_path / "k.md").read_bytes() == b"earlier"
     assert main([*asked, "--force"]) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
     rows = json.loads((tmp_path / "k.json").read_text())["results"]
@@ -151,12 +149,10 @@ def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
 MISTAKES = {
     "no-gpu": (["--quick"], "needs a CUDA GPU"),
     "cpu-in-full": (["--device", "cpu"], "add --quick"),
-    "op": ([*CPU, "--ops", "attention,gemm"], "--ops: must be among attention, masks"),
+    "op": ([*CPU, "--ops", "attention,gemm"], "--ops: must be among attention, quantised"),
     "shape": ([*CPU, "--shapes", "17"], "--shapes: must be among 300"),
     "backend": ([*CPU[:-1], "cublas"], "--backends: must be among reference"),
     "backend-here": ([*CPU[:-1], "cuda"], "--backends: 'cuda' can't run here"),
-    "merge-missing": (["--merge", "missing.json"], "--merge: "),
-    "merge-other": (["--merge", str(ROOT / "docs" / "results" / "gpu-check-h200.json")], "must be files that this"),
 }
 
 
@@ -179,7 +175,7 @@ def test_files_that_exist_stay(tmp_path, capsys):
 
 
 def test_the_module_needs_neither_diffusers_nor_typer(tmp_path):
-    """``python -m scripts.bench.kernels`` runs where only torch and matplotlib are, and names itself in the results."""
+    """``python -m scripts.bench.kernels`` runs where only torch is, and names itself in the results."""
     blocked = (
         "import sys; sys.modules.update(dict.fromkeys(('diffusers', 'transformers', 'pydantic', 'typer', 'yaml')))"
     )
@@ -202,82 +198,17 @@ def test_gpu_check_without_a_gpu_says_so(tmp_path):
 
 
 def test_an_op_that_breaks_fails_the_run_and_keeps_the_others(monkeypatch, tmp_path, capsys):
-    """Rows that were measured are written; exit 1, and no plot."""
+    """Rows that were measured are written; exit 1, and no tables."""
 
     def broken(recorder, case, sizes):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setitem(OPS, "masks", (broken, OPS["masks"][1]))
-    assert main([*CPU, "--ops", "masks,lowering", "--output", str(tmp_path / "k")]) == 1
+    monkeypatch.setitem(OPS, "quantised", (broken, OPS["quantised"][1]))
+    assert main([*CPU, "--ops", "quantised,lowering", "--output", str(tmp_path / "k")]) == 1
     document = json.loads((tmp_path / "k.json").read_text())
     assert {row["op"] for row in document["results"]} == {"lower", "pack_bits"}
-    assert "FAILED: masks" in (output := capsys.readouterr().out) and "illegal memory access" in output
+    assert "FAILED: quantised" in (output := capsys.readouterr().out) and "illegal memory access" in output
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
-
-
-def test_runs_merge_and_later_rows_replace(whole_run, tmp_path):
-    """A row measured again counts once, from its latest run; the files are those of one run."""
-    _, document = whole_run
-    again = json.loads(json.dumps(document))
-    again["results"] = [row for row in again["results"] if row["op"] == "gemm_q"]
-    again["results"][0]["ms"] = 123.0
-    for name, content in (("a.json", document), ("b.json", again)):
-        (tmp_path / name).write_text(json.dumps(content))
-    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    assert main(["--merge", *paths, "--output", str(tmp_path / "all")]) == 0
-    union = json.loads((tmp_path / "all.json").read_text())
-    assert len(union["runs"]) == 2 and len(union["results"]) == len(document["results"])
-    assert {row["run"] for row in union["results"] if row["op"] == "gemm_q"} == {1}
-    assert {row["run"] for row in union["results"] if row["op"] != "gemm_q"} == {0}
-    assert [row["ms"] for row in union["results"]].count(123.0) == 1
-    assert (tmp_path / "all.png").exists() and "2 of 2" not in (tmp_path / "all.md").read_text()
-
-
-def test_runs_of_two_devices_don_t_merge(whole_run):
-    """Their figures can't be compared."""
-    _, document = whole_run
-    other = document | {"runs": [document["runs"][0] | {"device": "NVIDIA H200"}]}
-    with pytest.raises(ShapeError, match=r"must be of one device, got .+, NVIDIA H200"):
-        report.merged([document, other])
-
-
-def test_one_sparsity_is_no_plot(whole_run, tmp_path):
-    """A line needs two points."""
-    _, document = whole_run
-    dense = document | {"results": [row for row in document["results"] if row["sparsity"] == 0]}
-    assert not speedup_plot(dense, tmp_path / "k.png")
-    assert not (tmp_path / "k.png").exists()
-
-
-def masked_row(tokens, block, kind, ratio):
-    shape = {"tokens": tokens, "heads": 8, "head_dim": 64, "block": block}
-    return {"op": "attention masks", "backend": "triton", "kind": kind, "shape": shape, "speedup": {"flex": ratio}}
-
-
-def test_masks_have_a_panel_a_block_and_a_way_of_timing():
-    """Long sequences, timed in one way only, are in the panel with the GPU time of short ones."""
-    rows = [
-        masked_row(512, 64, "causal 64, graph", 2.0),
-        masked_row(1024, 64, "causal 64, graph", 1.9),
-        masked_row(512, 64, "causal 64, called", 1.2),
-        masked_row(1024, 64, "causal 64, called", 1.1),
-        masked_row(512, 128, "causal 128, graph", 1.7),
-        masked_row(8192, 128, "causal 128", 1.4),
-    ]
-    panels = {panel.title: [line.points for line in panel.lines] for panel in plot._mask_panels(rows)}
-    assert panels == {
-        "attention masks, block 64, GPU time": [[(512, 2.0), (1024, 1.9)]],
-        "attention masks, block 64, called from Python": [[(512, 1.2), (1024, 1.1)]],
-        "attention masks, block 128, GPU time": [[(512, 1.7), (8192, 1.4)]],
-    }
-
-
-def test_masks_are_drawn_over_two_lengths(tmp_path):
-    """A single length makes no panel, and without FlexAttention there is nothing to plot."""
-    rows = [masked_row(tokens, 128, "causal 128", 1.5) for tokens in (8192, 32768)]
-    assert speedup_plot({"results": rows}, tmp_path / "k.png") and (tmp_path / "k.png").stat().st_size > 10_000
-    assert not speedup_plot({"results": rows[:1]}, tmp_path / "one.png")
-    assert not speedup_plot({"results": [row | {"speedup": {}} for row in rows]}, tmp_path / "none.png")
 
 
 def attended(inputs):
@@ -341,26 +272,14 @@ def test_nan_never_passes():
     assert not verify.worst([Verdict(0.1, 1.0), Verdict(math.nan, 1.0)]).passed
 
 
-@pytest.mark.parametrize("family", ["causal", "documents", "interleaved", *RANDOM])
-@pytest.mark.parametrize("tokens", [300, 4000], ids=["one-group", "eight-groups"])
-def test_patterns_say_what_their_pairs_say(tokens, family):
-    """The symbols that our kernels get, and the pairs by which baselines and float64 mask, are of one mask."""
-    case = Case(tokens, heads=2, head_dim=32, block=64)
-    symbols, attends = pattern(family, case, "cpu")
-    token = torch.arange(tokens)
-    pairs = attends(token[:, None], token[None])
-    assert torch.equal(kernels.mask_from_plan(kernels.lower(symbols)), pairs.expand(1, 2, -1, -1))
-    assert 0.03 < pairs.double().mean() < 0.7
-
-
 def test_every_check_stands_under_a_benchmark():
     """The gate's full list equals the lists of all benchmarks together."""
     assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
 
 
 def test_the_gate_checks_what_a_benchmark_stands_on():
-    """Symbols and attention for masks, also with masks; everything where nothing is named."""
-    masks = gate.check_kernels("cpu", [SMALL], ["reference"], OPS["masks"][1])
+    """Symbols and attention, also with masks inside tiles; everything where nothing is named."""
+    masks = gate.check_kernels("cpu", [SMALL], ["reference"], OPS["attention"][1])
     assert {row["op"] for row in masks} == {"lower", "pack_bits", "unpack_bits", "attention"}
     assert any("causal" in row["case"] for row in masks)
     everything = {row["op"] for row in gate.check_kernels("cpu", [SMALL], ["reference"])}

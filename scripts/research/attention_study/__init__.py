@@ -1,1 +1,0 @@
-"""Attention methods on recorded queries, keys and values: errors, curves over thresholds, tables, a plot."""

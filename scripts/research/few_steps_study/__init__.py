@@ -1,1 +1,0 @@
-"""Variants of the closed loop where few steps are computed, and their report."""

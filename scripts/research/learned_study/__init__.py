@@ -1,1 +1,0 @@
-"""Forecasts that are fitted to a few plain runs."""

@@ -1,0 +1,1 @@
+"""Settings of presets that `settings.py` measures: a page for each study."""

@@ -1,0 +1,26 @@
+"""One setting of a study."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dit_accel.presets import Preset
+
+FAMILIES = {"demo-flux": "flux", "demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
+BALANCED = {"demo-flux": "balanced", "demo-hunyuan": "video-balanced", "demo-wan": "video-balanced"}
+
+
+class Setting(NamedTuple):
+    """A preset to measure.
+
+    Args:
+        series: a paper's table, or the part of the preset that varies.
+        name: of the setting in its series.
+        claimed_db, claimed_sparsity: a paper's PSNR and share of skipped pairs; None = not in a paper.
+    """
+
+    series: str
+    name: str
+    preset: Preset
+    claimed_db: float | None = None
+    claimed_sparsity: float | None = None
