@@ -23,6 +23,29 @@ if not torch.cuda.is_available():
     spare_repetition()
 
 
+# Tests of what a release ships besides the library. They run with --release, or if a command names them.
+RELEASE = tuple(
+    Path(__file__).parent / name for name in ("scripts", "test_examples.py", "test_packaging.py", "test_site.py")
+)
+AT_EACH_CHANGE = Path(__file__).parent / "scripts/test_mutants.py"  # names code that changes
+
+
+def pytest_addoption(parser):
+    parser.addoption("--release", action="store_true", help="also test scripts, examples, wheels and the site")
+
+
+def pytest_configure(config):
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    config.option.release |= any(path in (each, *each.parents) for each in named for path in RELEASE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the tests of a release."""
+    if config.option.release or collection_path in (RELEASE[0], AT_EACH_CHANGE):
+        return None
+    return True if any(path in (collection_path, *collection_path.parents) for path in RELEASE) else None
+
+
 # Fixtures of these start several processes. Workers share the last tests among them, so each would start its own.
 FIRST = ("tests/test_parallel.py", "tests/stages/test_sharing.py", "tests/test_site.py")
 
