@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ OFFLOAD_HOOK = "group_offloading"  # diffusers' name
 OFFLOAD_HOOKS = (OFFLOAD_HOOK, "layer_execution_tracker")  # on blocks; the second notes their order for streams
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 CHAINS = threading.RLock()  # held while a chain is changed
+FORWARDS = attrgetter("forward", "original_forward")  # of a hook in a chain
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
 LIBRARIES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
 STATELESS = "dit_accel_stateless"  # attribute of code that was declared stateless
@@ -44,12 +46,13 @@ Code = TypeVar("Code")
 class Hook(ModelHook):
     """Base of our hooks; a hook belongs to one module and can't be copied or pickled with it."""
 
+    chain: list[Any] | None = None  # of the module, as it was repaired last
     follows_class = False  # True if the module has no forward of its own; set when the hook is added
     runs_eagerly = False  # True = the hook is not compiled, even if its caller is
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Repair the chain; diffusers calls this before it chooses a forward, even if the chain is broken."""
-        if not torch.compiler.is_compiling():
+        """Repair the chain if it has changed; diffusers calls this before it chooses a forward, even if it is broken."""
+        if not torch.compiler.is_compiling() and self.chain != _chain(module):
             mend_chain(module)
         return args, kwargs
 
@@ -197,11 +200,21 @@ def mend_chain(module: torch.nn.Module) -> None:
             reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
             if is_cut:
                 reference.forward = update_wrapper(partial(own, module), own)
-        follows_class = any(isinstance(hook, Hook) and hook.follows_class for hook in registry.hooks.values())
-        if follows_class and not _is_of_class(module, _bottom(module)):
+        ours = [hook for hook in registry.hooks.values() if isinstance(hook, Hook)]
+        if any(hook.follows_class for hook in ours) and not _is_of_class(module, _bottom(module)):
             reference = registry._fn_refs[0]
             name = "forward" if reference.original_forward is None else "original_forward"
             setattr(reference, name, type(module).forward.__get__(module))
+        for hook in ours:
+            hook.chain = _chain(module)
+
+
+def _chain(module: torch.nn.Module) -> list[Any]:
+    """Return the order and the forwards of a module's hooks, and its class's forward; empty if it has no hooks."""
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None:
+        return []
+    return [type(module).forward, *registry._hook_order, *map(FORWARDS, registry._fn_refs)]
 
 
 def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
@@ -240,7 +253,8 @@ def _is_of_class(module: torch.nn.Module, forward: Callable) -> bool:
 
 def own_forward(module: torch.nn.Module) -> Callable:
     """Return the forward beneath all hooks on a module, from its class or set on the module itself."""
-    if "_diffusers_hook" in vars(module):
+    registry = vars(module).get("_diffusers_hook")
+    if registry is not None and getattr(registry.hooks.get(HOOK_NAME), "chain", None) != _chain(module):
         mend_chain(module)
     bottom = _bottom(module)
     return getattr(bottom, "__func__", bottom)
