@@ -212,11 +212,7 @@ class FamilyDriver(TransformerDriver):
         if call.symbols:
             self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
         works = self._costs.of(self.transformer, arguments, tokens)
-        level = self.controller.preset.forecast.level
-        for name, work in works.items():
-            pairs, others = self._costs.computed(call, name, work, level)
-            call.work[name] = pairs + others, pairs
-            call.branch.plain[name] = work.plain, sum(work.tiles.values())
+        self._costs.account(call, works, self.controller.preset.forecast.level)
 
 
 class CaughtAttention:
