@@ -85,8 +85,10 @@ def _require_arguments(history, weights, plan, out) -> None:
     first = history[0]
     checks.require_dtype("history[0]", first, (*checks.FLOAT_DTYPES, torch.float64))
     for index, features in enumerate(history):
-        checks.require_shape(f"history[{index}]", features, tuple(first.shape))
-        checks.require_same(f"history[{index}]", features, "history[0]", first)
+        fits = type(features) is torch.Tensor and features.shape == first.shape
+        if not fits or features.dtype != first.dtype or features.device != first.device:
+            checks.require_shape(f"history[{index}]", features, tuple(first.shape))
+            checks.require_same(f"history[{index}]", features, "history[0]", first)
     if out is not None:
         checks.require_shape("out", out, tuple(first.shape))
         checks.require_same("out", out, "history[0]", first)

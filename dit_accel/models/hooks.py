@@ -3,8 +3,8 @@
 ``HookRegistry.remove_hook`` of diffusers breaks the chain of hooks if the removed hook is not the last one. The next
 hook's ``forward`` becomes the function that the removed hook called, instead of its own ``new_forward``, and its
 ``original_forward`` stays the removed hook. So the next hook no longer runs, and when it is removed in turn, the first
-one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added, removed or called,
-by one thread at a time.
+one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added or removed, or is
+called for the first time after a change, by one thread at a time.
 
 ``register_hook`` of diffusers also keeps the class's forward of that time. Beneath our hooks a module follows its
 class: replacing the forward of the class takes effect at the next call.
@@ -51,7 +51,7 @@ class Hook(ModelHook):
     runs_eagerly = False  # True = the hook is not compiled, even if its caller is
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Repair the chain if it has changed; diffusers calls this before it chooses a forward, even if it is broken."""
+        """Repair a chain that has changed; diffusers calls this before it chooses a forward, even if it is broken."""
         if not torch.compiler.is_compiling() and self.chain != _chain(module):
             mend_chain(module)
         return args, kwargs

@@ -14,10 +14,10 @@ from dit_accel.loop import controller
 from dit_accel.loop.branch import Call
 from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
-from dit_accel.loop.forecast import History, newton_weights
+from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.growth import log_odds, responses
 from dit_accel.loop.moves import euler_moves
-from dit_accel.loop.storage import PLAIN
+from dit_accel.loop.storage import PLAIN, StoredHistory
 from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick
 from dit_accel.presets import load_preset
 from dit_accel.sparse.site_state import SiteState
@@ -624,7 +624,7 @@ def test_report_counts_a_storage_once():
             loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
             site = call.site("first", SiteState)
             site.heads.bias_stack = PLAIN.keep(stack)
-            site.heads.attention = site.features["mlp"] = History(1)
+            site.heads.attention = site.features["mlp"] = StoredHistory(1)
             site.heads.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
     assert loop.controller.report.cache_bytes == 4 * (64 + 6 + 4)
     loop.controller.release()

@@ -11,7 +11,7 @@ from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import GIB, MemoryPlan, ModelSize, SiteSize, estimate, plan_memory
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.storage import PLAIN, Storage
+from dit_accel.loop.storage import PLAIN, Storage, StoredHistory
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.models.families.family import Family
 from dit_accel.models.transformer import TransformerDriver
@@ -141,7 +141,7 @@ def test_offload_holds_few_layers_at_a_time():
 
 def test_history_goes_on_in_another_form():
     """A shorter history keeps the newest values, converted to the new form."""
-    history = History(3)
+    history = StoredHistory(3)
     values = [torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     for i in range(3):
         history.record(float(i), (values[i], -values[i]))
