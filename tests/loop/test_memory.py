@@ -12,6 +12,7 @@ from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import GIB, MemoryPlan, ModelSize, SiteSize, estimate, plan_memory
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.storage import PLAIN, Storage, StoredHistory
+from dit_accel.loop.timing import stopwatch
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.models.families.family import Family
 from dit_accel.models.transformer import TransformerDriver
@@ -352,7 +353,7 @@ def test_caches_may_fill_the_budget(below, noted):
     accounts.start_step(tick := Tick(object(), 0, 1, [900.0], [0.9]))
     branch = BranchState("cond", (), ModelSize(), MemoryPlan(0), [History(1)])
     branch.loops[0].record(0.0, (tensor,))
-    call = Call("transformer", StepMode.UPDATE, (StepMode.UPDATE,), tick, None, branch, True, report)
+    call = Call("transformer", StepMode.UPDATE, (StepMode.UPDATE,), tick, None, branch, True, report, stopwatch())
     accounts.take_call(call, [branch])
     assert bool(report.notes) is noted and report.cache_bytes == tensor.nbytes
 

@@ -20,7 +20,7 @@ from dit_accel.sparse.policies import POLICIES
 from dit_accel.sparse.site_state import SiteState, TileState
 from dit_accel.sparse.tile_site import TileSite
 from tests.models.tiny import pipeline
-from tests.sparse.calls import NO_PROJECTIONS, controller_of
+from tests.sparse.calls import NO_PROJECTIONS, calling, controller_of
 from tests.tiny import tiny_output
 
 STEPS = 8
@@ -449,7 +449,7 @@ def test_the_probes_errors_reach_report_and_site():
     preset = load_preset("wan21-sparge-balanced", **{"skip.probe_blocks": 2, "skip.probe_error": 0.04})
     controller = controller_of(preset)
     for context, error in (("cond", 0.16), ("uncond", 0.01)):
-        with controller.calling("transformer", context, 8, ()) as call:
+        with calling(controller, "transformer", context, 8, ()) as call:
             site = call.site("first", SiteState).tiles
             site.growth = site.drawn_growth = 0.5
             site.kept = masks = object()
