@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dit_accel.kernels import weighted_sum
-from dit_accel.loop.forecast import History, combined, forecast_weights
+from dit_accel.loop.forecast import History, forecast, forecast_weights
 from dit_accel.loop.moves import Moves
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
@@ -242,7 +242,7 @@ class ClosedLoop:
             blocks_ready: blocks have the records that a DISPATCH step needs; read at levels other than output.
         """
         mode = self.gap.mode(step)
-        ready = len(self.outputs) > 0 if self.gap.preset.forecast.level == "output" else blocks_ready
+        ready = bool(self.outputs.coordinates) if self.gap.preset.forecast.level == "output" else blocks_ready
         # A branch that was not called then, for example with guidance off, has older records than the gap assumes.
         stale = self.computed_step < self.gap.computed_step
         return StepMode.UPDATE if mode is StepMode.DISPATCH and (stale or not ready) else mode
@@ -251,7 +251,7 @@ class ClosedLoop:
         """Return the forecast output of a step, in new tensors."""
         self.forecast_steps.append(step)
         weights = self._weights.get((step, self.order)) or self._weights_at(step, self.order)
-        return combined(self.outputs, weights)
+        return tuple([weighted_sum(parts, weights) for parts in zip(*self.outputs.records, strict=True)])
 
     def observe(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Output:
         """Correct the output of a computed step, measure the forecast error and record the output.
@@ -321,14 +321,14 @@ class ClosedLoop:
         Returns:
             Numbers for :meth:`decide`, float32 ``[]`` each, on the device.
         """
-        history = self.outputs
+        history, here = self.outputs, self.course.coordinates[step]
         damps = self.gap.preset.forecast.damping and history.order > 0
         orders: list[float] = list(range(min(1, history.order), history.order + 1)) if len(history) else []
         if damps and self.damped is not None:
             orders.append(self.damped)
         measured, damped = [], []
         for order in orders:
-            predicted = combined(history, self._weights_at(step, order))
+            predicted = forecast(self.gap.preset.forecast.method, history, here, order)
             parts = [relative_error(used(a), used(b)) for a, b in zip(output, predicted, strict=True)]
             measured.append(torch.stack(parts).max())  # unlike Python's max, it propagates NaN
             if damps and order == 1:

@@ -146,7 +146,8 @@ class Controller:
         elapsed = stopwatch_of(described.timestep)
         self.parts.enter(described.transformer, elapsed)
         try:
-            return self._open(described, elapsed)
+            tick = self._follow(described.timestep, described.place, described.latents)
+            return self._decide_mode(described, tick, elapsed)
         except BaseException:
             self.abort()
             raise
@@ -236,8 +237,9 @@ class Controller:
         self._standing.append(remark)
         self.report.warn(remark)
 
-    def _open(self, described: Description, elapsed: Stopwatch) -> Call:
-        tick, schedule = self._follow(described.timestep, described.place, described.latents), self.preset.schedule
+    def _decide_mode(self, described: Description, tick: Tick, elapsed: Stopwatch) -> Call:
+        """Find the branch of a call, and decide how its step runs."""
+        schedule = self.preset.schedule
         items = described.conditions() if self.may_forecast else {}
         branch, place = self.branches.of(described, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
@@ -290,15 +292,11 @@ class Controller:
             self.branches.begin_step()
             self._accounts.start_step(tick)
             if self.may_forecast:
-                self._compare(tick.step, latents)
+                changes = self.branches.course.responses
+                if self._trajectory.is_replaced(tick.step, latents, changes[tick.step] if changes else 1.0):
+                    self.branches.drop("latents changed")
         self._tick = tick
         return tick
-
-    def _compare(self, step: int, latents: Sequence[torch.Tensor]) -> None:
-        """Drop all records if latents were replaced since the step before."""
-        responses = self.branches.course.responses
-        if self._trajectory.is_replaced(step, latents, responses[step] if responses else 1.0):
-            self.branches.drop("latents changed")
 
 
 def _course_of(tick: Tick, coordinate: str) -> Course:

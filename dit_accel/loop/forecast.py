@@ -83,11 +83,12 @@ class History:
 
     Attributes:
         coordinates: coordinates of the values, newest first.
+        records: the values in the form in which they are kept.
     """
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._records: tuple[tuple[Any, ...], ...] = ()  # newest first
+        self.records: tuple[tuple[Any, ...], ...] = ()
         self.coordinates: tuple[float, ...] = ()
 
     def __len__(self) -> int:
@@ -95,17 +96,17 @@ class History:
 
     def record(self, coordinate: float, value: tuple[torch.Tensor, ...]) -> None:
         """Add the value at ``coordinate`` and drop the oldest beyond ``length``."""
-        self._records = (value, *self._records)[: self._length]
+        self.records = (value, *self.records)[: self._length]
         self.coordinates = (coordinate, *self.coordinates)[: self._length]
 
     def clear(self) -> None:
         """Drop all values."""
-        self._records = self.coordinates = ()
+        self.records = self.coordinates = ()
 
     def shorten(self, length: int) -> None:
         """Change the most values."""
         self._length = length
-        self._records, self.coordinates = self._records[:length], self.coordinates[:length]
+        self.records, self.coordinates = self.records[:length], self.coordinates[:length]
 
     @property
     def order(self) -> int:
@@ -115,18 +116,14 @@ class History:
     @property
     def values(self) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Recorded values, newest first."""
-        return self._records
+        return self.records
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors on the device."""
-        return [tensor for value in self._records for tensor in value]
+        return [tensor for value in self.records for tensor in value]
 
 
 def forecast(method: str, history: History, coordinate: float, order: float | None = None) -> tuple[torch.Tensor, ...]:
     """Return the forecast feature at ``coordinate``, of degree ``order`` at most, in new tensors."""
-    return combined(history, forecast_weights(method, history.coordinates, coordinate, order))
-
-
-def combined(history: History, weights: Sequence[float]) -> tuple[torch.Tensor, ...]:
-    """Return the weighted sum of a feature's values, newest first, in new tensors."""
+    weights = forecast_weights(method, history.coordinates, coordinate, order)
     return tuple([weighted_sum(parts, weights) for parts in zip(*history.values, strict=True)])

@@ -214,26 +214,26 @@ class StoredHistory(History):
 
     @property
     def values(self) -> tuple[tuple[torch.Tensor, ...], ...]:
-        return tuple([tuple([kept.read() for kept in value]) for value in self._records])
+        return tuple([tuple([kept.read() for kept in value]) for value in self.records])
 
     def adopt(self, length: int, storage: Storage) -> None:
         """Change the length and the storage form, and convert the existing values."""
         self.shorten(length)
         if storage != self._storage:
-            self._records = tuple([tuple([storage.keep(part.read()) for part in value]) for value in self._records])
+            self.records = tuple([tuple([storage.keep(part.read()) for part in value]) for value in self.records])
         self._storage = storage
 
     def fetch(self) -> None:
         """Start to copy values from host memory to the device, before they are read."""
-        for kept in chain.from_iterable(self._records):
+        for kept in chain.from_iterable(self.records):
             kept.fetch()
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for kept in chain.from_iterable(self._records) for tensor in kept.tensors()]
+        return [tensor for kept in chain.from_iterable(self.records) for tensor in kept.tensors()]
 
     def host_tensors(self) -> list[torch.Tensor]:
         """Return the tensors in host memory."""
-        return [tensor for kept in chain.from_iterable(self._records) for tensor in kept.host_tensors()]
+        return [tensor for kept in chain.from_iterable(self.records) for tensor in kept.host_tensors()]
 
 
 class _Copies:

@@ -26,9 +26,7 @@ class BlockCosts:
     ) -> None:
         self._family = family
         self._sites = sites
-        self._kinds = {
-            name: (type(block), *(part for part, _ in block.named_modules())) for name, block in blocks.items()
-        }
+        self._kinds = {name: (type(block), *dict(block.named_modules())) for name, block in blocks.items()}
         self._examples = {self._kinds[name]: block for name, block in blocks.items()}
 
     def of(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens) -> dict[str, BlockWork]:
@@ -44,7 +42,8 @@ class BlockCosts:
             works: FLOPs of each block in a plain call.
             level: level at which the preset forecasts.
         """
-        totals = {id(work): (work.plain, sum(work.tiles.values())) for work in works.values()}
+        kinds = {id(work): work for work in works.values()}
+        totals = {key: (work.plain, sum(work.tiles.values())) for key, work in kinds.items()}
         may_skip = call.mode is StepMode.DISPATCH or len(call.branch.sites) > 0
         for name, work in works.items():
             call.branch.plain[name] = plain, pairs = totals[id(work)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
@@ -52,8 +52,14 @@ class Hook(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Repair a chain that has changed; diffusers calls this before it chooses a forward, even if it is broken."""
-        if not torch.compiler.is_compiling() and self.chain != _chain(module):
-            mend_chain(module)
+        if not torch.compiler.is_compiling():
+            registry = vars(module).get("_diffusers_hook")  # None: another thread has removed all hooks
+            if registry is not None and self.chain != [
+                type(module).forward,
+                *registry._hook_order,
+                *map(FORWARDS, registry._fn_refs),
+            ]:
+                mend_chain(module)
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -100,7 +106,7 @@ def parameter_names(module: torch.nn.Module) -> list[str]:
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
     """Add a hook to a module's forward, beneath accelerate's offload hook if there is one."""
-    with CHAINS, _beneath_offload(module):
+    with CHAINS, _beneath_offload(module) if "_old_forward" in vars(module) else nullcontext():
         _put_on_top(module, hook, name)
         hook.follows_class = _is_of_class(module, _bottom(module))
 
@@ -223,7 +229,10 @@ def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
     if getattr(hook, "runs_eagerly", False):
         whole = module.forward
         module.forward = update_wrapper(partial(torch.compiler.disable(whole.func), *whole.args), whole)
-    mend_chain(module)
+    if len(module._diffusers_hook.hooks) > 1:
+        mend_chain(module)
+    else:
+        hook.chain = _chain(module)
 
 
 def _beneath(forward: Callable, registry: HookRegistry) -> Callable:

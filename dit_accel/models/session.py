@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from dit_accel.models.beside.control_net import NUMBERS, computed
 from dit_accel.models.beside.foreign_code import Watched
 from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_forward_remark
 from dit_accel.models.caller import calling_pipeline
-from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS, further_latents_of, latents_of
+from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS, TIMESTEPS, further_latents_of, latents_of
 from dit_accel.models.hooks import HOOK_NAME, Hook, is_offloaded_above, lift_hook, split_above
 from dit_accel.models.parallel.context_parallel import agreed, gathered
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
-from dit_accel.models.transformer import TransformerDriver, timestep_of
+from dit_accel.models.transformer import TransformerDriver
 
 GRADIENTS = (
     "calls whose inputs or weights require gradients run unaccelerated; if nothing is trained, put them under "
@@ -130,7 +131,7 @@ class Session:
                     shapes.append(leaf.shape)
             if name in ALL_LATENTS:
                 latents[name] = leaves
-        if driver.preset.works_inside:
+        if driver.works_inside:
             shapes += driver.lengths(arguments)
         form = *shapes, arguments.get("return_dict", True)
         step = getattr(context, "step_index", None)
@@ -140,7 +141,7 @@ class Session:
             timestep,
             form,
             None if step is None else Place(step, context.num_inference_steps),
-            [leaf for name in ALL_LATENTS for leaf in latents.get(name, ())],
+            [*chain.from_iterable(map(latents.get, ALL_LATENTS, repeat(())))],
             session=self,
             arguments=arguments,
         )
@@ -241,7 +242,8 @@ class TransformerCall(Description):
 
     def conditions(self) -> Mapping[str, Any]:
         driver = self.session.driver
-        return driver.conditions.of(self.arguments, self.session.pipeline, driver.net)
+        net = None if driver.net is None else driver.net()
+        return driver.conditions.of(self.arguments, self.session.pipeline, net)
 
 
 class Contexts(StateManager):
@@ -302,6 +304,15 @@ class TransformerHook(Hook):
         finally:
             self.session.end()
         return module
+
+
+def timestep_of(arguments: dict[str, Any], names: Sequence[str] = TIMESTEPS) -> Any:
+    """Return the argument of one of these names that identifies a call's step; None = there is none."""
+    for name in names:
+        value = arguments.get(name)
+        if value is not None and (not isinstance(value, torch.Tensor) or value.numel()):
+            return value
+    return None
 
 
 def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:

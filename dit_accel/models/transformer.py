@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,9 +58,10 @@ class TransformerDriver:
     ) -> None:
         self.transformer = transformer
         self.preset = preset
+        self.works_inside = preset.works_inside
         self.name = name
         self.called = called
-        self._net: Callable[[], torch.nn.Module | None] = lambda: None
+        self.net: weakref.ref[torch.nn.Module] | None = None  # the ControlNet that is called before the transformer
         self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
         self.parameters = parameter_names(transformer)
         self.conditions = Conditions(transformer)
@@ -84,15 +85,10 @@ class TransformerDriver:
         """Controller of the call in progress, or of the latest one."""
         return self.session.run
 
-    @property
-    def net(self) -> torch.nn.Module | None:
-        """ControlNet that is called before the transformer."""
-        return self._net()
-
     def watch(self, net: torch.nn.Module | None) -> None:
         """Set the ControlNet, which the pipeline may drop."""
         if net is not None:
-            self._net = weakref.ref(net)
+            self.net = weakref.ref(net)
 
     def layers(self) -> list[str]:
         """Names of the blocks that the report lists."""
@@ -129,7 +125,7 @@ class TransformerDriver:
         """Hook a module until :meth:`detach`."""
         register_hook(module, hook, name)
         self._hooked.append((module, name))
-        if module is not self.transformer:
+        if module is not self.transformer and len(module._diffusers_hook.hooks) > 1:
             lift_split(module)
 
     @property
@@ -155,7 +151,7 @@ class TransformerDriver:
         """Free memory of a finished run; rounded weights stay if graphs read them by address."""
         self.conditions.release()
         self.foreign.release()
-        if (hook := hook_of(self.net)) is not None:
+        if self.net is not None and (hook := hook_of(self.net())) is not None:
             hook.release()
         if self.linears is not None and not self.graphs:  # None, or empty
             self.linears.release()
@@ -214,12 +210,3 @@ class TransformerDriver:
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
         """Pass symbols and measured densities of the blocks to the call in progress."""
-
-
-def timestep_of(arguments: dict[str, Any], names: Sequence[str] = TIMESTEPS) -> Any:
-    """Return the argument of one of these names that identifies a call's step; None = there is none."""
-    for name in names:
-        value = arguments.get(name)
-        if value is not None and (not isinstance(value, torch.Tensor) or value.numel()):
-            return value
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,8 +60,7 @@ class BlockHook(Hook, ABC):
         return self.driver.session.call
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self._defaults = {each.name: each.default for each in parameters if each.kind not in GATHERED}
+        self._defaults = _defaults(type(module))
         missing = [name for name in self.reads if name not in self._defaults]
         self._why_other = f"in this version of diffusers the block takes no {missing[0]}" if missing else None
         return module
@@ -96,10 +95,8 @@ class BlockHook(Hook, ABC):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute, forecast or leave alone, as the call in progress requires."""
-        if torch.compiler.is_compiling() or is_compiled(module):
-            return self.fn_ref.original_forward(*args, **kwargs)
         call, level = self.driver.session.call, self.preset.forecast.level
-        if call is None or not self.stands_in(call):
+        if torch.compiler.is_compiling() or call is None or not self.stands_in(call) or is_compiled(module):
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
         reason = self._why_other or why_not_replaceable(module) or why_called(module, self.norms)
@@ -238,3 +235,10 @@ class BlockHook(Hook, ABC):
         if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).tiles.symbols is None:
             reason = "no symbols: the block could not skip tiles at the latest UPDATE"
         return reason
+
+
+@cache
+def _defaults(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the parameters of a block's forward with their defaults."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return {each.name: each.default for each in parameters if each.kind not in GATHERED}
