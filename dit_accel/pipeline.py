@@ -28,6 +28,7 @@ from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import FAMILIES, known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
+from dit_accel.models.session import Session, TransformerHook
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.models.wrappers import entry, unwrapped, why_not_wrapped
 from dit_accel.presets import Preset, default_preset
@@ -46,6 +47,8 @@ class Acceleration:
     one object. The last run is then the latest run of any of them; if this thread has made a run, its own latest.
 
     Attributes:
+        preset: the preset in use, with all changes to its keys.
+        family: name of the model family in presets and reports; ``any`` if the family is not known.
         config: the config with which diffusers' ``enable_cache`` created it, or None.
 
     Args:
@@ -54,7 +57,16 @@ class Acceleration:
         plain: transformers of the owners that run unaccelerated.
     """
 
-    def __init__(self, runs: Runs, drivers: list[TransformerDriver], plain: Sequence[torch.nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        family: str,
+        runs: Runs,
+        drivers: Sequence[TransformerDriver],
+        plain: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        self.preset = preset
+        self.family = family
         self._runs = runs
         self._plain = [weakref.ref(each) for each in plain]
         # Weak, so that a transformer which the pipeline drops is freed: its hook holds the driver.
@@ -92,7 +104,8 @@ class Acceleration:
                 undo.callback(self._prompts[-1].close)
         for driver in self._drivers:
             driver.watch(net)
-            driver.attach(self)
+            session = Session(driver, self._runs)
+            driver.attach(session, TransformerHook(session, self))
         for owner in owners:
             owner.dit_accel = self
 
@@ -100,16 +113,6 @@ class Acceleration:
     def _drivers(self) -> list[TransformerDriver]:
         """Drivers of the transformers that are still there."""
         return [driver for driver in (reference() for reference in self._all_drivers) if driver is not None]
-
-    @property
-    def preset(self) -> Preset:
-        """The preset in use, with all changes to its keys."""
-        return self._runs.current.preset
-
-    @property
-    def family(self) -> str:
-        """Name of the model family in presets and reports; ``any`` if the family is not known."""
-        return self._runs.current.family
 
     @property
     def layout(self) -> TokenLayout | None:
@@ -429,43 +432,40 @@ def _attach(
     net: torch.nn.Module | None,
     owner: Any = None,
 ) -> Acceleration:
-    family = next(filter(None, map(known_family, transformers.values())), None)
     drivers: list[TransformerDriver] = []
-    layers: dict[str, list[str]] = {}  # by name
-    plain: dict[str, str] = {}  # reasons by name
-
-    def introduce(controller: Controller) -> Controller:
-        for each, blocks in layers.items():
-            controller.add_transformer(each, blocks)
-        for name, reason in plain.items():
-            controller.warn_of_all_runs(f"pipe.{name} is not accelerated: {reason}")
-        return controller
-
-    name = "any" if family is None else family.name
-    runs = Runs(lambda pipeline: introduce(Controller(preset, clock(pipeline), name)), owner)
     refusals: dict[str, UnsupportedError] = {}
-    for each, transformer in transformers.items():
-        _refuse_own_config(transformer, each)
-        refuse_other_cache(transformer, each)
+    for name, transformer in transformers.items():
+        _refuse_own_config(transformer, name)
+        refuse_other_cache(transformer, name)
         try:
-            driver = drive(transformer, runs, each, called[each])
+            driver = drive(transformer, preset, name, called[name])
             _check_family(preset, driver)
             drivers.append(driver)
         except UnsupportedError as error:
             if known_family(transformer) is not None:
                 raise
-            refusals[each] = error
+            refusals[name] = error
     if not drivers:
         raise next(iter(refusals.values()))
-    for driver in drivers:
-        layers[driver.name] = driver.layers()
+    layers = {driver.name: driver.layers() for driver in drivers}
     _check_layers(preset, [layer for blocks in layers.values() for layer in blocks])
     for driver in drivers:
         driver.prepare()
-    acceleration = Acceleration(runs, drivers, [transformers[each] for each in refusals])
-    plain |= {each: str(error) for each, error in refusals.items()}
+    known = next(filter(None, map(known_family, transformers.values())), None)
+    family = "any" if known is None else known.name
+    plain = {name: str(error) for name, error in refusals.items()}
     plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
-    introduce(runs.current)
+
+    def controller(pipeline: Any) -> Controller:
+        made = Controller(preset, clock(pipeline), family)
+        for name, blocks in layers.items():
+            made.add_transformer(name, blocks)
+        for name, reason in plain.items():
+            made.warn_of_all_runs(f"pipe.{name} is not accelerated: {reason}")
+        return made
+
+    runs = Runs(controller, owner)
+    acceleration = Acceleration(preset, family, runs, drivers, [transformers[each] for each in refusals])
     _owners(transformers, owner)  # raises now if it does later
 
     def attach() -> None:

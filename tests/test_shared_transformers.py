@@ -254,12 +254,15 @@ def test_a_call_within_another_leaves_it_in_progress():
     """For example an argument that is the output of another device's branch, received during the call."""
     pipe = tiny_pipeline("flux")
     twin = twin_of(pipe)
-    runs = accelerate_pipeline(pipe, CLOSED_LOOP).dit_accel._runs
-    with runs.calling(pipe) as outer:
-        with runs.calling(twin) as inner:
-            assert runs.caller is twin and runs.current is inner is not outer
-        assert runs.caller is pipe and runs.current is outer
-    assert runs.caller is None and runs.current is outer
+    session = find_hook(accelerate_pipeline(pipe, CLOSED_LOOP).transformer).session
+    session.begin(pipe)
+    outer = session.run
+    session.begin(twin)
+    assert session.pipeline is twin and session.run is not outer
+    session.end()
+    assert session.pipeline is pipe and session.run is outer
+    session.end()
+    assert session.pipeline is None and session.run is outer
 
 
 CHANGES = {

@@ -17,6 +17,8 @@ from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.regions import regions
 from dit_accel.kernels.symbols import AttentionPlan
 
+DTYPES = (*checks.FLOAT_DTYPES, torch.float64)  # float64 in the reference alone
+
 
 def _empty(history: Sequence[torch.Tensor], plan: AttentionPlan | None, **_) -> torch.Tensor | None:
     return None if plan is not None else torch.empty_like(history[0], memory_format=torch.contiguous_format)
@@ -83,10 +85,13 @@ def _require_arguments(history, weights, plan, out) -> None:
     if not len(history) or len(history) != len(weights):
         raise ShapeError(f"history and weights must have one length, at least 1, got {len(history)} and {len(weights)}")
     first = history[0]
-    checks.require_dtype("history[0]", first, (*checks.FLOAT_DTYPES, torch.float64))
+    if first.dtype not in DTYPES:
+        checks.require_dtype("history[0]", first, DTYPES)
     for index, features in enumerate(history):
-        checks.require_shape(f"history[{index}]", features, tuple(first.shape))
-        checks.require_same(f"history[{index}]", features, "history[0]", first)
+        fits = type(features) is torch.Tensor and features.shape == first.shape
+        if not fits or features.dtype != first.dtype or features.device != first.device:
+            checks.require_shape(f"history[{index}]", features, tuple(first.shape))
+            checks.require_same(f"history[{index}]", features, "history[0]", first)
     if out is not None:
         checks.require_shape("out", out, tuple(first.shape))
         checks.require_same("out", out, "history[0]", first)

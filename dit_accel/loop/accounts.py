@@ -12,6 +12,7 @@ from dit_accel.loop.report import PromptRecord, RunReport, StepRecord
 from dit_accel.loop.tracker import StepMode, Tick
 
 MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
+LEAST = StepMode.DISPATCH.value
 NOTHING = 0.0, 0.0  # FLOPs
 
 
@@ -37,7 +38,7 @@ class Accounts:
 
     def start_step(self, tick: Tick) -> None:
         """Open the record of a step."""
-        self.step = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
+        self.step = StepRecord(tick.step, tick.timesteps[tick.step], LEAST)
         self.report.steps.append(self.step)
         self.begin()
         self._layers: dict[str, tuple[float, float]] = {}  # computed and plain FLOPs of this step's calls
@@ -45,7 +46,7 @@ class Accounts:
         for layer in self.report.density:
             layer.append(None)
         for prompt in self.report.prompts:
-            prompt.modes.append(StepMode.DISPATCH.value)
+            prompt.modes.append(LEAST)
             prompt.errors.append(None)
 
     def take_error(self, error: float, place: int, output: str | None = None) -> None:
@@ -71,10 +72,12 @@ class Accounts:
         Args:
             branches: branches of the run; the report has the memory of their caches.
         """
-        self.step.mode = _most(self.step.mode, call.mode)
-        self._take_prompts(call)
         report = self.report
-        rows, share = dict(zip(report.layers, report.density, strict=True)), call.computed_share
+        if call.mode is not StepMode.DISPATCH:
+            self.step.mode = _most(self.step.mode, call.mode)
+        if len(call.modes) > 1 or report.prompts:
+            self._take_prompts(call)
+        rows, share = dict(zip(report.layers, report.density, strict=True)), call.computed_share if call.work else 0.0
         pairs, plain_pairs = self._pairs
         for layer, (plain, plain_own) in call.branch.plain.items():
             computed, own = call.work.get(layer, NOTHING)
@@ -101,7 +104,7 @@ class Accounts:
         """Add a call to the record of each prompt, if every call of the run so far has decided prompts separately."""
         prompts, steps = self.report.prompts, len(self.report.steps)
         if self._plain == 0.0 and len(call.modes) > 1:
-            prompts[:] = [PromptRecord([StepMode.DISPATCH.value] * steps, [None] * steps) for _ in call.modes]
+            prompts[:] = [PromptRecord([LEAST] * steps, [None] * steps) for _ in call.modes]
             self._computed_of = [0.0] * len(prompts)
         if len(call.modes) != len(prompts):
             prompts.clear()

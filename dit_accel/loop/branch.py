@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,45 @@ from dit_accel.loop.conditioning import Conditioning
 from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.tracker import StepMode, Tick
+from dit_accel.loop.rows import Rows
+from dit_accel.loop.timing import Stopwatch
+from dit_accel.loop.tracker import Place, StepMode, Tick
+
+WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
+
+
+@dataclass
+class Description:
+    """A transformer call as its caller describes it. Subclasses give what the loop asks for at some calls only.
+
+    Args:
+        transformer: its name in the pipeline.
+        context: the pipeline's name of the branch; None = the order of the calls in a step decides.
+        timestep: the timestep that the pipeline passes to the transformer.
+        shapes: shapes of the call's tensors except timesteps, and the arguments that determine the form of its output;
+            a change within a run drops the run's records.
+        place: the step, if the pipeline gives it.
+        latents: latents ``[B, …]`` of the call, for each output that has some; empty = edits are not detected.
+    """
+
+    transformer: str
+    context: str | None
+    timestep: torch.Tensor | float
+    shapes: tuple
+    place: Place | None = None
+    latents: Sequence[torch.Tensor] = ()
+
+    def size(self) -> ModelSize:
+        """Return the numbers that determine the records' memory; asked for at a branch's first call."""
+        return ModelSize()
+
+    def samples(self) -> Sequence[Rows]:
+        """Return the rows whose steps are decided separately; asked for at a branch's first call."""
+        return WHOLE_BATCH
+
+    def conditions(self) -> Mapping[str, Any]:
+        """Return the conditioning besides latents and time; a change within a run drops the branch's records."""
+        return {}
 
 
 class Memory(Protocol):
@@ -118,6 +156,7 @@ class Call:
         forecasts_output: the whole output is forecast, so no block runs.
         place: place of the branch in the order of this step's calls.
         report: report of the run.
+        elapsed: stopwatch of the call.
         facts: facts about a call whose blocks run, for the transformer's driver.
         work: FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
         dense: blocks that fell back to their own forward.
@@ -136,6 +175,7 @@ class Call:
     branch: BranchState
     records: bool
     report: RunReport
+    elapsed: Stopwatch
     skips: bool = False
     forecasts_output: bool = False
     place: int = 0

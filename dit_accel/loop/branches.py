@@ -8,45 +8,20 @@ dropped to free their memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.loop.branch import BranchState, Call
+from dit_accel.loop.branch import BranchState, Call, Description
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap
-from dit_accel.loop.memory import ModelSize, plan_memory
+from dit_accel.loop.memory import plan_memory
 from dit_accel.loop.outputs import FIRST, LoopPerOutput
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
 MOST_BRANCHES = 8  # branches without a name in a step; diffusers' pipelines have up to 4
 Key = tuple[str, str]  # name of the transformer, name of the branch
-
-
-@dataclass(frozen=True)
-class Request:
-    """A transformer call as its driver describes it.
-
-    Args:
-        transformer: its name in the pipeline.
-        context: the pipeline's name of the branch; None = the order of the calls in a step decides.
-        shapes: shapes of the call's tensors except timesteps, and the arguments that determine the form of its output;
-            a change within a run drops the run's records.
-        size: returns the numbers that determine the records' memory; called at a branch's first call.
-        samples: returns the rows whose steps are decided separately; called at a branch's first call.
-        conditions: returns the conditioning of the call besides latents and time; a change within a run drops the
-            branch's records.
-    """
-
-    transformer: str
-    context: str | None
-    shapes: tuple
-    size: Callable[[], ModelSize]
-    samples: Callable[[], Sequence[Rows]]
-    conditions: Callable[[], Mapping[str, Any]]
 
 
 class Branches:
@@ -93,7 +68,8 @@ class Branches:
 
     def begin_step(self) -> None:
         """Begin a step, in which each branch may be called once."""
-        self.settle()
+        if self.awaited:
+            self.settle()
         self._unnamed.clear()
         self._called.clear()
 
@@ -101,7 +77,7 @@ class Branches:
         """Return the branches that have records."""
         return list(self._states.values())
 
-    def of(self, request: Request, items: Mapping[str, Any], *, plain: bool) -> tuple[BranchState, int]:
+    def of(self, call: Description, items: Mapping[str, Any], *, plain: bool) -> tuple[BranchState, int]:
         """Return the branch of a call, and its place in the order of this step's calls.
 
         Args:
@@ -111,9 +87,9 @@ class Branches:
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the others.
         """
-        key = self._key(request.transformer, request.context)
+        key = self._key(call.transformer, call.context)
         known = self._states.get(key)
-        if known is not None and known.shapes != request.shapes:
+        if known is not None and known.shapes != call.shapes:
             self.settle()
             self.drop("shapes or return_dict changed")
         elif key in self._called and not plain:  # as in another pipeline's loop over the same transformer
@@ -126,7 +102,7 @@ class Branches:
         elif changed := known.conditioning.changed(items):
             self.settle()
             self._note_dropped(f"{', '.join(changed)} changed")
-            renewed = self._new(key, request)  # the records of other branches stay valid
+            renewed = self._new(key, call)  # the records of other branches stay valid
             renewed.conditioning = known.conditioning  # it knows which items held their value
             self._states[key] = renewed
         elif known.conditioning.new_modes:  # computes, because its output may change shape
@@ -138,7 +114,7 @@ class Branches:
         self._called[key] = None
         if key not in self._states:
             self._drop_resting()
-            self._states[key] = self._new(key, request)
+            self._states[key] = self._new(key, call)
             self._states[key].conditioning.changed(items)
         return self._states[key], list(self._called).index(key)
 
@@ -146,6 +122,8 @@ class Branches:
         """Record that a call has computed."""
         if call.branch is next(iter(self._states.values())):
             self.symbols |= call.symbols
+        if call.mode is StepMode.DISPATCH:
+            return
         for place in call.computing:
             call.branch.loops[place].computed_step = call.tick.step
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self._preset.forecast.level == "layer")
@@ -171,9 +149,9 @@ class Branches:
             self._gaps.clear()
             self._states = staying
 
-    def _new(self, key: Key, request: Request) -> BranchState:
+    def _new(self, key: Key, call: Description) -> BranchState:
         """Return a new branch. The memory plan covers all branches, so the records of the others may be converted."""
-        size, samples = request.size(), request.samples()
+        size, samples = call.size(), call.samples()
         others = [branch for name, branch in self._states.items() if name != key]
         memory = plan_memory(self._preset, [*(branch.size for branch in others), size])
         for branch in others:
@@ -186,7 +164,7 @@ class Branches:
             courses = {FIRST: self.course, **self.course.further}
             own = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
             loops.append(LoopPerOutput(own) if self.course.further else own[FIRST])
-        return BranchState(key[1], request.shapes, size, memory, loops)
+        return BranchState(key[1], call.shapes, size, memory, loops)
 
     def _restart(self, branch: BranchState) -> None:
         """Drop the records of a branch; the report notes it if the step would have been forecast."""

@@ -39,7 +39,6 @@ from dit_accel.kernels import weighted_sum
 from dit_accel.loop.forecast import History, forecast, forecast_weights
 from dit_accel.loop.moves import Moves
 from dit_accel.loop.rows import Rows
-from dit_accel.loop.storage import PLAIN
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
@@ -229,6 +228,7 @@ class ClosedLoop:
         self.forecast_steps: list[int] = []  # forecast steps since then
         self.measured: Sequence[torch.Tensor] = ()  # errors measured at the newest output, on the device
         self._tested: tuple[tuple[float, ...], list[float], bool] = ((), [], False)  # nodes, degrees, damps
+        self._weights: dict[tuple[int, float], list[float]] = {}  # of the records, by step and degree of a forecast
 
     @property
     def records_outputs(self) -> bool:
@@ -242,7 +242,7 @@ class ClosedLoop:
             blocks_ready: blocks have the records that a DISPATCH step needs; read at levels other than output.
         """
         mode = self.gap.mode(step)
-        ready = len(self.outputs) > 0 if self.gap.preset.forecast.level == "output" else blocks_ready
+        ready = bool(self.outputs.coordinates) if self.gap.preset.forecast.level == "output" else blocks_ready
         # A branch that was not called then, for example with guidance off, has older records than the gap assumes.
         stale = self.computed_step < self.gap.computed_step
         return StepMode.UPDATE if mode is StepMode.DISPATCH and (stale or not ready) else mode
@@ -250,7 +250,8 @@ class ClosedLoop:
     def forecast(self, step: int) -> Output:
         """Return the forecast output of a step, in new tensors."""
         self.forecast_steps.append(step)
-        return self._forecast(self.course.coordinates[step], self.order)
+        weights = self._weights.get((step, self.order)) or self._weights_at(step, self.order)
+        return tuple([weighted_sum(parts, weights) for parts in zip(*self.outputs.records, strict=True)])
 
     def observe(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Output:
         """Correct the output of a computed step, measure the forecast error and record the output.
@@ -268,6 +269,7 @@ class ClosedLoop:
         if self.records_outputs:
             # A copy, because pipelines may change the transformer's output in place.
             self.outputs.record(self.course.coordinates[step], tuple(part.detach().clone() for part in output))
+            self._weights = {}
         return corrected
 
     def _has_another_shape(self, output: Output) -> bool:
@@ -278,7 +280,7 @@ class ClosedLoop:
     def restart(self) -> None:
         """Drop the records and the list of forecast steps."""
         self.outputs.clear()
-        self.forecast_steps, self.damped = [], None
+        self.forecast_steps, self.damped, self._weights = [], None, {}
 
     def correct(self, step: int, output: Output) -> tuple[Output, Output]:
         """Correct a computed output for the errors of the forecasts before it.
@@ -326,7 +328,7 @@ class ClosedLoop:
             orders.append(self.damped)
         measured, damped = [], []
         for order in orders:
-            predicted = self._forecast(here, order)
+            predicted = forecast(self.gap.preset.forecast.method, history, here, order)
             parts = [relative_error(used(a), used(b)) for a, b in zip(output, predicted, strict=True)]
             measured.append(torch.stack(parts).max())  # unlike Python's max, it propagates NaN
             if damps and order == 1:
@@ -355,6 +357,8 @@ class ClosedLoop:
         if damps:
             self.refit(measured[-1])
         self.following = self.gap.observe(step, nodes, order, error, self.course, id(self))
+        gap = range(step + 1, self.following)
+        self._weights = {(later, self.order): self._weights_at(later, self.order) for later in gap}
         return error if errors else None
 
     def go_on_with(self, best: float) -> None:
@@ -375,11 +379,13 @@ class ClosedLoop:
 
     def adopt(self, order: int) -> None:
         """Change the highest degree of forecasts."""
-        self.outputs.adopt(order + 1, PLAIN)
-        self.order = min(self.order, order)
+        self.outputs.shorten(order + 1)
+        self.order, self._weights = min(self.order, order), {}
 
-    def _forecast(self, coordinate: float, order: float) -> Output:
-        return forecast(self.gap.preset.forecast.method, self.outputs, coordinate, order)
+    def _weights_at(self, step: int, order: float) -> list[float]:
+        """Return the weights of the records in a forecast of this degree at a step."""
+        method = self.gap.preset.forecast.method
+        return forecast_weights(method, self.outputs.coordinates, self.course.coordinates[step], order)
 
 
 def missed_weights(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; reading
 VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # compared by value
 SETTINGS = (*PLAIN_TENSORS, int, float, tuple)  # values that may have changed already at the second call
 MODES = (bool, str)  # values that select what a call computes
+VERSION = attrgetter("_version")
 GONE = object()  # a tensor that differed twice and has been freed
 
 
@@ -62,6 +64,9 @@ class Conditioning:
 
     def __init__(self) -> None:
         self._items: dict[str, _Item] = {}
+        self._settled: tuple[list[str], list[int]] | None = None  # names and ids of the items; None = some may change
+        self._tensors: list[torch.Tensor] = []  # of the settled items
+        self._versions: list[int] = []
         self._calls = 0
         self.new_modes: list[str] = []
         self.moved = False
@@ -81,9 +86,16 @@ class Conditioning:
             tensors that changed between the first two calls and hold since; items that were added or removed.
         """
         self._calls += 1
+        identities = [*items], [*map(id, items.values())]
+        if identities == self._settled and [*map(VERSION, self._tensors)] == self._versions:
+            return []
+        self._settled = None
         fresh = {name: value for name, value in items.items() if not _is_settled(self._items.get(name), value)}
         if not fresh and self._items.keys() == items.keys():
             self.new_modes, self.moved = [], False
+            self._settled = identities
+            self._tensors = [item.value for item in self._items.values() if item.version is not None]
+            self._versions = [*map(VERSION, self._tensors)]
             return []
         differ = self._differing(fresh)
         self.new_modes = sorted(name for name in differ if type(items[name]) in MODES)

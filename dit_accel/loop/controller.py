@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -15,21 +14,19 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.accounts import MODES_BY_WORK, Accounts
-from dit_accel.loop.branch import Call
-from dit_accel.loop.branches import Branches, Request
+from dit_accel.loop.branch import Call, Description
+from dit_accel.loop.branches import Branches
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
 from dit_accel.loop.growth import bends, departures, error_weights, log_odds, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
-from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
-from dit_accel.loop.timing import CallParts, stopwatch_of
+from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_of
 from dit_accel.loop.tracker import Clock, Place, StepMode, Tick
 from dit_accel.loop.trajectory import Trajectory
 from dit_accel.presets import Preset
 
-WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
 logger = logging.getLogger(__name__)
 STUCK = (
     "rest of the run computed: its steps can't be told apart, because two calls of one branch had the same step, by "
@@ -63,7 +60,6 @@ class Controller:
         adaptive = preset.schedule.control == "adaptive"
         self.preset = preset
         self.family = family
-        self.call: Call | None = None
         self.parts = CallParts()
         self._clock = clock
         self._kinds = loop or (ClosedLoop if adaptive else IntervalLoop), gap or (Gap if adaptive else IntervalGap)
@@ -127,45 +123,48 @@ class Controller:
         self.report.warn(remark)
 
     @contextmanager
-    def calling(
-        self,
-        transformer: str,
-        context: str | None,
-        timestep: torch.Tensor | float,
-        shapes: tuple,
-        size: Callable[[], ModelSize] = ModelSize,
-        samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
-        conditions: Callable[[], Mapping[str, Any]] = dict,
-        place: Place | None = None,
-        latents: Sequence[torch.Tensor] = (),
-    ) -> Iterator[Call]:
-        """Open a transformer call and close it; if the call raises, drop the run's caches.
-
-        Args:
-            timestep: the timestep that the pipeline passes to the transformer.
-            transformer, context, shapes, size, samples, conditions: see :class:`Request`.
-            place: the step, if the pipeline gives it.
-            latents: latents ``[B, …]`` of the call, for each output that has some; empty = edits are not detected.
+    def calling(self, described: Description) -> Iterator[Call]:
+        """Begin a transformer call and end it; if the call raises, drop the run's caches.
 
         Raises:
             MemoryBudgetError: the run's branches together exceed the preset's budget.
         """
-        elapsed = stopwatch_of(timestep)
-        self.parts.enter(transformer, elapsed)
+        call = self.begin(described)
         try:
-            request = Request(transformer, context, shapes, size, samples, conditions)
-            self.call = self._open(request, timestep, place, latents)
-            yield self.call
+            yield call
         except BaseException:
-            self.branches.drop()
+            self.abort()
             raise
-        else:
-            self.branches.close(self.call)
-            self._accounts.take_call(self.call, self.branches.all())
-            self._accounts.take_time(elapsed())
+        self.end(call)
+
+    def begin(self, described: Description) -> Call:
+        """Begin a transformer call: find its step and its branch, and decide its mode.
+
+        Raises:
+            MemoryBudgetError: the run's branches together exceed the preset's budget.
+        """
+        elapsed = stopwatch_of(described.timestep)
+        self.parts.enter(described.transformer, elapsed)
+        try:
+            tick = self._follow(described.timestep, described.place, described.latents)
+            return self._decide_mode(described, tick, elapsed)
+        except BaseException:
+            self.abort()
+            raise
+
+    def end(self, call: Call) -> None:
+        """End a transformer call: keep its records, and add its costs to the report."""
+        try:
+            self.branches.close(call)
+            self._accounts.take_call(call, self.branches.all())
+            self._accounts.take_time(call.elapsed())
         finally:
-            self.call = None
             self.parts.leave()
+
+    def abort(self) -> None:
+        """End a transformer call that has raised, and drop the run's caches."""
+        self.branches.drop()
+        self.parts.leave()
 
     def stand_aside(self, timestep: torch.Tensor | float | None, reason: str) -> None:
         """Note a call that runs without the loop, even outside of a run, and drop the run's caches."""
@@ -180,6 +179,8 @@ class Controller:
     def forecast_output(self, call: Call) -> Output:
         """Return the transformer's output, forecast for every sample."""
         loops = call.branch.loops
+        if len(loops) == 1:
+            return self.leave(loops[0].forecast(call.tick.step))
         return self.leave(_joined(loops, [loop.forecast(call.tick.step) for loop in loops]))
 
     def observe(self, call: Call, output: Output, used: Callable[[torch.Tensor, Rows], torch.Tensor]) -> Output:
@@ -236,22 +237,17 @@ class Controller:
         self._standing.append(remark)
         self.report.warn(remark)
 
-    def _open(
-        self,
-        request: Request,
-        timestep: torch.Tensor | float,
-        place_in_run: Place | None,
-        latents: Sequence[torch.Tensor],
-    ) -> Call:
-        tick, schedule = self._follow(timestep, place_in_run, latents), self.preset.schedule
-        items = request.conditions() if self.may_forecast else {}
-        branch, place = self.branches.of(request, items, plain=self._why_plain is not None)
+    def _decide_mode(self, described: Description, tick: Tick, elapsed: Stopwatch) -> Call:
+        """Find the branch of a call, and decide how its step runs."""
+        schedule = self.preset.schedule
+        items = described.conditions() if self.may_forecast else {}
+        branch, place = self.branches.of(described, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
             self.compute_all(STUCK)
-        modes = tuple(
-            StepMode.FULL if self._why_plain is not None else loop.mode(tick.step, branch.updated)
-            for loop in branch.loops
-        )
+        if self._why_plain is None:
+            modes = tuple([loop.mode(tick.step, branch.updated) for loop in branch.loops])
+        else:
+            modes = (StepMode.FULL,) * len(branch.loops)
         mode = max(modes, key=MODES_BY_WORK.index)
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and self._forecasts and self._why_plain is None
@@ -260,9 +256,10 @@ class Controller:
         skips = computes and self.preset.skip.steps == "all" and tick.step >= schedule.warmup
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
-        logger.debug("step %d: %s, %s, %s", tick.step, mode.value, request.transformer, branch.name)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("step %d: %s, %s, %s", tick.step, mode.value, described.transformer, branch.name)
         return Call(
-            transformer=request.transformer,
+            transformer=described.transformer,
             mode=mode,
             modes=modes,
             tick=tick,
@@ -270,6 +267,7 @@ class Controller:
             branch=branch,
             records=records,
             report=self.report,
+            elapsed=elapsed,
             skips=skips,
             forecasts_output=mode is StepMode.DISPATCH and self.preset.forecast.level == "output",
             place=place,
@@ -294,15 +292,11 @@ class Controller:
             self.branches.begin_step()
             self._accounts.start_step(tick)
             if self.may_forecast:
-                self._compare(tick.step, latents)
+                changes = self.branches.course.responses
+                if self._trajectory.is_replaced(tick.step, latents, changes[tick.step] if changes else 1.0):
+                    self.branches.drop("latents changed")
         self._tick = tick
         return tick
-
-    def _compare(self, step: int, latents: Sequence[torch.Tensor]) -> None:
-        """Drop all records if latents were replaced since the step before."""
-        responses = self.branches.course.responses
-        if self._trajectory.is_replaced(step, latents, responses[step] if responses else 1.0):
-            self.branches.drop("latents changed")
 
 
 def _course_of(tick: Tick, coordinate: str) -> Course:

@@ -7,13 +7,12 @@ inside F needs no special case.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dit_accel.kernels import weighted_sum
-from dit_accel.loop.storage import PLAIN, Kept, Storage
 
 
 def newton_weights(coordinates: Sequence[float], target: float) -> list[float]:
@@ -77,71 +76,54 @@ def forecast_weights(
 
 
 class History:
-    """History: the newest values of one feature, which may consist of several tensors.
+    """The newest values of one feature, which may consist of several tensors.
 
     Args:
         length: most values; a forecast of degree D reads D + 1.
-        storage: storage form of the values. Reading restores them, one history at a time.
+
+    Attributes:
+        coordinates: coordinates of the values, newest first.
+        records: the values in the form in which they are kept.
     """
 
-    def __init__(self, length: int, storage: Storage = PLAIN) -> None:
+    def __init__(self, length: int) -> None:
         self._length = length
-        self._storage = storage
-        self._records: deque[tuple[float, tuple[Kept, ...]]] = deque(maxlen=length)
+        self.records: tuple[tuple[Any, ...], ...] = ()
+        self.coordinates: tuple[float, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.coordinates)
 
     def record(self, coordinate: float, value: tuple[torch.Tensor, ...]) -> None:
         """Add the value at ``coordinate`` and drop the oldest beyond ``length``."""
-        if self._length:
-            self._records.appendleft((coordinate, tuple(self._storage.keep(tensor) for tensor in value)))
+        self.records = (value, *self.records)[: self._length]
+        self.coordinates = (coordinate, *self.coordinates)[: self._length]
 
     def clear(self) -> None:
         """Drop all values."""
-        self._records.clear()
+        self.records = self.coordinates = ()
 
-    def adopt(self, length: int, storage: Storage) -> None:
-        """Change the length and the storage form, and convert the existing values."""
-        kept = [
-            (coordinate, value if storage == self._storage else tuple(storage.keep(part.read()) for part in value))
-            for coordinate, value in list(self._records)[:length]
-        ]
-        self._length, self._storage, self._records = length, storage, deque(kept, maxlen=length)
-
-    def fetch(self) -> None:
-        """Start to copy values from host memory to the device, before they are read."""
-        for kept in self._kept():
-            kept.fetch()
+    def shorten(self, length: int) -> None:
+        """Change the most values."""
+        self._length = length
+        self.records, self.coordinates = self.records[:length], self.coordinates[:length]
 
     @property
     def order(self) -> int:
         """Degree of the polynomial through all recorded values."""
-        return len(self._records) - 1
-
-    @property
-    def coordinates(self) -> tuple[float, ...]:
-        """Coordinates of the values, newest first."""
-        return tuple(coordinate for coordinate, _ in self._records)
+        return len(self.coordinates) - 1
 
     @property
     def values(self) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Recorded values, newest first."""
-        return tuple(tuple(kept.read() for kept in value) for _, value in self._records)
+        return self.records
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors on the device."""
-        return [tensor for kept in self._kept() for tensor in kept.tensors()]
-
-    def host_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors in host memory."""
-        return [tensor for kept in self._kept() for tensor in kept.host_tensors()]
-
-    def _kept(self) -> Iterator[Kept]:
-        return (kept for _, value in self._records for kept in value)
+        return [tensor for value in self.records for tensor in value]
 
 
 def forecast(method: str, history: History, coordinate: float, order: float | None = None) -> tuple[torch.Tensor, ...]:
     """Return the forecast feature at ``coordinate``, of degree ``order`` at most, in new tensors."""
     weights = forecast_weights(method, history.coordinates, coordinate, order)
-    return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))
+    return tuple([weighted_sum(parts, weights) for parts in zip(*history.values, strict=True)])

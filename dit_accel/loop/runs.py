@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,6 @@ class Runs:
     Args:
         make: creates the controller of a pipeline, which it must not keep alive; None = a loop without a pipeline.
         first: pipeline that the transformers belong to, or None.
-
-    Attributes:
-        current: controller of the call in progress, otherwise of the latest call.
     """
 
     def __init__(self, make: Callable[[Any], Controller], first: Any = None) -> None:
@@ -42,16 +40,22 @@ class Runs:
         self._depth = 0  # number of nested calls in progress
         self._due: list[Callable[[], None]] = []  # changes to make once the call in progress is over
         self._is_changing = False  # one of these is being made
-        self.caller: Any = None  # the pipeline of the call in progress
-        self.current = self.of(first)
+        # Pipeline and controller of the latest request: looking them up takes 14 calls of Python.
+        self._known: tuple[Callable[[], Any], Callable[[], Controller | None]] = (lambda: None, lambda: None)
+        self._newest: Controller = self.of(first)  # of the latest call
 
     def of(self, pipeline: Any) -> Controller:
         """Return the controller of a pipeline, or of this thread if it is None; created at the first request."""
+        known, controller = self._known
+        if pipeline is not None and known() is pipeline and (found := controller()) is not None:
+            return found
         with self._table:
             if pipeline is not None:
                 if pipeline not in self._of_pipelines:
                     self._of_pipelines[pipeline] = self._make(pipeline)
-                return self._of_pipelines[pipeline]
+                found = self._of_pipelines[pipeline]
+                self._known = weakref.ref(pipeline), weakref.ref(found)
+                return found
             thread = threading.get_ident()
             if thread not in self._of_threads:
                 alive = {each.ident for each in threading.enumerate()}
@@ -59,31 +63,31 @@ class Runs:
                 self._of_threads[thread] = self._make(None)
             return self._of_threads[thread]
 
-    @contextmanager
-    def calling(self, pipeline: Any) -> Iterator[Controller]:
-        """Reserve the transformers for a call of this pipeline, or of this thread if it is None.
+    def begin(self, pipeline: Any) -> Controller:
+        """Reserve the transformers for a call of this pipeline, or of this thread if it is None, until :meth:`end`.
 
         Calls may nest, for example if arguments come from another device; the outer call then stays in progress.
         """
         self._lock.acquire()
         try:
-            outer = None if self._depth == 0 else (self.caller, self.current)
-            self._depth += 1
-            try:
-                self.caller, self.current = pipeline, self.of(pipeline)
-                self._in_thread.latest = self.current
-                yield self.current
-            finally:
-                self._depth -= 1
-                self.caller, self.current = outer or (None, self.current)
-                self._make_due_changes()  # before another thread's call can begin
-        finally:
+            self._in_thread.latest = self._newest = self.of(pipeline)
+        except BaseException:
             self._release()
+            raise
+        self._depth += 1
+        return self._newest
+
+    def end(self) -> None:
+        """End the call that began last."""
+        self._depth -= 1
+        if self._due:
+            self._make_due_changes()  # before another thread's call can begin
+        self._release()
 
     @property
     def latest(self) -> Controller:
         """Controller of this thread's latest call; if this thread made none, of the latest call."""
-        return getattr(self._in_thread, "latest", self.current)
+        return getattr(self._in_thread, "latest", self._newest)
 
     def all(self) -> list[Controller]:
         """Return the controllers of all callers."""
@@ -108,7 +112,8 @@ class Runs:
 
     def _release(self) -> None:
         self._lock.release()
-        self._make_due_changes()
+        if self._due:
+            self._make_due_changes()
 
     def _make_due_changes(self) -> None:
         """Make the changes that are due; a call or another change that is in progress makes them at its end."""

@@ -14,9 +14,12 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
+
+from dit_accel.loop.forecast import History
 
 SCALED_VALUES = 128  # consecutive values that share a float32 scale
 FLOAT8 = torch.float8_e4m3fn
@@ -191,6 +194,46 @@ class KeptOnHost(Kept):
 
     def host_tensors(self) -> Sequence[torch.Tensor]:
         return self._kept.parts
+
+
+class StoredHistory(History):
+    """History whose values are kept in a storage form. Reading restores them, one history at a time.
+
+    Args:
+        length: most values.
+        storage: storage form of the values.
+    """
+
+    def __init__(self, length: int, storage: Storage = PLAIN) -> None:
+        super().__init__(length)
+        self._storage = storage
+
+    def record(self, coordinate: float, value: tuple[torch.Tensor, ...]) -> None:
+        if self._length:
+            super().record(coordinate, tuple([self._storage.keep(tensor) for tensor in value]))  # type: ignore[misc]
+
+    @property
+    def values(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        return tuple([tuple([kept.read() for kept in value]) for value in self.records])
+
+    def adopt(self, length: int, storage: Storage) -> None:
+        """Change the length and the storage form, and convert the existing values."""
+        self.shorten(length)
+        if storage != self._storage:
+            self.records = tuple([tuple([storage.keep(part.read()) for part in value]) for value in self.records])
+        self._storage = storage
+
+    def fetch(self) -> None:
+        """Start to copy values from host memory to the device, before they are read."""
+        for kept in chain.from_iterable(self.records):
+            kept.fetch()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for kept in chain.from_iterable(self.records) for tensor in kept.tensors()]
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in host memory."""
+        return [tensor for kept in chain.from_iterable(self.records) for tensor in kept.host_tensors()]
 
 
 class _Copies:

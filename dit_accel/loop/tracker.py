@@ -42,6 +42,7 @@ NO_SCHEDULER = (
     "transformer must be called by a pipeline, got a call after its accelerated pipeline was deleted: for a loop of "
     "your own call accelerate_transformer(transformer, preset, timesteps)"
 )
+UNCOUNTED = object()  # step_index of a scheduler that counts no steps
 RESCALED_MAX = 1.0  # largest timestep that may be a share of the training timesteps
 
 
@@ -167,14 +168,20 @@ class SchedulerClock:
             raise UnsupportedError(NO_SCHEDULER)
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
+        own: Any = getattr(scheduler, "step_index", UNCOUNTED)
+        if place is not None:
+            index = self._offset(place) + place.step
+        elif own is UNCOUNTED:
+            index = self._counted(timestep)
+        else:
+            index = self._first if own is None else own
         # A call after the last step, outside of a pipeline's loop, counts as the last step.
-        index = self._index(scheduler, timestep) if place is None else self._offset(place) + place.step
         index = min(index, self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
             self._start(scheduler, index)
-        self._guessed = self._guessed and getattr(scheduler, "step_index", None) is None
+        self._guessed = self._guessed and own in (None, UNCOUNTED)
         self._latest = index
-        return replace(self._begun, step=index - self._first)
+        return self._ticks[index - self._first]
 
     def _offset(self, place: Place) -> int:
         """Return the index of a loop's first step, which is a later one if the loop has fewer steps."""
@@ -196,13 +203,14 @@ class SchedulerClock:
         self._run = object()
         self._first = self._latest = first
         self._end = len(scheduler.timesteps)
-        self._begun = self._schedule(scheduler)
+        begun = self._schedule(scheduler)
         others = {name: self._schedule(each) for name, each in self._further().items() if _has_steps(each, self._end)}
-        others = {name: each for name, each in others.items() if each.sigmas != self._begun.sigmas}
-        every = self._begun, *others.values()
+        others = {name: each for name, each in others.items() if each.sigmas != begun.sigmas}
+        every = begun, *others.values()
         plain = next(filter(None, (each.plain for each in every)), None)
         noisy = next(filter(None, (each.noisy for each in every)), None)
-        self._begun = replace(self._begun, plain=plain, noisy=noisy, further=others)
+        begun = replace(begun, plain=plain, noisy=noisy, further=others)
+        self._ticks = [replace(begun, step=step) for step in range(begun.steps)]
         self._count = self._first
         self._previous: float | None = None
 
@@ -219,9 +227,8 @@ class SchedulerClock:
         noisy = f"{type(scheduler).__name__} {ADDS_NOISE}" if trial.noise else None
         return Tick(self._run, 0, len(values), values, levels, plain, moves, noisy=noisy)
 
-    def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
-        if hasattr(scheduler, "step_index"):
-            return self._first if scheduler.step_index is None else scheduler.step_index
+    def _counted(self, timestep: torch.Tensor | float) -> int:
+        """Return the index of the step, which advances when the timestep changes."""
         value = _largest(timestep)
         if self._previous is not None and value != self._previous:
             self._count += 1

@@ -47,8 +47,10 @@ class Trajectory:
         if not follows:
             self._streams = [Stream(each) for each in latents]
             return False
-        replaced = [stream.is_replaced(each, response) for stream, each in zip(self._streams, latents, strict=True)]
-        return any(replaced)
+        is_replaced = False
+        for stream, each in zip(self._streams, latents, strict=True):
+            is_replaced |= stream.is_replaced(each, response)
+        return is_replaced
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the outputs ``[B, …]`` of a call of the step, with which the pipeline continues."""

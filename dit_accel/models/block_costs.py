@@ -26,16 +26,31 @@ class BlockCosts:
     ) -> None:
         self._family = family
         self._sites = sites
-        self._kinds = {
-            name: (type(block), *(part for part, _ in block.named_modules())) for name, block in blocks.items()
-        }
+        self._kinds = {name: (type(block), *dict(block.named_modules())) for name, block in blocks.items()}
         self._examples = {self._kinds[name]: block for name, block in blocks.items()}
 
     def of(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens) -> dict[str, BlockWork]:
-        """FLOPs of each block in a plain call with these arguments."""
+        """FLOPs of each block in a plain call with these arguments; one object for each kind of block."""
         examples = self._examples.items()
         works = {kind: self._family.block_work(transformer, arguments, tokens, example) for kind, example in examples}
         return {name: works[kind] for name, kind in self._kinds.items()}
+
+    def account(self, call: Call, works: Mapping[str, BlockWork], level: str) -> None:
+        """Fill ``call.work`` and ``call.branch.plain``.
+
+        Args:
+            works: FLOPs of each block in a plain call.
+            level: level at which the preset forecasts.
+        """
+        kinds = {id(work): work for work in works.values()}
+        totals = {key: (work.plain, sum(work.tiles.values())) for key, work in kinds.items()}
+        may_skip = call.mode is StepMode.DISPATCH or len(call.branch.sites) > 0
+        for name, work in works.items():
+            call.branch.plain[name] = plain, pairs = totals[id(work)]
+            others = plain - pairs
+            if may_skip:
+                pairs, others = self.computed(call, name, work, level)
+            call.work[name] = pairs + others, pairs
 
     def computed(self, call: Call, name: str, work: BlockWork, level: str) -> tuple[float, float]:
         """FLOPs that a block computed in a call: attention scores and values, and all else.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
+from itertools import repeat
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -69,7 +71,7 @@ def held_module(owner: Any, transformer: torch.nn.Module) -> torch.nn.Module | N
         The module; None = the object has no attribute that is the transformer or wraps it.
     """
     held = [*getattr(owner, "__dict__", {}).values()]
-    if any(each is transformer for each in held):
+    if any(map(is_, held, repeat(transformer))):
         return transformer
     return next((found for each in held if (found := entry(each, transformer)) is not None), None)
 

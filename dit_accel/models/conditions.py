@@ -7,14 +7,14 @@ They are the other arguments of the call, the pipeline's guidance scales, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
+from dit_accel.loop.conditioning import PLAIN_TENSORS, VERSION, version_of
 from dit_accel.models.beside.control_net import NUMBERS, hook_of
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS
 
@@ -48,6 +48,7 @@ class Conditions:
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []  # dicts of modules' weights, and keys
         self._identities: list[int] = []  # ids of the weights at the latest call
         self._counting: list[nn.Parameter] = []  # weights that have version counters
+        self._latest: dict[str, tuple] = {}  # keys of adapters and weights at the latest call
 
     def of(self, arguments: dict[str, Any], pipeline: Any, net: nn.Module | None) -> dict[str, Any]:
         """Return the conditions of a call by name.
@@ -57,16 +58,18 @@ class Conditions:
             pipeline: pipeline that calls the transformer, or None.
             net: ControlNet that was called before the transformer, or None.
         """
-        items = dict(leaves(arguments, LATENTS_AND_TIME))
+        items = leaves(arguments, LATENTS_AND_TIME)
         for owner in (pipeline, getattr(pipeline, "guider", None)):
             for name, value in getattr(owner, "__dict__", {}).items():
                 if type(value) in NUMBERS and SCALE.search(name):
                     items[f"{name.lstrip('_')} of {type(owner).__name__}"] = value
         if net is not None and (hook := hook_of(net)) is not None:
             own = leaves(hook.arguments, LATENTS_AND_TIME | arguments.keys())
-            items |= {f"{name} of the ControlNet": leaf for name, leaf in own}
-        items["adapters"] = self._adapters()
-        items["weights"] = self._versions()
+            items |= {f"{name} of the ControlNet": leaf for name, leaf in own.items()}
+        for name, key in ("adapters", self._adapters()), ("weights", self._versions()):
+            if key != self._latest.get(name):
+                self._latest[name] = key
+            items[name] = self._latest[name]  # the same object until it changes
         return items
 
     def _adapters(self) -> tuple:
@@ -86,10 +89,11 @@ class Conditions:
                 for name, weight in module._parameters.items()
                 if weight is not None and not weight.is_meta
             ]
-        layers = [_frozen(each.get(setting)) for each in self._adapted for setting in ADAPTER_SETTINGS]
-        processors = [attention.processor for attention in self._attentions]
-        strengths = [(id(each), _frozen(each.scale)) for each in processors if hasattr(each, "scale")]
-        return loaded, *layers, *strengths
+        found = [_frozen(each.get(setting)) for each in self._adapted for setting in ADAPTER_SETTINGS]
+        for attention in self._attentions:
+            if hasattr(processor := attention.processor, "scale"):
+                found.append((id(processor), _frozen(processor.scale)))
+        return loaded, *found
 
     def _versions(self) -> tuple:
         """Return a key that changes when a weight is written or replaced; 0.2 ms for FLUX's 780 weights."""
@@ -98,7 +102,7 @@ class Conditions:
             weights = [held.get(name) for held, name in self._places]
             self._identities = identities
             self._counting = [weight for weight in weights if weight is not None and not weight.is_inference()]
-        return *identities, sum([weight._version for weight in self._counting])
+        return *identities, sum(map(VERSION, self._counting))
 
 
 def _is_offloaded(module: nn.Module) -> bool:
@@ -116,13 +120,14 @@ def _frozen(setting: Any) -> Any:
     return (id(setting), version_of(setting)) if type(setting) in PLAIN_TENSORS else setting
 
 
-def leaves(arguments: dict[str, Any], without: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield each argument, or each leaf of a nested one, with its name; skip the names in ``without``."""
+def leaves(arguments: dict[str, Any], without: Collection[str]) -> dict[str, Any]:
+    """Return each argument, or each leaf of a nested one, by name; skip the names in ``without``."""
+    found: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in without:
             continue
         if value is None or isinstance(value, (torch.Tensor, *NUMBERS)):
-            yield name, value
-            continue
-        for place, leaf in enumerate(pytree.tree_leaves(value)):
-            yield f"{name}[{place}]", leaf
+            found[name] = value
+        elif type(value) is not dict or value:  # most pipelines pass an empty dict for attention
+            found |= {f"{name}[{place}]": leaf for place, leaf in enumerate(pytree.tree_leaves(value))}
+    return found

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dit_accel.loop.runs import Runs
 from dit_accel.models import denoisers
 from dit_accel.models.beside.control_net import CONTROL_NET
 from dit_accel.models.driver import BlockHooks, FamilyDriver
@@ -17,6 +16,7 @@ from dit_accel.models.families.family import Family, timestep_names
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.models.wrappers import unwrapped
+from dit_accel.presets import Preset
 
 
 def left_plain(pipe: Any) -> list[str]:
@@ -32,7 +32,7 @@ def left_plain(pipe: Any) -> list[str]:
 
 
 def drive(
-    transformer: torch.nn.Module, runs: Runs, name: str, called: Callable[[], torch.nn.Module]
+    transformer: torch.nn.Module, preset: Preset, name: str, called: Callable[[], torch.nn.Module]
 ) -> TransformerDriver:
     """Return the driver of a transformer, not attached yet.
 
@@ -45,8 +45,8 @@ def drive(
     """
     family = known_family(transformer)
     if family is None:
-        return TransformerDriver(transformer, runs, name, called)
-    return FamilyDriver(transformer, runs, name, called, family, _hand_written(family))
+        return TransformerDriver(transformer, preset, name, called)
+    return FamilyDriver(transformer, preset, name, called, family, _hand_written(family))
 
 
 def _hand_written(family: Family) -> BlockHooks | None:

@@ -14,7 +14,6 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.memory import ModelSize
-from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
@@ -29,8 +28,10 @@ from dit_accel.models.parallel.context_parallel import (
     parallel_degree,
 )
 from dit_accel.models.part_hook import FeedHook, PartHook
+from dit_accel.models.session import Session
 from dit_accel.models.token_order_hook import TokenOrder, order_hooks, reordered
 from dit_accel.models.transformer import TransformerDriver
+from dit_accel.presets import Preset
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import symbol_bytes
@@ -47,7 +48,7 @@ class FamilyDriver(TransformerDriver):
     GPU.
 
     Args:
-        transformer, runs, name, called: as for :class:`TransformerDriver`.
+        transformer, preset, name, called: as for :class:`TransformerDriver`.
         family: the transformer's facts.
         hand_written: hooks that replace the forward of blocks; None = the family has none.
     """
@@ -55,16 +56,16 @@ class FamilyDriver(TransformerDriver):
     def __init__(
         self,
         transformer: nn.Module,
-        runs: Runs,
+        preset: Preset,
         name: str,
         called: Callable[[], nn.Module],
         family: Family,
         hand_written: BlockHooks | None = None,
     ) -> None:
-        super().__init__(transformer, runs, name, called)
+        super().__init__(transformer, preset, name, called)
         self.family = family
         self._hand_written = hand_written
-        self._reader = CallReader(transformer, family, self.controller.preset, has_fused=hand_written is not None)
+        self._reader = CallReader(transformer, family, preset, has_fused=hand_written is not None)
         self.every_row = EveryRow()
 
     @property
@@ -82,7 +83,7 @@ class FamilyDriver(TransformerDriver):
     @property
     def facts(self) -> CallFacts:
         """Facts of the call in progress."""
-        call = self.controller.call
+        call = self.session.call
         return NO_CALL if call is None or call.facts is None else call.facts
 
     def blocks(self) -> dict[str, nn.Module]:
@@ -100,26 +101,26 @@ class FamilyDriver(TransformerDriver):
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
         self._costs = BlockCosts(self.family, self.blocks(), self._sites)
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
-        self._projections = Projections(self.controller.preset, self.name, TRANSFORMER_NAMES, sites, head_dim)
+        self._projections = Projections(self.preset, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
     def _refuse_compiled(self) -> None:
         """Raise an error if the preset works inside blocks and these, or the transformer, are compiled."""
-        if not self.controller.preset.works_inside and self.controller.preset.blocks.token_order == "raster":
+        if not self.preset.works_inside and self.preset.blocks.token_order == "raster":
             return
         is_whole = is_compiled(self.transformer) or is_wrapper(self.called(), self.transformer)
         compiled = (f"block {name}" for name, block in self.blocks().items() if is_compiled(block))
         what = type(self.transformer).__name__ if is_whole else next(compiled, None)
         if what is not None:
             raise UnsupportedError(
-                f"{what} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: use a preset "
+                f"{what} is compiled, and preset {self.preset.name!r} works inside of blocks: use a preset "
                 "of level output that skips no tiles, such as balanced, or reload the pipeline without compiling it"
             )
 
-    def attach(self, acceleration: Any) -> None:
-        super().attach(acceleration)
+    def attach(self, session: Session, hook: Hook) -> None:
+        super().attach(session, hook)
         if self.compiled is not None:  # hooks on blocks would do nothing but cause a recompilation
             return
-        preset = self.controller.preset
+        preset = self.preset
         for name, block in self.blocks().items():
             if self._hand_written is not None:
                 self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
@@ -127,9 +128,9 @@ class FamilyDriver(TransformerDriver):
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():
-                    self.hook(module, PartHook(self.runs, name, part, self.family.calls.get(part, 1)))
+                    self.hook(module, PartHook(session, name, part, self.family.calls.get(part, 1)))
                 for module in feeding:
-                    self.hook(module, FeedHook(self.runs))
+                    self.hook(module, FeedHook(session))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for each in self._sites[name]:
                     self.hook(each.module, CaughtAttention(self, each).hook(), ATTENTION_HOOK)
@@ -143,8 +144,10 @@ class FamilyDriver(TransformerDriver):
 
     # One call.
 
-    def run(self, call: Call, original: Callable, given: tuple[tuple, dict], arguments: Arguments) -> Any:
-        """Run a call, without the padding behind its longest prompt and with fused kernels where they can run.
+    def enter(
+        self, call: Call, given: tuple[tuple, dict], arguments: Arguments
+    ) -> tuple[tuple[tuple, dict], Arguments]:
+        """Prepare a call whose blocks run; cut off the padding behind its longest prompt, and read its facts.
 
         Raises:
             UnsupportedError: the preset works inside of blocks, and they have been compiled since :meth:`prepare`.
@@ -153,7 +156,7 @@ class FamilyDriver(TransformerDriver):
         arguments, facts = self._reader.read(arguments, is_compiled=self.compiled is not None)
         is_part = call.computed_rows is not None and call.mode is not StepMode.DISPATCH
         call.facts = facts.of_rows(call.computed_rows or ()) if is_part else facts
-        return super().run(call, original, ((), arguments), arguments)
+        return ((), arguments), arguments
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
         """Return an attention site in the call in progress.
@@ -162,13 +165,13 @@ class FamilyDriver(TransformerDriver):
             block: block whose settings apply.
             sample: index of the sample if the model attends to each sample separately.
         """
-        preset = self.controller.preset
+        preset = self.preset
         kind = HeadSite if preset.forecast.level == "head" else TileSite
-        return kind(name, self.controller.call, preset, self._projections, block, sample)
+        return kind(name, self.session.call, preset, self._projections, block, sample)
 
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
         """Return True if our kernel runs dense attention of q ``[B, S, H, D]``: if it is fastest and not disabled."""
-        return self.facts.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
+        return self.facts.fuses and self.preset.kernels.attention != "reference" and wins_dense(q)
 
     # For CUDA graphs of computed steps.
 
@@ -191,7 +194,7 @@ class FamilyDriver(TransformerDriver):
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:
-        preset, is_compiled = self.controller.preset, self.compiled is not None
+        preset, is_compiled = self.preset, self.compiled is not None
         arguments, _ = self._reader.cut(arguments, is_compiled=is_compiled)
         layout = self.family.tokens(self.transformer, arguments).layout(preset.blocks.size)
         heads, _ = self.family.heads(self.transformer)
@@ -210,13 +213,9 @@ class FamilyDriver(TransformerDriver):
         if self._reader.order is not None and tokens.grid is None:
             self.controller.report.note(RASTER)
         if call.symbols:
-            self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
+            self.controller.last_layout = tokens.layout(self.preset.blocks.size)
         works = self._costs.of(self.transformer, arguments, tokens)
-        level = self.controller.preset.forecast.level
-        for name, work in works.items():
-            pairs, others = self._costs.computed(call, name, work, level)
-            call.work[name] = pairs + others, pairs
-            call.branch.plain[name] = work.plain, sum(work.tiles.values())
+        self._costs.account(call, works, self.preset.forecast.level)
 
 
 class CaughtAttention:
@@ -242,7 +241,7 @@ class CaughtAttention:
 
     def tokens(self) -> Tokens | None:
         """Return the tokens if the attention runs at its site; None = it does not, and the report says why."""
-        call, facts = self._driver.controller.call, self._driver.facts
+        call, facts = self._driver.session.call, self._driver.facts
         tokens, text = facts.joint, facts.text
         if call is None or not call.skips or tokens is None:
             return None
@@ -265,7 +264,7 @@ class CaughtAttention:
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """Run the attention at its site; None = it can't run there."""
-        facts, preset = self._driver.facts, self._driver.controller.preset
+        facts, preset = self._driver.facts, self._driver.preset
         text = facts.text if self._facts.sees_text else None
         head_dim = q.shape[-1] if preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)

@@ -3,8 +3,8 @@
 ``HookRegistry.remove_hook`` of diffusers breaks the chain of hooks if the removed hook is not the last one. The next
 hook's ``forward`` becomes the function that the removed hook called, instead of its own ``new_forward``, and its
 ``original_forward`` stays the removed hook. So the next hook no longer runs, and when it is removed in turn, the first
-one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added, removed or called,
-by one thread at a time.
+one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added or removed, or is
+called for the first time after a change, by one thread at a time.
 
 ``register_hook`` of diffusers also keeps the class's forward of that time. Beneath our hooks a module follows its
 class: replacing the forward of the class takes effect at the next call.
@@ -15,8 +15,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ OFFLOAD_HOOK = "group_offloading"  # diffusers' name
 OFFLOAD_HOOKS = (OFFLOAD_HOOK, "layer_execution_tracker")  # on blocks; the second notes their order for streams
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 CHAINS = threading.RLock()  # held while a chain is changed
+FORWARDS = attrgetter("forward", "original_forward")  # of a hook in a chain
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
 LIBRARIES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
 STATELESS = "dit_accel_stateless"  # attribute of code that was declared stateless
@@ -44,13 +46,20 @@ Code = TypeVar("Code")
 class Hook(ModelHook):
     """Base of our hooks; a hook belongs to one module and can't be copied or pickled with it."""
 
+    chain: list[Any] | None = None  # of the module, as it was repaired last
     follows_class = False  # True if the module has no forward of its own; set when the hook is added
     runs_eagerly = False  # True = the hook is not compiled, even if its caller is
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Repair the chain; diffusers calls this before it chooses a forward, even if the chain is broken."""
+        """Repair a chain that has changed; diffusers calls this before it chooses a forward, even if it is broken."""
         if not torch.compiler.is_compiling():
-            mend_chain(module)
+            registry = vars(module).get("_diffusers_hook")  # None: another thread has removed all hooks
+            if registry is not None and self.chain != [
+                type(module).forward,
+                *registry._hook_order,
+                *map(FORWARDS, registry._fn_refs),
+            ]:
+                mend_chain(module)
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -97,7 +106,7 @@ def parameter_names(module: torch.nn.Module) -> list[str]:
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
     """Add a hook to a module's forward, beneath accelerate's offload hook if there is one."""
-    with CHAINS, _beneath_offload(module):
+    with CHAINS, _beneath_offload(module) if "_old_forward" in vars(module) else nullcontext():
         _put_on_top(module, hook, name)
         hook.follows_class = _is_of_class(module, _bottom(module))
 
@@ -197,11 +206,21 @@ def mend_chain(module: torch.nn.Module) -> None:
             reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
             if is_cut:
                 reference.forward = update_wrapper(partial(own, module), own)
-        follows_class = any(isinstance(hook, Hook) and hook.follows_class for hook in registry.hooks.values())
-        if follows_class and not _is_of_class(module, _bottom(module)):
+        ours = [hook for hook in registry.hooks.values() if isinstance(hook, Hook)]
+        if any(hook.follows_class for hook in ours) and not _is_of_class(module, _bottom(module)):
             reference = registry._fn_refs[0]
             name = "forward" if reference.original_forward is None else "original_forward"
             setattr(reference, name, type(module).forward.__get__(module))
+        for hook in ours:
+            hook.chain = _chain(module)
+
+
+def _chain(module: torch.nn.Module) -> list[Any]:
+    """Return the order and the forwards of a module's hooks, and its class's forward; empty if it has no hooks."""
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None:
+        return []
+    return [type(module).forward, *registry._hook_order, *map(FORWARDS, registry._fn_refs)]
 
 
 def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
@@ -210,7 +229,10 @@ def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
     if getattr(hook, "runs_eagerly", False):
         whole = module.forward
         module.forward = update_wrapper(partial(torch.compiler.disable(whole.func), *whole.args), whole)
-    mend_chain(module)
+    if len(module._diffusers_hook.hooks) > 1:
+        mend_chain(module)
+    else:
+        hook.chain = _chain(module)
 
 
 def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
@@ -240,7 +262,8 @@ def _is_of_class(module: torch.nn.Module, forward: Callable) -> bool:
 
 def own_forward(module: torch.nn.Module) -> Callable:
     """Return the forward beneath all hooks on a module, from its class or set on the module itself."""
-    if "_diffusers_hook" in vars(module):
+    registry = vars(module).get("_diffusers_hook")
+    if registry is not None and getattr(registry.hooks.get(HOOK_NAME), "chain", None) != _chain(module):
         mend_chain(module)
     bottom = _bottom(module)
     return getattr(bottom, "__func__", bottom)

@@ -13,9 +13,9 @@ from torch import nn
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import Call
 from dit_accel.loop.forecast import forecast
-from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.hooks import Hook
+from dit_accel.models.session import Session
 from dit_accel.sparse.site_state import SiteState
 
 
@@ -23,15 +23,15 @@ class FeedHook(Hook):
     """Skips a module that only feeds a forecast part: it returns zeros, which nothing reads, for each stream of tokens.
 
     Args:
-        runs: runs over the transformer; they have the call in progress.
+        session: session of the transformer; it has the call in progress.
     """
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__()
-        self._runs = runs
+        self._session = session
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._runs.current.call
+        call = self._session.call
         if call is None or call.mode is not StepMode.DISPATCH:
             return self.fn_ref.original_forward(*args, **kwargs)
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
@@ -47,26 +47,26 @@ class PartHook(Hook):
     """Remembers or forecasts the output of one part of a block, a tensor or a tuple of tensors.
 
     Args:
-        runs: runs over the transformer; they have the call in progress.
+        session: session of the transformer; it has the call in progress.
         block: the block's name in the report.
         part: the part's name in the block.
         calls: how often the block calls the part; each of these calls has a history of its own.
     """
 
-    def __init__(self, runs: Runs, block: str, part: str, calls: int = 1) -> None:
+    def __init__(self, session: Session, block: str, part: str, calls: int = 1) -> None:
         super().__init__()
-        self._runs = runs
+        self._session = session
         self._block = block
         self._part = part
         self._calls = calls
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._runs.current.call
+        call = self._session.call
         if call is None:
             return self.fn_ref.original_forward(*args, **kwargs)
         history = call.site(self._block, SiteState).history(self._next(call), call.branch.memory)
         if call.mode is StepMode.DISPATCH:
-            output = forecast(self._runs.current.preset.forecast.method, history, call.coordinate, call.branch.order)
+            output = forecast(self._session.driver.preset.forecast.method, history, call.coordinate, call.branch.order)
             return output if self._is_tuple else output[0]
         output = self.fn_ref.original_forward(*args, **kwargs)
         if call.records:

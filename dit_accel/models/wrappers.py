@@ -23,6 +23,8 @@ def unwrapped(component: Any) -> Any:
 
     The transformers of diffusers count, or if there is none, all modules that take a timestep.
     """
+    if "_orig_mod" not in getattr(component, "__dict__", {}).get("_modules", ()) and not _wraps(type(component)):
+        return component
     inside = [path[-1] for path in wrapped(component)]
     inside = [each for each in inside if denoises(type(each))] or inside
     return inside[0] if len(inside) == 1 else component

@@ -12,7 +12,8 @@ from torch import nn
 from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, gemm_q, lower, pooled_map, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import AttentionPlan
-from dit_accel.loop.forecast import History, forecast_weights
+from dit_accel.loop.forecast import forecast_weights
+from dit_accel.loop.storage import StoredHistory
 from dit_accel.loop.tracker import StepMode
 from dit_accel.sparse.policies import flashomni
 from dit_accel.sparse.site_state import KEPT_TILES, SiteState
@@ -134,7 +135,7 @@ class HeadSite(TileSite):
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size
         if self.heads.attention is None:
-            self.heads.attention = History(memory.order, memory.attention(size.layout))
+            self.heads.attention = StoredHistory(memory.order, memory.attention(size.layout))
         self.heads.attention.record(self._call.coordinate, (o,))
 
     @property

@@ -11,9 +11,8 @@ import torch
 
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
-from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import MemoryPlan, ModelSize
-from dit_accel.loop.storage import Kept
+from dit_accel.loop.storage import Kept, StoredHistory
 from dit_accel.presets import Preset
 from dit_accel.sparse.policies import policy_of
 from dit_accel.sparse.probe import adjusted
@@ -94,7 +93,7 @@ class HeadState:
         degraded: the layer is forecast whole until the next UPDATE.
     """
 
-    attention: History | None = None
+    attention: StoredHistory | None = None
     plan: AttentionPlan | None = None
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
@@ -111,13 +110,13 @@ class SiteState:
         tiles, heads: state of its attention.
     """
 
-    features: dict[str, History] = field(default_factory=dict)
+    features: dict[str, StoredHistory] = field(default_factory=dict)
     tiles: TileState = field(default_factory=TileState)
     heads: HeadState = field(default_factory=HeadState)
 
-    def history(self, feature: str, memory: MemoryPlan) -> History:
+    def history(self, feature: str, memory: MemoryPlan) -> StoredHistory:
         """Return the history of a whole feature."""
-        return self.features.setdefault(feature, History(memory.order + 1, memory.features))
+        return self.features.setdefault(feature, StoredHistory(memory.order + 1, memory.features))
 
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
         """Change the memory plan and convert the existing records."""

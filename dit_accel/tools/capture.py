@@ -25,7 +25,7 @@ from dit_accel.models.families import require_family
 from dit_accel.models.families.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.interceptor import AttentionHook, key_lengths, with_leading_keys
-from dit_accel.models.transformer import timestep_of
+from dit_accel.models.session import timestep_of
 from dit_accel.sparse.tile_site import Inputs
 from dit_accel.sparse.token_order import Grid, token_order
 

@@ -14,12 +14,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.loop.branch import Description
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.moves import Moves, sampler_moves
@@ -104,9 +106,8 @@ class SampledModel:
                 self._controller.stand_aside(None, OFF_SCHEDULE)
             return plainly()
         branch = self._branch(step, arguments)
-        size = partial(ModelSize, output=latents.numel(), itemsize=latents.element_size(), batch=len(latents))
-        conditions = partial(_conditions, apply_model, arguments["c"])
-        with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size, conditions=conditions) as call:
+        described = _Described(MODEL, branch, sigma, (latents.shape,), apply_model=apply_model, arguments=arguments)
+        with self._controller.calling(described) as call:
             noise = sigma.view(-1, *[1] * (latents.ndim - 1))
             if call.forecasts_output:
                 denoised = latents - noise * torch.cat(self._controller.forecast_output(call), dim=-1)
@@ -135,6 +136,21 @@ class SampledModel:
         return f"{conditions} {self._called[conditions]}"
 
 
+@dataclass(kw_only=True)
+class _Described(Description):
+    """A call of ComfyUI's model."""
+
+    apply_model: Apply
+    arguments: dict[str, Any]
+
+    def size(self) -> ModelSize:
+        latents = self.arguments["input"]
+        return ModelSize(output=latents.numel(), itemsize=latents.element_size(), batch=len(latents))
+
+    def conditions(self) -> dict[str, Any]:
+        return _conditions(self.apply_model, self.arguments["c"])
+
+
 def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tuple[torch.Tensor, ...]:
     """Return the streams of latents, such as video and audio, that ComfyUI packs into one tensor ``[B, 1, N]``.
 
@@ -154,7 +170,7 @@ def _conditions(apply_model: Apply, given: dict[str, Any]) -> dict[str, Any]:
         apply_model: a method of ComfyUI's model, whose patcher has the hooks, such as LoRAs with keyframes.
         given: the call's ``c``.
     """
-    items = dict(leaves(given, without=("transformer_options", "control")))
+    items = leaves(given, without=("transformer_options", "control"))
     items["control"] = given.get("control") is not None  # its residuals differ at every step
     patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
     hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())

@@ -36,9 +36,6 @@ import torch
 
 from dit_accel import load_preset
 from dit_accel.errors import DitAccelError, UnsupportedError, shortened
-from dit_accel.loop.controller import Controller
-from dit_accel.loop.runs import Runs
-from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.tools.origin import commit_of, describe_run
 from scripts.checks import stand_ins
@@ -199,9 +196,8 @@ def _first(name: str, makers: Iterator[Callable[[], Case]], failed: list[str]) -
 
 def why_refused(kind: type[torch.nn.Module]) -> str | None:
     """Return why no instance of a class can be accelerated, or None."""
-    runs = Runs(lambda _: Controller(load_preset("balanced"), TimestepClock([1.0]), "any"))
     try:
-        TransformerDriver(kind.__new__(kind), runs, "transformer", lambda: None)
+        TransformerDriver(kind.__new__(kind), load_preset("balanced"), "transformer", lambda: None)
     except UnsupportedError as error:
         return str(error)
     return None

@@ -14,13 +14,14 @@ from dit_accel.loop import controller
 from dit_accel.loop.branch import Call
 from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
-from dit_accel.loop.forecast import History, newton_weights
+from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.growth import log_odds, responses
 from dit_accel.loop.moves import euler_moves
-from dit_accel.loop.storage import PLAIN
+from dit_accel.loop.storage import PLAIN, StoredHistory
 from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick
 from dit_accel.presets import load_preset
 from dit_accel.sparse.site_state import SiteState
+from tests.sparse.calls import calling
 
 STEPS = 12
 FULL, UPDATE, DISPATCH = StepMode.FULL, StepMode.UPDATE, StepMode.DISPATCH
@@ -72,7 +73,7 @@ class Loop:
     ) -> tuple[Call, torch.Tensor]:
         """One transformer call that computes ``value``; returns it with its output, computed or forecast."""
         controller = self.controller
-        with controller.calling("transformer", context, step, shapes, conditions=lambda: conditions or {}) as call:
+        with calling(controller, "transformer", context, step, shapes, conditions=lambda: conditions or {}) as call:
             if error is not None:
                 raise error
             if call.mode is DISPATCH:
@@ -368,7 +369,7 @@ def test_a_prompts_error_is_that_of_its_worst_branch():
     for step in range(2):
         for context, changes in (("cond", (2.0, 1.0)), ("uncond", (1.0, 4.0))):
             samples = {"samples": lambda: [(0,), (1,)]}
-            with loop.controller.calling("transformer", context, step, ((2, 4),), **samples) as call:
+            with calling(loop.controller, "transformer", context, step, ((2, 4),), **samples) as call:
                 output = torch.tensor(changes if step else (1.0, 1.0))[:, None].expand(2, 4)
                 loop.controller.observe(call, (output,), lambda tensor, rows: tensor)
                 loop.controller.read(call)
@@ -382,7 +383,7 @@ def test_error_that_is_no_number_is_not_hidden():
     """If one tensor of the output has no error, the call has none, for any errors of the other tensors."""
     loop = closed_loop()
     for step in range(3):
-        with loop.controller.calling("transformer", "cond", step, ()) as call:
+        with calling(loop.controller, "transformer", "cond", step, ()) as call:
             output = (torch.ones(1, 4), torch.full((1, 4), torch.nan))
             loop.controller.observe(call, output, lambda tensor, rows: tensor)
             loop.controller.read(call)
@@ -395,7 +396,7 @@ def test_the_worst_tensor_of_an_output_decides(bad):
     """For video and audio: the error of a step is that of the worst forecast tensor, wherever it is."""
     loop = closed_loop()
     for step in range(2):
-        with loop.controller.calling("transformer", "cond", step, ()) as call:
+        with calling(loop.controller, "transformer", "cond", step, ()) as call:
             output = tuple(torch.full((1, 4), 1.0 + step * (place == bad)) for place in range(3))
             loop.controller.observe(call, output, lambda tensor, rows: tensor)
             loop.controller.read(call)
@@ -406,7 +407,7 @@ def test_judged_tokens_decide():
     """Tokens that the pipeline drops have no say in the error."""
     loop = closed_loop()
     for step in range(2):
-        with loop.controller.calling("transformer", "cond", step, ()) as call:
+        with calling(loop.controller, "transformer", "cond", step, ()) as call:
             output = torch.tensor([[1.0, 1.0, 100.0 * step]])
             loop.controller.observe(call, (output,), lambda tensor, rows: tensor[:, :2])
             loop.controller.read(call)
@@ -461,13 +462,13 @@ def test_sites_need_what_their_level_reads(level, warm):
     """Features of the warm-up are enough for level layer; level head needs the symbols of an UPDATE."""
     loop = Loop(model="flux", **{"forecast.level": level, "schedule.warmup": 3, "schedule.interval": 2})
     for step in range(5):
-        with loop.controller.calling("transformer", "cond", step, ()):
+        with calling(loop.controller, "transformer", "cond", step, ()):
             pass
-    with loop.controller.calling("transformer", "late", 4, ()) as call:
+    with calling(loop.controller, "transformer", "late", 4, ()) as call:
         assert call.mode is UPDATE  # a branch that never computed
     loop = Loop(model="flux", **{"forecast.level": level, "schedule.warmup": 3, "schedule.interval": 2})
     for step in (0, 1, 2, 4):  # the UPDATE at step 3 is left out
-        with loop.controller.calling("transformer", "cond", step, ()) as call:
+        with calling(loop.controller, "transformer", "cond", step, ()) as call:
             pass
     assert call.mode is (DISPATCH if warm else UPDATE)
 
@@ -506,7 +507,7 @@ def test_only_samples_that_compute_have_records_of_the_step():
     """A sample that is forecast stays as old as its latest computed step."""
     loop, apart, samples = closed_loop(**{"schedule.target_error": 0.3}), 0, [(0,), (1,)]
     for step in range(STEPS):
-        with loop.controller.calling("transformer", "cond", step, (), samples=lambda: samples) as call:
+        with calling(loop.controller, "transformer", "cond", step, (), samples=lambda: samples) as call:
             before = [each.computed_step for each in call.branch.loops]
             if call.forecasts_output:
                 loop.controller.forecast_output(call)
@@ -547,7 +548,6 @@ def test_exception_drops_caches(error):
     loop.modes(range(3))
     with pytest.raises(type(error)):
         loop.call(3, error=error)
-    assert loop.controller.call is None
     call, _ = loop.call(4)
     assert call.mode is UPDATE
     assert len(call.branch.loops[0].outputs) == 1
@@ -620,11 +620,11 @@ def test_report_counts_a_storage_once():
     loop = Loop(**{"forecast.order": 0})
     stack = torch.zeros(2, 1, 8, 4)  # 64 numbers
     for step in range(3):
-        with loop.controller.calling("transformer", "cond", step, ()) as call:
+        with calling(loop.controller, "transformer", "cond", step, ()) as call:
             loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
             site = call.site("first", SiteState)
             site.heads.bias_stack = PLAIN.keep(stack)
-            site.heads.attention = site.features["mlp"] = History(1)
+            site.heads.attention = site.features["mlp"] = StoredHistory(1)
             site.heads.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
     assert loop.controller.report.cache_bytes == 4 * (64 + 6 + 4)
     loop.controller.release()
@@ -650,7 +650,7 @@ def test_latest_symbols_are_the_first_branchs():
     """The report's symbols come from the first branch of the run and its latest UPDATE."""
     loop = Loop("flux-flashomni-paper")
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
-        with loop.controller.calling("transformer", context, step % STEPS, ()) as call:
+        with calling(loop.controller, "transformer", context, step % STEPS, ()) as call:
             call.symbols["first"] = SimpleNamespace(label=symbols)
         assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
 
@@ -675,7 +675,7 @@ def test_two_transformers_keep_apart():
     loop.controller.add_transformer("transformer_2", ["third"])
     for step in range(4):
         loop.call(step)
-    with loop.controller.calling("transformer_2", "cond", 4, ((1, 4),)) as call:
+    with calling(loop.controller, "transformer_2", "cond", 4, ((1, 4),)) as call:
         assert call.mode is UPDATE
         loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
         call.work["third"] = call.branch.plain["third"] = 1.0, 0.0

@@ -12,13 +12,45 @@ from dit_accel import accelerate_pipeline
 from tests.tiny import redraw, tiny_output, tiny_pipeline
 
 PACKAGE = str(Path(dit_accel.__file__).parent)
-MOST_CALLS = 400  # of Python functions, torch's and diffusers' included
-MOST_FILES = 21  # of the package
+MOST_CALLS = 150  # of Python functions in a forecast step, torch's and diffusers' included
+MOST_FILES = 16  # of the package in a forecast step
+MOST_DEPTH = 8  # of the package's functions, one inside the other, in a forecast step
+MOST_COMPUTED = 800  # calls of the package's functions in a computed step
+MOST_SETUP = 2000  # calls of the package's functions that accelerate a pipeline
+SETTLING = 3  # first steps, in which conditions are compared by value
+
+
+class Calls:
+    """Calls of Python functions while a function runs, and how deep the package's functions were nested."""
+
+    def __init__(self, function, *args, **kwargs):
+        self.counts: Counter = Counter()
+        self.depth = self._now = 0
+        sys.setprofile(self._note)
+        try:
+            self.result = function(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        code = frame.f_code
+        is_own = code.co_filename.startswith(PACKAGE)
+        if event == "call":
+            self.counts[code.co_filename, code.co_qualname] += 1
+            self._now += is_own
+            self.depth = max(self.depth, self._now)
+        elif event == "return":
+            self._now -= is_own
+
+    @property
+    def own(self):
+        """Calls of the package's functions, by file and name."""
+        return Counter({each: count for each, count in self.counts.items() if each[0].startswith(PACKAGE)})
 
 
 @pytest.fixture(scope="module")
-def steps():
-    """Mode of each step of FLUX with 57 blocks, and how often it calls each function."""
+def calls():
+    """Calls that accelerate FLUX with 57 blocks, and those of each step, with its mode."""
     pipe = tiny_pipeline("flux")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -26,36 +58,41 @@ def steps():
         config = {**pipe.transformer.config, "num_layers": 19, "num_single_layers": 38}
         pipe.transformer = kind.from_config(config).eval()
         redraw(pipe.transformer)
-    accelerate_pipeline(pipe, "balanced")
+    setup = Calls(accelerate_pipeline, pipe, "balanced")
     forward, found = pipe.transformer.forward, []
 
     def counted(*args, **kwargs):
-        calls: Counter = Counter()
-        found.append(calls)
-
-        def note(frame, event, _):
-            if event == "call":
-                calls[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
-
-        sys.setprofile(note)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            sys.setprofile(None)
+        found.append(Calls(forward, *args, **kwargs))
+        return found[-1].result
 
     pipe.transformer.forward = counted
     tiny_output(pipe, "flux", steps=20)
-    return [(step.mode, calls) for step, calls in zip(pipe.dit_accel.report().steps, found, strict=True)]
+    modes = [step.mode for step in pipe.dit_accel.report().steps]
+    return setup, [*zip(modes, found, strict=True)][SETTLING:]
 
 
-def test_a_forecast_step_takes_few_calls(steps):
+@pytest.fixture(scope="module")
+def forecasts(calls):
+    """Calls of each forecast step."""
+    return [each for mode, each in calls[1] if mode == "dispatch"]
+
+
+def test_a_forecast_step_takes_few_calls(forecasts):
     """Python overhead does not grow with the number of blocks."""
-    forecast = [calls for mode, calls in steps if mode == "dispatch"]
-    assert len(forecast) > 5
-    assert max(calls.total() for calls in forecast) <= MOST_CALLS
+    assert len(forecasts) > 5
+    assert max(each.counts.total() for each in forecasts) <= MOST_CALLS
 
 
-def test_a_forecast_step_crosses_few_files(steps):
-    """Somebody who follows a forecast step reads few files."""
-    forecast = next(calls for mode, calls in steps if mode == "dispatch")
-    assert len({file for file, _ in forecast if file.startswith(PACKAGE)}) <= MOST_FILES
+def test_a_forecast_step_crosses_few_files(forecasts):
+    """Somebody who follows a forecast step reads few files, and finds its functions not far inside one another."""
+    assert len({file for file, _ in forecasts[0].own}) <= MOST_FILES
+    assert max(each.depth for each in forecasts) <= MOST_DEPTH
+
+
+def test_a_computed_step_takes_few_calls_of_ours(calls):
+    """A call of ours costs microseconds, and a launch-bound step waits for each."""
+    assert max(each.own.total() for mode, each in calls[1] if mode != "dispatch") <= MOST_COMPUTED
+
+
+def test_a_pipeline_is_accelerated_in_few_calls(calls):
+    assert calls[0].own.total() <= MOST_SETUP

@@ -11,7 +11,8 @@ from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import GIB, MemoryPlan, ModelSize, SiteSize, estimate, plan_memory
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.storage import PLAIN, Storage
+from dit_accel.loop.storage import PLAIN, Storage, StoredHistory
+from dit_accel.loop.timing import stopwatch
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.models.families.family import Family
 from dit_accel.models.transformer import TransformerDriver
@@ -141,7 +142,7 @@ def test_offload_holds_few_layers_at_a_time():
 
 def test_history_goes_on_in_another_form():
     """A shorter history keeps the newest values, converted to the new form."""
-    history = History(3)
+    history = StoredHistory(3)
     values = [torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     for i in range(3):
         history.record(float(i), (values[i], -values[i]))
@@ -352,7 +353,7 @@ def test_caches_may_fill_the_budget(below, noted):
     accounts.start_step(tick := Tick(object(), 0, 1, [900.0], [0.9]))
     branch = BranchState("cond", (), ModelSize(), MemoryPlan(0), [History(1)])
     branch.loops[0].record(0.0, (tensor,))
-    call = Call("transformer", StepMode.UPDATE, (StepMode.UPDATE,), tick, None, branch, True, report)
+    call = Call("transformer", StepMode.UPDATE, (StepMode.UPDATE,), tick, None, branch, True, report, stopwatch())
     accounts.take_call(call, [branch])
     assert bool(report.notes) is noted and report.cache_bytes == tensor.nbytes
 

@@ -10,6 +10,7 @@ from dit_accel.loop.outputs import FIRST, LoopPerOutput
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import SchedulerClock, Tick
 from dit_accel.presets import load_preset
+from tests.sparse.calls import calling
 
 STEPS = 24
 NAMES = (FIRST, "audio", "third")
@@ -35,7 +36,7 @@ def denoise(shifts, curved, **changes):
     controller.add_transformer("transformer", ["block"])
     latents = [torch.full((1, 4), float(place)) for place in range(len(shifts))]
     for step in range(STEPS):
-        with controller.calling("transformer", "cond", first.timesteps[step], ()) as call:
+        with calling(controller, "transformer", "cond", first.timesteps[step], ()) as call:
             if call.forecasts_output:
                 outputs = controller.forecast_output(call)
             else:
@@ -140,7 +141,7 @@ def test_an_output_that_is_missing_does_not_decide():
     controller.add_transformer("transformer", ["block"])
     output = (torch.ones(1, 4),)
     for timestep in first.timesteps:
-        with controller.calling("transformer", "cond", timestep, ()) as call:
+        with calling(controller, "transformer", "cond", timestep, ()) as call:
             if call.forecasts_output:
                 assert len(controller.forecast_output(call)) == 1
             else:

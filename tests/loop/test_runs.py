@@ -37,12 +37,12 @@ def test_a_reset_in_a_call_waits_for_its_end():
     """All controllers are reset then, once, and later calls find them as they are."""
     pipeline = Pipeline()
     runs = Runs(lambda pipeline: Controller(), pipeline)
-    with runs.calling(pipeline) as outer:
-        with runs.calling(None) as inner:
-            runs.reset()
-        assert (outer.resets, inner.resets) == (0, 0)
-        assert runs.caller is pipeline and runs.current is outer
-    assert (outer.resets, inner.resets) == (1, 1) and runs.caller is None
-    with runs.calling(pipeline) as again:
-        pass
+    outer, inner = runs.begin(pipeline), runs.begin(None)
+    runs.reset()
+    runs.end()
+    assert (outer.resets, inner.resets) == (0, 0)
+    runs.end()
+    assert (outer.resets, inner.resets) == (1, 1)
+    again = runs.begin(pipeline)
+    runs.end()
     assert again is outer and outer.resets == 1

@@ -74,7 +74,7 @@ def graphs_of(pipe):
 
 
 def find_driver(pipe):
-    return pipe.transformer._diffusers_hook.hooks["dit_accel"].driver
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver
 
 
 def facts(report):
@@ -440,7 +440,7 @@ def test_weights_in_8_bits_stay_as_long_as_a_graph_reads_them(graph, wanted):
     pipe = accelerated("flux", "exact", wanted, linear={"dtype": "int8"})
     for steps in (2, 3):
         tiny_output(pipe, "flux", steps=steps)
-        assert bool(find_driver(pipe)._linears._weights) == (steps == 3 and wanted != "never")
+        assert bool(find_driver(pipe).linears._weights) == (steps == 3 and wanted != "never")
 
 
 def test_a_cpu_has_none():
@@ -457,7 +457,7 @@ def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
     with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipe.transformer.norm_out, "forward", lambda *_: torch.zeros(2) + torch.zeros(3))
         tiny_output(pipe, "flux", steps=3)
-    assert find_driver(pipe).controller.call is None
+    assert find_driver(pipe).session.call is None
 
 
 @pytest.mark.parametrize("preset", ["flux-taylorseer", "flux-flashomni-paper"])

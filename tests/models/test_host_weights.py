@@ -31,11 +31,11 @@ def on_host(pipe, preset="exact", **overrides):
 
 
 def driver_of(pipe):
-    return pipe.transformer._diffusers_hook.hooks["dit_accel"].driver
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver
 
 
 def linears_of(pipe):
-    return driver_of(pipe)._linears
+    return driver_of(pipe).linears
 
 
 def made(pipe, name="flux", steps=STEPS):

@@ -5,7 +5,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_accel import accelerated, load_preset
-from dit_accel.models.transformer import BESIDE
+from dit_accel.models.session import BESIDE
 from tests.models.tiny import images, videos
 from tests.tiny import redraw
 

@@ -44,11 +44,12 @@ def hooked(monkeypatch):
         histories = defaultdict(History)
         sites = SimpleNamespace(history=lambda part, memory: histories[part])
         preset = SimpleNamespace(forecast=SimpleNamespace(method="newton"))
-        controller = SimpleNamespace(call=None, preset=preset, histories=histories, history=histories["attn"])
-        controller.site = lambda name, kind: sites
+        driver = SimpleNamespace(preset=preset)
+        session = SimpleNamespace(call=None, driver=driver, histories=histories, history=histories["attn"])
+        session.site = lambda name, kind: sites
         module = Part(is_tuple)
-        register_hook(module, PartHook(SimpleNamespace(current=controller), "blocks.0", "attn", calls))
-        return module, controller
+        register_hook(module, PartHook(session, "blocks.0", "attn", calls))
+        return module, session
 
     forecasts = []
     monkeypatch.setattr(
@@ -58,10 +59,10 @@ def hooked(monkeypatch):
     return make
 
 
-def call(controller, mode, coordinate, records=True):
+def call(session, mode, coordinate, records=True):
     branch = SimpleNamespace(memory=None, order=2)
-    controller.call = SimpleNamespace(
-        mode=mode, coordinate=coordinate, records=records, branch=branch, site=controller.site, turns=Counter()
+    session.call = SimpleNamespace(
+        mode=mode, coordinate=coordinate, records=records, branch=branch, site=session.site, turns=Counter()
     )
 
 
@@ -71,42 +72,42 @@ X = torch.ones(1, 4, 8)
 @pytest.mark.parametrize("is_tuple", [False, True], ids=["tensor", "tensors"])
 def test_a_part_is_computed_remembered_and_forecast(hooked, is_tuple):
     """Outputs are kept in their own form; outside a run the part is unchanged, and unread outputs are not kept."""
-    module, controller = hooked(is_tuple)
+    module, session = hooked(is_tuple)
     first = lambda output: output[0] if is_tuple else output  # noqa: E731
-    assert torch.equal(first(module(X)), X) and controller.history.values == []
-    call(controller, StepMode.FULL, 0.9, records=False)
-    assert torch.equal(first(module(X)), 2 * X) and controller.history.values == []
-    call(controller, StepMode.UPDATE, 0.8)
-    assert torch.equal(first(module(X)), 3 * X) and controller.history.coordinates == (0.8,)
-    call(controller, StepMode.DISPATCH, 0.7)
+    assert torch.equal(first(module(X)), X) and session.history.values == []
+    call(session, StepMode.FULL, 0.9, records=False)
+    assert torch.equal(first(module(X)), 2 * X) and session.history.values == []
+    call(session, StepMode.UPDATE, 0.8)
+    assert torch.equal(first(module(X)), 3 * X) and session.history.coordinates == (0.8,)
+    call(session, StepMode.DISPATCH, 0.7)
     output = module(X)
     assert isinstance(output, tuple) == is_tuple and torch.equal(first(output), 3 * X) and module.calls == 3
     ((method, history, coordinate, order),) = hooked.forecasts
-    assert (method, coordinate, order) == ("newton", 0.7, 2) and history is controller.history
+    assert (method, coordinate, order) == ("newton", 0.7, 2) and history is session.history
 
 
 def test_a_part_that_runs_in_chunks_is_refused(hooked):
     """Its second output in a step would be taken for another step's."""
-    module, controller = hooked()
-    call(controller, StepMode.FULL, 0.9)
+    module, session = hooked()
+    call(session, StepMode.FULL, 0.9)
     module(X)
     with pytest.raises(UnsupportedError, match=r"attn of blocks\.0 runs in chunks.*disable_forward_chunking"):
         module(X)
-    call(controller, StepMode.FULL, 0.8)
+    call(session, StepMode.FULL, 0.8)
     module(X)
-    call(controller, StepMode.FULL, 0.8, records=False)
+    call(session, StepMode.FULL, 0.8, records=False)
     module(X)
 
 
 def test_each_call_of_a_part_has_its_own_history(hooked):
     """A block may call a part for the image and again for the text; a third call would be a chunk."""
-    module, controller = hooked(calls=2)
+    module, session = hooked(calls=2)
     for coordinate in (0.9, 0.8):
-        call(controller, StepMode.UPDATE, coordinate)
+        call(session, StepMode.UPDATE, coordinate)
         made = [float(module(X)[0, 0, 0]) for _ in range(2)]
-    call(controller, StepMode.DISPATCH, 0.7)
+    call(session, StepMode.DISPATCH, 0.7)
     assert [float(module(X)[0, 0, 0]) for _ in range(2)] == made == [3, 4] and module.calls == 4
-    call(controller, StepMode.UPDATE, 0.6)
+    call(session, StepMode.UPDATE, 0.6)
     module(X)
     module(X)
     with pytest.raises(UnsupportedError, match="in chunks"):
@@ -123,12 +124,12 @@ class Gate(torch.nn.Module):
 @pytest.mark.parametrize("mode", [None, *StepMode])
 def test_what_feeds_a_forecast_part_does_not_run(mode):
     """It returns zeros in its output's form and dtype; in all other steps, and outside of runs, it is unchanged."""
-    controller = SimpleNamespace(call=None if mode is None else SimpleNamespace(mode=mode))
+    session = SimpleNamespace(call=None if mode is None else SimpleNamespace(mode=mode))
     linear, gate = torch.nn.Linear(8, 3).double(), Gate()
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     expected = linear(x), gate(None, tokens=x)
     for module in (linear, gate):
-        register_hook(module, FeedHook(SimpleNamespace(current=controller)))
+        register_hook(module, FeedHook(session))
     for output, plain in zip((linear(x), gate(None, tokens=x)), expected, strict=True):
         assert output.shape == plain.shape and output.dtype == plain.dtype
         assert torch.equal(output, torch.zeros_like(plain) if mode is StepMode.DISPATCH else plain)

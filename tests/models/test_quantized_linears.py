@@ -32,7 +32,7 @@ def hooked(pipe):
 
 
 def linears_of(pipe):
-    return pipe.transformer._diffusers_hook.hooks["dit_accel"].driver._linears
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver.linears
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan", "sd3", "ltx", "qwen-image", "wan22"])

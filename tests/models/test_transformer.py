@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.models.transformer import GRADIENTS
+from dit_accel.models.session import GRADIENTS
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from dit_accel import load_preset
+from dit_accel.loop.branch import Description
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.tracker import Tick
 from dit_accel.sparse.projections import Projections
@@ -19,3 +20,10 @@ def controller_of(preset):
     controller = Controller(preset, clock, "any")
     controller.add_transformer("transformer", ["first", "second"])
     return controller
+
+
+def calling(controller, transformer, context, timestep, shapes, **given):
+    """Begin a call and end it; ``given`` are functions in place of a description's methods."""
+    described = Description(transformer, context, timestep, shapes)
+    vars(described).update(given)
+    return controller.calling(described)

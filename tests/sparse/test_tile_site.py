@@ -13,14 +13,14 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.closed_loop import Gap
-from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import MemoryPlan, ModelSize
+from dit_accel.loop.storage import StoredHistory
 from dit_accel.sparse import tile_site
 from dit_accel.sparse.policies import POLICIES
 from dit_accel.sparse.site_state import SiteState, TileState
 from dit_accel.sparse.tile_site import TileSite
 from tests.models.tiny import pipeline
-from tests.sparse.calls import NO_PROJECTIONS, controller_of
+from tests.sparse.calls import NO_PROJECTIONS, calling, controller_of
 from tests.tiny import tiny_output
 
 STEPS = 8
@@ -382,7 +382,7 @@ def test_every_tensor_of_a_site_is_on_its_account():
     state, memory = SiteState(), MemoryPlan(1)
     value = torch.ones(1, 128, 2, 8)
     state.history("mlp", memory).record(1.0, (value,))
-    state.heads.attention = History(1)
+    state.heads.attention = StoredHistory(1)
     state.heads.attention.record(1.0, (value.clone(),))
     state.tiles.residual, state.heads.bias_stack = (memory.features.keep(value.clone()) for _ in range(2))
     state.heads.bias_mask64 = torch.ones(1, 2, dtype=torch.int64)
@@ -398,7 +398,7 @@ def test_what_a_site_keeps_has_its_coordinates(left):
     values = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 128, 16)
     history = state.history("mlp", MemoryPlan(2))
     heads = state.heads
-    heads.attention = History(2)
+    heads.attention = StoredHistory(2)
     for coordinate, value in zip(reversed(coordinates), values.flip(0), strict=True):
         history.record(coordinate, (value,))
         heads.attention.record(coordinate, (value,))
@@ -449,7 +449,7 @@ def test_the_probes_errors_reach_report_and_site():
     preset = load_preset("wan21-sparge-balanced", **{"skip.probe_blocks": 2, "skip.probe_error": 0.04})
     controller = controller_of(preset)
     for context, error in (("cond", 0.16), ("uncond", 0.01)):
-        with controller.calling("transformer", context, 8, ()) as call:
+        with calling(controller, "transformer", context, 8, ()) as call:
             site = call.site("first", SiteState).tiles
             site.growth = site.drawn_growth = 0.5
             site.kept = masks = object()

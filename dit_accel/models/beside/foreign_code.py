@@ -15,14 +15,14 @@ from __future__ import annotations
 import dis
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
 from operator import is_, length_hint
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -31,6 +31,8 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import BranchState
 from dit_accel.loop.conditioning import version_of
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.tracker import StepMode
 from dit_accel.models.beside.other_caches import place_of_definition
 from dit_accel.models.graphs.state import FOREIGN, HOOKS, NUMBERS, SEQUENCES, TORCHS_OWN
 from dit_accel.models.hooks import (
@@ -43,6 +45,8 @@ from dit_accel.models.hooks import (
     is_stateless,
     own_forward,
 )
+from dit_accel.models.parallel.branches import GROUP
+from dit_accel.models.parallel.context_parallel import parallel_degree
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 WEIGHTS = (*TORCHS_OWN, "_parameters")
@@ -59,6 +63,13 @@ MAY_COUNT = (
     "{} has only watched so far, but keeps state that changes with every call, and forecast steps do not call it; if "
     "the state decides what it returns, let it depend on the timestep instead, otherwise pass it to dit_accel.stateless"
 )
+
+
+class Watched(NamedTuple):
+    """Output of a call, and the change of the state of code inside the transformer: a number, or float32 [1]."""
+
+    output: Any
+    change: Any
 
 
 @dataclass
@@ -116,6 +127,25 @@ class ForeignCode:
         pairs = zip(self._codes, before, self._states(), strict=True)
         self._changed = [code for code, old, new in pairs if _differ(old, new)]
         return output
+
+    def watch(self, branch: BranchState, compute: Callable[[], Any]) -> Watched:
+        """Run a call, and compare the state of the code before and after it."""
+        output = self.run(compute)
+        change: Any = self.change(branch)
+        if parallel_degree(self._transformer) > 1 or hasattr(self._transformer, GROUP):
+            tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            change = torch.tensor([change], device=tensor.device)  # devices agree on the largest
+        return Watched(output, change)
+
+    def settle(self, run: Controller, branch: BranchState, changes: Sequence[float]) -> None:
+        """Record the change of a call; compute every later step if the state changes with every call."""
+        if not run.may_forecast:
+            return
+        for remark in self.watchers(branch):
+            run.report.note(remark)
+        if (reason := self.take(branch, *changes)) is not None:
+            has_forecast = any(step.mode == StepMode.DISPATCH.value for step in run.report.steps[:-1])
+            run.compute_all(f"{'rest of the run' if has_forecast else 'every step'} computed: {reason}")
 
     def change(self, branch: BranchState) -> float:
         """Return a number for the latest call: 0 if no state that counts changed, 2 if twice in a row, else 1."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -254,12 +253,11 @@ class Family:
 
     def attentions_of(self, block: nn.Module, name: str) -> list[Attention]:
         """Return the attentions of a block; some of the family's may be missing in it."""
-        found = [(each, part_of(block, each), text) for each, text in self.attentions.items()]
-        present = [(each, module, text) for each, module, text in found if module is not None]
-        return [
-            Attention(f"{name}.{each}" if place else name, name, each, module, sees_text)
-            for place, (each, module, sees_text) in enumerate(present)
-        ]
+        found: list[Attention] = []
+        for each, sees_text in self.attentions.items():
+            if (module := part_of(block, each)) is not None:
+                found.append(Attention(f"{name}.{each}" if found else name, name, each, module, sees_text))
+        return found
 
     def all_attentions(self, transformer: nn.Module, name: str) -> list[Attention]:
         """Return the attentions of all blocks; ``name`` as for :meth:`blocks`."""
@@ -354,7 +352,10 @@ def batch_of(arguments: Arguments) -> int:
 
 def part_of(block: nn.Module, name: str) -> nn.Module | None:
     """Return a block's part by its name, which may have dots; None = the block has none."""
-    return reduce(lambda module, each: getattr(module, each, None), name.split("."), block)
+    part: Any = block
+    for each in name.split("."):
+        part = getattr(part, each, None)
+    return part
 
 
 def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:

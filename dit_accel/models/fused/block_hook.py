@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import nn
 
 from dit_accel.kernels import attention
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.loop.controller import Controller
+from dit_accel.loop.branch import Call
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.call_facts import NO_CALL
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
@@ -38,27 +39,28 @@ class BlockHook(Hook, ABC):
 
     Args:
         name: the block's name in the report.
-        driver: driver of the transformer; has the run in progress, and whether kernels are fused.
+        driver: driver of the transformer; its session has the call in progress.
     """
 
     processors: tuple[type, ...]  # attention processors that the hook can replace
     attentions: tuple[str, ...] = ("attn",)  # names of the block's attention modules
     reads: tuple[str, ...] = ()  # arguments of the block's forward that some versions of diffusers lack
+    attends_by_sample = False  # True if attention runs sample by sample where prompts differ in length
     norms: str | tuple[str, ...] = "norm"  # prefixes of the names of norms that fused kernels replace
 
     def __init__(self, name: str, driver: FamilyDriver) -> None:
         super().__init__()
         self.name = name
         self.driver = driver
+        self.preset = driver.preset
 
     @property
-    def controller(self) -> Controller:
-        """Controller of the run in progress."""
-        return self.driver.controller
+    def call(self) -> Any:
+        """The call in progress."""
+        return self.driver.session.call
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self._defaults = {each.name: each.default for each in parameters if each.kind not in GATHERED}
+        self._defaults = _defaults(type(module))
         missing = [name for name in self.reads if name not in self._defaults]
         self._why_other = f"in this version of diffusers the block takes no {missing[0]}" if missing else None
         return module
@@ -93,10 +95,8 @@ class BlockHook(Hook, ABC):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute, forecast or leave alone, as the call in progress requires."""
-        if torch.compiler.is_compiling() or is_compiled(module):
-            return self.fn_ref.original_forward(*args, **kwargs)
-        call, level = self.controller.call, self.controller.preset.forecast.level
-        if call is None or not self.stands_in():
+        call, level = self.driver.session.call, self.preset.forecast.level
+        if torch.compiler.is_compiling() or call is None or not self.stands_in(call) or is_compiled(module):
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
         reason = self._why_other or why_not_replaceable(module) or why_called(module, self.norms)
@@ -107,7 +107,7 @@ class BlockHook(Hook, ABC):
         if reason is not None:
             call.dense.add(self.name)
             if level == "head" or not call.skips:  # else the hook on its attention runs it, or reports why not
-                self.controller.report.fall_back(self.name, reason)
+                call.report.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
         whole_layer = level == "layer" or call.site(self.name, SiteState).heads.degraded
@@ -115,17 +115,18 @@ class BlockHook(Hook, ABC):
             return self.forecast(module, given)
         return self.compute(module, given)
 
-    def stands_in(self) -> bool:
+    def stands_in(self, call: Call) -> bool:
         """Return True if the call in progress needs more than the block's own forward."""
-        call = self.controller.call
-        records = call.records and self.controller.preset.forecast.level != "output"  # at "output" no block records
-        return records or call.skips or call.mode is StepMode.DISPATCH or self.driver.facts.fuses
+        facts = call.facts or NO_CALL
+        records = call.records and self.preset.forecast.level != "output"  # at "output" no block records
+        is_ragged = self.attends_by_sample and facts.text is not None and facts.text.ragged
+        return records or call.skips or call.mode is StepMode.DISPATCH or facts.fuses or is_ragged
 
     @property
     def attends(self) -> bool:
         """Return True if :meth:`site` runs the block's attention in this call instead of its processor."""
-        call = self.controller.call
-        return (self.controller.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
+        call = self.call
+        return (self.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Return True if attention runs here: at the site, or as dense attention after fused kernels."""
@@ -158,7 +159,7 @@ class BlockHook(Hook, ABC):
         """
         if backend is None and self.driver.attends_by_kernel(q):
             plan = self.driver.every_row(*q.shape[:3], q.device)
-            return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
+            return attention(q, k, v, plan, kv_len=kv_len, backend=self.preset.kernels.attention)
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
     def attend_computed(
@@ -171,7 +172,7 @@ class BlockHook(Hook, ABC):
     def _attend_computed(
         self, site: TileSite | HeadSite, backend: Any, gate: torch.Tensor | None, *qkv: torch.Tensor
     ) -> torch.Tensor:
-        joint, block = self.driver.facts.joint, self.controller.preset.blocks.size
+        joint, block = self.driver.facts.joint, self.preset.blocks.size
         layout = TokenLayout(0, qkv[0].shape[1], block) if joint is None else joint.layout(block)
         return site.attend_computed(Inputs(*qkv, layout, partial(self.attend_dense, *qkv, backend), gate=gate))
 
@@ -186,15 +187,15 @@ class BlockHook(Hook, ABC):
 
     def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
         """Record a whole feature if a later DISPATCH step may forecast it; ``by_row`` also allows some rows."""
-        call, preset = self.controller.call, self.controller.preset
+        call, preset = self.call, self.preset
         whole = preset.forecast.level == "layer" or preset.reuse.degrade_below > 0
         if call.records and (whole or (by_row and preset.forecast.level == "head")):
             call.site(self.name, SiteState).history(feature, call.branch.memory).record(call.coordinate, value)
 
     def recall(self, feature: str) -> tuple[torch.Tensor, ...]:
         """Return the forecast of a whole feature."""
-        call = self.controller.call
-        history, method = call.site(self.name, SiteState).features[feature], self.controller.preset.forecast.method
+        call = self.call
+        history, method = call.site(self.name, SiteState).features[feature], self.preset.forecast.method
         return forecast(method, history, call.coordinate, call.branch.order)
 
     def site(self) -> TileSite | HeadSite:
@@ -216,21 +217,28 @@ class BlockHook(Hook, ABC):
             return "several devices share tokens, which is not tested with its blocks"
         if (exchange := self.driver.facts.exchange) is None:
             return RING
-        if self.controller.preset.forecast.level == "head":
+        if self.preset.forecast.level == "head":
             return "level head needs all heads of a token on one GPU, and context parallelism distributes them"
         heads, _ = self.driver.family.heads(self.driver.transformer)
         return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
     def _why_dense(self, module: nn.Module, given: SimpleNamespace) -> str | None:
         """Return why the site can't run sparse attention now, or None."""
-        call, device = self.controller.call, given.hidden_states.device
+        call, device = self.call, given.hidden_states.device
         if torch.is_autocast_enabled(device.type):  # it casts inputs of modules, and sites call no modules
             return "autocast"
         reason = why_called(module, self.attentions) or self.why_dense(module, given)
-        if reason is not None or self.controller.preset.forecast.level != "head":
+        if reason is not None or self.preset.forecast.level != "head":
             return reason
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).tiles.symbols is None:
             reason = "no symbols: the block could not skip tiles at the latest UPDATE"
         return reason
+
+
+@cache
+def _defaults(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the parameters of a block's forward with their defaults."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return {each.name: each.default for each in parameters if each.kind not in GATHERED}

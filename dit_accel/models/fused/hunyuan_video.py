@@ -107,7 +107,7 @@ class _HunyuanBlockHook(JointBlockHook):
         if self.driver.facts.fuses and is_plain and norm.weight.dtype == x.dtype:
             plan = self.driver.every_row(*out.shape[:3], x.device)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
-            gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.controller.preset.kernels.gemm)
+            gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.preset.kernels.gemm)
         else:
             own = tuple(table[: x.shape[1]] for table in rotary)
             normalise_heads(norm, heads_of(attn, linear(x)), own, out=out[:, : x.shape[1]])

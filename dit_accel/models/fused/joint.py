@@ -34,6 +34,7 @@ class JointBlockHook(BlockHook):
     """Base of the hooks on double and single blocks."""
 
     text_first: bool  # in the joint sequence
+    attends_by_sample = True
     rotary = "image_rotary_emb"  # argument that holds the RoPE tables
 
     @abstractmethod
@@ -73,10 +74,6 @@ class JointBlockHook(BlockHook):
         """Put image and text into the sequence's order; the same swap turns that order back."""
         return (text, image) if self.text_first else (image, text)
 
-    def stands_in(self) -> bool:
-        """Return True also if prompts differ in length: their attention then runs sample by sample."""
-        return super().stands_in() or self.is_ragged
-
     @property
     def is_ragged(self) -> bool:
         return self.driver.facts.text is not None and self.driver.facts.text.ragged
@@ -108,7 +105,7 @@ class JointBlockHook(BlockHook):
                 parts.append(dispatch_attention_fn(q[sample], keys, values, backend=backend))
             return torch.cat(parts)
 
-        layout = TokenLayout(text, vision, self.controller.preset.blocks.size, text_first=self.text_first)
+        layout = TokenLayout(text, vision, self.preset.blocks.size, text_first=self.text_first)
         return site.attend_computed(Inputs(q, k, v, layout, dense, kv_len))
 
 

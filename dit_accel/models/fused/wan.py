@@ -82,7 +82,7 @@ class WanBlockHook(BlockHook):
         if rows is None:
             q, k, v = query_key_value(attn, x)
         else:
-            q = gemm_q(x, *query_weight(attn), rows, backend=self.controller.preset.kernels.gemm)
+            q = gemm_q(x, *query_weight(attn), rows, backend=self.preset.kernels.gemm)
             k, v = key_value(attn, x)
         tables = tuple(table[0, :, 0].float() for table in rotary)  # of [1, S, 1, D]
         q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
@@ -97,7 +97,7 @@ class WanBlockHook(BlockHook):
         In a DISPATCH step both projections run in ``rows`` only. The softmax over the prompt's few keys runs for all
         queries, but only results of ``rows`` are read.
         """
-        gemm, out = self.controller.preset.kernels.gemm, attn.to_out[0]
+        gemm, out = self.preset.kernels.gemm, attn.to_out[0]
         if rows is None:
             q = normalise_heads(attn.norm_q, heads_of(attn, attn.to_q(x)))
             return attn.to_out[1](out(_prompt_attention(attn, q, context)))

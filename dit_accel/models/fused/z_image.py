@@ -51,7 +51,7 @@ class ZImageBlockHook(BlockHook):
             return "a mask hides padding behind shorter sequences"
         if block.attention.norm_q is None:
             return "queries have no norm"
-        if not is_one and self.controller.preset.forecast.level == "head":
+        if not is_one and self.preset.forecast.level == "head":
             return "tokens of each sample have positions of their own"
         return None
 

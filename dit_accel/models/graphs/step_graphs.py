@@ -35,6 +35,7 @@ from dit_accel.models.graphs.limits import (
 )
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.parallel.context_parallel import exchanges_sizes, parallel_degree
+from dit_accel.presets import Preset
 
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with skipped tiles, and twice as many to spare
 NEW = object()  # marks the first call of a kind
@@ -45,7 +46,9 @@ class Driver(Protocol):
     """Interface of a transformer's driver that graphs use."""
 
     transformer: nn.Module
+    preset: Preset
     controller: Controller
+    session: Any  # has the call in progress
 
     def why_eager(self) -> str | None:
         """Return why the call in progress can't be captured, or None."""
@@ -91,8 +94,8 @@ class StepGraphs:
     def __init__(self, driver: Driver, graph: type[CudaGraph] = CudaGraph) -> None:
         self._driver = driver
         self._graph = graph
-        self._wanted = driver.controller.preset.kernels.graphs
-        self._preset_refuses = why_not_preset(driver.controller.preset)
+        self._wanted = driver.preset.kernels.graphs
+        self._preset_refuses = why_not_preset(driver.preset)
         self._failed: str | None = None
         self._lock = threading.RLock()  # guards all attributes: several threads may call one transformer
         self._turns = Turns()  # serialises uses of static inputs and of the pool
@@ -184,20 +187,19 @@ class StepGraphs:
 
     def _capture(self, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
         """Capture a new graph, or return why it failed; then no further capture is tried."""
-        controller = self._driver.controller
+        session, report = self._driver.session, call.report
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
         aside = replace(call, work={}, dense=set(), symbols={}, densities={}, measured=[])
 
         def compute() -> tuple:
-            report = controller.report
-            before = controller.call, report.fallbacks
-            controller.call, report.fallbacks = aside, []
+            before = session.call, report.fallbacks
+            session.call, report.fallbacks = aside, []
             try:
                 output = original(*args, **kwargs)
                 return output, Announcement(aside.symbols, aside.densities), report.fallbacks
             finally:
-                controller.call, report.fallbacks = before
+                session.call, report.fallbacks = before
 
         if not self:  # a pool whose last graph is gone can't be captured into again
             self._pool = self._graph.new_pool()

@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import Call
-from dit_accel.loop.runs import Runs
 from dit_accel.models.beside.control_net import DeferredCall, DeferredTensor, TensorForm, call_form
 
 GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the group of devices that share its branches
@@ -29,22 +28,23 @@ class SharedBranches:
 
     Args:
         transformer: the transformer; it may have a group under the name above.
-        runs: runs over the transformer.
     """
 
-    def __init__(self, transformer: nn.Module, runs: Runs) -> None:
+    def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
-        self._runs = runs
         self._forms: dict[tuple, tuple[Any, Any]] = {}  # forms of outputs, and of observed outputs, by kind of call
 
-    def run(self, call: Call, given: Any, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
+    def run(
+        self, session: Any, call: Call, given: Any, compute: Callable[[], Any], observe: Callable[[Any], Any]
+    ) -> Any:
         """Return the output of a call that is not forecast.
 
         The first call of its kind runs on all devices, because the form of the output is not known yet.
 
         Args:
+            session: owns the call (:class:`~dit_accel.models.session.Session`).
             given: arguments of the call.
-            run: computes the output on this device.
+            compute: computes the output on this device.
             observe: takes the output from any device, and returns the output for the pipeline.
 
         Raises:
@@ -53,19 +53,19 @@ class SharedBranches:
         """
         group = getattr(self._transformer, GROUP, None)
         if group is None:
-            return observe(run())
+            return observe(compute())
         kind = self._kind(call, given)
         owner, known = call.place % dist.get_world_size(group), self._forms.get(kind)
         is_own = owner == dist.get_rank(group)
         if known is not None and not is_own:
             form, standing = known
             return self._awaited(
-                standing, lambda: observe(_sent(pytree.tree_map_only(TensorForm, _empty, form), owner, group))
+                session, standing, lambda: observe(_sent(pytree.tree_map_only(TensorForm, _empty, form), owner, group))
             )
-        output = run()
+        output = compute()
         if not is_own:
             call.branch.sites.clear()  # another device has the blocks' records of this branch
-        self._runs.current.branches.settle()
+        session.run.branches.settle()
         form = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
         if known is not None and form != known[0]:
             raise UnsupportedError(
@@ -83,15 +83,18 @@ class SharedBranches:
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return call_form(given), call.branch.shapes, weight.dtype, cast
 
-    def _awaited(self, form: Any, receive: Callable[[], Any]) -> Any:
+    def _awaited(self, session: Any, form: Any, receive: Callable[[], Any]) -> Any:
         """Return a placeholder of that form, which receives the output when it is first read."""
         received: list[Any] = []
-        caller = self._runs.caller
-        self._runs.current.branches.awaited.append(lambda: received.append(receive()))
+        pipeline = session.pipeline
+        session.run.branches.awaited.append(lambda: received.append(receive()))
 
         def settled() -> Any:
-            with self._runs.calling(caller) as controller:
-                controller.branches.settle()
+            session.begin(pipeline)
+            try:
+                session.run.branches.settle()
+            finally:
+                session.end()
             if not received:
                 raise UnsupportedError("the output of another device's branch was read after its run had ended")
             return received[0]

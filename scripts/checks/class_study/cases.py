@@ -19,8 +19,8 @@ from diffusers.models.embeddings import TimestepEmbedding
 from torch.utils import _pytree as pytree
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
-from dit_accel.models.families.family import FURTHER_LATENTS, latents_of
-from dit_accel.models.transformer import TIMESTEPS, predictions
+from dit_accel.models.families.family import FURTHER_LATENTS, TIMESTEPS, latents_of
+from dit_accel.models.session import predictions
 from scripts.checks.class_study.small import SMALL
 from tests.tiny import redraw, smooth_in_time
 
