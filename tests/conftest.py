@@ -23,15 +23,17 @@ if not torch.cuda.is_available():
     spare_repetition()
 
 
-# Tests of what a release ships besides the library. They run with --release, or if a command names them.
-RELEASE = tuple(
-    Path(__file__).parent / name for name in ("scripts", "test_examples.py", "test_packaging.py", "test_site.py")
-)
+# Tests of what changes seldom: what a release ships besides the library, and the tiny pipelines of the other tests.
+# They run with --release, or if a command names them.
+RELEASE = [
+    Path(__file__).parent / name
+    for name in ("scripts", "test_examples.py", "test_packaging.py", "test_site.py", "test_tiny.py")
+]
 AT_EACH_CHANGE = Path(__file__).parent / "scripts/test_mutants.py"  # names code that changes
 
 
 def pytest_addoption(parser):
-    parser.addoption("--release", action="store_true", help="also test scripts, examples, wheels and the site")
+    parser.addoption("--release", action="store_true", help="also run tests of what changes seldom")
 
 
 def pytest_configure(config):

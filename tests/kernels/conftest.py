@@ -9,12 +9,14 @@ from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, AttentionPlan, SparseSymbols, TileMasks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLEMENTATIONS = [
-    (backend, dtype)
-    for backend in ("reference", "triton")
-    for dtype in (torch.float32, torch.float16, torch.bfloat16)
-    if (backend, dtype, DEVICE) != ("triton", torch.bfloat16, "cpu")  # wrong in the interpreter, and refused there
-]
+BACKENDS = ("reference", "triton")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+IMPLEMENTED = {"backend": BACKENDS, "dtype": DTYPES}  # axes of a pairwise test
+
+
+def is_refused(case: dict) -> bool:
+    """Return True for Triton's bfloat16 on a CPU: the interpreter computes it wrongly, and the ops refuse it there."""
+    return (case["backend"], case["dtype"], DEVICE) == ("triton", torch.bfloat16, "cpu")
 
 
 class Sparsity(NamedTuple):
@@ -36,14 +38,8 @@ def device() -> str:
     return DEVICE
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=BACKENDS)
 def backend(request) -> str:
-    return request.param
-
-
-@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda case: f"{case[0]}-{str(case[1]).removeprefix('torch.')}")
-def implementation(request) -> tuple[str, torch.dtype]:
-    """A backend and a dtype it computes in."""
     return request.param
 
 

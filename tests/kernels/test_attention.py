@@ -8,7 +8,9 @@ import torch
 
 from dit_accel.errors import BackendError, ShapeError, UnsupportedError
 from dit_accel.kernels import attention
+from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import check
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -25,9 +27,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_equals_dense_masked_attention(case, implementation, make_tensor, make_sparsity, assert_no_worse):
-    backend, dtype = implementation
+@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+def test_equals_dense_masked_attention(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     sparsity = make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], 16)
     q, k, v = (make_tensor(*shape, dtype=dtype) for _ in range(3))

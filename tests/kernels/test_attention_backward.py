@@ -9,8 +9,10 @@ import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import attention, attention_backward, differentiable_attention, lower, pack_bits
+from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending
 from tests.kernels.test_lowering import needs_gpu
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -70,9 +72,8 @@ def test_equals_autograd_through_dense_attention(case, backend, make_tensor, mak
     check(*tensors, make_sparsity(**case), backend, assert_no_worse)
 
 
-@pytest.mark.parametrize("masked", [None, 0.6], ids=["plain", "masks"])
-def test_precisions(masked, implementation, make_tensor, make_sparsity, assert_no_worse):
-    backend, dtype = implementation
+@pairwise(is_refused, masked=(None, 0.6), **IMPLEMENTED)
+def test_precisions(masked, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     tensors = [make_tensor(1, 100, 1, 16, dtype=dtype) for _ in range(4)]
     check(*tensors, make_sparsity(1, 1, 100, rows=1.1, tiles=0.8, masked=masked), backend, assert_no_worse)
 
@@ -150,9 +151,9 @@ def test_gpus_without_tensor_descriptors(case, monkeypatch, make_tensor, make_sp
     check(*tensors, make_sparsity(**case), "triton", assert_no_worse)
 
 
-def test_gradients_flow_through_differentiable_attention(implementation, make_tensor, make_sparsity, assert_no_worse):
+@pairwise(is_refused, **IMPLEMENTED)
+def test_gradients_flow_through_differentiable_attention(backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     """Its output is attention's, and 0 where rows do not compute; the gradient of a sum is a view of one number."""
-    backend, dtype = implementation
     sparsity = make_sparsity(1, 2, 130)
     q, k, v = (make_tensor(1, 130, 2, 16, dtype=dtype).requires_grad_() for _ in range(3))
     out = differentiable_attention(q, k, v, sparsity.plan, scale=0.3, backend=backend)

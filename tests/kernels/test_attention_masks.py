@@ -8,7 +8,9 @@ import torch
 
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, TileMasks
+from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending, check
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -21,9 +23,8 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED.keys())
-def test_masks_inside_tiles(case, implementation, make_tensor, make_sparsity, assert_no_worse):
-    backend, dtype = implementation
+@pairwise(is_refused, case=MASKED, **IMPLEMENTED)
+def test_masks_inside_tiles(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], 16, dtype=dtype) for _ in range(3))
     check(q, k, v, make_sparsity(**case), backend, assert_no_worse)
 

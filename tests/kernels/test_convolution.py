@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import convolution, fold_upsampling, upsampled_convolution
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 LAST = torch.channels_last_3d
 SHAPES = {  # of x, output channels, taps
@@ -14,6 +16,7 @@ SHAPES = {  # of x, output channels, taps
     "image": ((1, 16, 1, 3, 20), 64, (1, 3, 3)),
     "one-tap": ((1, 48, 2, 1, 1), 192, (1, 1, 1)),
 }
+VIDEOS = ((2, 16, 3, 5, 9), (1, 16, 1, 2, 17))
 
 
 def assert_close(actual, expected, dtype, work):
@@ -23,10 +26,9 @@ def assert_close(actual, expected, dtype, work):
     assert ((actual.double() - expected).abs() <= allowed + 2e-4).all()
 
 
-@pytest.mark.parametrize(("shape", "outputs", "taps"), SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("adds", [True, False], ids=["bias-and-residual", "alone"])
-def test_convolves(shape, outputs, taps, adds, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, case=SHAPES, adds=(True, False), **IMPLEMENTED)
+def test_convolves(case, adds, backend, dtype, make_tensor):
+    shape, outputs, taps = case
     shape = (*shape[:3], *(side + tap - 1 for side, tap in zip(shape[3:], taps[1:], strict=True)))
     x, weight = make_tensor(*shape, dtype=dtype), make_tensor(outputs, shape[1], *taps, dtype=dtype)
     expected = F.conv3d(x.double(), weight.double())
@@ -38,12 +40,15 @@ def test_convolves(shape, outputs, taps, adds, implementation, make_tensor):
     assert_close(out, expected, dtype, shape[1] * weight[0, 0].numel())
 
 
-@pytest.mark.parametrize("frames", [False, True], ids=["pixels", "pixels-and-frames"])
-@pytest.mark.parametrize("mode", ["constant", "replicate"])
-@pytest.mark.parametrize("shape", [(2, 16, 3, 5, 9), (1, 16, 1, 2, 17)], ids=["frames", "one-frame"])
-def test_convolves_what_would_be_upsampled(frames, mode, shape, implementation, make_tensor):
+@pairwise(
+    is_refused,
+    frames=(False, True),
+    mode=("constant", "replicate"),
+    shape=((2, 16, 3, 5, 9), (1, 16, 1, 2, 17)),
+    **IMPLEMENTED,
+)
+def test_convolves_what_would_be_upsampled(frames, mode, shape, backend, dtype, make_tensor):
     """The first frame is not repeated, and the frame before it is a copy of it."""
-    backend, dtype = implementation
     x, bias = make_tensor(*shape, dtype=dtype), make_tensor(32, dtype=dtype)
     weight = make_tensor(32, shape[1], 3 if frames else 1, 3, 3, dtype=dtype)
     large = x.double().repeat_interleave(2, 3).repeat_interleave(2, 4)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from dit_accel.errors import BackendError, ShapeError
 from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, lower, pack_bits
 from dit_accel.kernels._cuda.gemm_o import limit
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
@@ -22,6 +24,7 @@ CASES = {
     "64-heads": {"batch": 1, "heads": 64, "tokens": 70},
 }
 HEAD_DIM, COLUMNS = 16, 40
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_CASES = {  # blocks of 128, for the kernel that takes no others
     "ragged": {"batch": 2, "heads": 3, "tokens": 1000, "columns": 1544},
@@ -43,11 +46,10 @@ def only(o, keep):
     return torch.where(keep[..., None], o, 0.0)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pairwise(is_refused, case=CASES, **IMPLEMENTED)
 def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
-    case, implementation, make_tensor, make_sparsity, assert_no_worse
+    case, backend, dtype, make_tensor, make_sparsity, assert_no_worse
 ):
-    backend, dtype = implementation
     sparsity = make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], HEAD_DIM)
     o, *history = (make_tensor(*shape, dtype=dtype) for _ in range(3))
@@ -62,12 +64,11 @@ def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
         assert_no_worse(biases, dense(reused.double(), *wide), dense(reused, weight, bias))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pairwise(is_refused, case=CASES, **IMPLEMENTED)
 def test_update_rebases_the_stack_before_onto_the_new_symbols(
-    case, implementation, make_tensor, make_sparsity, assert_no_worse
+    case, backend, dtype, make_tensor, make_sparsity, assert_no_worse
 ):
     """Cases include everything computed before and after, and everything reused before and after."""
-    backend, dtype = implementation
     before, now = make_sparsity(**case), make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], HEAD_DIM)
     o, *history = (make_tensor(*shape, dtype=dtype) for _ in range(3))
@@ -121,12 +122,11 @@ def test_unchanged_symbols_leave_the_stack_before_as_it_is(backend, make_tensor,
     assert torch.equal(stack[1:], before[:2])
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pairwise(is_refused, case=CASES, **IMPLEMENTED)
 def test_dispatch_adds_computed_heads_to_the_forecast_bias(
-    case, implementation, make_tensor, make_sparsity, assert_no_worse
+    case, backend, dtype, make_tensor, make_sparsity, assert_no_worse
 ):
     """Reused rows of o hold NaN, which must not reach the sum."""
-    backend, dtype = implementation
     sparsity = make_sparsity(**case)
     computed = sparsity.tokens_computed()
     o = make_tensor(case["batch"], case["tokens"], case["heads"], HEAD_DIM, dtype=dtype)
@@ -178,19 +178,15 @@ def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsit
     assert (rebased[1] == large).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_whole_heads_of_full_size(head_dim, implementation, make_tensor, make_sparsity, assert_no_worse):
-    backend, dtype = implementation
+@pairwise(is_refused, head_dim=(64, 128), **IMPLEMENTED)
+def test_whole_heads_of_full_size(head_dim, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     sparsity = make_sparsity(1, 2, 130, block=128)
     o, weight = make_tensor(1, 130, 2, head_dim, dtype=dtype), make_tensor(COLUMNS, 2 * head_dim, dtype=dtype)
     check_both_stages(o, weight, None, sparsity, backend, assert_no_worse, history=[torch.flip(o, [1])])
 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel is made of Hopper's own instructions")
-@pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES.keys())
-@pytest.mark.parametrize("entries", [1, 2, 4])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pairwise(case=HOPPER_CASES, entries=(1, 2, 4), head_dim=(64, 128), dtype=HALVES)
 def test_hopper_kernel(case, entries, head_dim, dtype, make_tensor, make_sparsity, assert_no_worse):
     """The attention columns of a fused weight, over the whole sequence or one stream of it."""
     batch, heads, tokens, columns = (case[name] for name in ("batch", "heads", "tokens", "columns"))

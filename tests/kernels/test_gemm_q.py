@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from dit_accel.errors import BackendError, ShapeError
 from dit_accel.kernels import gemm_q
 from dit_accel.kernels._cuda.gemm_q import limit
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
@@ -20,6 +22,7 @@ CASES = {
 }
 FUSIONS = {"plain": (False, False), "norm": (True, False), "rope": (False, True), "norm-and-rope": (True, True)}
 HEAD_DIM, CHANNELS = 16, 40
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_CASES = {  # blocks of 128, for the kernel that takes no others
     "ragged": {"batch": 2, "heads": 3, "tokens": 1000, "channels": 200},
@@ -80,10 +83,8 @@ def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm
     assert torch.equal(own[chosen], out[:, stream][chosen])
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS.keys())
-def test_equals_dense_projection(case, fusion, implementation, device, make_tensor, make_sparsity, assert_no_worse):
-    backend, dtype = implementation
+@pairwise(is_refused, case=CASES, fusion=FUSIONS, **IMPLEMENTED)
+def test_equals_dense_projection(case, fusion, backend, dtype, device, make_tensor, make_sparsity, assert_no_worse):
     width = case["heads"] * HEAD_DIM
     x = make_tensor(case["batch"], case["tokens"], CHANNELS, dtype=dtype)
     weight, bias = make_tensor(width, CHANNELS, dtype=dtype), make_tensor(width, dtype=dtype)
@@ -92,19 +93,15 @@ def test_equals_dense_projection(case, fusion, implementation, device, make_tens
     check(x, weight, bias, make_sparsity(**case), backend, assert_no_worse, norm_weight=norm_weight, rope=rope)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_whole_heads_of_full_size(head_dim, implementation, device, make_tensor, make_sparsity, assert_no_worse):
-    backend, dtype = implementation
+@pairwise(is_refused, head_dim=(64, 128), **IMPLEMENTED)
+def test_whole_heads_of_full_size(head_dim, backend, dtype, device, make_tensor, make_sparsity, assert_no_worse):
     x, weight = make_tensor(1, 130, CHANNELS, dtype=dtype), make_tensor(2 * head_dim, CHANNELS, dtype=dtype)
     options = {"norm_weight": make_tensor(head_dim, dtype=dtype), "rope": make_rope(130, device, head_dim)}
     check(x, weight, None, make_sparsity(1, 2, 130, block=128), backend, assert_no_worse, **options)
 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel is made of Hopper's own instructions")
-@pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES.keys())
-@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS.keys())
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pairwise(case=HOPPER_CASES, fusion=FUSIONS, head_dim=(64, 128), dtype=HALVES)
 def test_hopper_kernel(case, fusion, head_dim, dtype, device, make_tensor, make_sparsity, assert_no_worse):
     """The query rows of a fused qkv weight, over the whole sequence or one stream of it."""
     batch, heads, tokens, channels = (case[name] for name in ("batch", "heads", "tokens", "channels"))

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import add_residual, group_moments, group_norm
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 LAST = torch.channels_last
 SHAPES = {"odd": (2, 24, 5, 7), "one-pixel": (1, 16, 1, 1), "chunks": (1, 64, 33, 65)}
@@ -23,11 +25,8 @@ def assert_close(actual, expected, dtype):
     assert ((actual.double() - expected).abs() <= rounding + 2e-5).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("silu", [True, False], ids=["silu", "norm-alone"])
-@pytest.mark.parametrize("has_bias", [True, False], ids=["biased-input", "input"])
-def test_normalises_groups(shape, silu, has_bias, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, shape=SHAPES, silu=(True, False), has_bias=(True, False), **IMPLEMENTED)
+def test_normalises_groups(shape, silu, has_bias, backend, dtype, make_tensor):
     x, channels = make_tensor(*shape, dtype=dtype) * 3 + 1, shape[1]
     weight, bias, input_bias = (make_tensor(channels, dtype=dtype) for _ in range(3))
     given = {"groups": 8, "eps": 1e-6, "silu": silu, "input_bias": input_bias if has_bias else None}
@@ -35,10 +34,9 @@ def test_normalises_groups(shape, silu, has_bias, implementation, make_tensor):
     assert_close(out, exact(x, weight, bias, *given.values()), dtype)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 8, 3, 5, 7)], ids=[*SHAPES, "video"])
-def test_moments_of_groups(shape, implementation, make_tensor):
+@pairwise(is_refused, shape=SHAPES | {"video": (2, 8, 3, 5, 7)}, **IMPLEMENTED)
+def test_moments_of_groups(shape, backend, dtype, make_tensor):
     """Of features behind a bias; a norm takes those of other features."""
-    backend, dtype = implementation
     x, bias = make_tensor(*shape, dtype=dtype) * 3 + 1, make_tensor(shape[1], dtype=dtype)
     moments = group_moments(x, groups=4, input_bias=bias, backend=backend)
     values = (x.double().movedim(1, -1) + bias.double()).movedim(-1, 1).reshape(shape[0], 4, -1)
@@ -63,10 +61,8 @@ def test_a_mean_far_from_zero_costs_no_digits(backend, make_tensor):
     assert (out.double() - exact(x, weight, bias, 4, 1e-6, False, None)).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
-def test_adds_a_residual(shape, has_bias, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, shape=SHAPES, has_bias=(True, False), **IMPLEMENTED)
+def test_adds_a_residual(shape, has_bias, backend, dtype, make_tensor):
     x, update, bias = make_tensor(*shape, dtype=dtype), make_tensor(*shape, dtype=dtype), make_tensor(shape[1])
     out = add_residual(x, update.contiguous(memory_format=LAST), bias if has_bias else None, backend=backend)
     expected = x.double() + update.double() + (bias.double()[:, None, None] if has_bias else 0.0)
@@ -81,14 +77,12 @@ PADDINGS = {
 }
 
 
-@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
-@pytest.mark.parametrize("times", [None, 1, 2], ids=["plain", "scale-by-pixel", "scale-by-2-x-2"])
-def test_videos_get_a_border_of_repeated_pixels(padding, times, implementation, make_tensor):
+@pairwise(is_refused, padding=PADDINGS, times=(None, 1, 2), **IMPLEMENTED)
+def test_videos_get_a_border_of_repeated_pixels(padding, times, backend, dtype, make_tensor):
     """The moments are those of all frames, and frames before are the video's own where it has them.
 
     A scale and a shift may count for blocks of pixels.
     """
-    backend, dtype = implementation
     x, weight, bias = make_tensor(2, 16, 5, 4, 6, dtype=dtype), make_tensor(16), make_tensor(16)
     shape = (2, 16, 5, 4 // (times or 1), 6 // (times or 1))
     scale, shift = (None if times is None else make_tensor(*shape, dtype=dtype) for _ in range(2))

@@ -15,6 +15,8 @@ from dit_accel.kernels import (
     lower,
     pack_bits,
 )
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 FEATURES = {"softmax": lambda x: x.softmax(-1), "elu": lambda x: F.elu(x) + 1, "relu": torch.relu}
 CASES = {  # batch, heads, tokens, block, kv_len, feature map
@@ -63,10 +65,9 @@ def dense(q, k, v, marginal, block, feature_map, kv_len=None):
     return torch.einsum("bhij,bjhd->bihd", weights / torch.where(total > 0, total, 1.0), v)
 
 
-@every_case
-def test_equals_the_definition(case, implementation, device, make_tensor, make_marginal, assert_no_worse):
+@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+def test_equals_the_definition(case, backend, dtype, device, make_tensor, make_marginal, assert_no_worse):
     """Computed rows, with and without marginal tiles; the others keep the content of ``out``."""
-    backend, dtype = implementation
     batch, heads, tokens, block, kv_len, feature_map = case
     kv_len = lengths_of(kv_len, device)
     sparsity, marginal = make_marginal(batch, heads, tokens, block)

@@ -7,6 +7,8 @@ import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 MODULATIONS = {"shared": (1, 1), "per-sample": (2, 1), "per-token": (2, 7)}
 WIDTH = 48  # not a power of two
@@ -26,43 +28,42 @@ def assert_rounded_once(actual, exact, dtype, terms):
     assert ((actual.double() - exact).abs() <= allowed).all()
 
 
-@pytest.fixture(params=MODULATIONS.values(), ids=MODULATIONS.keys())
-def modulation(request, make_tensor):
-    """``make(width, count)``: ``count`` modulations, float32 like Wan's."""
-    return lambda width, count: [make_tensor(*request.param, width) for _ in range(count)]
+@pytest.fixture
+def modulations(rows, make_tensor):
+    """``make(width, count)``: ``count`` modulations, float32 like Wan's, with ``rows`` of samples and tokens."""
+    return lambda width, count: [make_tensor(*rows, width) for _ in range(count)]
 
 
-@pytest.mark.parametrize("width", [WIDTH, 128])
-def test_norm_and_modulation(width, modulation, implementation, make_tensor):
-    backend, dtype = implementation
-    x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulation(width, 2)
+@pairwise(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)
+def test_norm_and_modulation(width, modulations, backend, dtype, make_tensor):
+    x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulations(width, 2)
     exact = exact_norm(x, scale, shift)
     assert_rounded_once(norm_modulate(x, scale, shift, backend=backend), exact, dtype, exact.abs() + 10)
 
 
-def test_gated_sum(modulation, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, rows=MODULATIONS, **IMPLEMENTED)
+def test_gated_sum(modulations, backend, dtype, make_tensor):
     x, update, (gate,) = (
         make_tensor(2, 7, WIDTH, dtype=dtype),
         make_tensor(2, 7, WIDTH, dtype=dtype),
-        modulation(WIDTH, 1),
+        modulations(WIDTH, 1),
     )
     exact = x.double() + gate.double() * update.double()
     terms = x.double().abs() + (gate.double() * update.double()).abs()
     assert_rounded_once(add_gated(x, update, gate, backend=backend), exact, dtype, terms)
 
 
-def test_without_a_gate_the_update_is_added_whole(implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, **IMPLEMENTED)
+def test_without_a_gate_the_update_is_added_whole(backend, dtype, make_tensor):
     x, update = make_tensor(2, 7, 48, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
     assert torch.equal(add_gated(x, update, None, backend=backend), x + update)
 
 
-def test_both_in_one_pass_equal_the_two_one_after_the_other(modulation, implementation, make_tensor):
+@pairwise(is_refused, rows=MODULATIONS, **IMPLEMENTED)
+def test_both_in_one_pass_equal_the_two_one_after_the_other(modulations, backend, dtype, make_tensor):
     """The norm reads the sum as it is written, rounded."""
-    backend, dtype = implementation
     x, update = make_tensor(2, 7, WIDTH, dtype=dtype), make_tensor(2, 7, WIDTH, dtype=dtype)
-    gate, scale, shift = modulation(WIDTH, 3)
+    gate, scale, shift = modulations(WIDTH, 3)
     summed, normed = add_gated_norm_modulate(x, update, gate, scale, shift, eps=1e-5, backend=backend)
     assert torch.equal(summed, add_gated(x, update, gate, backend=backend))
     expected = norm_modulate(summed, scale, shift, eps=1e-5, backend=backend)
@@ -73,11 +74,10 @@ def rms(x, eps):
     return x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-@pytest.mark.parametrize("width", [WIDTH, 128])
-def test_root_mean_square_leaves_the_mean(width, modulation, implementation, make_tensor):
+@pairwise(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)
+def test_root_mean_square_leaves_the_mean(width, modulations, backend, dtype, make_tensor):
     """With and without a shift."""
-    backend, dtype = implementation
-    x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulation(width, 2)
+    x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulations(width, 2)
     exact = rms(x, 1e-5) * (1 + scale.double())
     options = {"eps": 1e-5, "rms": True, "backend": backend}
     assert_rounded_once(norm_modulate(x, scale, **options), exact, dtype, exact.abs() + 10)
@@ -85,11 +85,11 @@ def test_root_mean_square_leaves_the_mean(width, modulation, implementation, mak
     assert_rounded_once(norm_modulate(x, scale, shift, **options), exact, dtype, exact.abs() + 10)
 
 
-def test_an_update_may_be_normalised(modulation, implementation, make_tensor):
+@pairwise(is_refused, rows=MODULATIONS, **IMPLEMENTED)
+def test_an_update_may_be_normalised(modulations, backend, dtype, make_tensor):
     """As in Z-Image: the update's norm, the sum, and the norm of the sum."""
-    backend, dtype = implementation
     x, update = make_tensor(2, 7, WIDTH, dtype=dtype), make_tensor(2, 7, WIDTH, dtype=dtype) * 4
-    gate, scale = modulation(WIDTH, 2)
+    gate, scale = modulations(WIDTH, 2)
     exact = x.double() + gate.double() * rms(update, 1e-4)
     summed = add_gated(x, update, gate, update_eps=1e-4, backend=backend)
     assert_rounded_once(summed, exact, dtype, x.double().abs() + exact.abs() + 10)

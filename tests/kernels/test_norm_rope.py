@@ -7,6 +7,8 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import norm_rope, norm_rope_pair
+from tests.kernels.conftest import BACKENDS, IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 WEIGHTS = {"per-head": lambda heads, dim: dim, "across-heads": lambda heads, dim: heads * dim, "no-norm": None}
 
@@ -44,11 +46,9 @@ def assert_rounded_once(actual, exact, dtype):
     assert ((actual.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("rotated", [True, False], ids=["rope", "no-rope"])
-@pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS.keys())
-@pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (4, 64)], ids=str)
-def test_norm_and_rotation(heads, head_dim, length, rotated, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, size=((3, 16), (4, 64)), length=WEIGHTS, rotated=(True, False), **IMPLEMENTED)
+def test_norm_and_rotation(size, length, rotated, backend, dtype, make_tensor):
+    heads, head_dim = size
     x = make_tensor(2, 5, heads, head_dim, dtype=dtype) * 2
     weight = None if length is None else make_tensor(length(heads, head_dim), dtype=dtype)
     rope = (make_tensor(5, head_dim), make_tensor(5, head_dim)) if rotated else None
@@ -64,11 +64,9 @@ HALVES = {  # batch and heads of the tables, and the features apart, of 16
 }
 
 
-@pytest.mark.parametrize("sizes", HALVES.values(), ids=HALVES)
-@pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS)
-def test_halves_of_a_head_are_rotated(length, sizes, implementation, make_tensor):
+@pairwise(is_refused, sizes=HALVES, length=WEIGHTS, **IMPLEMENTED)
+def test_halves_of_a_head_are_rotated(length, sizes, backend, dtype, make_tensor):
     """Tables may come with heads before tokens in memory, or as a part of wider ones."""
-    backend, dtype = implementation
     batch, heads, half = sizes
     x, weight = make_tensor(2, 5, 3, 16, dtype=dtype) * 2, None
     if length is not None:
@@ -92,8 +90,7 @@ def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
     assert joint[:, :2].isnan().all() and joint[:, 7:].isnan().all()
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["alike", "apart"])
-@pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS.keys())
+@pairwise(length=WEIGHTS, alike=(True, False), backend=BACKENDS)
 def test_a_pair_is_each_by_itself(length, alike, backend, make_tensor):
     """A pair gives the results of two single calls, for any memory layout, into new tensors or joint sequences."""
     projected = make_tensor(2, 5, 3 * 48)

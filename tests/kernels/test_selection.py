@@ -11,6 +11,8 @@ from dit_accel.kernels.constants import UNITS
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from tests.kernels.conftest import BACKENDS
+from tests.pairwise import pairwise
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -52,8 +54,7 @@ def naive_tiles(probabilities, tau, always):
     return tiles
 
 
-@pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(shape=SHAPES, tau=TAUS, backend=BACKENDS)
 def test_tiles_equal_a_naive_loop(shape, tau, backend, make_map):
     always = slice(1, 3)
     probabilities = make_map(*shape)
@@ -158,9 +159,9 @@ def naive_rows(probabilities, tau, text, vision):
     return rows
 
 
-@pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize(("batch", "heads", "text"), ROWS.values(), ids=ROWS.keys())
-def test_rows_equal_a_naive_loop(batch, heads, text, tau, backend, make_map):
+@pairwise(case=ROWS, tau=TAUS, backend=BACKENDS)
+def test_rows_equal_a_naive_loop(case, tau, backend, make_map):
+    batch, heads, text = case
     probabilities = make_map(batch, heads, 13)
     vision = slice(0, 11) if text.start else slice(text.stop, 12)
     bits = select_rows(probabilities, tau, text=text, vision=vision, backend=backend)

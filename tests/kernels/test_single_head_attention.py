@@ -7,6 +7,8 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import single_head_attention
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 SHAPES = {  # samples, queries, keys, features
     "wide": (1, 70, 70, 320),
@@ -33,16 +35,15 @@ def assert_close(out, expected):
     assert (out.double() - expected).norm() <= bound * expected.norm()
 
 
-@pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
-def test_attends(shape, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, shape=SHAPES, **IMPLEMENTED)
+def test_attends(shape, backend, dtype, make_tensor):
     qkv = given(shape, dtype, make_tensor)
     assert_close(single_head_attention(*qkv, backend=backend), exact(*qkv))
 
 
-def test_large_scores(implementation, make_tensor):
+@pairwise(is_refused, **IMPLEMENTED)
+def test_large_scores(backend, dtype, make_tensor):
     """Some weights are 0 and 1."""
-    backend, dtype = implementation
     query, key, value = given(SHAPES["wide"], dtype, make_tensor)
     assert_close(single_head_attention(30 * query, key, value, backend=backend), exact(30 * query, key, value))
 

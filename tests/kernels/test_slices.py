@@ -10,8 +10,9 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import SparseSymbols
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending, check, dense
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="device memory is a GPU's")
@@ -104,10 +105,9 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_ten
     assert torch.equal(poisoned[computed], clean[computed])
 
 
-@pytest.mark.parametrize("case", ["ragged", "block-128"])
-def test_equals_dense_masked_attention(case, implementation, make_slices, make_tensor, assert_no_worse):
+@pairwise(is_refused, case=("ragged", "block-128"), **IMPLEMENTED)
+def test_equals_dense_masked_attention(case, backend, dtype, make_slices, make_tensor, assert_no_worse):
     """Results are as exact as dense ones in the same precision; reused rows stay, empty ones are 0 with lse -inf."""
-    backend, dtype = implementation
     case = CASES[case]
     sparsity, pairs = make_slices(**case)
     q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], 16, dtype=dtype) for _ in range(3))

@@ -5,6 +5,8 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import swiglu
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairwise import pairwise
 
 
 def exact(x):
@@ -20,24 +22,23 @@ def assert_rounded_once(actual, x):
     assert ((actual.double() - expected).abs() <= allowed + smallest).all()
 
 
-@pytest.mark.parametrize("width", [48, 3000], ids=["part-of-a-program", "two-programs"])
-def test_gate_times_value(width, implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, width=(48, 3000), **IMPLEMENTED)
+def test_gate_times_value(width, backend, dtype, make_tensor):
     x = make_tensor(2, 7, 2 * width, dtype=dtype) * 3
     assert_rounded_once(swiglu(x, backend=backend), x)
 
 
-def test_gate_and_value_may_lie_apart(implementation, make_tensor):
+@pairwise(is_refused, **IMPLEMENTED)
+def test_gate_and_value_may_lie_apart(backend, dtype, make_tensor):
     """The gate is part of a wider tensor, the value has a projection of its own."""
-    backend, dtype = implementation
     wide, value = make_tensor(2, 7, 80, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
     gate = wide[..., 16:64]
     y = swiglu(gate, value, backend=backend)
     assert y.is_contiguous() and torch.equal(y, swiglu(torch.cat([gate, value], dim=-1), backend=backend))
 
 
-def test_of_features_of_a_wide_tensor_into_features_of_another(implementation, make_tensor):
-    backend, dtype = implementation
+@pairwise(is_refused, **IMPLEMENTED)
+def test_of_features_of_a_wide_tensor_into_features_of_another(backend, dtype, make_tensor):
     x = make_tensor(2, 7, 200, dtype=dtype)[:, 1:, 40:136]
     wide = torch.full((2, 6, 64), torch.nan, dtype=dtype, device=x.device)
     out = swiglu(x, out=wide[..., 10:58], backend=backend)
