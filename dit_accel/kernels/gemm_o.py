@@ -11,10 +11,8 @@ A remembered update's bias differs from its bias in the previous stack, ``B'``, 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +62,8 @@ def gemm_o_update(
             multiplied, and an entry is rounded once more in each update. None = all reused heads of the history are
             multiplied.
         offset: token of the plan's sequence at which o begins.
-        backend: "auto", "reference", or one of these; "auto" takes the first one that supports the call:
-            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
-            at a block, N a multiple of 8, rows at multiples of 16 bytes, at most 3 history entries.
-            "triton": from sm80 on; head dimensions 16, 32, 64 and 128.
+        backend: "auto", "reference" or "triton" (from sm80 on; head dimensions 16, 32, 64 and 128), which "auto" takes
+            if it supports the call.
 
     Returns:
         ``out`` ``[B, S, N]``, the dense projection, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
@@ -79,11 +75,12 @@ def gemm_o_update(
         checks.require_like(f"history[{index}]", entry, tuple(o.shape), "o", o)
     if previous is not None:
         _require_previous(previous, o, weight, plan, history)
-    tensors = () if previous is None else (("previous stack", previous[0]),)
-    limits = _limits(o, weight, plan, offset, bias=bias, history=history, tensors=tensors)
-    chosen = resolve_backend(backend, o, limits)
-    implement = _update_reference if chosen == "reference" else _kernels(chosen).update
-    return implement(o, weight, bias, plan, history, previous, offset)
+    arguments = o, weight, bias, plan, history, previous, offset
+    if _is_reference(backend, o):
+        return _update_reference(*arguments)
+    from dit_accel.kernels._triton.gemm_o import update
+
+    return update(*arguments)
 
 
 @custom_op(_empty_out, writes=["out"])
@@ -109,7 +106,7 @@ def gemm_o_dispatch(
         weights: M floats, the forecast's weight of each stack entry; they sum to 1 so that the bias counts once.
         offset: token of the plan's sequence at which o begins.
         out: ``[B, S, N]`` like o, contiguous; None = allocated. Every element is written.
-        backend: as for :func:`gemm_o_update`; "cuda" takes at most 8 stack entries.
+        backend: as for :func:`gemm_o_update`.
 
     Returns:
         ``out``.
@@ -126,22 +123,18 @@ def gemm_o_dispatch(
     if out is not None:
         _require_contiguous("out", out, shape, "o", o)
     out = o.new_empty(shape) if out is None else out
-    limits = _limits(o, weight, plan, offset, entries=len(stack), tensors=(("stack", stack), ("out", out)))
-    chosen = resolve_backend(backend, o, limits)
-    implement = _dispatch_reference if chosen == "reference" else _kernels(chosen).dispatch_into
-    implement(o, weight, plan, stack, weights, offset, out)
+    arguments = o, weight, plan, stack, weights, offset, out
+    if _is_reference(backend, o):
+        _dispatch_reference(*arguments)
+        return out
+    from dit_accel.kernels._triton.gemm_o import dispatch_into
+
+    dispatch_into(*arguments)
     return out
 
 
-def _limits(o: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, offset: int, **rest) -> dict[str, str | None]:
-    """Return why each backend can't take the arguments, or None, in the order in which "auto" tries them."""
-    from dit_accel.kernels._cuda.gemm_o import limit
-
-    return {"cuda": limit(o, weight, plan, offset, **rest), "triton": checks.triton_limit(o.shape[-1])}
-
-
-def _kernels(backend: str) -> ModuleType:
-    return importlib.import_module(f"dit_accel.kernels._{backend}.gemm_o")
+def _is_reference(backend: str, o: torch.Tensor) -> bool:
+    return resolve_backend(backend, o, {"triton": checks.triton_limit(o.shape[-1])}) == "reference"
 
 
 def _update_reference(o, weight, bias, plan, history, previous, offset) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,6 @@ needs no query.
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 
@@ -47,10 +45,8 @@ def gemm_q(
             as in FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.
         out: ``[B, plan.tokens, H, D]`` like x; its tokens ``offset .. offset + S`` are written. With None, a tensor of
             x's own length ``[B, S, H, D]`` is allocated **uninitialised**.
-        backend: "auto", "reference", or one of these; "auto" takes the first one that supports the call:
-            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
-            at a block, rows at multiples of 16 bytes.
-            "triton": from sm80 on; head dimensions 16, 32, 64 and 128.
+        backend: "auto", "reference" or "triton" (from sm80 on; head dimensions 16, 32, 64 and 128), which "auto" takes
+            if it supports the call.
 
     Returns:
         ``out``; rows that do not compute keep their values.
@@ -78,11 +74,12 @@ def _gemm_q(
 ) -> None:
     """Write x's queries into ``stream`` ``[B, S, H, D]``; the arguments are already checked."""
     arguments = (x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
-    chosen = resolve_backend(backend, x, _limits(x, weight, bias, plan, offset, norm_weight, rope, stream))
-    if chosen == "reference":
+    if resolve_backend(backend, x, {"triton": checks.triton_limit(stream.shape[-1])}) == "reference":
         _gemm_q_reference(*arguments)
-    else:
-        importlib.import_module(f"dit_accel.kernels._{chosen}.gemm_q").gemm_q_into(*arguments)
+        return
+    from dit_accel.kernels._triton.gemm_q import gemm_q_into
+
+    gemm_q_into(*arguments)
 
 
 def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
@@ -101,16 +98,6 @@ def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope
             cos, sin = (take(table[offset : offset + length], region.tokens)[:, None] for table in rope)
             query = query.float() * cos + _rotate_pairs(query.float()) * sin
         stream[region.batch][region.index] = query.to(stream.dtype)
-
-
-def _limits(x, weight, bias, plan, offset, norm_weight, rope, stream) -> dict[str, str | None]:
-    """Return why each backend can't take the arguments, or None, in the order in which "auto" tries them."""
-    from dit_accel.kernels._cuda.gemm_q import limit
-
-    return {
-        "cuda": limit(x, weight, bias, plan, offset, norm_weight, rope, stream),
-        "triton": checks.triton_limit(stream.shape[-1]),
-    }
 
 
 def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:

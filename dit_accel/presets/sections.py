@@ -197,7 +197,7 @@ class Kernels(Section):
 
     attention: Literal["auto", "reference", "triton", "cuda"] = "auto"
     """Sparse attention."""
-    gemm: Literal["auto", "reference", "triton", "cuda"] = "auto"
+    gemm: Literal["auto", "reference", "triton"] = "auto"
     """GEMM-Q and GEMM-O."""
     qk_dtype: Literal["int8", "int8+fp8"] | None = None
     """int8: sparse attention multiplies queries and keys in 8 bits. int8+fp8: probabilities and values too. null = in

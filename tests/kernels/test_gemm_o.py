@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dit_accel.errors import BackendError, ShapeError
+from dit_accel.errors import ShapeError
 from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, lower, pack_bits
-from dit_accel.kernels._cuda.gemm_o import limit
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairwise import pairwise
 
@@ -24,17 +23,6 @@ CASES = {
     "64-heads": {"batch": 1, "heads": 64, "tokens": 70},
 }
 HEAD_DIM, COLUMNS = 16, 40
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HOPPER_CASES = {  # blocks of 128, for the kernel that takes no others
-    "ragged": {"batch": 2, "heads": 3, "tokens": 1000, "columns": 1544},
-    "one-block": {"batch": 1, "heads": 1, "tokens": 100, "columns": 8},
-    "everything": {"batch": 1, "heads": 24, "tokens": 1024, "columns": 512, "rows": 1.1},
-    "all-reused": {"batch": 1, "heads": 5, "tokens": 300, "columns": 264, "rows": 0.0},
-    "many-tiles": {"batch": 1, "heads": 40, "tokens": 9000, "columns": 520},
-    "seam-left": {"batch": 2, "heads": 24, "tokens": 1200, "columns": 520, "offset": 0, "length": 500},
-    "seam-right": {"batch": 2, "heads": 24, "tokens": 1200, "columns": 520, "offset": 512, "length": 688},
-}
 
 
 def dense(o, weight, bias):
@@ -185,24 +173,6 @@ def test_whole_heads_of_full_size(head_dim, backend, dtype, make_tensor, make_sp
     check_both_stages(o, weight, None, sparsity, backend, assert_no_worse, history=[torch.flip(o, [1])])
 
 
-@pytest.mark.skipif(not HOPPER, reason="the kernel is made of Hopper's own instructions")
-@pairwise(case=HOPPER_CASES, entries=(1, 2, 4), head_dim=(64, 128), dtype=HALVES)
-def test_hopper_kernel(case, entries, head_dim, dtype, make_tensor, make_sparsity, assert_no_worse):
-    """The attention columns of a fused weight, over the whole sequence or one stream of it."""
-    batch, heads, tokens, columns = (case[name] for name in ("batch", "heads", "tokens", "columns"))
-    offset, width = case.get("offset", 0), heads * head_dim
-    stream = slice(offset, offset + case.get("length", tokens))
-    features = [make_tensor(batch, tokens, heads, head_dim, dtype=dtype)[:, stream] for _ in range(entries)]
-    weight = make_tensor(columns, 2 * width, dtype=dtype)[:, width:] * width**-0.5
-    bias = make_tensor(columns, dtype=dtype)
-    sparsity = make_sparsity(batch, heads, tokens, block=128, rows=case.get("rows", 0.4))
-    check_both_stages(features[0], weight, bias, sparsity, "cuda", assert_no_worse, history=features[1:], offset=offset)
-    if entries > 1:
-        before = make_sparsity(batch, heads, tokens, block=128, rows=case.get("rows", 0.4))
-        o, *history = features
-        check_rebase(o, history, weight, bias, before, sparsity, "cuda", assert_no_worse, offset=offset)
-
-
 def check_both_stages(o, weight, bias, sparsity, backend, assert_no_worse, *, history=(), offset=0):
     """UPDATE against the dense linear and the reused heads alone; DISPATCH on its stack, with NaN in reused rows."""
     stream = slice(offset, offset + o.shape[1])
@@ -225,25 +195,6 @@ def check_both_stages(o, weight, bias, sparsity, backend, assert_no_worse, *, hi
         return forecast + dense(only(o, computed), weight, None)
 
     assert_no_worse(again, expected(o.double(), weight.double(), stack.double()), expected(o, weight, stack))
-
-
-def test_hopper_kernel_names_what_it_cannot_take(make_tensor, make_sparsity):
-    half, weight = make_tensor(1, 130, 2, 64).half(), make_tensor(40, 128).half()
-    plan = make_sparsity(1, 2, 130, block=128).plan
-    if HOPPER:
-        assert limit(half, weight, plan, 0) is None
-    if not half.is_cuda or HOPPER:
-        assert limit(half.float(), weight, plan, 0) == "o must be float16 or bfloat16, got torch.float32"
-        assert limit(half[..., :16], weight, plan, 0) == "head_dim must be one of (64, 128), got 16"
-        assert limit(half, weight, make_sparsity(1, 2, 130).plan, 0) == "the plan's block must be 128, got 64"
-        assert limit(half, weight[:39], plan, 0) == "weight must have a multiple of 8 rows, got 39"
-        assert limit(half, weight, plan, 100) == "offset must be a multiple of 128, got 100"
-        assert limit(half, weight, plan, 0, history=[half] * 4) == "history must have at most 3 entries, got 4"
-        assert limit(half, weight, plan, 0, entries=9) == "stack must have at most 8 entries, got 9"
-        assert "weight must begin at" in limit(half, make_tensor(40, 129).half()[:, 1:], plan, 0)
-    if not half.is_cuda:
-        with pytest.raises(BackendError, match="backend 'cuda' can't run here"):
-            gemm_o_update(half, weight, None, plan, backend="cuda")
 
 
 @pytest.mark.parametrize("seam", [30, 64, 100])

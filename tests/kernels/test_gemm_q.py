@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dit_accel.errors import BackendError, ShapeError
+from dit_accel.errors import ShapeError
 from dit_accel.kernels import gemm_q
-from dit_accel.kernels._cuda.gemm_q import limit
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairwise import pairwise
 
@@ -22,18 +21,6 @@ CASES = {
 }
 FUSIONS = {"plain": (False, False), "norm": (True, False), "rope": (False, True), "norm-and-rope": (True, True)}
 HEAD_DIM, CHANNELS = 16, 40
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HOPPER_CASES = {  # blocks of 128, for the kernel that takes no others
-    "ragged": {"batch": 2, "heads": 3, "tokens": 1000, "channels": 200},
-    "one-block": {"batch": 1, "heads": 1, "tokens": 100, "channels": 64},
-    "everything": {"batch": 1, "heads": 24, "tokens": 1024, "channels": 512, "rows": 1.1},
-    "all-reused": {"batch": 1, "heads": 5, "tokens": 300, "channels": 64, "rows": 0.0},
-    "a-round-and-some": {"batch": 1, "heads": 24, "tokens": 1500, "channels": 64, "rows": 1.1},
-    "many-tiles": {"batch": 1, "heads": 40, "tokens": 9000, "channels": 64},
-    "seam-left": {"batch": 2, "heads": 24, "tokens": 1200, "channels": 64, "offset": 0, "length": 500},
-    "seam-right": {"batch": 2, "heads": 24, "tokens": 1200, "channels": 64, "offset": 512, "length": 688},
-}
 
 
 def dense(x, weight, bias, heads, norm_weight, rope):
@@ -100,21 +87,6 @@ def test_whole_heads_of_full_size(head_dim, backend, dtype, device, make_tensor,
     check(x, weight, None, make_sparsity(1, 2, 130, block=128), backend, assert_no_worse, **options)
 
 
-@pytest.mark.skipif(not HOPPER, reason="the kernel is made of Hopper's own instructions")
-@pairwise(case=HOPPER_CASES, fusion=FUSIONS, head_dim=(64, 128), dtype=HALVES)
-def test_hopper_kernel(case, fusion, head_dim, dtype, device, make_tensor, make_sparsity, assert_no_worse):
-    """The query rows of a fused qkv weight, over the whole sequence or one stream of it."""
-    batch, heads, tokens, channels = (case[name] for name in ("batch", "heads", "tokens", "channels"))
-    width, offset = heads * head_dim, case.get("offset", 0)
-    x = make_tensor(batch, case.get("length", tokens), channels, dtype=dtype)
-    weight, bias = make_tensor(3 * width, channels, dtype=dtype)[width : 2 * width], make_tensor(width, dtype=dtype)
-    norm_weight = make_tensor(head_dim, dtype=dtype) if fusion[0] else None
-    rope = make_rope(tokens, device, head_dim) if fusion[1] else None
-    sparsity = make_sparsity(batch, heads, tokens, block=128, rows=case.get("rows", 0.4))
-    options = {"offset": offset, "norm_weight": norm_weight, "rope": rope}
-    check(x, weight, bias, sparsity, "cuda", assert_no_worse, **options)
-
-
 @pytest.mark.parametrize("seam", [0, 30, 64, 100, 399])
 def test_two_streams_share_the_block_at_the_seam(seam, backend, device, make_tensor, make_sparsity, assert_no_worse):
     """Text and vision have their own weights; the seam may cut a block anywhere."""
@@ -156,30 +128,6 @@ def test_density_one_is_bit_identical_to_linear_on_a_cpu(make_tensor, make_spars
     x, weight, bias = make_tensor(1, 130, CHANNELS), make_tensor(2 * HEAD_DIM, CHANNELS), make_tensor(2 * HEAD_DIM)
     q = gemm_q(x, weight, bias, plan, backend="reference")
     assert torch.equal(q.flatten(2), F.linear(x, weight, bias))
-
-
-def test_hopper_kernel_names_what_it_cannot_take(make_tensor, make_sparsity):
-    half = make_tensor(1, 130, 64).half()
-    plan, out = make_sparsity(1, 2, 130, block=128).plan, half.new_empty(1, 130, 2, 64)
-    weight = make_tensor(128, 64).half()
-
-    def problem(x=half, weight=weight, bias=None, plan=plan, offset=0, norm_weight=None, rope=None, out=out):
-        return limit(x, weight, bias, plan, offset, norm_weight, rope, out)
-
-    if HOPPER:
-        assert problem() is None
-    if not half.is_cuda or HOPPER:
-        assert problem(x=half.float()) == "x must be float16 or bfloat16, got torch.float32"
-        assert problem(out=half.new_empty(1, 130, 2, 16)) == "head_dim must be one of (64, 128), got 16"
-        assert problem(plan=make_sparsity(1, 2, 130).plan) == "the plan's block must be 128, got 64"
-        many = make_sparsity(24_577, 1, 10, block=128).plan
-        assert problem(plan=many) == "the plan must have at most 24576 row-blocks, got 24577"
-        assert problem(offset=100) == "offset must be a multiple of 128, got 100"
-        assert "weight must begin at" in problem(weight=make_tensor(128, 65).half()[:, 1:])
-        assert problem(bias=make_tensor(129).half()[1:]) == "bias must begin at a multiple of 4 bytes"
-    if not half.is_cuda:
-        with pytest.raises(BackendError, match="backend 'cuda' can't run here"):
-            gemm_q(half, weight, None, plan, backend="cuda")
 
 
 @pytest.mark.parametrize(

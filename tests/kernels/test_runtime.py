@@ -29,12 +29,12 @@ def compiled(monkeypatch, tmp_path) -> list[list[str]]:
 
 
 def test_machine_code_is_cached_by_source_options_and_architecture(compiled):
-    first = runtime.compile_source("gemm_q.cu", "sm_90a")
-    assert runtime.compile_source("gemm_q.cu", "sm_90a") == first
+    first = runtime.compile_source("slices.cu", "sm_90a")
+    assert runtime.compile_source("slices.cu", "sm_90a") == first
     assert len(compiled) == 1
     assert "--gpu-architecture=sm_90a" in compiled[0]
-    runtime.compile_source("gemm_q.cu", "sm_80")
-    runtime.compile_source("gemm_q.cu", "sm_90a", (("WIDTH", 8),))
+    runtime.compile_source("slices.cu", "sm_80")
+    runtime.compile_source("slices.cu", "sm_90a", (("WIDTH", 8),))
     assert len(compiled) == 3
     assert "--define-macro=WIDTH=8" in compiled[2]
 
@@ -52,16 +52,16 @@ def test_a_changed_source_or_header_is_compiled_anew(compiled, monkeypatch, tmp_
 
 def test_a_cache_that_can_not_be_written_costs_only_time(compiled, monkeypatch):
     monkeypatch.setenv("DIT_ACCEL_CACHE", "/proc/nowhere")
-    runtime.compile_source("gemm_q.cu", "sm_90a")
-    runtime.compile_source("gemm_q.cu", "sm_90a")
+    runtime.compile_source("slices.cu", "sm_90a")
+    runtime.compile_source("slices.cu", "sm_90a")
     assert len(compiled) == 2
 
 
 def test_an_empty_file_in_the_cache_counts_as_none(compiled, tmp_path):
-    code = runtime.compile_source("gemm_q.cu", "sm_90a")
+    code = runtime.compile_source("slices.cu", "sm_90a")
     (file,) = (tmp_path / "cache").iterdir()
     file.write_bytes(b"")
-    assert runtime.compile_source("gemm_q.cu", "sm_90a") != code
+    assert runtime.compile_source("slices.cu", "sm_90a") != code
     assert len(compiled) == 2
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [file.name], "nothing else may be left behind"
 

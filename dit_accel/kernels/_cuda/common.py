@@ -15,10 +15,9 @@ BLOCK = 128
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 THREADS = 384
-SHARED_BYTES = 227 * 1024  # shared memory of the projections
 
 
-def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, offset: int = 0) -> str | None:
+def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan) -> str | None:
     """Return why the kernels do not support an op's main argument ``x`` with this head dimension, or None."""
     if problem := hopper_limit(x):
         return problem
@@ -30,8 +29,6 @@ def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: Attenti
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
     if plan.block != BLOCK:
         return f"the plan's block must be {BLOCK}, got {plan.block}"
-    if offset % BLOCK:  # on an H200 a box that begins before the tensor causes an illegal instruction
-        return f"offset must be a multiple of {BLOCK}, got {offset}"
     return None
 
 

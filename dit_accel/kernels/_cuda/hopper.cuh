@@ -114,22 +114,6 @@ __device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 b
         : "memory");
 }
 
-__device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(shared),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
-}
-
-__device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 barrier, int c0, int c1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
-        "[%2];" ::"r"(shared),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1)
-        : "memory");
-}
-
 __device__ __forceinline__ void store_box(const TensorMap* map, u32 shared, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -244,24 +228,18 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Names in asm of the first 32, 64 and 128 registers of an accumulator, and these registers.
+// Names in asm of the first 32 and 64 registers of an accumulator, and these registers.
 #define NAMES_32                                                                                                   \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23" \
     ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64                                                                                               \
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
              ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_128                                                                                                \
-    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82"   \
-             ", %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101" \
-             ", %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117"  \
-             ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define REGISTERS_8(i)                                                                                          \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define REGISTERS_32(i) REGISTERS_8(i), REGISTERS_8(i + 8), REGISTERS_8(i + 16), REGISTERS_8(i + 24)
 #define REGISTERS_64 REGISTERS_32(0), REGISTERS_32(32)
-#define REGISTERS_128 REGISTERS_64, REGISTERS_32(64), REGISTERS_32(96)
 
 // A and B in shared memory, of SHAPE; COUNT accumulators per thread; their names precede those of the other operands.
 // `accumulate` 0 overwrites d.
@@ -275,9 +253,7 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
                      : REGISTERS                                                                            \
                      : "r"(a), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));                                    \
     }
-WGMMA_OF_SHARED(32, "m64n64k16", NAMES_32, REGISTERS_32(0), "%32", "%33", "%34", "%35")
 WGMMA_OF_SHARED(64, "m64n128k16", NAMES_64, REGISTERS_64, "%64", "%65", "%66", "%67")
-WGMMA_OF_SHARED(128, "m64n256k16", NAMES_128, REGISTERS_128, "%128", "%129", "%130", "%131")
 
 // The same with A in registers.
 #define WGMMA_OF_REGISTERS(COUNT, SHAPE, NAMES, REGISTERS, A, B, ACCUMULATE, MAJOR)                          \

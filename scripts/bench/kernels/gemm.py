@@ -37,7 +37,7 @@ def bench_gemm_q(recorder: Recorder, projection: Projection, sizes: Sizes) -> No
             "baselines": {"linear": median_ms(partial(F.linear, x, weight, bias), recorder.device)},
         }
         kinds = {"plain": {}, "norm and rope": inputs.norm_and_rope()}
-        for (kind, options), backend in product(kinds.items(), recorder.backends):
+        for (kind, options), backend in product(kinds.items(), _backends(recorder)):
             call = partial(kernels.gemm_q, x, weight, bias, inputs.plan, backend=backend, **options)
             judge = partial(
                 verify.verify_gemm_q, x=x, weight=weight, bias=bias, inputs=inputs, samples=SAMPLES, **options
@@ -49,8 +49,12 @@ def bench_gemm_o(recorder: Recorder, projection: Projection, sizes: Sizes) -> No
     """Time UPDATE and DISPATCH alone, then whole windows for every N and D."""
     for sparsity in sizes.sparsities:
         operands = _Operands(make_inputs(replace(projection, rows=1 - sparsity), recorder.device), projection)
-        for backend, order in product(recorder.backends, sizes.orders if projection.windows else (0,)):
+        for backend, order in product(_backends(recorder), sizes.orders if projection.windows else (0,)):
             operands.time(recorder, backend, order, sizes.window_lengths)
+
+
+def _backends(recorder: Recorder) -> list[str]:
+    return [backend for backend in recorder.backends if backend != "cuda"]
 
 
 class _Operands:
