@@ -8,7 +8,11 @@ import torch
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 
-MODULATIONS = {"shared": (1, 1), "per-sample": (2, 1), "per-token": (2, 7)}
+MODULATIONS = {
+    "shared": ((1, 1), torch.float32),
+    "per-sample-in-half": ((2, 1), torch.float16),
+    "per-token": ((2, 7), torch.float32),
+}
 WIDTH = 48  # not a power of two
 
 
@@ -28,8 +32,9 @@ def assert_rounded_once(actual, exact, dtype, terms):
 
 @pytest.fixture(params=MODULATIONS.values(), ids=MODULATIONS.keys())
 def modulation(request, make_tensor):
-    """``make(width, count)``: ``count`` modulations, float32 like Wan's."""
-    return lambda width, count: [make_tensor(*request.param, width) for _ in range(count)]
+    """``make(width, count)``: ``count`` modulations, in float32 as Wan's or in half precision as FLUX's."""
+    shape, dtype = request.param
+    return lambda width, count: [make_tensor(*shape, width, dtype=dtype) for _ in range(count)]
 
 
 @pytest.mark.parametrize("width", [WIDTH, 128])

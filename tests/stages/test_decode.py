@@ -13,6 +13,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
 )
+from diffusers.models.resnet import ResnetBlock2D
 from peft import LoraConfig
 from torch import nn
 
@@ -237,6 +238,20 @@ def test_half_precision_errs_no_more_than_the_decoder(hooked):
     hooked(made)
     error, own_error = ((each.double() - exact).norm() / exact.norm() for each in (made.decode(given).sample, own))
     assert error <= 1.1 * own_error
+
+
+@torch.no_grad()
+def test_biases_of_a_block_are_added_in_float32():
+    """2048 + 1 has no place in half precision; with features of −2048 it makes 1."""
+    block = ResnetBlock2D(in_channels=8, out_channels=16, temb_channels=None, groups=8).half()
+    for weight in block.parameters():
+        weight.zero_()
+    block.conv_shortcut.weight.fill_(-256)
+    block.conv_shortcut.bias.fill_(2048)
+    block.conv2.bias.fill_(1)
+    features = torch.ones(1, 8, 2, 3, dtype=torch.float16)
+    made = autoencoder_kl.residual_block(block, features, layers.Layers("reference"))
+    assert torch.equal(made, torch.ones_like(made))
 
 
 @torch.no_grad()
