@@ -280,6 +280,27 @@ def test_an_output_that_differs_is_not_taken(factors, hooked, monkeypatch):
         assert "differ from the decoder by 0.01" in hook.remark and "more than 0.003" in hook.remark
 
 
+@torch.no_grad()
+def test_each_dtype_is_compared(hooked, monkeypatch):
+    """After a form that fits, the same latents in half precision are compared with the decoder's own images again."""
+    made, given, fused = autoencoder(), latents(1, 4, 8, 12), autoencoder_kl.decode
+    errors = {torch.float32: 1.0, torch.float16: 1.1}
+    monkeypatch.setattr(autoencoder_kl, "decode", lambda *args, **more: errors[args[1].dtype] * fused(*args, **more))
+    hook = hooked(made)
+    made.decode(given)
+    assert hook.remark == FUSED
+    made.half().decode(given.half())
+    assert "differ from the decoder by 0.1" in hook.remark
+
+
+@torch.no_grad()
+def test_images_of_another_dtype_are_not_taken(hooked, monkeypatch):
+    made, given, fused = autoencoder(), latents(1, 4, 8, 12), autoencoder_kl.decode
+    monkeypatch.setattr(autoencoder_kl, "decode", lambda *args, **more: fused(*args, **more).double())
+    hook = hooked(made)
+    assert made.decode(given).sample.dtype == torch.float32 and "of torch.float64, the decoder" in hook.remark
+
+
 def _hook_a_part(made):
     made.decoder.mid_block.register_forward_hook(lambda *_: None)
 
