@@ -15,6 +15,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, 
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop.controller import STUCK
 from dit_accel.loop.tracker import SchedulerClock
+from dit_accel.models.beside.host_weights import HostWeights
 from dit_accel.models.hooks import find_hook
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
@@ -214,6 +215,21 @@ def test_restoring_twice_does_nothing(pipe):
     acceleration.restore()
     restore_pipeline(pipe)
     assert equal_up_to_rounding(call(pipe), plain())
+
+
+def test_an_error_in_the_middle_leaves_nothing(pipe, monkeypatch):
+    """If the host has no memory for weights, the hooks that are on the pipeline by then go."""
+
+    def attach(weights):
+        raise MemoryError("on the host")
+
+    monkeypatch.setattr(HostWeights, "attach", attach)
+    parts = pipe, *pipe.transformer.modules(), *pipe.vae.modules()
+    before = [set(vars(part)) for part in parts]
+    with pytest.raises(MemoryError, match="on the host"):
+        accelerate_pipeline(pipe, "exact", linear={"dtype": "int8", "weights": "host"})
+    assert before == [set(vars(part)) for part in parts]
+    assert torch.equal(call(pipe), plain())
 
 
 def test_unknown_preset_key_changes_nothing(pipe):

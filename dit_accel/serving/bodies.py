@@ -58,11 +58,14 @@ class _WholeForm(MultiPartParser):
         self._is_whole = True
 
     async def parse(self) -> FormData:
-        form = await super().parse()
-        if not self._is_whole:
-            await form.close()
+        self.stream = self._until_end(self.stream)
+        return await super().parse()
+
+    async def _until_end(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        async for chunk in chunks:
+            yield chunk
+        if not self._is_whole:  # while the form is parsed, so that the files of all its parts are closed
             raise MultiPartException("Its last boundary is missing.")
-        return form
 
 
 async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning") 
 
 MASKED = {
     "some-masked": {"batch": 2, "heads": 3, "tokens": 200, "masked": 0.5},
+    "shared-keys": {"batch": 1, "heads": 4, "tokens": 200, "masked": 0.5},
     "all-masked": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "masked": 1.1},
     "none-masked": {"batch": 1, "heads": 2, "tokens": 200, "masked": 0.0},
     "block-128": {"batch": 1, "heads": 2, "tokens": 300, "block": 128, "tiles": 1.1, "masked": 0.5},
@@ -25,7 +26,11 @@ MASKED = {
 
 @pairwise(is_refused, case=MASKED, **IMPLEMENTED)
 def test_masks_inside_tiles(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
-    q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], 16, dtype=dtype) for _ in range(3))
+    heads = case["heads"]
+    key_heads = 2 if heads == 4 else heads
+    q, k, v = (
+        make_tensor(case["batch"], case["tokens"], count, 16, dtype=dtype) for count in (heads, key_heads, key_heads)
+    )
     check(q, k, v, make_sparsity(**case), backend, assert_no_worse)
 
 

@@ -10,7 +10,11 @@ from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairwise import pairwise
 
-MODULATIONS = {"shared": (1, 1), "per-sample": (2, 1), "per-token": (2, 7)}
+MODULATIONS = {
+    "shared": ((1, 1), torch.float32),
+    "per-sample-in-half": ((2, 1), torch.float16),
+    "per-token": ((2, 7), torch.float32),
+}
 WIDTH = 48  # not a power of two
 
 
@@ -30,8 +34,9 @@ def assert_rounded_once(actual, exact, dtype, terms):
 
 @pytest.fixture
 def modulations(rows, make_tensor):
-    """``make(width, count)``: ``count`` modulations, float32 like Wan's, with ``rows`` of samples and tokens."""
-    return lambda width, count: [make_tensor(*rows, width) for _ in range(count)]
+    """``make(width, count)``: ``count`` modulations, in float32 as Wan's or in half precision as FLUX's."""
+    shape, dtype = rows
+    return lambda width, count: [make_tensor(*shape, width, dtype=dtype) for _ in range(count)]
 
 
 @pairwise(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)

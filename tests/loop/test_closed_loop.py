@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dit_accel.loop.closed_loop import UNMEASURED, ClosedLoop, Course, Gap, best_share
+from dit_accel.loop.closed_loop import UNMEASURED, ClosedLoop, Course, Gap, best_share, relative_error
 from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.interval import IntervalGap
 from dit_accel.loop.tracker import StepMode
@@ -206,6 +206,16 @@ def test_the_share_of_the_slope_is_that_of_all_tensors():
     output, newest = [torch.tensor([2.0]), torch.tensor([2.0, 8.0])], [torch.zeros(1), torch.ones(2)]
     linear = [torch.ones(1), torch.tensor([2.0, 3.0])]
     assert float(best_share(output, newest, linear)) == pytest.approx((2 * 1 + 1 * 1 + 7 * 2) / (1 + 1 + 4))
+
+
+def test_an_error_is_that_of_the_worst_sample():
+    """Of two samples of different norms; samples of zeros that are forecast exactly have none."""
+    value, forecast = (
+        torch.tensor([[4.0, 3.0], [0.6, 0.8], [0.0, 0.0]]),
+        torch.tensor([[4.0, 2.0], [0.6, 0.5], [0.0, 0.0]]),
+    )
+    assert float(relative_error(value, forecast)) == pytest.approx(0.3)
+    assert float(relative_error(value.flip(0), forecast.flip(0))) == pytest.approx(0.3)
 
 
 def test_closed_loop_survives_equal_coordinates():

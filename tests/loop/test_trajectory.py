@@ -24,6 +24,8 @@ def drawn(shape, seed):
 def replacements(edit, latents=(2, 96, 16), outputs=(2, 96, 16), dtype=torch.float32, branches=2, order=1):
     """Return the steps at which a run of Euler's steps, or of multistep ones, finds replaced latents.
 
+    The run writes into its latents, as some pipelines do.
+
     Args:
         edit: changes the moving part of the latents after a step; it gets the step, its next noise level and them.
         branches: outputs a step, combined by guidance.
@@ -38,7 +40,6 @@ def replacements(edit, latents=(2, 96, 16), outputs=(2, 96, 16), dtype=torch.flo
             trajectory.leave([output])
         slopes.append(sum(weight * each for weight, each in zip((3.0, -2.0), made, strict=False))[moving].float())
         slope = slopes[-1] if order == 1 or step == 0 else 1.5 * slopes[-1] - 0.5 * slopes[-2]
-        whole = whole.clone()
         whole[moving] = edit(step, after, whole[moving].float() + (after - sigma) * slope).to(dtype)
     return found
 

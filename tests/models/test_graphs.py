@@ -15,6 +15,7 @@ from dit_accel.models.graphs.cuda_graph import Trial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
+from dit_accel.models.hooks import stateless
 from dit_accel.tools.timing import transformer_clock
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import same_weights, tiny_output, tiny_pipeline
@@ -118,6 +119,22 @@ def test_an_output_stays_what_it_was(graph):
     graphs_of(pipe)._why_not_model = lambda device: None  # which refuses that hook
     tiny_output(pipe, "flux", steps=4)
     assert graph.captures == 1 and all(torch.equal(output, copy) for output, copy in held)
+
+
+def test_arguments_in_another_order_are_captured_again(graph):
+    """Timestep and guidance, two tensors of one shape, are not exchanged."""
+    pipes, order = with_and_without("flux", "turbo"), ["timestep", "guidance"]
+
+    @stateless
+    def arranged(module, args, kwargs):
+        return args, {name: kwargs[name] for name in [*order, *kwargs]}
+
+    for pipe in pipes:
+        pipe.transformer.register_forward_pre_hook(arranged, with_kwargs=True)
+    for _ in range(2):
+        expected, output = (tiny_output(pipe, "flux", steps=STEPS) for pipe in pipes)
+        assert torch.equal(output, expected) and graph.captures
+        order.reverse()
 
 
 def test_another_size_takes_the_place_of_the_one_before(graph):

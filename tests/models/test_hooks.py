@@ -256,6 +256,16 @@ def test_a_forward_of_the_modules_own_stays(monkeypatch):
     assert module.forward is own
 
 
+def test_a_name_that_is_taken_leaves_offload_as_it_was():
+    """The second hook of a name is an error, after which the module is offloaded as before."""
+    module = add_hook_to_module(Plain(), OffloadHook())
+    register_hook(module, Ours("first"), "ours")
+    offloading = module.forward
+    with pytest.raises(ValueError, match="already exists"):
+        register_hook(module, Ours("second"), "ours")
+    assert module.forward is offloading and module.forward() == ["first"]
+
+
 @pytest.mark.parametrize("first", [Ours, Around, Behind], ids=["ours", "theirs-around", "theirs-behind"])
 def test_hooks_of_diffusers_keep_no_function_of_ours(first, monkeypatch):
     """While ours is on a module the class's forward of the moment runs; theirs then have the one of its removal."""

@@ -170,12 +170,21 @@ def test_hooks_are_looked_for_where_there_is_time(pipe):
         refuse_other_cache(pipe.transformer, "other", by_hooks=False)
 
 
+@functools.wraps(magcache_flux_forward)
+def wrapped(self, *args, **kwargs):
+    return magcache_flux_forward(self, *args, **kwargs)
+
+
 @pytest.mark.parametrize("on", ["class", "transformer"])
-@pytest.mark.parametrize("cache, forward", [("TeaCache", teacache_forward), ("MagCache", magcache_flux_forward)])
+@pytest.mark.parametrize(
+    "cache, forward",
+    [("TeaCache", teacache_forward), ("MagCache", magcache_flux_forward), ("MagCache", wrapped)],
+    ids=["teacache", "magcache", "beneath-a-wrapper"],
+)
 def test_a_cache_that_replaces_the_forward_is_refused(pipe, cache, forward, on, monkeypatch):
     """Scripts set it on the class or on one transformer; without it the pipeline is accelerated."""
     way_off = r"FluxTransformer2DModel\.forward = original"
-    named = rf"{cache} \({forward.__name__} of .*test_other_caches.py:\d+\)"
+    named = rf"{cache} \({forward.__code__.co_name} of .*test_other_caches.py:\d+\)"
     if on == "class":
         accelerate_pipeline(pipe, "exact")
         with monkeypatch.context() as patched:

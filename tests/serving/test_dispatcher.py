@@ -168,6 +168,16 @@ def test_the_end_cancels_the_tasks_that_still_run(dispatcher):
     assert isinstance(first.events[-1], Cancelled) and second.events == ["made", None]
 
 
+def test_a_stop_cancels_the_runs_of_all_workers(dispatcher):
+    tasks = [Noted(lambda tell: [tell(1, 2) or time.sleep(0.001) for _ in iter(int, 1)]) for _ in range(3)]
+    queue = dispatcher([Hands() for _ in tasks], 0)
+    for task in tasks:
+        queue.add(task)
+        assert task.begun.wait(20)
+    queue.stop(10.0)
+    assert all(isinstance(task.events[-1], Cancelled) for task in tasks) and queue.running == 0
+
+
 @pytest.mark.parametrize("end", ["close", "stop"])
 def test_a_closed_queue_takes_and_restarts_nothing(dispatcher, monkeypatch, end):
     """Waiting tasks are refused; running ones go on after ``close``, and are cancelled by ``stop``."""

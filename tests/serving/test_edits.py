@@ -7,6 +7,7 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
+from starlette import formparsers
 
 from dit_accel.errors import OptionError
 from dit_accel.serving.pipelines import Setup, call_arguments
@@ -132,6 +133,7 @@ def test_a_wrong_field_of_a_form_is_named(fields, files, param, message):
         (WHOLE + b"--x--\r\n", "multipart/form-data; boundary=x", 400, "missing_required_parameter"),
         (WHOLE, "multipart/form-data; boundary=x", 400, "invalid_form"),
         (WHOLE + b"--x\r\nContent-Disp", "multipart/form-data; boundary=x", 400, "invalid_form"),
+        (b" " * LIMITS.upload, "multipart/form-data; boundary=x", 400, "invalid_form"),
         (b" " * (LIMITS.upload + 1), "multipart/form-data; boundary=x", 413, "body_too_large"),
     ],
     ids=[
@@ -145,6 +147,7 @@ def test_a_wrong_field_of_a_form_is_named(fields, files, param, message):
         "whole",
         "no end",
         "half",
+        "as large as may be",
         "too large",
     ],
 )
@@ -152,6 +155,22 @@ def test_a_body_that_is_no_form_is_refused(content, kind, status, code):
     with running(Held()) as (app, _):
         answer = post(app, content=content, headers={"Content-Type": kind})
     assert answer.status_code == status and answer.json()["error"]["code"] == code
+
+
+def test_a_form_without_its_end_keeps_no_file_open(monkeypatch):
+    """Neither that of a whole part, nor that of the part that is cut."""
+    files = []
+
+    class Recorded(formparsers.SpooledTemporaryFile):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            files.append(self)
+
+    monkeypatch.setattr(formparsers, "SpooledTemporaryFile", Recorded)
+    part = b'--x\r\nContent-Disposition: form-data; name="image"; filename="in.png"\r\n\r\nof a fox\r\n'
+    with running(Held()) as (app, _):
+        answer = post(app, content=2 * part, headers={"Content-Type": "multipart/form-data; boundary=x"})
+    assert answer.status_code == 400 and len(files) == 2 and all(file.closed for file in files)
 
 
 def test_openais_client_edits_an_image(editor):

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dit_accel import accelerate_pipeline
+from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.errors import UnsupportedError
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sla.swap import load_swapped, restore_attention, save_swapped, swap_attention, swapped_attention
@@ -243,6 +243,17 @@ def test_a_preset_with_other_settings_than_the_training_is_told(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerate_pipeline(pipe, "wan21-sla", **file, **{"skip.critical": 0.3})
+
+
+def test_a_projection_has_the_dtype_of_its_queries(tmp_path):
+    """A pipeline that moves from half precision to float32 gets all digits of the file again."""
+    name, matrix, file = "transformer.blocks.0", torch.randn(32, 32), tmp_path / "sla.safetensors"
+    save_file({name: matrix}, file)
+    skip = {"policy": "sla", "steps": "all", "projection": str(file)}
+    preset = load_preset("exact", model="wan", blocks={"size": 64}, skip=skip)
+    held = projections.Projections(preset, "transformer", (), {name: name}, 32)
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(held.of(name, torch.empty(0, dtype=dtype)), matrix.to(dtype))
 
 
 @pytest.mark.parametrize("others", [[], [0], [1], [0, 1]], ids=str)

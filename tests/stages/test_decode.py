@@ -13,6 +13,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
 )
+from diffusers.models.resnet import ResnetBlock2D
 from peft import LoraConfig
 from torch import nn
 
@@ -240,6 +241,20 @@ def test_half_precision_errs_no_more_than_the_decoder(hooked):
 
 
 @torch.no_grad()
+def test_biases_of_a_block_are_added_in_float32():
+    """2048 + 1 has no place in half precision; with features of −2048 it makes 1."""
+    block = ResnetBlock2D(in_channels=8, out_channels=16, temb_channels=None, groups=8).half()
+    for weight in block.parameters():
+        weight.zero_()
+    block.conv_shortcut.weight.fill_(-256)
+    block.conv_shortcut.bias.fill_(2048)
+    block.conv2.bias.fill_(1)
+    features = torch.ones(1, 8, 2, 3, dtype=torch.float16)
+    made = autoencoder_kl.residual_block(block, features, layers.Layers("reference"))
+    assert torch.equal(made, torch.ones_like(made))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("way", ["tiling", "slicing"])
 def test_tiling_and_slicing_stay_on(way, hooked):
     """Each tile and each image is a call of the decoder."""
@@ -263,6 +278,27 @@ def test_an_output_that_differs_is_not_taken(factors, hooked, monkeypatch):
     for _ in range(2):
         assert torch.equal(made.decode(given).sample, own)
         assert "differ from the decoder by 0.01" in hook.remark and "more than 0.003" in hook.remark
+
+
+@torch.no_grad()
+def test_each_dtype_is_compared(hooked, monkeypatch):
+    """After a form that fits, the same latents in half precision are compared with the decoder's own images again."""
+    made, given, fused = autoencoder(), latents(1, 4, 8, 12), autoencoder_kl.decode
+    errors = {torch.float32: 1.0, torch.float16: 1.1}
+    monkeypatch.setattr(autoencoder_kl, "decode", lambda *args, **more: errors[args[1].dtype] * fused(*args, **more))
+    hook = hooked(made)
+    made.decode(given)
+    assert hook.remark == FUSED
+    made.half().decode(given.half())
+    assert "differ from the decoder by 0.1" in hook.remark
+
+
+@torch.no_grad()
+def test_images_of_another_dtype_are_not_taken(hooked, monkeypatch):
+    made, given, fused = autoencoder(), latents(1, 4, 8, 12), autoencoder_kl.decode
+    monkeypatch.setattr(autoencoder_kl, "decode", lambda *args, **more: fused(*args, **more).double())
+    hook = hooked(made)
+    assert made.decode(given).sample.dtype == torch.float32 and "of torch.float64, the decoder" in hook.remark
 
 
 def _hook_a_part(made):

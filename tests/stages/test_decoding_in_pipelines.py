@@ -97,6 +97,16 @@ def test_pipelines_may_share_an_autoencoder(flux):
         assert FusedDecode.on(flux.vae) is None and traces(flux.vae) == []
 
 
+def test_pipelines_over_one_transformer_report_their_own_decode(flux):
+    """Each has an autoencoder of its own; only that of the second runs kernels."""
+    other = tiny_pipeline("flux")
+    other.transformer = flux.transformer
+    fused(accelerate_pipeline(flux, "exact") and other)
+    call(flux), call(other)
+    first, second = (other.dit_accel.report(pipe).decoding for pipe in (flux, other))
+    assert "kernels need a CUDA GPU" in first and second == FUSED
+
+
 def test_a_closed_stage_leaves_the_call_and_the_other_stages_alone(flux):
     """Its decoder and its encoder, what it does at a call's beginning, and its remark; twice does nothing."""
     other = tiny_pipeline("flux")

@@ -451,19 +451,21 @@ Scaled.forward = FunctionType(Scaled.forward.__code__, {"__name__": "torch.nn"})
 
 @torch.no_grad()
 def test_each_of_several_inputs_counts(monkeypatch):
-    """Its values, bytes and writes: the output of an encoder that writes to one is not kept."""
+    """Its values, dtype, bytes and writes: the output of an encoder that writes to one is not kept."""
     kept, ones = Kept(Scaled().eval()), torch.ones(4)
     for number, (first, second) in enumerate([(ones, ones), (2 * ones, ones), (ones, 2 * ones), (ones, ones)], 1):
         assert torch.equal(kept(first, second), first + 10 * second) and kept.runs == min(number, 3)
+    whole = ones.view(torch.int32)  # the same bytes
+    assert torch.equal(kept(whole, whole), 11 * whole) and kept.runs == 4
     monkeypatch.setattr("dit_accel.stages.prompts.MOST_INPUT", 2 * ones.nbytes)
     kept(ones, ones)
-    assert kept.runs == 3
+    assert kept.runs == 4
     monkeypatch.setattr("dit_accel.stages.prompts.MOST_INPUT", 2 * ones.nbytes - 1)
     kept(ones, ones)
-    assert kept.runs == 4 and "its inputs have more than" in kept.stage.remark
+    assert kept.runs == 5 and "its inputs have more than" in kept.stage.remark
     monkeypatch.undo()
     kept.encoder.writes = True
-    for number in (5, 6):
+    for number in (6, 7):
         assert torch.equal(kept(ones, ones.clone()), 11 * ones) and kept.runs == number
         assert "it writes to its inputs" in kept.stage.remark and kept.stage.size == 0
 

@@ -134,8 +134,12 @@ def test_a_visitor_that_fails_leaves_no_hooks():
     def visit(site, q, k, v):
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"), AttentionTap(pipeline("flux"), visit):
-        call("flux")
+    with AttentionTap(pipeline("flux"), visit):
+        with pytest.raises(KeyError, match="mine"):
+            call("flux")
+        model = pipeline("flux").transformer
+        width = model.config.num_attention_heads * model.config.attention_head_dim
+        model.transformer_blocks[0].attn(torch.ones(1, 16, width), torch.ones(1, 8, width))  # by itself: not visited
     assert torch.equal(call("flux"), plain)
     modules = [module for model in denoisers(pipeline("flux")).values() for module in model.modules()]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)

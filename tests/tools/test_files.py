@@ -19,11 +19,19 @@ def test_a_file_is_replaced_as_a_whole(content, tmp_path):
     assert os.listdir(tmp_path) == ["report.json"]
 
 
-def test_what_fails_leaves_the_file_of_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (OSError("full"), OutputError, r"report\.json can't be written: full"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+    ids=["full disk", "interrupt"],
+)
+def test_what_fails_leaves_the_file_of_before(error, raised, message, tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     path.write_text("before")
-    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OutputError, match=r"report\.json can't be written: full"):
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(raised, match=message):
         write_whole(path, "after")
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["report.json"]
 

@@ -1,5 +1,7 @@
 """Changes that `mutants.py` tries: plausible one-line mistakes, each with the property that it breaks."""
 
-from scripts.checks.changes import cli, loop, models, serving, stages, tools
+from itertools import chain
 
-MUTANTS = [*loop.MUTANTS, *models.MUTANTS, *cli.MUTANTS, *serving.MUTANTS, *stages.MUTANTS, *tools.MUTANTS]
+from scripts.checks.changes import cli, kernels, loop, models, serving, sparse, stages, tools
+
+MUTANTS = [*chain.from_iterable(each.MUTANTS for each in (loop, sparse, models, kernels, stages, tools, serving, cli))]

@@ -218,4 +218,28 @@ MUTANTS = [
         "notes appear on the page as text, never as markup",
         f"{TEST_CLI}/test_web_view.py",
     ),
+    Mutant(
+        "steps-of-a-run-are-lost",
+        f"{CLI}/progress.py",
+        "self._done, self._of_run = self._done + self._of_run, 0.0",
+        "self._of_run = 0.0",
+        "the work of a run counts when the next one begins",
+        f"{TEST_CLI}/test_progress.py",
+    ),
+    Mutant(
+        "calibrated-on-a-compared-prompt",
+        f"{CLI}/compare.py",
+        " for text in tuning_prompts(given.model) if text not in texts)",
+        " for text in tuning_prompts(given.model))",
+        "methods are calibrated on a prompt that is not compared",
+        f"{TEST_CLI}/test_compare.py",
+    ),
+    Mutant(
+        "the-middle-of-the-clip",
+        f"{CLI}/inspect.py",
+        "made[frames // 2 * factor]",
+        "made[len(made) // 2]",
+        "the plotted frame is of the plotted latent frame",
+        f"{TEST_CLI}/test_inspect.py",
+    ),
 ]

@@ -1,14 +1,13 @@
-"""Mistakes in `dit_accel/tools` and `dit_accel/sparse`: sides, bounds and runs that are confused."""
+"""Mistakes in `dit_accel/tools`: sides, bounds and runs that are confused."""
 
 from __future__ import annotations
 
 from scripts.checks.changes.mutant import Mutant
 
 CLI = "dit_accel/cli"
-SPARSE = "dit_accel/sparse"
 TOOLS = "dit_accel/tools"
 TEST_CLI = "tests/cli"
-TEST_SPARSE = "tests/sparse"
+TEST_SERVING = "tests/serving"
 TEST_TOOLS = "tests/tools"
 
 MUTANTS = [
@@ -125,19 +124,59 @@ MUTANTS = [
         f"{TEST_CLI}/test_web_view.py",
     ),
     Mutant(
-        "an-error-of-other-masks",
-        f"{SPARSE}/site_state.py",
-        "adjusted(self.drawn_growth, error, target)",
-        "adjusted(self.growth, error, target)",
-        "a measured error belongs to the growth of its masks",
-        f"{TEST_SPARSE}/test_tile_site.py",
+        "an-exception-keeps-tokens",
+        f"{TOOLS}/capture.py",
+        "register_forward_hook(self._end, always_call=True)",
+        "register_forward_hook(self._end)",
+        "after an exception attention outside of the transformer is not visited",
+        f"{TEST_TOOLS}/test_capture.py",
     ),
     Mutant(
-        "residuals-off-the-account",
-        f"{SPARSE}/site_state.py",
-        "*symbols, tiles.residual, heads.bias_stack):",
-        "*symbols, heads.bias_stack):",
-        "memory of residuals is counted",
-        f"{TEST_SPARSE}/test_tile_site.py",
+        "the-first-heads-only",
+        f"{TOOLS}/tune/calibration.py",
+        "(torch.arange(kept) + taken * kept) % heads",
+        "torch.arange(kept) % heads",
+        "each sample records further heads",
+        f"{TEST_TOOLS}/tune/test_calibration.py",
+    ),
+    Mutant(
+        "the-doubt-of-one-prompt",
+        f"{TOOLS}/tune/result.py",
+        "statistics.stdev(values) / len(values) ** 0.5 if",
+        "statistics.stdev(values) if",
+        "more prompts make the mean more certain",
+        f"{TEST_TOOLS}/tune/test_tune.py",
+    ),
+    Mutant(
+        "a-deleted-attribute-stays-away",
+        f"{TOOLS}/compare/snapshot.py",
+        "            for name in before.keys() - now.keys():\n                setattr(holder, name, before[name])\n",
+        "",
+        "attributes that a method deletes come back",
+        f"{TEST_TOOLS}/compare/test_snapshot.py",
+    ),
+    Mutant(
+        "a-cancelled-run-keeps-its-bar",
+        f"{TOOLS}/steps.py",
+        "    try:\n        yield\n    finally:\n        del pipe.progress_bar",
+        "    yield\n    del pipe.progress_bar",
+        "a cancelled job's steps go to no later job",
+        f"{TEST_SERVING}/test_worker.py",
+    ),
+    Mutant(
+        "one-mean-for-all-channels",
+        f"{TOOLS}/audio_metrics.py",
+        "values.mean(-1, keepdims=True)",
+        "values.mean()",
+        "each channel's mean is subtracted",
+        f"{TEST_TOOLS}/test_audio_metrics.py",
+    ),
+    Mutant(
+        "an-interrupted-file-stays",
+        f"{TOOLS}/files.py",
+        "    except BaseException:\n        if is_file:",
+        "    except Exception:\n        if is_file:",
+        "an interrupt leaves no part of a file",
+        f"{TEST_TOOLS}/test_files.py",
     ),
 ]

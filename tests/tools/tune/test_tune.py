@@ -15,7 +15,8 @@ from dit_accel.errors import PresetError, TuningError
 from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
 from dit_accel.tools.metrics import latent_error, psnr
 from dit_accel.tools.tune import split_prompts, tune
-from dit_accel.tools.tune.result import computed_fraction, conformal
+from dit_accel.tools.tune.result import Target, computed_fraction, conformal
+from dit_accel.tools.tune.runs import Figures
 from tests.models.tiny import pipeline
 from tests.tiny import tiny_inputs
 
@@ -342,6 +343,20 @@ def test_a_tuning_starts_from_the_target_error_of_a_target_psnr(tmp_path):
     for preset in (result.preset, load_preset(tmp_path / "tuned.yaml")):
         assert preset.schedule.target_psnr is None
         assert preset.schedule.bound == result.setting["schedule.target_error"]
+
+
+def test_the_margin_of_a_mean_leaves_its_standard_error():
+    """The more prompts, the smaller; in dB of PSNR, or as a share of the allowed error."""
+    for count in (2, 8):
+        values = (39.0, 43.0) * (count // 2)
+        figures = [
+            Figures(psnr=each, latent_error=each / 1000, computed_fraction=0.5, tile_sparsity=0) for each in values
+        ]
+        doubt = statistics.stdev(values) / count**0.5
+        assert Target("psnr", 40).slack(figures) == pytest.approx(1)
+        assert Target("psnr", 40).slack(figures, cautious=True) == pytest.approx(1 - doubt)
+        assert Target("latent_error", 0.05).slack(figures, cautious=True) == pytest.approx(1 - (41 + doubt) / 50)
+    assert Target("psnr", 40).slack(figures[:1], cautious=True) == pytest.approx(-1)
 
 
 @pytest.mark.parametrize(
