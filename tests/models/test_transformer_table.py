@@ -29,8 +29,8 @@ A small model of every transformer class of diffusers {version}, with random wei
 ([JSON](../results/every-class.json), `scripts/checks/every_class.py`). *Run in* names the pipeline and counts modular
 ones; a class *alone* ran in a loop of its own. Errors are the largest relative change of the outputs against the plain
 run, and *far* above 50%; random weights make them larger than trained ones. *Equal* is equal bit for bit, as all runs
-with `exact` are, and *plain* says why no step could be forecast. The last column has the name by which presets call a family whose
-[facts](adding_a_model.md) are known, and its further levels; its computed steps can also skip tiles.
+with `exact` are, and *plain* says why no step could be forecast. The last column has the name by which presets call a
+family whose [facts](adding_a_model.md) are known, and its further levels; its computed steps can also skip tiles.
 
 {rows}
 **Refused**, computed every step, or not run:

@@ -218,9 +218,7 @@ def test_whole_calls_are_told(monkeypatch):
     run = [CALL | {"way": "eager", "seconds": 90.0}, CALL | {"way": "exact", "seconds": 70.0}, faster]
     run += [faster | {"gpus": 2, "parallel": "branches=2", "seconds": 15.0}, CALL | {"way": "compiled", "error": "no"}]
     found = fastest({"runs": [{"device": "NVIDIA H100 80GB HBM3", "rows": run}]})
-    expected = (
-        "guidance | 1 × H100 | 14 of 50 | 20.00 → 20.00 | 2.00 → 2.00 | 90.00 → **24.00** |"
-    )
+    expected = "guidance | 1 × H100 | 14 of 50 | 20.00 → 20.00 | 2.00 → 2.00 | 90.00 → **24.00** |"
     assert expected in call_table(found)
     data = json.loads(json.dumps(recommended(found)))
     data = [*({**row, "guidance": False, "plain": 11.11, "seconds": [5.55] * 4} for row in data), *data]
