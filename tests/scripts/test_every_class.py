@@ -94,7 +94,7 @@ def test_modular_pipelines_share_the_first_row_of_their_class():
     runs = [{"ran": str(place), **{kind: [each] for kind in cases.PRESETS}} for place, each in enumerate((near, far))]
     runs += [runs[0] | {"ran": "2", "forecast": [plain]}, {"ran": "3", **{kind: [refused] for kind in cases.PRESETS}}]
     document = {"classes": {"Model": {"runs": runs[:1], "modular": runs[1:]}}}
-    assert report.rows(document)[1:] == [["Model", "0, 2 modular", "1, 2", "30.0%", "30.0%", "30.0%"]]
+    assert report.rows(document)[1:] == [["Model", "0, 2 modular", "30.0%", "30.0%", "30.0%"]]
     assert report.left_out(document).splitlines() == ["- Model (3): it is refused", "- Model (2): it is plain"]
 
 

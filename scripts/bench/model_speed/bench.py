@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -62,13 +61,6 @@ class Bench:
                 yield
         finally:
             torch.set_default_dtype(default)
-
-    def rebuild(self) -> None:
-        """Replace a transformer that was changed by a new one with the same weights."""
-        del self.transformer
-        gc.collect()  # hooks and modules refer to each other
-        with self._building():
-            self.transformer = self.model.build().eval().requires_grad_(False)
 
     def variant(self, name: str) -> Bench:
         """Use the same transformer in one of the model's variants."""

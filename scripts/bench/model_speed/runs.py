@@ -14,7 +14,7 @@ from dit_accel import Preset, load_preset
 from dit_accel.models.families import require_family
 
 from .bench import STEPS, Bench
-from .layers_in_8_bits import torchao_layers, weights_on_host
+from .layers_in_8_bits import weights_on_host
 
 # FlashOmni's table 1: (40%, 1%, 6, 1, 0) skips 39% of all attention. That is 57% of each of the 34 DISPATCH steps among
 # 50, nearly all of it whole rows.
@@ -161,7 +161,6 @@ RUNS = {
     "exact": exact,
     "linear": linear_layers,
     "host": weights_on_host,
-    "torchao": torchao_layers,
     "compiled": compiled_whole,
 }
 
