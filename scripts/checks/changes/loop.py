@@ -283,9 +283,9 @@ MUTANTS = [
     ),
     Mutant(
         "adopt-first-tensor",
-        f"{LOOP}/forecast.py",
-        "tuple(storage.keep(part.read()) for part in value))",
-        "(storage.keep(value[0].read()),))",
+        f"{LOOP}/storage.py",
+        "tuple([storage.keep(part.read()) for part in value])",
+        "(storage.keep(value[0].read()),)",
         "a history in another form keeps all tensors of a value",
         f"{TEST_LOOP}/test_memory.py",
     ),
