@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from diffusers import AutoencoderKL
 
-from .rendering import render
 from .training import MasterWeights, Pace, trained_weights
 
 LATENT_CHANNELS = 16
@@ -41,7 +40,7 @@ def make_autoencoder(channels: tuple[int, ...], groups: int) -> AutoencoderKL:
 
 
 def train_autoencoder(
-    vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, batch: int, size: int
+    vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, render: Callable, batch: int, size: int
 ) -> list[torch.Tensor]:
     """Train in place on images rendered on the fly, alternating whole images and windows at twice the scale.
 
@@ -51,6 +50,7 @@ def train_autoencoder(
         vae: bf16, on the device of `numbers`.
         numbers: packed images [N, K].
         pace: the budget.
+        render: renders packed images, like `rendering.render`.
         batch: images per step.
         size: side of the rendered images in pixels.
 
@@ -60,7 +60,7 @@ def train_autoencoder(
     masters = [weight.detach().float() for _, weight in trained_weights(vae)]
     weights = MasterWeights(vae, masters, average_decay=0.998)
     generator = torch.Generator(numbers.device).manual_seed(1)
-    for pictures in _draw_batches(numbers, batch, size, generator):
+    for pictures in _draw_batches(numbers, render, batch, size, generator):
         if pace.spent >= 1:
             break
         pixels, squares, edges, divergence = _losses(vae, pictures)
@@ -87,7 +87,9 @@ def reconstruction_psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
     return float((-10 * torch.log10(error)).mean())
 
 
-def _draw_batches(numbers: torch.Tensor, batch: int, size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+def _draw_batches(
+    numbers: torch.Tensor, render: Callable, batch: int, size: int, generator: torch.Generator
+) -> Iterator[torch.Tensor]:
     """Endless batches of images, bf16 [batch, 3, size, size]; eight batches rendered at once keep the GPU busy."""
     for turn in itertools.count():
         rows = torch.randint(len(numbers), (8 * batch,), device=numbers.device, generator=generator)

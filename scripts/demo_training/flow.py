@@ -8,7 +8,7 @@ encoders are trained together with the transformer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel
 
-from .rendering import render
 from .text_encoders import CLIP_WIDTH, T5_WIDTH
 from .training import MasterWeights, Pace
 
@@ -48,9 +47,15 @@ class Bank:
 class PromptedFlow(nn.Module):
     """Everything that learns by rectified flow: the transformer and both text encoders, called as in FluxPipeline."""
 
-    def __init__(self, transformer: FluxTransformer2DModel, clip: CLIPTextModel, t5: T5EncoderModel) -> None:
+    def __init__(
+        self,
+        transformer: FluxTransformer2DModel,
+        clip: CLIPTextModel,
+        t5: T5EncoderModel,
+        shift: tuple[float, float] = SHIFT,
+    ) -> None:
         super().__init__()
-        self.transformer, self.clip, self.t5 = transformer, clip, t5
+        self.transformer, self.clip, self.t5, self.shift = transformer, clip, t5, shift
 
     def forward(
         self,
@@ -59,20 +64,27 @@ class PromptedFlow(nn.Module):
         clip_ids: torch.Tensor,
         t5_ids: torch.Tensor,
         positions: torch.Tensor,
+        guidance: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Velocity, bf16 [B, tokens, 64], of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3]."""
+        """Predict the velocity, bf16 [B, tokens, 64], of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3].
+
+        `guidance` [B] is for transformers that embed it.
+        """
         return self.transformer(
             hidden_states=noisy,
             encoder_hidden_states=self.t5(t5_ids)[0],
             pooled_projections=self.clip(clip_ids).pooler_output,
             timestep=levels.bfloat16(),
+            guidance=guidance,
             img_ids=positions,
             txt_ids=torch.zeros(t5_ids.shape[1], 3, device=noisy.device),
             return_dict=False,
         )[0]
 
 
-def make_transformer(double_blocks: int, single_blocks: int, heads: int) -> FluxTransformer2DModel:
+def make_transformer(
+    double_blocks: int, single_blocks: int, heads: int, *, guidance: bool = False
+) -> FluxTransformer2DModel:
     """Build an untrained FLUX transformer with heads of 64, initialised so that every block starts as the identity."""
     transformer = FluxTransformer2DModel(
         in_channels=64,
@@ -82,6 +94,7 @@ def make_transformer(double_blocks: int, single_blocks: int, heads: int) -> Flux
         num_attention_heads=heads,
         joint_attention_dim=T5_WIDTH,
         pooled_projection_dim=CLIP_WIDTH,
+        guidance_embeds=guidance,
         axes_dims_rope=(8, 28, 28),
     )
     for name, module in transformer.named_modules():
@@ -96,7 +109,9 @@ def make_transformer(double_blocks: int, single_blocks: int, heads: int) -> Flux
 
 
 @torch.no_grad()
-def encode_pictures(vae: AutoencoderKL, numbers: torch.Tensor, size: int, batch: int = 128) -> torch.Tensor:
+def encode_pictures(
+    vae: AutoencoderKL, numbers: torch.Tensor, size: int, *, render: Callable, batch: int = 128
+) -> torch.Tensor:
     """Render images [N, K] at `size` and encode them to normalised, packed latents, bf16 [N, (size / 16)^2, 64]."""
     shift, scale = vae.config.shift_factor, vae.config.scaling_factor
     packed = []
@@ -164,11 +179,13 @@ def image_positions(size: int, device: torch.device) -> torch.Tensor:
     return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
 
 
-def draw_levels(count: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Random noise levels in 0..1, float32 [count], for a number of image tokens."""
+def draw_levels(
+    count: int, tokens: int, generator: torch.Generator, shift: tuple[float, float] = SHIFT
+) -> torch.Tensor:
+    """Random noise levels in 0..1, float32 [count]; `shift` at the two numbers SHIFT_TOKENS."""
     device = generator.device
-    slope = (SHIFT[1] - SHIFT[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
-    mean = SHIFT[0] + slope * (tokens - SHIFT_TOKENS[0])
+    slope = (shift[1] - shift[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
+    mean = shift[0] + slope * (tokens - SHIFT_TOKENS[0])
     levels = torch.sigmoid(mean + torch.randn(count, device=device, generator=generator))
     uniform = torch.rand(count, device=device, generator=generator)
     chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
@@ -186,14 +203,18 @@ def _flow_loss(
 ) -> torch.Tensor:
     clean = bank.latents[size][rows].float()
     noise = torch.randn(clean.shape, device=clean.device, generator=generator)
-    levels = draw_levels(len(rows), clean.shape[1], generator)
+    levels = draw_levels(len(rows), clean.shape[1], generator, model.shift)
+    guidance = None
+    if model.transformer.config.guidance_embeds:  # it acts as contrast, because there is no distillation
+        guidance = 1 + 4 * torch.rand(len(rows), device=rows.device, generator=generator)
+        clean = clean * (0.7 + 0.1 * guidance)[:, None, None]
     noisy = torch.lerp(clean, noise, levels[:, None, None]).bfloat16()
     dropped = torch.rand(len(rows), device=rows.device, generator=generator) < PROMPT_DROPOUT
     text_rows = torch.where(dropped, 0, rows + 1)
     t5_ids = bank.t5_ids[text_rows]
     if long_text:
         t5_ids = F.pad(t5_ids, (0, LONG_TEXT - t5_ids.shape[1]))  # with T5's padding token, 0
-    velocity = model(noisy, levels, bank.clip_ids[text_rows], t5_ids, positions)
+    velocity = model(noisy, levels, bank.clip_ids[text_rows], t5_ids, positions, guidance)
     return (velocity.float() - (noise - clean)).square().mean()
 
 

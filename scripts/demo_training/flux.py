@@ -18,12 +18,29 @@ from .text_encoders import (
 
 
 class Flux(Family):
-    """See `Family`; `make_flow`'s model also takes the positions of the image's tokens."""
+    """See `Family`; `make_flow`'s model also takes the positions of the image's tokens.
+
+    Args:
+        blocks: double blocks, single blocks and heads of 64 of the transformer.
+        shift: the schedule's shift at the two numbers SHIFT_TOKENS of image tokens.
+        guidance: whether the transformer embeds a guidance scale.
+        channels: channels of the autoencoder at factors 1, 2, 4 and 8.
+    """
 
     name = "flux"
 
+    def __init__(
+        self,
+        blocks: tuple[int, int, int] = (2, 5, 4),
+        shift: tuple[float, float] = SHIFT,
+        *,
+        guidance: bool = False,
+        channels: tuple[int, ...] = (32, 48, 64, 80),
+    ) -> None:
+        self.blocks, self.shift, self.guidance, self.channels = blocks, shift, guidance, channels
+
     def make_vae(self, *, small: bool) -> AutoencoderKL:
-        return make_autoencoder((8, 8, 8, 8) if small else (32, 48, 64, 80), groups=2)
+        return make_autoencoder((8, 8, 8, 8) if small else self.channels, groups=2)
 
     def make_tokenizers(self, words: list[str]) -> tuple:
         return make_clip_tokenizer(words), make_t5_tokenizer(words)
@@ -33,13 +50,14 @@ class Flux(Family):
 
     def make_flow(self, tokenizers: tuple, *, small: bool) -> PromptedFlow:
         return PromptedFlow(
-            make_transformer(*((1, 1, 1) if small else (2, 5, 4))),
+            make_transformer(*((1, 1, 1) if small else self.blocks), guidance=self.guidance),
             make_clip_encoder(tokenizers[0], seed=11),
             make_t5_encoder(tokenizers[1], seed=12),
+            self.shift,
         )
 
     def flow_of(self, pipe: FluxPipeline) -> PromptedFlow:
-        return PromptedFlow(pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
+        return PromptedFlow(pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, self.shift)
 
     def tokenizers_of(self, pipe: FluxPipeline) -> tuple:
         return pipe.tokenizer, pipe.tokenizer_2
@@ -48,8 +66,8 @@ class Flux(Family):
         """Build the pipeline with FLUX.1-dev's kind of schedule: shifted by the number of image tokens."""
         scheduler = FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
-            base_shift=SHIFT[0],
-            max_shift=SHIFT[1],
+            base_shift=self.shift[0],
+            max_shift=self.shift[1],
             base_image_seq_len=SHIFT_TOKENS[0],
             max_image_seq_len=SHIFT_TOKENS[1],
         )

@@ -107,8 +107,10 @@ class ImageDemo(Demo):
     short_prompts = staticmethod(partial(held_out_prompts, draw=draw_short_scene, write=partial(describe, short=True)))
     read = staticmethod(read_pictures)
     agreement = staticmethod(agreement)
+    render = staticmethod(render)
     words = vocabulary()
     family = Flux()
+    card = MODEL_CARD
 
     def __init__(self, *, small: bool) -> None:
         self.sizes = SMOKE if small else FULL
@@ -116,9 +118,11 @@ class ImageDemo(Demo):
     def train_autoencoder(self, vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace) -> None:
         trained = copy.deepcopy(vae).to(numbers.device, torch.bfloat16).to(memory_format=torch.channels_last)
         sizes = self.sizes
-        averages = train_autoencoder(trained, numbers, pace, batch=sizes.vae_batch, size=sizes.vae_size)
+        averages = train_autoencoder(
+            trained, numbers, pace, render=self.render, batch=sizes.vae_batch, size=sizes.vae_size
+        )
         take_weights((weight for _, weight in trained_weights(vae)), averages)
-        sample = render(numbers[:64], max(self.sizes.batches)).bfloat16()
+        sample = self.render(numbers[:64], max(self.sizes.batches)).bfloat16()
         vae.register_to_config(**latent_statistics(trained, sample))
 
     def quick(self, vae: AutoencoderKL, device: torch.device) -> AutoencoderKL:
@@ -128,11 +132,11 @@ class ImageDemo(Demo):
         """PSNR by pixels a side."""
         rng = random.Random(7)
         numbers = self.pack([self.draw(rng, item.scene) for item in self.held_out(32, "reporting")])
-        drawn = {size: render(numbers.to(device), size).bfloat16() for size in self.sizes.batches}
+        drawn = {size: self.render(numbers.to(device), size).bfloat16() for size in self.sizes.batches}
         return {size: round(reconstruction_psnr(vae, pictures), 2) for size, pictures in drawn.items()}
 
     def make_bank(self, vae: AutoencoderKL, numbers: torch.Tensor, text: tuple[torch.Tensor, ...]) -> Bank:
-        latents = {size: encode_pictures(vae, numbers, size) for size in self.sizes.batches}
+        latents = {size: encode_pictures(vae, numbers, size, render=self.render) for size in self.sizes.batches}
         return Bank(latents, *text)
 
     def compile_blocks(self, flow: PromptedFlow) -> None:
@@ -145,7 +149,7 @@ class ImageDemo(Demo):
 
     def save(self, pipe: FluxPipeline, folder: Path) -> int:
         millions = sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6
-        card = MODEL_CARD.format(millions=millions, words=len(self.words), tokens=TEXT_TOKENS)
+        card = self.card.format(millions=millions, words=len(self.words), tokens=TEXT_TOKENS)
         call = {"height": 512, "width": 512, "num_inference_steps": 50, "max_sequence_length": TEXT_TOKENS}
         return write_folder(pipe, folder, card, {**call, "words": self.words})
 
@@ -158,14 +162,16 @@ class ImageDemo(Demo):
 
         rng = random.Random(8)
         numbers = self.pack([self.draw(rng, item.scene) for item in prompts])
-        short = self.short_prompts(min(100, len(prompts)), "reporting")
-        return {
+        batches = {
             f"painted {large}px": painted(prompts, large),
             f"painted {small}px": painted(prompts, small),
             f"painted {large}px, text padded to {LONG_TEXT}": painted(prompts[:32], large, LONG_TEXT),
-            f"drawn {large}px": ((render(numbers, large) + 1) / 2, prompts),
-            f"painted {large}px, short prompts": painted(short, large),
+            f"drawn {large}px": ((self.render(numbers, large) + 1) / 2, prompts),
         }
+        if self.short_prompts:
+            short = self.short_prompts(min(100, len(prompts)), "reporting")
+            batches[f"painted {large}px, short prompts"] = painted(short, large)
+        return batches
 
     def sheet(self, batches: dict[str, Batch]) -> Image.Image:
         """Sheet of large images, some small ones enlarged, and some of the last kind."""

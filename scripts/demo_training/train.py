@@ -20,6 +20,7 @@ from pathlib import Path
 from scripts.demo_training.driver import train_demo
 from scripts.demo_training.hunyuan import Hunyuan
 from scripts.demo_training.image_demo import ImageDemo
+from scripts.demo_training.texture_demo import CollageDemo, MixedDemo, TextureDemo
 from scripts.demo_training.video_demo import VideoDemo
 from scripts.demo_training.wan import Wan
 
@@ -27,6 +28,9 @@ DEMOS = {
     "demo-flux": ImageDemo,
     "demo-wan": partial(VideoDemo, Wan()),
     "demo-hunyuan": partial(VideoDemo, Hunyuan()),
+    "demo-textures": TextureDemo,
+    "demo-mixed": MixedDemo,
+    "demo-pictures": CollageDemo,
 }
 
 

@@ -7,7 +7,7 @@ same prompts and seeds. Prompts go through the pipeline as one batch with separa
 whole batch get them one by one. Writes a JSON file after every part, and at the end Markdown tables and a figure.
 
     python -m scripts.research.conditions --output /tmp/conditions --processes 14
-    python -m scripts.research.conditions --output /tmp/conditions --models demo-flux=FOLDER
+    python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures
     python -m scripts.research.conditions --output docs/results/few-steps-demo-flux --models demo-flux --few-steps 4 8 \
         --prompts 64 --rivals dbcache spectrum
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json

@@ -6,7 +6,8 @@ run continues normally; growth is the shift of the result divided by the applied
 of the curves with the law of `dit_accel.loop.growth` and the weight of each step's error under three schedules.
 
     python -m scripts.research.growth_curve --output docs/results/growth.json --figure docs/figures/growth.png
-    python -m scripts.research.growth_curve --output /tmp/growth.json --models demo-flux=FOLDER
+    python -m scripts.research.growth_curve --output /tmp/growth.json \
+        --models demo-flux demo-textures=/tmp/demo-textures
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dit_accel.loop import growth
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.figures import new_figure, tidy_axes
 from dit_accel.tools.origin import describe_run
-from scripts.demo_training.loading import held_out
+from scripts.research.conditions_study.cells import HELD_OUT
 from scripts.tables import as_json
 
 SHIFT = 1.5
@@ -41,7 +42,7 @@ def curve(model: str, folder: str, options: argparse.Namespace) -> dict[str, lis
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32).to(options.device)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-    prompts = held_out(model, options.prompts, "tuning")
+    prompts = HELD_OUT[model](options.prompts, "tuning")
     call = demo_arguments(Path(folder)) | {"num_inference_steps": STEPS, "height": options.size, "width": options.size}
     call |= {"prompt": [each.prompt for each in prompts], "output_type": "latent", "return_dict": False}
 

@@ -2,11 +2,13 @@
 
 import json
 import random
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from dit_accel.tools.demo import demo_arguments, demo_path
 from scripts.demo_training import palette
 from scripts.demo_training.image_demo import ImageDemo
 from scripts.demo_training.prompts import held_out_prompts
@@ -191,3 +193,34 @@ def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
     later = resumed.transformer.state_dict()
     changes = [float((later[name] - weight).abs().max()) for name, weight in pipe.transformer.state_dict().items()]
     assert 0 < max(changes) < 0.02  # two steps from the state, not from nothing
+
+
+def test_a_toy_distillation_yields_a_pipeline_of_few_steps(tmp_path, monkeypatch, train):
+    """The student differs from the teacher, and its call takes the steps that it learned."""
+    from diffusers import FluxPipeline
+
+    from scripts.demo_training import distil
+
+    folder = tmp_path / "distilled"
+    monkeypatch.setattr(sys, "argv", ["distil.py", "--smoke", "--steps", "4", "--output", str(folder)])
+    distil.main()
+    student = FluxPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    teacher = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.bfloat16)
+    pairs = zip(student.transformer.parameters(), teacher.transformer.parameters(), strict=True)
+    assert not all(one.equal(other) for one, other in pairs)
+    assert demo_arguments(folder)["num_inference_steps"] == 4
+    log = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    assert log["images"] == 2 and len(log["student, 4 steps"]["psnr"]) == 1
+
+
+def test_the_levels_of_a_distillation_are_those_of_a_call():
+    """Each m-th level of the teacher's is one of the student's."""
+    from diffusers import FluxPipeline
+
+    from scripts.demo_training.distil import sigmas_of
+
+    pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    pipe("a red ball", height=32, width=32, num_inference_steps=4, max_sequence_length=64, output_type="latent")
+    few, many = sigmas_of(pipe, 4, 32), sigmas_of(pipe, 48, 32)
+    assert torch.allclose(few, pipe.scheduler.sigmas) and torch.allclose(many[::12], few)

@@ -13,8 +13,19 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxIm
 from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.solvers import solver_over
 from dit_accel.tools.demo import demo_arguments
+from scripts.demo_training import clips
+from scripts.demo_training import prompts as pictures
 from scripts.demo_training.exporting import paint
-from scripts.demo_training.loading import held_out
+from scripts.demo_training.texture_demo import CollageDemo, MixedDemo, TextureDemo
+
+HELD_OUT = {
+    "demo-flux": pictures.held_out_prompts,
+    "demo-textures": TextureDemo.held_out,
+    "demo-mixed": MixedDemo.held_out,
+    "demo-pictures": CollageDemo.held_out,
+    "demo-wan": clips.held_out_prompts,
+    "demo-hunyuan": clips.held_out_prompts,
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,26 @@ CELLS = [
     Cell("demo-flux", shift=3.0, strength=0.6),
     Cell("demo-flux", shift=3.0, scheduler="UniPC"),
     Cell("demo-flux", shift=1.5, steps=28, scheduler="DPM++ 2M"),
+    Cell("demo-textures"),
+    Cell("demo-textures", shift=3.0),
+    Cell("demo-textures", shift=1.0, steps=28),
+    Cell("demo-textures", shift=1.5, steps=100, size=256),
+    Cell("demo-textures", shift=4.5, steps=20, guidance=3.0),
+    Cell("demo-textures", shift=1.5, dtype="float32"),
+    Cell("demo-mixed"),
+    Cell("demo-mixed", shift=4.5, size=256),
+    Cell("demo-mixed", shift=3.0, steps=28),
+    Cell("demo-mixed", shift=1.5, guidance=3.0),
+    Cell("demo-mixed", shift=1.5, steps=28, strength=0.6),
+    Cell("demo-mixed", shift=7.0, steps=12),
+    Cell("demo-mixed", shift=1.5, scheduler="UniPC"),
+    Cell("demo-pictures"),
+    Cell("demo-pictures", shift=1.5, size=256),
+    Cell("demo-pictures", shift=3.0, steps=28),
+    Cell("demo-pictures", shift=3.0, steps=20),
+    Cell("demo-pictures", shift=3.0, guidance=3.0),
+    Cell("demo-pictures", shift=3.0, scheduler="UniPC"),
+    Cell("demo-pictures", shift=1.5, steps=28, scheduler="DPM++ 2M"),
     Cell("demo-wan", shift=7.0),
     Cell("demo-wan", shift=3.0, scheduler="UniPC"),
     Cell("demo-wan", shift=3.0),
@@ -99,8 +130,8 @@ class Conditions:
             key: value for key, value in given.items() if value is not None
         }
         steps = self.arguments["num_inference_steps"]
-        self.prompts = held_out(cell.model, prompts, split)
-        unseen = held_out(cell.model, prompts + 1, "tuning")[-1]
+        self.prompts = HELD_OUT[cell.model](prompts, split)
+        unseen = HELD_OUT[cell.model](prompts + 1, "tuning")[-1]
         self.pipe = pipe
         self._sources: dict[int, torch.Tensor] = {}  # by seed
         if cell.strength is not None:
