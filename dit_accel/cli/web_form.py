@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_accel.errors import DitAccelError, OptionError, OutOfMemoryError, headline
 from dit_accel.models.families import pipeline_family
@@ -17,9 +16,6 @@ from dit_accel.presets import Preset, default_preset, load_preset, preset_names
 from dit_accel.presets.names import PLAIN
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts, unknown_words
 from dit_accel.tools.identify import identify
-
-if TYPE_CHECKING:
-    from dit_accel.serving.media import Clips, Pictures
 
 EXAMPLES = 3
 CANDIDATES = 12  # prompts of a model; the shortest are examples
@@ -36,18 +32,6 @@ LABELS = {
 }
 IN_WORDS = {"quality": "Nearly identical (quality)", "balanced": "Balanced", "turbo": "Fast (turbo)"}
 EXACT = "exact"  # computes all steps, to check an installation
-
-
-class Loaded:
-    """The output form of a loaded pipeline, and the pipeline until its owner drops it."""
-
-    def __init__(self, pipe: Any, medium: Pictures | Clips) -> None:
-        self._pipe, self.medium = weakref.ref(pipe), medium
-
-    @property
-    def pipe(self) -> Any:
-        """The pipeline; None = another model has taken its place."""
-        return self._pipe()
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,10 @@ class Pictures:
         """Return NAME, and with a comparison NAME-plain and NAME-compare."""
         return _with_comparison(path, compare)
 
+    def still(self, picture: Image.Image) -> Image.Image:
+        """Return the image that stands for an output."""
+        return picture
+
     def write(self, picture: Image.Image, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write an image, and return its path."""
         save_image(picture, path)
@@ -155,6 +159,12 @@ class Clips:
         clips = _with_comparison(path, compare) if self.sampling_rate else []
         sounds = [sound_file(clip, folder=is_folder_of_frames(path)) for clip in clips]
         return [*filter(None, sounds), *([_strip(path)] if compare else [])]
+
+    def still(self, clip: np.ndarray) -> Image.Image:
+        """Return the middle frame."""
+        from PIL import Image
+
+        return Image.fromarray(clip[len(clip) // 2])
 
     def write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write a video with its sound; return the paths."""

@@ -257,7 +257,7 @@ def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
 def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(monkeypatch):
     """A single process makes the other lines first; one of several processes exits, because the others may hang."""
     worker = object.__new__(working.Worker)
-    worker._pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
+    worker.pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
 
     def make(batch):
         if len(batch) > 1 or batch[0].index != 1:

@@ -1,12 +1,10 @@
 """Values that the page of ``dit-accel app`` offers for a model, and errors in the words of its fields."""
 
 import pytest
-import torch
 
-from dit_accel.cli.web_form import EXAMPLES, Loaded, fields_of, in_the_pages_words, target_of, words_note
+from dit_accel.cli.web_form import EXAMPLES, fields_of, in_the_pages_words, target_of, words_note
 from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError
 from dit_accel.presets import load_preset
-from dit_accel.serving.media import Pictures
 from dit_accel.tools.demo import DEMOS
 
 
@@ -29,15 +27,6 @@ def test_presets_begin_with_three_in_words_and_end_with_papers(model):
     assert papers == sorted(papers) and any(papers) == model.startswith("demo-")
     assert not any(name.startswith("video-") for name in names)
     assert not any(name.startswith("wan21") for name in names) or model == "demo-wan"
-
-
-def test_a_pipeline_that_another_has_replaced_is_freed():
-    """Its memory must be free before the next one loads; a run that it made still shows its output."""
-    pipe = torch.nn.Linear(1, 1)
-    loaded = Loaded(pipe, Pictures())
-    assert loaded.pipe is pipe
-    del pipe
-    assert loaded.pipe is None and loaded.medium
 
 
 def test_unknown_words_stand_with_the_known_ones():

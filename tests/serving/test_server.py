@@ -126,9 +126,9 @@ def metric(app, name):
 
 def called(worker, preset=None, overrides=None, seed=3, **arguments):
     """The first image or video of a call of the worker's own pipeline, plain without a preset."""
-    worker._use(None)
-    with accelerated(worker._pipe, preset, **overrides or {}) if preset else nullcontext():
-        (made,) = worker._pipe(**arguments, generator=torch.Generator().manual_seed(seed), return_dict=False)
+    worker.use(None)
+    with accelerated(worker.pipe, preset, **overrides or {}) if preset else nullcontext():
+        (made,) = worker.pipe(**arguments, generator=torch.Generator().manual_seed(seed), return_dict=False)
     return np.asarray(made[0])
 
 
@@ -143,7 +143,7 @@ def test_an_image_equals_that_of_the_command_generate(worker, run, tmp_path, mon
         answer = post(app, GOOD).json()
     (entry,) = answer["data"]
     options = ("--prompt", "a fox", "--width", "32", "--height", "48", "--steps", "6", "--seed", "3")
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker._pipe)  # weights elsewhere may round differently
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker.pipe)  # weights elsewhere may round differently
     result = run("generate", "--model", worker._setup.model, *options, "--output", "fox.png")
     assert result.exit_code == 0, result.output
     assert base64.b64decode(entry["b64_json"]) == (tmp_path / "fox.png").read_bytes()

@@ -113,7 +113,7 @@ def test_openais_client_makes_a_video(worker, run, tmp_path, monkeypatch):
     assert (made.num_frames, made.fps, made.seed, made.preset) == (5, 16.0, 3, "video-balanced")
     assert made.expires_at - made.completed_at == VIDEO_LIMITS.kept and 0 < made.computed_fraction <= 1
     options = ("--prompt", "a fox", "--width", 32, "--height", 48, "--steps", 4, "--seed", 3, "--num-frames", 5)
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker._pipe)  # weights elsewhere may round differently
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker.pipe)  # weights elsewhere may round differently
     result = run("generate", "--model", worker._setup.model, *options, "--output", "fox.mp4")
     assert result.exit_code == 0, result.output
     assert data == (tmp_path / "fox.mp4").read_bytes()

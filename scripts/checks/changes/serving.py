@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "weights-stay-after-a-cancel",
         f"{SERVING}/worker.py",
-        "            self._pipe.maybe_free_model_hooks()",
+        "            self.pipe.maybe_free_model_hooks()",
         "            pass",
         "a cancelled job moves offloaded weights off the GPU",
         f"{TEST_SERVING}/test_worker.py",
