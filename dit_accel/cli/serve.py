@@ -22,7 +22,7 @@ from dit_accel.cli.options import (
     require_engine,
     takes_options,
 )
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import RemoteWorker, WorkerProcess
 from dit_accel.serving.worker_process import LocalProcess
@@ -87,7 +87,7 @@ class Options(RunOptions):
         for name in self.allow_host or ():
             if set("/*@ ") & set(name) or name.count(":") == 1:
                 rule = "must be a name without scheme, port and *, such as images.example.com"
-                raise OptionError("--allow-host", f"{rule}, got {shown(name)}")
+                raise ArgumentError("allow_host", f"{rule}, got {shown(name)}")
         if self.host not in LOOPBACK and not self.allow_host:
             return set()
         return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
@@ -155,7 +155,7 @@ def _require_consistent(given: Options) -> None:
     """Check combinations of options."""
     require_engine(given.engine, given.actors, given.device)
     if given.engine == "ray" and given.gpus is not None:
-        raise OptionError("--gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
+        raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
 
 
 @contextmanager
@@ -186,10 +186,10 @@ def _devices(given: Options) -> list[str | None]:
     if there == 0:
         if given.gpus is not None:
             found = "there is none" if given.device in (None, "cuda") else f"--device is {given.device}"
-            raise OptionError("--gpus", f"needs CUDA GPUs, but {found}")
+            raise ArgumentError("gpus", f"needs CUDA GPUs, but {found}")
         return [given.device]
     if given.gpus is not None and given.gpus > there:
-        raise OptionError("--gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
+        raise ArgumentError("gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
     return [f"cuda:{index}" for index in range(given.gpus or there)]
 
 
@@ -210,8 +210,8 @@ def read_keys(path: Path | None) -> list[str]:
         keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise OptionError("--api-key-file", f"{name} can't be read: {reason}") from None
+        raise ArgumentError("api_key_file", f"{name} can't be read: {reason}") from None
     if not keys or any(len(key) < SHORTEST_KEY for key in keys):
         rule = f"one key per line, each of at least {SHORTEST_KEY} characters"
-        raise OptionError("--api-key-file", f"{name} must hold {rule}")
+        raise ArgumentError("api_key_file", f"{name} must hold {rule}")
     return keys

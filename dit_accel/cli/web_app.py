@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from dit_accel.cli.options import LoadingOptions, option, takes_options
-from dit_accel.errors import OptionError, shortened
+from dit_accel.errors import ArgumentError, shortened
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import demo_names
@@ -70,7 +70,7 @@ def command(given: Options) -> None:
         )
     except OSError:
         message = f"can't listen on {given.host}:{given.port}; give another --host or --port"
-        raise OptionError("--port", message) from None
+        raise ArgumentError("port", message) from None
     console.out(f"open {public or local} (stop with Ctrl-C)", highlight=False)
     try:
         page.block_thread()

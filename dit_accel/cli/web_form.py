@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dit_accel.errors import DitAccelError, OptionError, OutOfMemoryError, headline
+from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, headline
 from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, default_preset, load_preset, preset_names
@@ -93,13 +92,14 @@ def in_the_pages_words(error: Exception) -> str:
             "Out of memory. Enter a smaller height, width or number of frames, or start the page again with "
             "dit-accel app --offload model."
         )
-    if isinstance(error, OptionError) and error.args[0] == "--image":
+    if isinstance(error, ArgumentError) and error.field == "image":
         return "Model: it needs an input image, and this page has no field for one. Use dit-accel generate --image."
+    if isinstance(error, ArgumentError):
+        return f"{LABELS.get(error.field, error.field)}: {error.rule}"
     if not isinstance(error, DitAccelError):
         return f"{headline(error)}. The terminal of dit-accel app has the details."
-    text = re.sub(r"--([a-z][a-z-]*)", lambda hit: LABELS.get(hit[1].replace("-", "_"), hit[0]), str(error))
-    name, space, rest = text.partition(" ")
-    return LABELS.get(name, name) + space + rest
+    message = str(error)
+    return message[:1].upper() + message[1:]
 
 
 def _presets(family: str) -> Iterator[tuple[str, str]]:

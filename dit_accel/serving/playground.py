@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import ArgumentError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving.dispatcher import Cancelled
 from dit_accel.serving.media import Clips, Pictures
@@ -73,17 +73,17 @@ class Wish:
         """Check numbers and the prompt's length.
 
         Raises:
-            UnsupportedError: a value is out of bounds.
+            ArgumentError: a value is out of bounds.
         """
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise UnsupportedError(f"{name} must be {least:,} to {most:,} here, got {value:,}")
+                raise ArgumentError(name, f"must be {least:,} to {most:,} here, got {value:,}")
             if value is not None and value != int(value):
-                raise UnsupportedError(f"{name} must be a whole number, got {value}")
+                raise ArgumentError(name, f"must be a whole number, got {value}")
         if not 0 < len(self.prompt.strip()) <= LONGEST_PROMPT:
             length = len(self.prompt.strip())
-            raise UnsupportedError(f"prompt must have 1 to {LONGEST_PROMPT:,} characters here, got {length:,}")
+            raise ArgumentError("prompt", f"must have 1 to {LONGEST_PROMPT:,} characters here, got {length:,}")
 
     @property
     def size(self) -> dict[str, int | None]:
@@ -180,7 +180,7 @@ class Playground:
         An iterator that is closed ends the run after its current step.
 
         Raises:
-            UnsupportedError: a value is out of bounds, or the preset does not fit the pipeline.
+            ArgumentError: a value is out of bounds, or the preset does not fit the pipeline.
         """
         wish.require_bounds()
         run = Run(wish)

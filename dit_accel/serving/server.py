@@ -30,7 +30,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.presets import Preset
 from dit_accel.serving.access import Access
 from dit_accel.serving.api import Limits, RequestError, answered
@@ -253,7 +253,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket at an address, which refuses connections until a server listens.
 
     Raises:
-        OptionError: the address can't be used.
+        ArgumentError: the address can't be used.
     """
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -262,7 +262,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         message = f"can't listen on {host}:{port} ({error.strerror}); give another --host or --port"
-        raise OptionError("--port", message) from None
+        raise ArgumentError("port", message) from None
     return bound
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import secrets
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Lock, RLock, Thread
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from dit_accel.errors import shown
+from dit_accel.errors import ArgumentError, shown
 from dit_accel.serving.api import Limits, RequestError
 from dit_accel.serving.dispatcher import Step, Task
 from dit_accel.serving.engine import Made, VideoForm
@@ -123,7 +122,9 @@ class VideoJob(Task):
                     self._complete(event)
                 case BaseException():
                     self._file.unlink(missing_ok=True)  # half of it, if the disk is full
-                    self._error = _of_video(self._metrics.counted(event)).to_json()["error"]
+                    if isinstance(event, ArgumentError) and event.field == "image":
+                        event = ArgumentError("input_reference", event.rule)
+                    self._error = self._metrics.counted(event).to_json()["error"]
                     self._end("failed")
 
     def _complete(self, made: Made) -> None:
@@ -234,11 +235,3 @@ def _unknown(video_id: str, param: str = "video_id") -> RequestError:
 
 def _seconds(frames: int, fps: float) -> str:
     return f"{frames / fps:.2f}".rstrip("0").rstrip(".")
-
-
-def _of_video(answer: RequestError) -> RequestError:
-    """Name the field of the input image as ``/v1/videos`` does."""
-    if answer.param != "image":
-        return answer
-    message = re.sub(r"^image\b", "input_reference", answer.message)
-    return RequestError(message, "input_reference", answer.code, answer.status)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dit_accel.errors import OptionError, PresetError, UnsupportedError
+from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Made, Progress, VideoForm, made_alone
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
@@ -36,7 +36,7 @@ class Worker:
         console: shows notes and progress; None = silent.
 
     Raises:
-        OptionError: a job has a setting that this pipeline does not support.
+        ArgumentError: a job has a setting that this pipeline does not support.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Worker:
                 there is one. An exception from it ends the call.
 
         Raises:
-            OptionError: the pipeline does not support the preset.
+            ArgumentError: the pipeline does not support the preset.
         """
         self.use(preset)
         previews = None if isinstance(self.medium, Clips) else self._previews.of(job, suffix)
@@ -192,7 +192,7 @@ class Worker:
             try:
                 start_pipeline(self.pipe, preset, self._console.quiet)
             except UnsupportedError as error:
-                raise OptionError("--preset", str(error)) from None
+                raise ArgumentError("preset", str(error)) from None
         self.preset = preset and preset.effective()
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:

@@ -191,10 +191,10 @@ def test_previews_of_the_plain_side_come_between_its_steps(visitor, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": " "}, "Prompt must have 1 to 2,000 characters here, got 0"),
-        ({"steps": 500}, "Steps must be 1 to 200 here, got 500"),
-        ({"steps": 2.7}, "Steps must be a whole number, got 2.7"),
-        ({"side": 4096}, "Height must be 16 to 2,048 here, got 4,096"),
+        ({"prompt": " "}, "Prompt: must have 1 to 2,000 characters here, got 0"),
+        ({"steps": 500}, "Steps: must be 1 to 200 here, got 500"),
+        ({"steps": 2.7}, "Steps: must be a whole number, got 2.7"),
+        ({"side": 4096}, "Height: must be 16 to 2,048 here, got 4,096"),
         ({"frames": 5}, "Frames: FluxPipeline takes no num_frames"),
         ({"model": "/etc"}, "Value: /etc is not in the list of choices"),
     ],
@@ -327,7 +327,7 @@ def test_a_failure_ends_the_status(site, browser):
     page, _ = tab(browser, site, 390)
     fill(page, Steps="2.7", Height=32, Width=32)
     page.get_by_role("button", name="Generate both").click()
-    page.wait_for_selector("#results >> text=Steps must be a whole number, got 2.7")
+    page.wait_for_selector("#results >> text=Steps: must be a whole number, got 2.7")
     fill(page, Steps=STEPS)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=Done: balanced")

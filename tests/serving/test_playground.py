@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.errors import OptionError, PresetError, UnsupportedError
+from dit_accel.errors import ArgumentError, PresetError
 from dit_accel.serving import pipelines, playground, worker
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.playground import LIMITS, Playground, Wish
@@ -99,7 +99,7 @@ def test_a_run_shows_both_sides_step_by_step(kitchen):
 def test_numbers_of_a_wish_are_whole():
     """Part of a step or a pixel is an error that names the argument."""
     for name in ("steps", "height", "num_frames"):
-        with pytest.raises(UnsupportedError, match=rf"^{name} must be a whole number, got 33\.7"):
+        with pytest.raises(ArgumentError, match=rf"^{name}: must be a whole number, got 33\.7"):
             Wish("a fox", "flux", **{name: 33.7}).require_bounds()
 
 
@@ -183,12 +183,12 @@ def test_models_take_turns(kitchen):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({name: LIMITS[name][1] + 1}, f"{name} must be") for name in LIMITS]
-    + [({"prompt": " "}, "prompt must have"), ({"prompt": "a" * 2001}, "got 2,001")],
+    [({name: LIMITS[name][1] + 1}, f"{name}: must be") for name in LIMITS]
+    + [({"prompt": " "}, "prompt: must have"), ({"prompt": "a" * 2001}, "got 2,001")],
     ids=[*LIMITS, "no-prompt", "long-prompt"],
 )
 def test_limits_are_told_before_any_work(kitchen, changes, message):
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         kitchen.compare(**changes)
     assert kitchen.loaded == []
 
@@ -197,7 +197,7 @@ def test_limits_are_told_before_any_work(kitchen, changes, message):
     ("changes", "error"),
     [
         ({"preset": "blanced"}, PresetError),
-        ({"preset": "wan21-fgattn", "target_error": None}, OptionError),
+        ({"preset": "wan21-fgattn", "target_error": None}, ArgumentError),
         ({"preset": "exact"}, PresetError),
     ],
     ids=["unknown", "another-family", "has-no-target"],
