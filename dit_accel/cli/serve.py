@@ -121,6 +121,7 @@ def command(given: Options) -> None:
     for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
     from dit_accel.serving import server
+    from dit_accel.serving.api import Served
     from dit_accel.serving.dispatcher import Dispatcher
     from dit_accel.serving.videos import VideoStore
 
@@ -145,9 +146,9 @@ def command(given: Options) -> None:
         videos = None
         if form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
-            videos = closing.enter_context(VideoStore(form, limits))
+            videos = closing.enter_context(VideoStore(limits))
         dispatcher = Dispatcher(workers, given.queue)
-        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys, hosts, videos)
+        app = server.build_app(dispatcher, Served(_name(given.model), in_use, limits, form), keys, hosts, videos)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 

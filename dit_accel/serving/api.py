@@ -10,8 +10,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from dit_accel.errors import ArgumentError, DitAccelError, PresetError, UnsupportedError, shortened, shown
+from dit_accel.presets import Preset
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.serving.dispatcher import Busy, Cancelled
+from dit_accel.serving.engine import VideoForm
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,22 @@ class Limits:
     videos: int = 64
     video_bytes: int = 4 * 2**30
     kept: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server.
+
+    Args:
+        model: name that clients use.
+        preset: of requests that name none; None = plain.
+        form: of its videos; None = it makes images.
+    """
+
+    model: str
+    preset: Preset | None
+    limits: Limits
+    form: VideoForm | None = None
 
 
 class RequestError(Exception):

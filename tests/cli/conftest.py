@@ -180,7 +180,9 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(serve, "RemoteWorker", Serving)
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
-    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3], hosts=_[4], store=_[5]))
+    monkeypatch.setattr(
+        server, "build_app", lambda *_: put(served=_[1].model, form=_[1].form, keys=_[2], hosts=_[3], store=_[4])
+    )
     monkeypatch.setattr(server, "serve", listen)
     return seen
 

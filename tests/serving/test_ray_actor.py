@@ -106,7 +106,7 @@ def serving(workers):
     dispatcher = dispatching.Dispatcher(workers, 8)
     limits = Limits(side=64, steps=1000, images=2, body=4096, seconds=60.0, upload=4096)
     try:
-        yield server.build_app(dispatcher, server.Served("tiny", None), limits, (), ())
+        yield server.build_app(dispatcher, server.Served("tiny", None, limits), (), ())
     finally:
         dispatcher.stop(10.0)
         assert dispatcher.failure is None

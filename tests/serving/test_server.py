@@ -81,12 +81,12 @@ class Held:
 
 
 @contextmanager
-def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", videos=None):
+def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", form=None, videos=None):
     """An application and its dispatcher; ends its thread afterwards."""
     dispatcher = dispatching.Dispatcher([worker], most)
-    served = server.Served("tiny", preset and load_preset(preset))
+    served = server.Served("tiny", preset and load_preset(preset), limits, form)
     try:
-        yield server.build_app(dispatcher, served, limits, keys, hosts, videos), dispatcher
+        yield server.build_app(dispatcher, served, keys, hosts, videos), dispatcher
     finally:
         dispatcher.stop(10.0)
         assert not any(thread.is_alive() for thread in dispatcher._threads)
@@ -364,10 +364,11 @@ def test_hostile_bodies_are_refused():
 
 def is_valid(body):
     from dit_accel.serving.api import RequestError
-    from dit_accel.serving.requests import read_request, requested_preset
+    from dit_accel.serving.requests import ImageRequest, read, requested_preset
 
+    served = server.Served("tiny", load_preset("balanced"), LIMITS)
     try:
-        requested_preset(read_request(body, LIMITS, "tiny"), load_preset("balanced"))
+        requested_preset(read(body, ImageRequest, served), served)
     except RequestError:
         return False
     return True
@@ -728,7 +729,7 @@ def test_a_watched_request_ends_with_its_client_or_its_time(end):
         return {"type": "http.disconnect"}
 
     async def watch():
-        watching = server.ImageServer(None, None, replace(LIMITS, seconds=50.0), None, True)
+        watching = server.ImageServer(None, server.Served("tiny", None, replace(LIMITS, seconds=50.0)), None)
         task = dispatching.AwaitedTask([], None, ".png")
         if end == "time":
             task.created -= 50
@@ -743,17 +744,17 @@ def test_a_watched_request_ends_with_its_client_or_its_time(end):
 
 def test_partial_images_are_numbered_by_image():
     """Each of several images of a request has its own."""
+    served = server.Served("tiny", None, LIMITS)
 
     async def stream():
-        wanted = server.read_request(
-            json.dumps(GOOD | {"n": 2, "stream": True, "partial_images": 2}).encode(), LIMITS, "tiny"
-        )
+        body = json.dumps(GOOD | {"n": 2, "stream": True, "partial_images": 2}).encode()
+        wanted = server.read(body, server.ImageRequest, served)
         task = dispatching.AwaitedTask(jobs := wanted.jobs(), None, ".png")
         for place, partial in ((0, None), (0, b"a"), (1, b"b"), (0, b"c"), (1, b"d"), (1, b"e")):
             task.tell(dispatching.Step(jobs[place], 1, 2, partial))
         task.tell(None)
         metrics = SimpleNamespace(finish=lambda *_: None)
-        serving = server.ImageServer(None, None, LIMITS, metrics, True)
+        serving = server.ImageServer(None, served, metrics)
         request = SimpleNamespace(receive=lambda: asyncio.sleep(20, {"type": "none"}))
         return "".join([event async for event in serving._events(request, wanted, task)])
 

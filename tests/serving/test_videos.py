@@ -42,8 +42,8 @@ def worker(tmp_path_factory):
 @contextmanager
 def making(worker, *, limits=VIDEO_LIMITS, form=FORM, preset="video-balanced", **more):
     """An application whose pipeline makes videos, and its dispatcher."""
-    store = videos.VideoStore(form, limits)
-    with store, running(worker, limits=limits, preset=preset, videos=store, **more) as both:
+    store = videos.VideoStore(limits)
+    with store, running(worker, limits=limits, preset=preset, form=form, videos=store, **more) as both:
         yield both
 
 
