@@ -31,7 +31,7 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.serving.api import Limits
+    from dit_accel.serving.http.api import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHORTEST_KEY = 16  # characters
@@ -93,7 +93,7 @@ class Options(RunOptions):
         return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
 
     def limits(self) -> Limits:
-        from dit_accel.serving.api import Limits
+        from dit_accel.serving.http.api import Limits
 
         return Limits(
             side=self.max_side,
@@ -120,10 +120,10 @@ def command(given: Options) -> None:
 
     for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
-    from dit_accel.serving import server
-    from dit_accel.serving.api import Served
     from dit_accel.serving.dispatcher import Dispatcher
-    from dit_accel.serving.videos import VideoStore
+    from dit_accel.serving.http import server
+    from dit_accel.serving.http.api import Served
+    from dit_accel.serving.http.videos import VideoStore
 
     _require_consistent(given)
     keys, hosts, limits = read_keys(given.api_key_file), given.hosts, given.limits()

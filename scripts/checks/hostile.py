@@ -37,15 +37,15 @@ import httpx
 import uvicorn
 
 from dit_accel.presets import Preset, load_preset
-from dit_accel.serving import bodies
-from dit_accel.serving.api import Limits, Served
-from dit_accel.serving.connections import configured
 from dit_accel.serving.dispatcher import Dispatcher
 from dit_accel.serving.engine import Made
+from dit_accel.serving.http import bodies
+from dit_accel.serving.http.api import Limits, Served
+from dit_accel.serving.http.connections import configured
+from dit_accel.serving.http.server import build_app
+from dit_accel.serving.http.videos import VideoStore
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.serving.server import build_app
-from dit_accel.serving.videos import VideoStore
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.origin import describe_run
 from scripts.checks.hostile_requests import CLOSED, EDITS, GOOD, IMAGES, VIDEOS, Attacks, Hostile

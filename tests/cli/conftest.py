@@ -11,7 +11,8 @@ from PIL import Image
 import dit_accel
 from dit_accel.cli import compare, generate, inspect, serve, tune, web_page
 from dit_accel.cli.comparison import Side, Sides
-from dit_accel.serving import dispatcher, pipelines, playground, server
+from dit_accel.serving import dispatcher, pipelines, playground
+from dit_accel.serving.http import server
 from dit_accel.serving.worker import Worker
 from dit_accel.tools import compare as comparing
 from dit_accel.tools import figures, recommend, video

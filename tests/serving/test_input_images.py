@@ -7,11 +7,11 @@ import pytest
 from diffusers.utils import load_image
 from PIL import Image
 
-from dit_accel.serving.api import Limits, RequestError, Served
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.requests import EditRequest, VideoRequest
+from dit_accel.serving.http.requests import read as read_fields
 from dit_accel.serving.pipelines import read_image
-from dit_accel.serving.requests import EditRequest, VideoRequest
-from dit_accel.serving.requests import read as read_fields
 
 SERVED = Served("m", None, Limits(), VideoForm(8, 4))
 WIDTH, HEIGHT = 24, 16

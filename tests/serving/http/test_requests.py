@@ -12,10 +12,10 @@ pytest.importorskip("fastapi")
 from fastapi import Request
 from starlette.datastructures import FormData
 
-from dit_accel.serving import requests
-from dit_accel.serving.api import Limits, RequestError, Served
-from dit_accel.serving.bodies import read_body, read_form
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.http import requests
+from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.bodies import read_body, read_form
 
 LIMITS = Limits(side=96, steps=9, images=2, frames=33)
 FORM = VideoForm(fps=16.0, frames_unit=4)

@@ -2,7 +2,7 @@
 
     app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset, Limits()), keys=[])
 
-This file has the routes of images; :mod:`~dit_accel.serving.video_server` has those of videos.
+This file has the routes of images; :mod:`~dit_accel.serving.http.video_server` has those of videos.
 
 :func:`serve` runs it with uvicorn until SIGTERM or Ctrl-C.
 """
@@ -30,16 +30,16 @@ from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
 from dit_accel.errors import ArgumentError
-from dit_accel.serving.access import Access
-from dit_accel.serving.api import Limits, RequestError, Served, answered
-from dit_accel.serving.bodies import read_body, read_form
-from dit_accel.serving.connections import configured
 from dit_accel.serving.dispatcher import AwaitedTask, Busy, Cancelled, Dispatcher, Step, Task
 from dit_accel.serving.engine import Made
-from dit_accel.serving.metrics import Metrics
-from dit_accel.serving.requests import EditRequest, ImageRequest, read, requested_preset
-from dit_accel.serving.video_server import VideoServer
-from dit_accel.serving.videos import VideoStore
+from dit_accel.serving.http.access import Access
+from dit_accel.serving.http.api import Limits, RequestError, Served, answered
+from dit_accel.serving.http.bodies import read_body, read_form
+from dit_accel.serving.http.connections import configured
+from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.requests import EditRequest, ImageRequest, read, requested_preset
+from dit_accel.serving.http.video_server import VideoServer
+from dit_accel.serving.http.videos import VideoStore
 
 LAST_STEPS = 30.0  # seconds that cancelled runs have at the end
 
@@ -196,7 +196,7 @@ def build_app(
     """Return the ASGI application.
 
     Args:
-        keys, hosts: those of :class:`~dit_accel.serving.access.Access`.
+        keys, hosts: those of :class:`~dit_accel.serving.http.access.Access`.
         videos: of a model that makes videos.
     """
     metrics = Metrics(dispatcher, served.limits)

@@ -16,13 +16,13 @@ from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
-from tests.serving.test_edits import PNG
-from tests.serving.test_server import LIMITS, Held, called, client, metric, running, until
+from tests.serving.http.test_edits import PNG
+from tests.serving.http.test_server import LIMITS, Held, called, client, metric, running, until
 from tests.tiny import tiny_pipeline
 
 uvicorn = pytest.importorskip("uvicorn")
-videos = pytest.importorskip("dit_accel.serving.videos")
-configured = pytest.importorskip("dit_accel.serving.connections").configured
+videos = pytest.importorskip("dit_accel.serving.http.videos")
+configured = pytest.importorskip("dit_accel.serving.http.connections").configured
 
 PATH = "/v1/videos"
 FORM = VideoForm(fps=16.0, frames_unit=4)

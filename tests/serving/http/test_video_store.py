@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from dit_accel.serving.engine import Made
-from tests.serving.test_server import KEYS, LIMITS, Held, client, running, until
-from tests.serving.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
+from tests.serving.http.test_server import KEYS, LIMITS, Held, client, running, until
+from tests.serving.http.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
 
-video_server = pytest.importorskip("dit_accel.serving.video_server")
+video_server = pytest.importorskip("dit_accel.serving.http.video_server")
 ClientDisconnect = pytest.importorskip("starlette.requests").ClientDisconnect
-api = pytest.importorskip("dit_accel.serving.api")
-requests = pytest.importorskip("dit_accel.serving.requests")
+api = pytest.importorskip("dit_accel.serving.http.api")
+requests = pytest.importorskip("dit_accel.serving.http.requests")
 
 
 def files(store):
@@ -293,7 +293,7 @@ def test_a_key_has_its_own_videos():
 
 def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
     """Its client gets the whole file, and the folder loses it at once."""
-    monkeypatch.setattr("dit_accel.serving.video_server.CHUNK", 8)
+    monkeypatch.setattr("dit_accel.serving.http.video_server.CHUNK", 8)
     store = videos.VideoStore(LIMITS)
 
     async def conversation(app, _):

@@ -22,8 +22,8 @@ from dit_accel import accelerated
 from dit_accel.errors import BatchError, OutOfMemoryError
 from dit_accel.presets import load_preset
 from dit_accel.serving import pipelines
-from dit_accel.serving.api import Limits
 from dit_accel.serving.engine import Made
+from dit_accel.serving.http.api import Limits
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from dit_accel.tools import preview
@@ -31,10 +31,10 @@ from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
-requests = pytest.importorskip("dit_accel.serving.requests")
+requests = pytest.importorskip("dit_accel.serving.http.requests")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
-server = pytest.importorskip("dit_accel.serving.server")
-bodies = pytest.importorskip("dit_accel.serving.bodies")
+server = pytest.importorskip("dit_accel.serving.http.server")
+bodies = pytest.importorskip("dit_accel.serving.http.bodies")
 server_errors = pytest.importorskip("starlette.requests")
 
 PATH = "/v1/images/generations"
@@ -363,8 +363,8 @@ def test_hostile_bodies_are_refused():
 
 
 def is_valid(body):
-    from dit_accel.serving.api import RequestError
-    from dit_accel.serving.requests import ImageRequest, read, requested_preset
+    from dit_accel.serving.http.api import RequestError
+    from dit_accel.serving.http.requests import ImageRequest, read, requested_preset
 
     served = server.Served("tiny", load_preset("balanced"), LIMITS)
     try:
@@ -800,7 +800,7 @@ def test_a_signal_during_an_import_ends_the_process_well(number):
     """Python runs the text of a dataclass then; a KeyboardInterrupt that leaves it would decide the exit status."""
     program = f"""
 import signal
-from dit_accel.serving.server import ended_by_signals
+from dit_accel.serving.http.server import ended_by_signals
 with ended_by_signals():
     exec("signal.raise_signal(signal.{number})")
 """

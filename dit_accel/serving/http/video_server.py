@@ -10,12 +10,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.serving.api import RequestError, Served
-from dit_accel.serving.bodies import is_form, read_body, read_form
 from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher
-from dit_accel.serving.metrics import Metrics
-from dit_accel.serving.requests import AnyRequest, VideoRequest, read, requested_preset
-from dit_accel.serving.videos import VideoJob, VideoStore
+from dit_accel.serving.http.api import RequestError, Served
+from dit_accel.serving.http.bodies import is_form, read_body, read_form
+from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
+from dit_accel.serving.http.videos import VideoJob, VideoStore
 
 CHUNK = 2**18  # bytes
 

@@ -13,7 +13,7 @@ from dit_accel.errors import ArgumentError
 from dit_accel.serving.pipelines import Setup, call_arguments
 from dit_accel.serving.worker import Worker
 from tests.models.tiny import images
-from tests.serving.test_server import LIMITS, Held, called, client, events, httpx, image, running
+from tests.serving.http.test_server import LIMITS, Held, called, client, events, httpx, image, running
 from tests.tiny import tiny_pipeline
 
 PATH = "/v1/images/edits"

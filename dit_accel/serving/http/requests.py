@@ -1,6 +1,6 @@
 """Fields of requests for images and videos: OpenAI's and ours, their rules, and the jobs that they stand for.
 
-The rules need the :class:`~dit_accel.serving.api.Served` model, which is the context of pydantic's validation.
+The rules need the :class:`~dit_accel.serving.http.api.Served` model, which is the context of pydantic's validation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
-from dit_accel.serving.api import RequestError, Served, explained
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.http.api import RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 

@@ -13,11 +13,11 @@ from threading import Event, Lock, RLock, Thread
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from dit_accel.errors import ArgumentError, shown
-from dit_accel.serving.api import Limits, RequestError, Served
 from dit_accel.serving.dispatcher import Step, Task
 from dit_accel.serving.engine import Made
-from dit_accel.serving.metrics import Metrics
-from dit_accel.serving.requests import VideoRequest
+from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.requests import VideoRequest
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
