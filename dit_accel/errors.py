@@ -15,14 +15,20 @@ class UnsupportedError(DitAccelError, ValueError):
     """Error of a pipeline, module or device that does not support a request."""
 
 
-class OptionError(DitAccelError, ValueError):
-    """Error of an invalid option; the message names it as on the command line."""
+class ArgumentError(DitAccelError, ValueError):
+    """Error of an argument that breaks a rule. Each interface has its own word for the argument, such as an option.
 
-    def __init__(self, option: str, message: str) -> None:
-        super().__init__(option, message)
+    Args:
+        field: name of the argument, such as "num_frames".
+        rule: the requirement, the given value and the fix.
+    """
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(field, rule)
+        self.field, self.rule = field, rule
 
     def __str__(self) -> str:
-        return ": ".join(self.args)
+        return f"{self.field}: {self.rule}"
 
 
 class OutOfMemoryError(DitAccelError):

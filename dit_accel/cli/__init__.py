@@ -24,12 +24,13 @@ from typer.core import TyperGroup
 
 import dit_accel
 from dit_accel.cli import compare, env, generate, inspect, presets, recommend, serve, tune, web_app
+from dit_accel.cli.options import option_of
 from dit_accel.cli.parallel import run_to_end, tells
 from dit_accel.errors import (
+    ArgumentError,
     BackendError,
     ComparisonError,
     DitAccelError,
-    OptionError,
     PresetError,
     TuningError,
     UnsupportedError,
@@ -41,7 +42,7 @@ from dit_accel.tools.files import FULL, why_not_written
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same output."
 
-MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
+MISTAKES = (ArgumentError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
 
 
 class _Commands(TyperGroup):
@@ -63,7 +64,7 @@ def _told() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except (DitAccelError, OSError) as error:
-        message = str(error)
+        message = f"{option_of(error.field)}: {error.rule}" if isinstance(error, ArgumentError) else str(error)
         if not isinstance(error, DitAccelError):
             if error.errno not in (*FULL, errno.EROFS):
                 raise
@@ -78,7 +79,7 @@ def _require_text(arguments: Sequence[str]) -> None:
     for before, argument in pairwise(["", *arguments]):
         if any("\ud800" <= letter <= "\udfff" for letter in argument):
             option = next((word for word in (argument, before) if word.startswith("-")), "arguments")
-            raise OptionError(shortened(option.partition("=")[0]), f"must be UTF-8, got {shown(argument)}")
+            raise UnsupportedError(f"{shortened(option.partition('=')[0])}: must be UTF-8, got {shown(argument)}")
 
 
 app = typer.Typer(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.progress import progress_bar
-from dit_accel.errors import BatchError, OptionError, shortened
+from dit_accel.errors import ArgumentError, BatchError, shortened
 from dit_accel.serving.engine import Engine, Failure
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import Job, batches
@@ -33,7 +33,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError("--output-dir", f"{folder} can't be created: {error.strerror}") from None
+        raise ArgumentError("output_dir", f"{folder} can't be created: {error.strerror}") from None
 
 
 def run_jobs(
@@ -54,7 +54,7 @@ def run_jobs(
         force: replace outputs of other settings.
 
     Raises:
-        OptionError: the folder holds outputs of other settings.
+        ArgumentError: the folder holds outputs of other settings.
         BatchError: some jobs failed.
     """
     facts = {**facts, "preset": engine.preset}
@@ -101,8 +101,8 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
         known = {key: value for key, value in row.items() if key not in RESULTS}
         changed = difference_of(known, settings)
         if changed and not force:
-            raise OptionError(
-                "--output-dir",
+            raise ArgumentError(
+                "output_dir",
                 f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed}; name another folder, "
                 "or replace it with --force",
             )

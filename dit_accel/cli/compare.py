@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.options import REPEATS, RepeatsOption, RunOptions, option, parse_call, takes_options
 from dit_accel.cli.progress import progress_bar
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.outputs import require_writable
@@ -77,12 +77,12 @@ def command(given: Options) -> None:
     console = Console(quiet=given.quiet)
     if (given.prompt is None) == (given.prompts is None):
         both = "can't be combined with --prompts; give one of them" if given.prompts else "must be given, or --prompts"
-        raise OptionError("--prompt", both)
+        raise ArgumentError("prompt", both)
     _require_output(given.output, given.force)
     require_extra("matplotlib", "dit-accel compare, which plots its results,")
     named_peers, presets = _peers(given.peers), _names(given.presets)
     if given.presets is not None and not presets:
-        raise OptionError("--presets", "is empty; give names or paths, separated by commas, or leave it out")
+        raise ArgumentError("presets", "is empty; give names or paths, separated by commas, or leave it out")
     for name in presets:
         load_preset(name)  # reports a misspelt preset before the model loads
     texts = [given.prompt] if given.prompts is None else read_prompts(given.prompts)
@@ -109,7 +109,7 @@ def command(given: Options) -> None:
             *([] if sheet is None else [sheet.add]),
         )
         if sheet is not None and not bench.makes_images:
-            raise OptionError("--images", f"{type(pipe).__name__} makes sound alone; leave the option out")
+            raise ArgumentError("images", f"{type(pipe).__name__} makes sound alone; leave the option out")
         del pipe  # so that the bench can free it before it loads another
         methods, left_out = _methods(bench, presets, given.model, named_peers, given.settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
@@ -127,13 +127,13 @@ def command(given: Options) -> None:
 def _require_output(stem: Path, force: bool) -> None:
     """Check that all output files can be written; a resumed comparison replaces its own files."""
     if not stem.name:
-        raise OptionError("--output", f"{stem} is a folder; give the stem of files in it")
+        raise ArgumentError("output", f"{stem} is a folder; give the stem of files in it")
     document, *others = (
         stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png", "-sheet.png")
     )
     goes_on = os.path.isfile(document)
     for path in (document, *others):
-        require_writable(path, "--output", force=force or goes_on)
+        require_writable(path, "output", force=force or goes_on)
 
 
 def _names(listed: str | None) -> list[str]:
@@ -148,7 +148,7 @@ def _peers(listed: str) -> list[str] | None:
         return None if listed == "all" else []
     unknown = [name for name in _names(listed) if name not in PEERS]
     if unknown:
-        raise OptionError("--peers", f"{unknown[0]!r} is unknown; methods are {', '.join(PEERS)}")
+        raise ArgumentError("peers", f"{unknown[0]!r} is unknown; methods are {', '.join(PEERS)}")
     return _names(listed)
 
 

@@ -25,7 +25,7 @@ from dit_accel.cli.options import (
     takes_options,
 )
 from dit_accel.cli.parallel import parse_degrees
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.serving.estimates import long_run_note
 from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, size_note, unused
 from dit_accel.serving.outputs import require_distinct, require_plot, require_writable
@@ -159,45 +159,45 @@ def command(given: Options) -> None:
 def _require_consistent(given: Options) -> None:
     """Check combinations of options."""
     many, on_ray = given.prompts is not None, given.engine == "ray"
-    single = {"--output": given.output, "--json": given.json_path, "--plot": given.plot, "--compare": given.compare}
+    single = {"output": given.output, "json": given.json_path, "plot": given.plot, "compare": given.compare}
     if not many and given.prompt is None:
-        raise OptionError("--prompt", "must be given; or give a file of prompts with --prompts")
+        raise ArgumentError("prompt", "must be given; or give a file of prompts with --prompts")
     if many and given.prompt is not None:
-        raise OptionError("--prompts", "can't be combined with --prompt; give one of them")
+        raise ArgumentError("prompts", "can't be combined with --prompt; give one of them")
     if many and given.output_dir is None:
-        raise OptionError("--output-dir", "must name a folder for the outputs of --prompts")
+        raise ArgumentError("output_dir", "must name a folder for the outputs of --prompts")
     if not many and given.output_dir is not None:
-        raise OptionError("--output-dir", "needs --prompts; name the file for one --prompt with --output")
-    for name in (each for each, value in {**single, "--num-images": given.num_images}.items() if value and many):
-        raise OptionError(name, "needs --prompt; --prompts writes its outputs to --output-dir")
+        raise ArgumentError("output_dir", "needs --prompts; name the file for one --prompt with --output")
+    for name in (each for each, value in {**single, "num_images": given.num_images}.items() if value and many):
+        raise ArgumentError(name, "needs --prompt; --prompts writes its outputs to --output-dir")
     if given.batch_size > 1 and not many:
-        raise OptionError("--batch-size", "needs --prompts; for several images of one --prompt use --num-images")
+        raise ArgumentError("batch_size", "needs --prompts; for several images of one --prompt use --num-images")
     # FLUX img2img would get other noise, and FLUX.2 uses all images for each prompt
     if given.batch_size > 1 and given.image is not None:
-        raise OptionError("--batch-size", "can't be used with --image: pipelines treat an image in a batch differently")
+        raise ArgumentError("batch_size", "can't be used with --image: pipelines treat an image in a batch differently")
     require_engine(given.engine, given.actors, given.device)
     if on_ray and not many:
-        raise OptionError("--engine", "ray needs --prompts; one --prompt runs in this process")
+        raise ArgumentError("engine", "ray needs --prompts; one --prompt runs in this process")
     if on_ray and given.parallel is not None:
-        raise OptionError("--parallel", "can't be used with --engine ray, where each device works on its own lines")
+        raise ArgumentError("parallel", "can't be used with --engine ray, where each device works on its own lines")
 
 
 def _check(given: Options) -> Request:
     """Check the options without the model; read the image and the prompts."""
-    degrees = parse_degrees(given.parallel, {"--compare": given.compare, "--offload": given.offload != "none"})
+    degrees = parse_degrees(given.parallel, {"compare": given.compare, "offload": given.offload != "none"})
     if given.json_path is not None:
-        require_writable(given.json_path, "--json", force=given.force)
+        require_writable(given.json_path, "json", force=given.force)
     if given.plot is not None:
-        require_plot(given.plot, "--plot", force=given.force)
+        require_plot(given.plot, "plot", force=given.force)
         require_extra("matplotlib", "--plot")
     if given.output is not None:
         for file in numbered(given.output, given.num_images or 1):
             require_plausible_output(file, compare=given.compare, force=given.force)
     if given.preset == "none" and (given.compare or given.plot or given.overrides):
-        used = "--compare" if given.compare else "--plot" if given.plot else "--set"
-        raise OptionError(used, "needs an accelerated run, but --preset none runs the plain pipeline")
+        used = "compare" if given.compare else "plot" if given.plot else "set"
+        raise ArgumentError(used, "needs an accelerated run, but --preset none runs the plain pipeline")
     if given.preset == "none" and degrees.get("branches", 1) > 1:
-        raise OptionError("--parallel", "branches need an accelerated run; use --preset exact instead of none")
+        raise ArgumentError("parallel", "branches need an accelerated run; use --preset exact instead of none")
     preset, overrides, loading = given.preset_and_loading()
     image, call = read_image(given.image), parse_call(given.call)
     setup = Setup(given.model, preset, overrides, given.fps, loading, degrees, call, given.batch_size)
@@ -227,8 +227,8 @@ def _files(given: Options, medium: Pictures | Clips) -> list[Path]:
         files = unused(medium.default_output, count, partial(medium.files, compare=given.compare))
     for file in files if leads() else ():
         medium.require_output(file, compare=given.compare, force=given.force)
-    written = [("--output", each) for file in files for each in medium.files(file, compare=given.compare)]
-    others = [(option, path) for option, path in (("--plot", given.plot), ("--json", given.json_path)) if path]
+    written = [("output", each) for file in files for each in medium.files(file, compare=given.compare)]
+    others = [(field, path) for field, path in (("plot", given.plot), ("json", given.json_path)) if path]
     require_distinct([*written, *others])
     return files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
-from dit_accel.errors import OptionError, ShapeError, shortened, shown
+from dit_accel.errors import ArgumentError, ShapeError, shortened, shown
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.media import Clips, medium_of, size_note
 from dit_accel.serving.outputs import require_writable
@@ -59,10 +59,10 @@ def command(given: Options) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OptionError("--output", f"{shortened(str(output))} can't be created: {reason}") from None
+        raise ArgumentError("output", f"{shortened(str(output))} can't be created: {reason}") from None
     figures = [output / name for name in ("timeline.png", "density.png", "report.json")]
     for path in (*figures, *output.glob("symbols-*.png")):
-        require_writable(path, "--output", force=given.force)
+        require_writable(path, "output", force=given.force)
 
     pipe = load_pipeline(given.model, loading, console)
     medium = medium_of(pipe, model_fps(given.model))
@@ -96,7 +96,7 @@ def _require_symbols(pipe: Any, layer: str) -> None:
         fix = "run more --steps" if level == "head" else "use a preset of level head"
         none = f"a run of level {level} has no symbols here; {fix}"
         valid = f"layers: {', '.join(symbols)}" if symbols else none
-        raise OptionError("--layer", f"no symbols for layer {shown(layer)}; {valid}")
+        raise ArgumentError("layer", f"no symbols for layer {shown(layer)}; {valid}")
 
 
 def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:

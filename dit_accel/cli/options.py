@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from dit_accel.errors import OptionError, PresetError, shown
+from dit_accel.errors import ArgumentError, PresetError, shown
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.loras import parse_loras, with_projections
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
@@ -31,9 +31,14 @@ MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
 
 
+def option_of(field: str) -> str:
+    """Return the option of an argument: ``--num-frames`` of "num_frames"."""
+    return f"--{field.replace('_', '-')}"
+
+
 def require_finite(option: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
-        raise OptionError(option.opts[0], f"must be a finite number, got {value}")
+        raise ArgumentError(option.name, f"must be a finite number, got {value}")
     return value
 
 
@@ -155,11 +160,11 @@ def actors_option() -> Any:
 def require_engine(engine: Literal["process", "ray"], actors: int | None, device: str | None) -> None:
     """Check that Ray is installed if it is the engine, and compatible with the other options."""
     if engine == "process" and actors is not None:
-        raise OptionError("--actors", "needs --engine ray")
+        raise ArgumentError("actors", "needs --engine ray")
     if engine == "ray":
         require_extra("ray", "--engine ray")
         if device not in (None, "cuda", "cpu"):
-            raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {device}")
+            raise ArgumentError("device", f"must be cuda or cpu with --engine ray, got {device}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,26 +209,26 @@ class RunOptions(LoadingOptions):
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     """Parse ``["target_error=0.1", …]`` into keyword arguments of ``load_preset``; values are YAML."""
-    return _parse_pairs("--set", "KEY=VALUE, e.g. target_error=0.1", settings)
+    return _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", settings)
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:
     """Parse ``["max_sequence_length=256", …]`` into arguments of a pipeline's call; values are YAML."""
-    return _parse_pairs("--call", "NAME=VALUE, e.g. max_sequence_length=256", arguments)
+    return _parse_pairs("call", "NAME=VALUE, e.g. max_sequence_length=256", arguments)
 
 
-def _parse_pairs(option: str, form: str, given: list[str] | None) -> dict[str, Any]:
+def _parse_pairs(field: str, form: str, given: list[str] | None) -> dict[str, Any]:
     from dit_accel.presets.reading import read_yaml
 
     pairs = {}
     for each in given or []:
         key, equals, value = each.partition("=")
         if not equals or not key.strip():
-            raise OptionError(option, f"must be {form}, got {shown(each)}")
+            raise ArgumentError(field, f"must be {form}, got {shown(each)}")
         try:
             pairs[key.strip()] = read_yaml(value)
         except PresetError as error:
-            raise OptionError(option, f"the value in {shown(each)} is {error}") from None
+            raise ArgumentError(field, f"the value in {shown(each)} is {error}") from None
     return pairs
 
 
@@ -242,7 +247,7 @@ def named_preset(
 
     name, overrides = name or model_preset(model), parse_overrides(settings)
     if name == "none" and refusal:
-        raise OptionError("--preset", refusal)
+        raise ArgumentError("preset", refusal)
     if name != "none":
         load_preset(default_preset(name, is_video=False), **overrides)
     return name, overrides

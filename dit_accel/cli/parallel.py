@@ -14,7 +14,7 @@ from datetime import timedelta
 from math import prod
 from typing import NoReturn
 
-from dit_accel.errors import OptionError, shown
+from dit_accel.errors import ArgumentError, shown
 from dit_accel.serving.processes import leads, ranks
 
 WAYS = ("ulysses", "branches")  # keywords of parallelize_pipeline
@@ -24,29 +24,29 @@ def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
     """Parse ``"ulysses=2,branches=2"`` into keywords of ``parallelize_pipeline``; empty for one process.
 
     Args:
-        used: options that don't work with several processes, and whether each was given.
+        used: arguments that don't work with several processes, and whether each was given.
     """
     if text is None:
         if ranks() > 1:
-            raise OptionError(
-                "--parallel", f"must be given: torchrun started {ranks()} processes, e.g. --parallel ulysses={ranks()}"
+            raise ArgumentError(
+                "parallel", f"must be given: torchrun started {ranks()} processes, e.g. --parallel ulysses={ranks()}"
             )
         return {}
     degrees = {}
     for part in text.split(","):
         way, _, count = part.partition("=")
         if way.strip() not in WAYS or not count.strip().isdecimal() or int(count) < 1:
-            raise OptionError("--parallel", f"must be ulysses=COUNT, branches=COUNT or both, got {shown(text)}")
+            raise ArgumentError("parallel", f"must be ulysses=COUNT, branches=COUNT or both, got {shown(text)}")
         degrees[way.strip()] = int(count)
     needed = prod(degrees.values())
     if needed != ranks() or needed == 1:
-        raise OptionError(
-            "--parallel",
+        raise ArgumentError(
+            "parallel",
             f"{text} needs {max(needed, 2)} processes, but there {'is 1' if ranks() == 1 else f'are {ranks()}'}: "
             f"torchrun --nproc-per-node {max(needed, 2)} -m dit_accel generate --parallel {text} …",
         )
-    for option in (option for option, given in used.items() if given):
-        raise OptionError(option, f"can't be used with --parallel {text}")
+    for field in (field for field, given in used.items() if given):
+        raise ArgumentError(field, f"can't be used with --parallel {text}")
     return degrees
 
 

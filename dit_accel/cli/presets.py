@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dit_accel.cli.options import ForceOption
-from dit_accel.errors import OptionError
+from dit_accel.errors import UnsupportedError
 from dit_accel.serving.outputs import require_writable
 from dit_accel.tools.files import write_whole
 
@@ -54,7 +54,9 @@ def show_command(name: Annotated[str, typer.Argument(help="Name of a shipped pre
     from dit_accel.presets import preset_path
 
     if Path(name).suffix in (".yaml", ".yml"):
-        raise OptionError("NAME", f"must be a shipped preset, got the file {name}; see dit-accel presets check {name}")
+        raise UnsupportedError(
+            f"NAME: must be a shipped preset, got the file {name}; see dit-accel presets check {name}"
+        )
     typer.echo(preset_path(name).read_text(encoding="utf-8"), nl=False)
 
 
@@ -67,8 +69,8 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
     from dit_accel.presets import preset_names
 
     if str(file) in preset_names() and not file.exists():
-        raise OptionError(
-            "FILE", f"must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
+        raise UnsupportedError(
+            f"FILE: must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
         )
     preset = load_preset(file)
     typer.echo(f"# {file} is valid; with all values of its base and defaults:")
@@ -89,7 +91,7 @@ def schema_command(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        require_writable(output, "--output", force=force)
+        require_writable(output, "output", force=force)
         write_whole(output, text)
 
 

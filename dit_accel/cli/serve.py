@@ -22,7 +22,7 @@ from dit_accel.cli.options import (
     require_engine,
     takes_options,
 )
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import RemoteWorker, WorkerProcess
 from dit_accel.serving.worker_process import LocalProcess
@@ -31,7 +31,7 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.serving.api import Limits
+    from dit_accel.serving.http.api import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHORTEST_KEY = 16  # characters
@@ -87,13 +87,13 @@ class Options(RunOptions):
         for name in self.allow_host or ():
             if set("/*@ ") & set(name) or name.count(":") == 1:
                 rule = "must be a name without scheme, port and *, such as images.example.com"
-                raise OptionError("--allow-host", f"{rule}, got {shown(name)}")
+                raise ArgumentError("allow_host", f"{rule}, got {shown(name)}")
         if self.host not in LOOPBACK and not self.allow_host:
             return set()
         return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
 
     def limits(self) -> Limits:
-        from dit_accel.serving.api import Limits
+        from dit_accel.serving.http.api import Limits
 
         return Limits(
             side=self.max_side,
@@ -120,9 +120,10 @@ def command(given: Options) -> None:
 
     for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
-    from dit_accel.serving import server
     from dit_accel.serving.dispatcher import Dispatcher
-    from dit_accel.serving.videos import VideoStore
+    from dit_accel.serving.http import server
+    from dit_accel.serving.http.api import Served
+    from dit_accel.serving.http.videos import VideoStore
 
     _require_consistent(given)
     keys, hosts, limits = read_keys(given.api_key_file), given.hosts, given.limits()
@@ -145,9 +146,9 @@ def command(given: Options) -> None:
         videos = None
         if form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
-            videos = closing.enter_context(VideoStore(form, limits))
+            videos = closing.enter_context(VideoStore(limits))
         dispatcher = Dispatcher(workers, given.queue)
-        app = server.build_app(dispatcher, server.Served(_name(given.model), in_use), limits, keys, hosts, videos)
+        app = server.build_app(dispatcher, Served(_name(given.model), in_use, limits, form), keys, hosts, videos)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 
@@ -155,7 +156,7 @@ def _require_consistent(given: Options) -> None:
     """Check combinations of options."""
     require_engine(given.engine, given.actors, given.device)
     if given.engine == "ray" and given.gpus is not None:
-        raise OptionError("--gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
+        raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
 
 
 @contextmanager
@@ -186,10 +187,10 @@ def _devices(given: Options) -> list[str | None]:
     if there == 0:
         if given.gpus is not None:
             found = "there is none" if given.device in (None, "cuda") else f"--device is {given.device}"
-            raise OptionError("--gpus", f"needs CUDA GPUs, but {found}")
+            raise ArgumentError("gpus", f"needs CUDA GPUs, but {found}")
         return [given.device]
     if given.gpus is not None and given.gpus > there:
-        raise OptionError("--gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
+        raise ArgumentError("gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
     return [f"cuda:{index}" for index in range(given.gpus or there)]
 
 
@@ -210,8 +211,8 @@ def read_keys(path: Path | None) -> list[str]:
         keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise OptionError("--api-key-file", f"{name} can't be read: {reason}") from None
+        raise ArgumentError("api_key_file", f"{name} can't be read: {reason}") from None
     if not keys or any(len(key) < SHORTEST_KEY for key in keys):
         rule = f"one key per line, each of at least {SHORTEST_KEY} characters"
-        raise OptionError("--api-key-file", f"{name} must hold {rule}")
+        raise ArgumentError("api_key_file", f"{name} must hold {rule}")
     return keys

@@ -11,7 +11,7 @@ import typer
 
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.cli.progress import progress_bar
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.outputs import require_writable
@@ -71,13 +71,13 @@ def command(given: Options) -> None:
     output = given.output
     target = Target.of(given.target_psnr, given.target_error, given.coverage)
     if output.suffix not in (".yaml", ".yml"):
-        raise OptionError("--output", f"{output} must end in .yaml: the output is a preset")
+        raise ArgumentError("output", f"{output} must end in .yaml: the output is a preset")
     if given.preset is not None and os.path.realpath(given.preset) == os.path.realpath(output):
-        raise OptionError("--output", f"{output} is the preset to start from; name another file")
+        raise ArgumentError("output", f"{output} is the preset to start from; name another file")
     plot, state = output.with_suffix(".png"), output.with_name(f"{output.stem}-tuning")
     goes_on = os.path.isdir(state)  # a resumed tuning replaces its own files
     for path in (output, plot):
-        require_writable(path, "--output", force=given.force or goes_on)
+        require_writable(path, "output", force=given.force or goes_on)
     require_extra("matplotlib", "dit-accel tune, which plots its results,")
     plain = "a plain run has no thresholds; choose a preset"
     preset, overrides, loading = given.preset_and_loading(plain)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dit_accel.cli.options import LoadingOptions, option, takes_options
-from dit_accel.errors import OptionError, shortened
-from dit_accel.serving.loading import load_pipeline
-from dit_accel.serving.pipelines import call_arguments, timed_call
-from dit_accel.tools.demo import demo_names, model_fps
+from dit_accel.errors import ArgumentError, shortened
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.worker import Worker
+from dit_accel.tools.demo import demo_names
 from dit_accel.tools.extras import require_extra
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -39,46 +38,41 @@ def command(given: Options) -> None:
 
     require_extra("gradio", "dit-accel app")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio: no telemetry, no check for newer versions
-    from dit_accel.cli.web_form import Loaded
     from dit_accel.cli.web_look import CSS, theme
-    from dit_accel.cli.web_page import build_page
-    from dit_accel.serving.media import Clips, medium_of
-    from dit_accel.tools.playground import Playground
+    from dit_accel.cli.web_page import Page
+    from dit_accel.serving.playground import Playground
 
     console, loading, model = Console(), given.loading(), given.model
-    loaded: dict[str, Loaded] = {}
 
-    def load(name: str) -> Any:
+    def open_worker(name: str) -> Worker:
+        own = loading if name == model else replace(loading, loras={})
         with console.status(f"loading {name}"):
-            pipe = load_pipeline(name, loading if name == model else replace(loading, loras={}), Console(quiet=True))
-        medium = medium_of(pipe, model_fps(name))
-        if isinstance(medium, Clips):
+            worker = Worker(Setup(name, "none", loading=own))
+        if worker.video_form is not None:
             require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes videos,")
-        loaded[name] = Loaded(pipe, medium)
-        return pipe
+        return worker
 
-    playground = Playground(load, call_arguments, timed_call)
+    playground = Playground(open_worker)
+    playground.load(model)
+    offered = list(dict.fromkeys([model, *demo_names()]))
+    page = Page(playground, model, offered, any_model=given.host in LOOPBACK and not given.share).blocks
     try:
-        playground.load(model)
-        offered = list(dict.fromkeys([model, *demo_names()]))
-        page = build_page(playground, loaded, model, offered, any_model=given.host in LOOPBACK and not given.share)
-        try:
-            _, local, public = page.launch(
-                server_name=given.host,
-                server_port=given.port,
-                share=given.share,
-                quiet=True,
-                ssr_mode=False,
-                css=CSS,
-                theme=theme(),
-                footer_links=["api", "settings"],
-                prevent_thread_lock=True,
-            )
-        except OSError:
-            raise OptionError(
-                "--port", f"can't listen on {given.host}:{given.port}; give another --host or --port"
-            ) from None
-        console.out(f"open {public or local} (stop with Ctrl-C)", highlight=False)
+        _, local, public = page.launch(
+            server_name=given.host,
+            server_port=given.port,
+            share=given.share,
+            quiet=True,
+            ssr_mode=False,
+            css=CSS,
+            theme=theme(),
+            footer_links=["api", "settings"],
+            prevent_thread_lock=True,
+        )
+    except OSError:
+        message = f"can't listen on {given.host}:{given.port}; give another --host or --port"
+        raise ArgumentError("port", message) from None
+    console.out(f"open {public or local} (stop with Ctrl-C)", highlight=False)
+    try:
         page.block_thread()
     finally:
         playground.close()

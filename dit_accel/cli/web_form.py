@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dit_accel.errors import DitAccelError, OptionError, OutOfMemoryError, headline
+from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, headline
 from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, default_preset, load_preset, preset_names
 from dit_accel.presets.names import PLAIN
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts, unknown_words
 from dit_accel.tools.identify import identify
-
-if TYPE_CHECKING:
-    from dit_accel.serving.media import Clips, Pictures
 
 EXAMPLES = 3
 CANDIDATES = 12  # prompts of a model; the shortest are examples
@@ -36,18 +31,6 @@ LABELS = {
 }
 IN_WORDS = {"quality": "Nearly identical (quality)", "balanced": "Balanced", "turbo": "Fast (turbo)"}
 EXACT = "exact"  # computes all steps, to check an installation
-
-
-class Loaded:
-    """The output form of a loaded pipeline, and the pipeline until its owner drops it."""
-
-    def __init__(self, pipe: Any, medium: Pictures | Clips) -> None:
-        self._pipe, self.medium = weakref.ref(pipe), medium
-
-    @property
-    def pipe(self) -> Any:
-        """The pipeline; None = another model has taken its place."""
-        return self._pipe()
 
 
 @dataclass(frozen=True)
@@ -109,13 +92,14 @@ def in_the_pages_words(error: Exception) -> str:
             "Out of memory. Enter a smaller height, width or number of frames, or start the page again with "
             "dit-accel app --offload model."
         )
-    if isinstance(error, OptionError) and error.args[0] == "--image":
+    if isinstance(error, ArgumentError) and error.field == "image":
         return "Model: it needs an input image, and this page has no field for one. Use dit-accel generate --image."
+    if isinstance(error, ArgumentError):
+        return f"{LABELS.get(error.field, error.field)}: {error.rule}"
     if not isinstance(error, DitAccelError):
         return f"{headline(error)}. The terminal of dit-accel app has the details."
-    text = re.sub(r"--([a-z][a-z-]*)", lambda hit: LABELS.get(hit[1].replace("-", "_"), hit[0]), str(error))
-    name, space, rest = text.partition(" ")
-    return LABELS.get(name, name) + space + rest
+    message = str(error)
+    return message[:1].upper() + message[1:]
 
 
 def _presets(family: str) -> Iterator[tuple[str, str]]:

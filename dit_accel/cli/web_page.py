@@ -1,21 +1,21 @@
-"""Page of ``dit-accel app``, built with Gradio.
+"""Page of ``dit-accel app``, built with Gradio, which queues its runs and ends those of visitors who cancel or leave.
 
 A prompt comes first, then results, then settings. On a wide screen the results are at the right of both.
-
-Annotations are evaluated here, because Gradio passes the request to functions that annotate it.
 """
 
+from __future__ import annotations
+
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from dit_accel.cli import web_view
 from dit_accel.cli.web_form import (
     LABELS,
     NUMBERS,
     Fields,
-    Loaded,
     fields_of,
     in_the_pages_words,
     preset_of,
@@ -23,18 +23,16 @@ from dit_accel.cli.web_form import (
     words_note,
 )
 from dit_accel.cli.web_look import FACE
-from dit_accel.cli.web_view import View
 from dit_accel.errors import DitAccelError
 from dit_accel.presets import Preset
 from dit_accel.presets.names import DEFAULT
 from dit_accel.serving.loading import resolve_model
-from dit_accel.tools.playground import LONGEST_PROMPT, Playground, Run, Wish
+from dit_accel.serving.playground import LONGEST_PROMPT, Playground, Run, Wish
 
 if TYPE_CHECKING:
     import gradio
 
 REMEMBERED = 12  # results of a session
-MOST_VISITORS = 20  # runs that wait at once; others are queued by gradio
 TAB_SELECTS = """() => document.querySelector("#preset").addEventListener("keydown", (event) => {
     if (event.key !== "Tab") return;
     event.stopPropagation();
@@ -44,28 +42,132 @@ TAB_SELECTS = """() => document.querySelector("#preset").addEventListener("keydo
 LONGEST_KEPT = 24 * 3600  # seconds that an output file is kept
 
 
-def build_page(
-    playground: Playground, loaded: Mapping[str, Loaded], model: str, models: list[str], *, any_model: bool
-) -> "gradio.Blocks":
-    """Build the page; the caller launches it with the style of `web_look`.
+class Page:
+    """The page, as ``blocks``; the caller launches it with the style of `web_look`.
 
     Args:
-        loaded: models that the playground has loaded; it must have the first one.
+        playground: it must have loaded the first model.
         model: selected at first.
         models: offered in the list.
         any_model: whether visitors may enter other models, which are then loaded.
     """
-    import gradio as gr
 
-    runs: dict[str, Run] = {}  # by session
+    def __init__(self, playground: Playground, model: str, models: list[str], *, any_model: bool) -> None:
+        import gradio as gr
 
-    def suited(name: str) -> Fields:
-        return fields_of(name, loaded[name].pipe if name in loaded else None)
+        self._playground, self._models = playground, models
+        self._examples = {text for name in models for text in self._fields(name).examples}
+        first = self._fields(model)
+        with gr.Blocks(
+            title="dit-accel: plain and accelerated", analytics_enabled=False, delete_cache=(3600, LONGEST_KEPT)
+        ) as self.blocks:
+            self._session = gr.State([])
+            gr.Markdown(FACE, elem_id="face")
+            with gr.Row(elem_id="layout"):
+                with gr.Column(elem_id="ask"):
+                    self._lay_out_prompt(first)
+                with gr.Column(elem_id="results"):
+                    self._lay_out_results()
+                with gr.Column(elem_id="settings"):
+                    self._lay_out_settings(first, model, any_model)
+            self._gallery = gr.Gallery(
+                label="This session",
+                columns=6,
+                height="auto",
+                object_fit="contain",
+                interactive=False,
+                visible=False,
+                elem_id="gallery",
+            )
+            self._connect()
 
-    first = suited(model)
-    examples = {text for name in models for text in suited(name).examples}
+    def _lay_out_prompt(self, first: Fields) -> None:
+        import gradio as gr
+
+        self._prompt = gr.Textbox(first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT)
+        self._note = gr.Markdown(visible=False, elem_id="note")
+        with gr.Row(elem_id="examples"):
+            self._buttons = [gr.Button(text, size="sm") for text in first.examples]
+        with gr.Row():
+            self._begin = gr.Button("Generate both", variant="primary", scale=2, min_width=150)
+            self._cancel = gr.Button("Cancel", scale=1, min_width=80)
+
+    def _lay_out_results(self) -> None:
+        import gradio as gr
+
+        self._status = gr.Markdown("No results yet: press *Generate both*.")
+        self._preview = gr.Image(
+            type="pil", format="jpeg", interactive=False, visible=False, buttons=[], height=420, label="Plain"
+        )
+        self._video = gr.Video(label="Both videos", show_label=False, visible=False, autoplay=True, loop=True)
+        self._slider = gr.ImageSlider(type="pil", format="png", interactive=False, visible=False, max_height=520)
+        self._figures = gr.Markdown()
+        self._timelines = gr.HTML()
+
+    def _lay_out_settings(self, first: Fields, model: str, any_model: bool) -> None:
+        import gradio as gr
+
+        settings = preset_of(DEFAULT, is_video=first.is_video)
+        self._model = gr.Dropdown(
+            self._models,
+            value=model,
+            label=LABELS["model"],
+            info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
+            allow_custom_value=any_model,
+        )
+        self._preset = gr.Dropdown(
+            first.presets, value=DEFAULT, label=LABELS["preset"], info=_described(settings), elem_id="preset"
+        )
+        self._own_target = gr.Checkbox(True, label="The preset's own target_error")
+        self._target = gr.Slider(
+            0.01,
+            1,
+            value=target_of(settings),
+            step=0.01,
+            label="target_error",
+            info="Lower is closer to plain, higher is faster.",
+            buttons=[],
+        )
+        with gr.Row():
+            self._numbers = {"steps": _number("steps", first)}
+            self._seed = gr.Number(0, label=LABELS["seed"], min_width=90)
+        with gr.Row():
+            self._numbers |= {field: _number(field, first) for field in ("height", "width", "num_frames")}
+
+    def _connect(self) -> None:
+        """Connect the components to the methods of this class."""
+        import gradio as gr
+
+        quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+        numbers = list(self._numbers.values())
+        for button in self._buttons:
+            button.click(None, button, self._prompt, js="text => text", api_visibility="private")
+        self._target.input(None, None, self._own_target, js="() => false", api_visibility="private")
+        choices = [self._prompt, self._model, self._preset, self._own_target, self._target, self._seed, *numbers]
+        results = [self._preview, self._video, self._slider, self._figures, self._timelines]
+        made = gr.on(
+            [self._begin.click, self._prompt.submit, self._target.release],
+            self.make,
+            [*choices, self._session],
+            [self._status, *results, self._session, self._gallery],
+            api_name="make",
+            trigger_mode="once",
+            concurrency_limit=1,
+            show_progress="minimal",
+            show_progress_on=self._status,
+        )
+        made.then(self.fill_numbers, [self._model, *numbers], numbers, **quick)
+        self._cancel.click(_cancelled, self._status, self._status, cancels=made, **quick)
+        of_preset = [self._preset, self._own_target, self._target, self._status]
+        of_model = [self._prompt, self._note, *self._buttons, *numbers, *of_preset]
+        self._model.change(self.suit_model, [self._model, self._prompt, self._preset], of_model, **quick)
+        for event in (self._preset.change, self._own_target.input):
+            event(self.suit_preset, [self._preset, self._model], of_preset, **quick)
+        self._prompt.change(_noted, [self._model, self._prompt], self._note, trigger_mode="always_last", **quick)
+        self.blocks.load(None, js=TAB_SELECTS, api_visibility="private")
 
     def make(
+        self,
         prompt: str,
         model: str,
         preset: str,
@@ -77,188 +179,115 @@ def build_page(
         width: float | None,
         num_frames: float | None,
         history: list[tuple[Any, str]],
-        request: gr.Request,
     ) -> Iterator[dict[Any, Any]]:
-        numbers = [*map(_whole, (seed or 0, steps, height, width, num_frames))]
+        """Run a comparison, and yield the changed components of the page; the API has the names of these arguments."""
+        import gradio as gr
+
+        numbers = map(_whole, (seed or 0, steps, height, width, num_frames))
         wish = Wish(prompt, model, preset, None if own_target else target, *numbers)
+        preview = None
         try:
-            run = runs[request.session_hash] = playground.start(wish)
-            with TemporaryDirectory() as folder:
-                view = View(wish, loaded, Path(folder))
-                try:
-                    for event in run:
-                        if view.take(event):
-                            yield shown(view, history)
-                finally:
-                    run.cancel()
+            for run in self._playground.compare(wish):
+                changes = {
+                    self._status: web_view.status(run),
+                    self._figures: web_view.figures(run),
+                    self._timelines: web_view.timelines(run),
+                }
+                if run.comparison is not None:
+                    with TemporaryDirectory() as folder:
+                        yield changes | self._finished(run, history, Path(folder))
+                elif run.preview is preview:
+                    yield changes
+                else:
+                    preview = run.preview
+                    label = (
+                        "Plain; the accelerated side follows" if "plain" in run.outputs else "Plain, a coarse preview"
+                    )
+                    shown = _update(value=preview, label=label, visible=True)
+                    hidden = _update(visible=False)
+                    yield changes | {self._preview: shown, self._slider: hidden, self._video: hidden}
         except Exception as error:
-            yield {status: f"**Failed.** {_as_text(error)}"}
+            yield {self._status: f"**Failed.** {_as_text(error)}"}
             raise gr.Error(_as_text(error), print_exception=not isinstance(error, DitAccelError)) from error
 
-    def shown(view: View, history: list[tuple[Any, str]]) -> dict[Any, Any]:
-        """Return the changed components of the page."""
-        changes = {status: view.status, figures: view.figures, timelines: view.timelines()}
-        if view.is_finished:
-            history[:] = [(view.pictures()[1], view.caption), *history][:REMEMBERED]
-            video = view.video()
-            changes |= {
-                preview: gr.update(value=None, visible=False),
-                clip: gr.update(value=video, visible=video is not None),
-                beside: gr.update(value=view.pictures(), visible=True, label=_of_both(video is not None)),
-                session: history,
-                gallery: gr.update(value=history, visible=True),
-            }
-        elif (new := view.new_preview()) is not None:
-            image, label = new
-            hidden = gr.update(visible=False)
-            changes |= {preview: gr.update(value=image, label=label, visible=True), beside: hidden, clip: hidden}
-        return changes
+    def _finished(self, run: Run, history: list[tuple[Any, str]], folder: Path) -> dict[Any, Any]:
+        images, video = web_view.images(run), web_view.video(run, folder)
+        history[:] = [(images[1], web_view.caption(run)), *history][:REMEMBERED]
+        label = "Plain | accelerated" if video is None else "Middle frame: plain | accelerated"
+        return {
+            self._preview: _update(value=None, visible=False),
+            self._video: _update(value=video, visible=video is not None),
+            self._slider: _update(value=images, visible=True, label=label),
+            self._session: history,
+            self._gallery: _update(value=history, visible=True),
+        }
 
-    def stop(request: gr.Request) -> None:
-        run = runs.pop(request.session_hash, None)
-        if run is not None:
-            run.cancel()
-
-    def suit_model(name: str, prompt: str, preset: str) -> dict[Any, Any]:
+    def suit_model(self, name: str, prompt: str, preset: str) -> dict[Any, Any]:
         """Show the values of another model; a prompt of the visitor's stays."""
         try:
-            if name not in models:
+            if name not in self._models:
                 resolve_model(name)
-            fields = suited(name)
+            fields = self._fields(name)
         except DitAccelError as error:
-            return {status: f"**Failed.** {_as_text(error)}"}
-        prompt = fields.examples[0] if prompt in examples else prompt
+            return {self._status: f"**Failed.** {_as_text(error)}"}
+        prompt = fields.examples[0] if prompt in self._examples else prompt
         preset = preset if preset in [value for _, value in fields.presets] else DEFAULT
-        changes = suit_preset(preset, name)
-        changes[chosen] |= {"choices": fields.presets, "value": preset}
+        changes = self.suit_preset(preset, name)
+        changes[self._preset] |= {"choices": fields.presets, "value": preset}
         numbers = {
-            box: gr.update(value=fields.numbers[field], visible=field != "num_frames" or fields.is_video)
-            for field, box in boxes.items()
+            box: _update(value=fields.numbers[field], visible=field != "num_frames" or fields.is_video)
+            for field, box in self._numbers.items()
         }
-        texts = {asked: prompt, note: noted(name, prompt), **dict(zip(buttons, fields.examples, strict=True))}
-        return changes | numbers | texts
+        texts = {self._prompt: prompt, self._note: _noted(name, prompt)}
+        return changes | numbers | texts | dict(zip(self._buttons, fields.examples, strict=True))
 
-    def suit_preset(preset: str, name: str) -> dict[Any, Any]:
+    def suit_preset(self, preset: str, name: str) -> dict[Any, Any]:
+        """Show the description and the target error of another preset."""
         try:
-            fields = suited(name)
+            fields = self._fields(name)
         except DitAccelError as error:
-            return {status: f"**Failed.** {_as_text(error)}"}
+            return {self._status: f"**Failed.** {_as_text(error)}"}
         settings = preset_of(preset, is_video=fields.is_video)
         value = target_of(settings)
         return {
-            chosen: gr.update(info=_described(settings)),
-            own: gr.update(visible=value is not None, value=True),
-            target: gr.update(visible=value is not None, **({} if value is None else {"value": value})),
+            self._preset: _update(info=_described(settings)),
+            self._own_target: _update(visible=value is not None, value=True),
+            self._target: _update(visible=value is not None, **({} if value is None else {"value": value})),
         }
 
-    def noted(name: str, prompt: str) -> Any:
-        text = words_note(name, prompt)
-        return gr.update(value=text, visible=bool(text))
-
-    def fill_numbers(name: str, *values: float | None) -> list[float | None]:
+    def fill_numbers(self, name: str, *values: float | None) -> list[float | None]:
         """Fill empty numbers, once a model is loaded that was not known before."""
-        own_numbers = suited(name).numbers if name in loaded else dict.fromkeys(NUMBERS)
-        return [own_numbers[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
+        own = dict.fromkeys(NUMBERS) if self._playground.pipe(name) is None else self._fields(name).numbers
+        return [own[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
 
-    def number(field: str, value: int | None, visible: bool = True) -> gr.Number:
-        return gr.Number(value, label=LABELS[field], placeholder="model's own", min_width=90, visible=visible)
+    def _fields(self, name: str) -> Fields:
+        return fields_of(name, self._playground.pipe(name))
 
-    with gr.Blocks(
-        title="dit-accel: plain and accelerated", analytics_enabled=False, delete_cache=(3600, LONGEST_KEPT)
-    ) as page:
-        session = gr.State([])
-        gr.Markdown(FACE, elem_id="face")
-        with gr.Row(elem_id="layout"):
-            with gr.Column(elem_id="ask"):
-                asked = gr.Textbox(first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT)
-                note = gr.Markdown(visible=False, elem_id="note")
-                with gr.Row(elem_id="examples"):
-                    buttons = [gr.Button(text, size="sm") for text in first.examples]
-                with gr.Row():
-                    begin = gr.Button("Generate both", variant="primary", scale=2, min_width=150)
-                    cancel = gr.Button("Cancel", scale=1, min_width=80)
-            with gr.Column(elem_id="results"):
-                status = gr.Markdown("No results yet: press *Generate both*.")
-                preview = gr.Image(type="pil", format="jpeg", interactive=False, visible=False, buttons=[], height=420)
-                clip = gr.Video(label="Both videos", show_label=False, visible=False, autoplay=True, loop=True)
-                beside = gr.ImageSlider(
-                    type="pil", format="png", interactive=False, visible=False, max_height=520, label=_of_both(False)
-                )
-                figures = gr.Markdown()
-                timelines = gr.HTML()
-            with gr.Column(elem_id="settings"):
-                models_box = gr.Dropdown(
-                    models,
-                    value=model,
-                    label=LABELS["model"],
-                    info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
-                    allow_custom_value=any_model,
-                )
-                settings = preset_of(DEFAULT, is_video=first.is_video)
-                chosen = gr.Dropdown(
-                    first.presets,
-                    value=DEFAULT,
-                    label=LABELS["preset"],
-                    info=_described(settings),
-                    elem_id="preset",
-                )
-                own = gr.Checkbox(True, label="The preset's own target_error")
-                target = gr.Slider(
-                    0.01,
-                    1,
-                    value=target_of(settings),
-                    step=0.01,
-                    label="target_error",
-                    info="Lower is closer to plain, higher is faster.",
-                    buttons=[],
-                )
-                with gr.Row():
-                    boxes = {"steps": number("steps", first.numbers["steps"])}
-                    seed = gr.Number(0, label=LABELS["seed"], min_width=90)
-                with gr.Row():
-                    boxes |= {
-                        field: number(field, first.numbers[field], field != "num_frames" or first.is_video)
-                        for field in ("height", "width", "num_frames")
-                    }
-        gallery = gr.Gallery(
-            label="This session",
-            columns=6,
-            height="auto",
-            object_fit="contain",
-            interactive=False,
-            visible=False,
-            elem_id="gallery",
-        )
 
-        for button in buttons:
-            button.click(None, button, asked, js="text => text", api_visibility="private")
-        target.input(None, None, own, js="() => false", api_visibility="private")
-        made = gr.on(
-            [begin.click, asked.submit, target.release],
-            make,
-            [asked, models_box, chosen, own, target, seed, *boxes.values(), session],
-            [status, preview, clip, beside, figures, timelines, session, gallery],
-            api_name="make",
-            trigger_mode="once",
-            concurrency_limit=MOST_VISITORS,
-            show_progress="hidden",
-        )
-        quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-        made.then(fill_numbers, [models_box, *boxes.values()], [*boxes.values()], **quick)
-        cancel.click(stop, api_name="cancel", queue=False)
-        of_preset = [chosen, own, target, status]
-        models_box.change(
-            suit_model,
-            [models_box, asked, chosen],
-            [asked, note, *buttons, *boxes.values(), *of_preset],
-            **quick,
-        )
-        chosen.change(suit_preset, [chosen, models_box], of_preset, **quick)
-        own.input(suit_preset, [chosen, models_box], of_preset, **quick)
-        asked.change(noted, [models_box, asked], note, trigger_mode="always_last", **quick)
-        page.load(None, js=TAB_SELECTS, api_visibility="private")
-        page.unload(stop)
-    return page
+def _number(field: str, first: Fields) -> gradio.Number:
+    import gradio as gr
+
+    visible = field != "num_frames" or first.is_video
+    return gr.Number(
+        first.numbers[field], label=LABELS[field], placeholder="model's own", min_width=90, visible=visible
+    )
+
+
+def _update(**changes: Any) -> dict[str, Any]:
+    """Return changes of a component."""
+    import gradio as gr
+
+    return gr.update(**changes)
+
+
+def _cancelled(status: str) -> str:
+    """Return the status after a click on Cancel; that of a run that has ended stays."""
+    return "Cancelled." if status.endswith("…") else status
+
+
+def _noted(name: str, prompt: str) -> Any:
+    text = words_note(name, prompt)
+    return _update(value=text, visible=bool(text))
 
 
 def _as_text(error: Exception) -> str:
@@ -267,7 +296,7 @@ def _as_text(error: Exception) -> str:
 
 
 def _whole(value: float | None) -> float | None:
-    """Return a whole number as an int, and any other unchanged."""
+    """Return a whole number as an int, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -275,7 +304,3 @@ def _described(preset: Preset) -> str:
     """Return the preset's description as a sentence."""
     fixed = "" if target_of(preset) is not None else "; it has no target_error"
     return f"{preset.description[0].upper()}{preset.description[1:]}{fixed}."
-
-
-def _of_both(is_video: bool) -> str:
-    return "Middle frame: plain | accelerated" if is_video else "Plain | accelerated"

@@ -6,11 +6,12 @@
 
 Read :mod:`~dit_accel.serving.engine` first: it defines an engine. ``worker`` is the engine of one process and
 ``ray_engine`` the engine of a Ray cluster, which ``ray_cluster`` joins. ``prompts`` reads jobs from files;
-``pipelines`` opens and calls a pipeline, with ``loading``, ``loras`` and ``media``. ``server`` is the HTTP server of
-``dit-accel serve``: ``connections``, ``bodies`` and ``requests`` read what clients send, ``api`` has limits and errors,
-``dispatcher`` and ``remote_worker`` run it in processes (``worker_process``) or on a Ray cluster (``ray_actor``),
-``previews`` draws partial images, and ``video_server`` and ``videos`` have the routes and jobs of videos. Errors are
-those of :mod:`dit_accel.errors`.
+``pipelines`` opens and calls a pipeline, with ``loading``, ``loras`` and ``media``.
+
+:mod:`~dit_accel.serving.http` is the server of ``dit-accel serve``. ``dispatcher`` queues its requests and
+``remote_worker`` runs them in processes (``worker_process``) or on a Ray cluster (``ray_actor``); ``previews`` draws
+partial images. ``playground`` compares both sides for the page of ``dit-accel app``. Errors are those of
+:mod:`dit_accel.errors`.
 """
 
 from dit_accel.serving.engine import Engine, Failure, Made

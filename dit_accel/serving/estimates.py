@@ -41,7 +41,7 @@ def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
     if run is not None and there is not None and run.bytes > there:
         raise UnsupportedError(
             f"{run.size} need at least {run.bytes / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
-            "use a smaller --height, --width or --num-frames"
+            "use a smaller height, width or number of frames"
         )
 
 

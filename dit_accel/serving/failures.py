@@ -7,7 +7,7 @@ import inspect
 import traceback
 from collections.abc import Iterator
 
-from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, headline, shortened
+from dit_accel.errors import ArgumentError, OutOfMemoryError, UnsupportedError, headline, shortened
 
 # Functions of diffusers that check a user's arguments.
 CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess", "cropped_pos_embed"}
@@ -35,13 +35,13 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_loading(option: str, what: str) -> Iterator[None]:
-    """Within the block, turn any error but out-of-memory into an ``OptionError`` that names the file being loaded.
+def explained_loading(field: str, what: str) -> Iterator[None]:
+    """Within the block, turn any error but out-of-memory into an ``ArgumentError`` that names the file being loaded.
 
     diffusers checks little of a file's contents, so wrong files raise errors of any type.
 
     Raises:
-        OptionError: the file can't be loaded.
+        ArgumentError: the file can't be loaded.
     """
     try:
         yield
@@ -49,7 +49,7 @@ def explained_loading(option: str, what: str) -> Iterator[None]:
         if _lacks_memory(error):
             raise
         reason = _of_the_hub(error, what) or shortened(headline(error), 400)
-        raise OptionError(option, f"{shortened(what)} can't be loaded: {reason}") from error
+        raise ArgumentError(field, f"{shortened(what)} can't be loaded: {reason}") from error
 
 
 def _of_the_hub(error: BaseException, what: str) -> str | None:
@@ -90,7 +90,7 @@ def explained_memory() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not _lacks_memory(error):
             raise
-        advice = "try --offload model, or a smaller --batch-size, --num-images, --num-frames, --height or --width"
+        advice = "try --offload model, or a smaller batch size, number of images or frames, height or width"
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
         raise OutOfMemoryError(f"out of memory: {advice} ({reason})") from None
 

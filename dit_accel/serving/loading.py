@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.models import dtype_argument
 from dit_accel.serving.failures import explained_loading, explained_memory
 from dit_accel.serving.loras import load_loras
@@ -45,8 +45,8 @@ class Loading:
             return
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
-            raise OptionError(
-                "--offload", "must be none, model or group with --quantize: quantised layers can't move one by one"
+            raise ArgumentError(
+                "offload", "must be none, model or group with --quantize: quantised layers can't move one by one"
             )
 
     @property
@@ -73,7 +73,7 @@ def load_pipeline(
         import diffusers
     place = _resolve_device(how.device)
     if how.offload != "none" and place.type != "cuda":
-        raise OptionError("--offload", f"needs a CUDA device, got {place}")
+        raise ArgumentError("offload", f"needs a CUDA device, got {place}")
     precision = getattr(torch, how.dtype) if how.dtype else torch.bfloat16 if place.type == "cuda" else torch.float32
     if how.quantize == "float8":
         _require_float8(place, precision)
@@ -82,7 +82,7 @@ def load_pipeline(
     if console.quiet:
         diffusers.utils.logging.set_verbosity_error()
     with explained_memory(), console.status(f"loading {model}"):
-        with explained_loading("--model", model):
+        with explained_loading("model", model):
             pipe = diffusers.DiffusionPipeline.from_pretrained(source, **dtype_argument(precision))
         load_loras(pipe, how.loras)
         if how.quantize is not None:
@@ -108,11 +108,11 @@ def _require_float8(place: torch.device, precision: torch.dtype) -> None:
     from dit_accel.tools.cards import FLOAT8_SINCE
 
     if place.type != "cuda" or torch.cuda.get_device_capability(place) < FLOAT8_SINCE:
-        raise OptionError(
-            "--quantize", f"float8 needs compute capability 8.9 or later (RTX 4090, H100), got {place}; use int8"
+        raise ArgumentError(
+            "quantize", f"float8 needs compute capability 8.9 or later (RTX 4090, H100), got {place}; use int8"
         )
     if precision is not torch.bfloat16:
-        raise OptionError("--quantize", f"float8 needs --dtype bfloat16, got {precision}; use int8")
+        raise ArgumentError("quantize", f"float8 needs --dtype bfloat16, got {precision}; use int8")
 
 
 def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
@@ -133,7 +133,7 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
 
     for name, transformer in denoisers(pipe).items():
         if getattr(transformer, "hf_quantizer", None) is not None:
-            raise OptionError("--quantize", f"the model's {name} is already quantised; leave --quantize out")
+            raise ArgumentError("quantize", f"the model's {name} is already quantised; leave --quantize out")
         names = {each for each, _ in block_linears(transformer)}
         quantize_(transformer, config, lambda _, name, names=names: name in names, device=place)
 
@@ -152,7 +152,7 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
     for name, transformer in transformers.items():
         if not getattr(transformer, "_supports_group_offloading", False):
             kind = type(transformer).__name__
-            raise OptionError("--offload", f"group can't move the blocks of the model's {name}, {kind}; use model")
+            raise ArgumentError("offload", f"group can't move the blocks of the model's {name}, {kind}; use model")
         transformer.enable_group_offload(place, num_blocks_per_group=1, use_stream=True)
     moved = [id(each) for each in transformers.values()]
     for part in pipe.components.values():
@@ -172,8 +172,8 @@ def resolve_model(model: str) -> str:
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(demo_names()) or "none in this installation"
-        raise OptionError(
-            "--model",
+        raise ArgumentError(
+            "model",
             f"{shortened(model)} is not a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})",
         )
     return model
@@ -183,13 +183,13 @@ def _require_index(folder: Path) -> None:
     """Check that a folder has a valid model_index.json."""
     file = folder / "model_index.json"
     if not file.is_file():
-        raise OptionError("--model", f"{folder} is not a diffusers pipeline: model_index.json is missing")
+        raise ArgumentError("model", f"{folder} is not a diffusers pipeline: model_index.json is missing")
     try:
         index = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise OptionError("--model", f"{file} is not JSON: {error}") from None
+        raise ArgumentError("model", f"{file} is not JSON: {error}") from None
     if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-        raise OptionError("--model", f"{file} must be a mapping with a _class_name, as save_pretrained writes it")
+        raise ArgumentError("model", f"{file} must be a mapping with a _class_name, as save_pretrained writes it")
 
 
 def _resolve_device(device: str | None) -> torch.device:
@@ -200,15 +200,15 @@ def _resolve_device(device: str | None) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise OptionError("--device", f"{shown(device)} is not a device; use cuda, cuda:1, mps or cpu") from None
+        raise ArgumentError("device", f"{shown(device)} is not a device; use cuda, cuda:1, mps or cpu") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         cause = "finds no GPU" if torch.version.cuda else "is a CPU build"
-        raise OptionError("--device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
+        raise ArgumentError("device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError("--device", f"{device} does not exist: this machine has {torch.cuda.device_count()} GPUs")
+        raise ArgumentError("device", f"{device} does not exist: this machine has {torch.cuda.device_count()} GPUs")
     try:
         torch.zeros(1, device=place).item()
     except Exception as error:  # each type of device raises its own errors
         reason = shortened(str(error).splitlines()[0])
-        raise OptionError("--device", f"{device} can't run here ({reason}); use cuda, mps or cpu") from None
+        raise ArgumentError("device", f"{device} can't run here ({reason}); use cuda, mps or cpu") from None
     return place

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.failures import explained_loading
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.extras import require_extra
@@ -32,7 +32,7 @@ def parse_loras(given: list[str] | None) -> dict[str, float]:
         weight = _number(last) if colon else None
         source = _resolved(each if weight is None else source)
         if source in loras:
-            raise OptionError("--lora", f"{shortened(source)} was given twice; give it once")
+            raise ArgumentError("lora", f"{shortened(source)} was given twice; give it once")
         loras[source] = 1.0 if weight is None else weight
     if loras:
         require_extra("peft", "--lora")
@@ -43,18 +43,18 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
     """Fuse LoRAs into a pipeline's weights. With quantised weights, which can't be fused, they stay separate layers.
 
     Raises:
-        OptionError: the pipeline takes no LoRA, or a LoRA does not fit it.
+        ArgumentError: the pipeline takes no LoRA, or a LoRA does not fit it.
     """
     from dit_accel.models import denoisers
 
     if not loras:
         return
     if not hasattr(pipe, "load_lora_weights"):
-        raise OptionError("--lora", f"{type(pipe).__name__} takes no LoRA")
+        raise ArgumentError("lora", f"{type(pipe).__name__} takes no LoRA")
     names = [f"lora-{index}" for index in range(len(loras))]
     for name, source in zip(names, loras, strict=True):
         place, file = repository_and_file(source)
-        with explained_loading("--lora", source):
+        with explained_loading("lora", source):
             pipe.load_lora_weights(place, adapter_name=name, weight_name=file)
     pipe.set_adapters(names, list(loras.values()))
     for transformer in denoisers(pipe).values():
@@ -89,7 +89,7 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     if not math.isfinite(weight):
-        raise OptionError("--lora", f"a weight must be a finite number, got {text}")
+        raise ArgumentError("lora", f"a weight must be a finite number, got {text}")
     return weight
 
 
@@ -105,5 +105,5 @@ def _resolved(source: str) -> str:
     if there:
         return str(path)
     if folder or source.startswith((".", "/", "~")) or source.count("/") < 1:
-        raise OptionError("--lora", f"{shown(source)} is not a folder, a file or a Hub id (OWNER/NAME)")
+        raise ArgumentError("lora", f"{shown(source)} is not a folder, a file or a Hub id (OWNER/NAME)")
     return source

@@ -1,6 +1,6 @@
 """Output of pipelines, images or videos with their sound: names, files and comparisons.
 
-Checks raise an ``OptionError``, or an ``UnsupportedError`` if imageio-ffmpeg is missing for an mp4.
+Checks raise an ``ArgumentError``, or an ``UnsupportedError`` if imageio-ffmpeg is missing for an mp4.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import OptionError, UnsupportedError, shortened
+from dit_accel.errors import ArgumentError, UnsupportedError, shortened
 from dit_accel.serving.outputs import require_writable
 from dit_accel.tools.files import save_image
 
@@ -44,11 +44,11 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     is_clip = path.suffix.lower() in FILE_SUFFIXES
     if not is_clip and not _is_written_by_pillow(path.suffix):
         name = shortened(str(path))
-        raise OptionError(
-            "--output", f"{name} must end in .png, .jpg or .webp, or for video in {' or '.join(FILE_SUFFIXES)}"
+        raise ArgumentError(
+            "output", f"{name} must end in .png, .jpg or .webp, or for video in {' or '.join(FILE_SUFFIXES)}"
         )
     for file in _with_comparison(path, compare):
-        require_writable(file, "--output", force=force)
+        require_writable(file, "output", force=force)
     if is_clip:
         require_codec(path, "--output")
 
@@ -72,13 +72,17 @@ class Pictures:
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
         """Check that an image can be written to ``path``, and its comparison to the same folder."""
         for file in self.files(path, compare=compare):
-            require_writable(file, "--output", force=force)
+            require_writable(file, "output", force=force)
         if not _is_written_by_pillow(path.suffix):
-            raise OptionError("--output", f"{path} must end in .png, .jpg or .webp: this model makes images")
+            raise ArgumentError("output", f"{path} must end in .png, .jpg or .webp: this model makes images")
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
         """Return NAME, and with a comparison NAME-plain and NAME-compare."""
         return _with_comparison(path, compare)
+
+    def still(self, picture: Image.Image) -> Image.Image:
+        """Return the image that stands for an output."""
+        return picture
 
     def write(self, picture: Image.Image, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write an image, and return its path."""
@@ -122,24 +126,24 @@ class Clips:
 
         is_folder = is_folder_of_frames(path)
         if not is_folder and path.suffix.lower() not in FILE_SUFFIXES:
-            raise OptionError(
-                "--output",
+            raise ArgumentError(
+                "output",
                 f"{path} must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without "
                 "suffix): this model makes video",
             )
         require_codec(path, "--output", folder=is_folder)
         for clip in _with_comparison(path, compare):
             if is_folder and os.path.isfile(clip):
-                raise OptionError(
-                    "--output", f"{clip} is a file, so frames can't be written into it; name a new folder"
+                raise ArgumentError(
+                    "output", f"{clip} is a file, so frames can't be written into it; name a new folder"
                 )
             if is_folder and (foreign := foreign_files(clip)):
                 holds = f"folder {clip} holds files that are not frames of one video ({foreign[0]})"
-                raise OptionError("--output", f"{holds}; name another folder")
+                raise ArgumentError("output", f"{holds}; name another folder")
             first = clip / "0000.png" if is_folder and os.path.isdir(clip) else clip
-            require_writable(first, "--output", force=force)
+            require_writable(first, "output", force=force)
         for file in self._others(path, compare):
-            require_writable(file, "--output", force=force)
+            require_writable(file, "output", force=force)
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
         """Return NAME, and with a comparison NAME-plain, NAME-compare and the image NAME-strip.png.
@@ -155,6 +159,12 @@ class Clips:
         clips = _with_comparison(path, compare) if self.sampling_rate else []
         sounds = [sound_file(clip, folder=is_folder_of_frames(path)) for clip in clips]
         return [*filter(None, sounds), *([_strip(path)] if compare else [])]
+
+    def still(self, clip: np.ndarray) -> Image.Image:
+        """Return the middle frame."""
+        from PIL import Image
+
+        return Image.fromarray(clip[len(clip) // 2])
 
     def write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write a video with its sound; return the paths."""
@@ -213,7 +223,7 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
         usual = USUAL_FRAMES_A_SECOND if family is None else family.frames_per_second(pipe.config)
         return Clips(fps or model_fps or usual, sampling_rate(pipe))
     if fps is not None:
-        raise OptionError("--fps", f"{type(pipe).__name__} makes images, which have no frame rate")
+        raise ArgumentError("fps", f"{type(pipe).__name__} makes images, which have no frame rate")
     return Pictures()
 
 
@@ -253,7 +263,7 @@ def size_note(asked: Mapping[str, Any], result: Any) -> str | None:
 def numbered(path: Path, pictures: int) -> list[Path]:
     """Return the paths of ``pictures`` images: NAME for one, otherwise NAME-0, NAME-1, …"""
     if not path.name:
-        raise OptionError("--output", f"{path} has no name; name a file, or a folder for frames")
+        raise ArgumentError("output", f"{path} has no name; name a file, or a folder for frames")
     return [path] if pictures == 1 else [_beside(path, str(index)) for index in range(pictures)]
 
 

@@ -6,37 +6,37 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from dit_accel.errors import OptionError, shortened
+from dit_accel.errors import ArgumentError, shortened
 
 PLOT_SUFFIXES = (".png", ".jpg", ".webp", ".pdf", ".svg")
 
 
-def require_writable(path: Path, option: str, *, force: bool) -> None:
+def require_writable(path: Path, field: str, *, force: bool) -> None:
     """Check that the file ``path`` can be written, and does not exist yet unless ``force``."""
     try:
         problem = _problem(path, force)
     except (OSError, ValueError) as error:
         problem = f"can't be written: {getattr(error, 'strerror', None) or error}"
     if problem is not None:
-        raise OptionError(option, f"{shortened(str(path))} {problem}")
+        raise ArgumentError(field, f"{shortened(str(path))} {problem}")
 
 
-def require_plot(path: Path, option: str, *, force: bool) -> None:
+def require_plot(path: Path, field: str, *, force: bool) -> None:
     """Check that a plot can be written to ``path``."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise OptionError(
-            option, f"{shortened(str(path))} must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
+        raise ArgumentError(
+            field, f"{shortened(str(path))} must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
         )
-    require_writable(path, option, force=force)
+    require_writable(path, field, force=force)
 
 
 def require_distinct(outputs: Iterable[tuple[str, Path]]) -> None:
-    """Check that no two options write the same file; ``outputs`` are pairs of option and file."""
-    options: dict[str, str] = {}
-    for option, path in outputs:
-        other = options.setdefault(os.path.realpath(path), option)
-        if other != option:
-            raise OptionError(option, f"{path} is also written by {other}; name another file")
+    """Check that no two options write the same file; ``outputs`` are pairs of field and file."""
+    fields: dict[str, str] = {}
+    for field, path in outputs:
+        other = fields.setdefault(os.path.realpath(path), field)
+        if other != field:
+            raise ArgumentError(field, f"{path} is also the file of {other}; name another file")
 
 
 def _problem(path: Path, force: bool) -> str | None:

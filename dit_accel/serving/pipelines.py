@@ -1,6 +1,6 @@
 """Open a pipeline, call it with the given options, and time the call.
 
-Options that the pipeline does not take raise an ``OptionError``.
+Arguments that the pipeline does not take raise an ``ArgumentError``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.estimates import require_memory
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.input_images import as_image
@@ -55,9 +55,9 @@ class Setup:
 
 
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them
-    "prompt": "--prompt or --prompts",
-    "image": "--image",
-    "generator": "--seed",
+    "prompt": "the prompt",
+    "image": "the input image",
+    "generator": "the seed",
     "output_type": "the command",
     "return_dict": "the command",
     "callback_on_step_end": "the command",
@@ -126,11 +126,9 @@ def call_arguments(
     if (
         makes_video(pipe) and given.pop("num-images", 1) > 1
     ):  # few video pipelines can make several, and some ignore the argument
-        raise OptionError(
-            "--num-images", f"{type(pipe).__name__} makes one video per run; run again with another --seed"
-        )
+        raise ArgumentError("num_images", f"{type(pipe).__name__} makes one video per run; run again with another seed")
     if isinstance(given.get("image"), list) and not _takes_several_images(pipe):
-        raise OptionError("--image", f"{type(pipe).__name__} takes one image, got {len(given['image'])}")
+        raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(given['image'])}")
     if (fps := given.pop("fps", None)) and sampling_rate(pipe):
         arguments |= {key: fps for key in ("frame_rate", "fps") if key in parameters}
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
@@ -138,21 +136,19 @@ def call_arguments(
     for name, value in given.items():
         key = keys.get(name, name.replace("-", "_"))
         if key not in parameters:
-            raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {key}")
+            raise ArgumentError(name.replace("-", "_"), f"{type(pipe).__name__} takes no {key}")
         arguments[key] = value
     _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in given})
     arguments |= others
     if "negative-prompt" in given and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
-        raise OptionError(
-            "--negative-prompt", f"{type(pipe).__name__} uses it only with --guidance above 1, e.g. --guidance 4"
-        )
+        raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
     if "guidance" in given and not true_guidance and _ignores_guidance(pipe):
-        raise OptionError(
-            "--guidance",
-            f"this {type(pipe).__name__} has no guidance embedding; add --negative-prompt to run a second branch",
+        raise ArgumentError(
+            "guidance",
+            f"this {type(pipe).__name__} has no guidance embedding; add a negative prompt to run a second branch",
         )
     if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-        raise OptionError("--image", f"{type(pipe).__name__} needs an input image; give one")
+        raise ArgumentError("image", f"{type(pipe).__name__} needs an input image; give one")
     require_memory(pipe, arguments)
     return arguments
 
@@ -168,17 +164,17 @@ def _require_known(
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     for name, value in others.items():
         if name in given or name in SET_BY_US:
-            raise OptionError("--call", f"{name} is already set by {SET_BY_US.get(name, 'its own option')}")
+            raise ArgumentError("call", f"{name} is already set by {SET_BY_US.get(name, 'its own option')}")
         if name not in parameters and not takes_any:
             free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
             meant = did_you_mean(name, free)
-            raise OptionError("--call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
+            raise ArgumentError("call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
         is_count = name.startswith("num_") or name in ("height", "width", "max_sequence_length")
         if is_count and isinstance(value, float):
-            raise OptionError("--call", f"{name} must be a whole number, got {shown(value)}")
+            raise ArgumentError("call", f"{name} must be a whole number, got {shown(value)}")
         default = parameters[name].default if name in parameters else None
         if isinstance(default, int | float) and isinstance(value, str | dict):
-            raise OptionError("--call", f"{name} must be a number or a bool, such as {default}, got {shown(value)}")
+            raise ArgumentError("call", f"{name} must be a number or a bool, such as {default}, got {shown(value)}")
 
 
 def read_image(path: Path | None) -> Image.Image | None:
@@ -192,10 +188,10 @@ def read_image(path: Path | None) -> Image.Image | None:
         with Image.open(path) as image:
             return as_image(image)
     except FileNotFoundError:
-        raise OptionError("--image", f"{name} does not exist") from None
+        raise ArgumentError("image", f"{name} does not exist") from None
     except Exception as error:  # decoders raise errors of any type for broken files
         reason = getattr(error, "strerror", None) or error
-        raise OptionError("--image", f"{name} can't be read as an image: {shortened(str(reason))}") from None
+        raise ArgumentError("image", f"{name} can't be read as an image: {shortened(str(reason))}") from None
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:

@@ -23,19 +23,23 @@ class Previews:
         self._pipe = pipe
         self._by_size: dict[tuple[int | None, int | None], Previewer] = {}
 
-    def of(self, job: Job, suffix: str) -> JobPreviews | None:
-        """Return the previews of a job's run; None where there are none to draw and nothing to learn."""
+    def previewer(self, job: Job) -> Previewer | None:
+        """Return the previewer of a job's size; None if the pipeline takes none."""
         from dit_accel.tools.preview import Previewer, takes_previews
 
         if not takes_previews(self._pipe):
             return None
-        count = job.settings.get(PARTIAL_IMAGES, 0)
         size = job.settings.get("height"), job.settings.get("width")
-        previewer = self._by_size.pop(size, None) or Previewer()
-        self._by_size[size] = previewer
+        self._by_size[size] = previewer = self._by_size.pop(size, None) or Previewer()
         for oldest in list(self._by_size)[:-KEPT]:
             del self._by_size[oldest]
-        return JobPreviews(previewer, count, suffix) if count or not previewer.has_learned else None
+        return previewer
+
+    def of(self, job: Job, suffix: str) -> JobPreviews | None:
+        """Return the previews of a job's run; None where there are none to draw and nothing to learn."""
+        previewer, count = self.previewer(job), job.settings.get(PARTIAL_IMAGES, 0)
+        is_used = previewer is not None and (count or not previewer.has_learned)
+        return JobPreviews(previewer, count, suffix) if is_used else None
 
 
 class JobPreviews:

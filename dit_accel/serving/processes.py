@@ -7,7 +7,7 @@ import os
 import warnings
 from datetime import timedelta
 
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 
 LONGEST_WAIT = timedelta(minutes=10)  # for another process, which may still load its weights
 # Loggers that warn about binaries and types of torchao that nothing here uses.
@@ -43,12 +43,12 @@ def join(degrees: dict[str, int], device: str | None) -> str | None:
     if device == "cuda":
         place = int(os.environ.get("LOCAL_RANK", 0))
         if place >= torch.cuda.device_count():
-            raise OptionError(
-                "--parallel", f"needs a GPU for each of {ranks()} processes, but there are {torch.cuda.device_count()}"
+            raise ArgumentError(
+                "parallel", f"needs a GPU for each of {ranks()} processes, but there are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(place)
         device = f"cuda:{place}"
     elif device != "cpu":
-        raise OptionError("--device", f"must be cuda or cpu with --parallel, which assigns GPUs itself, got {device}")
+        raise ArgumentError("device", f"must be cuda or cpu with --parallel, which assigns GPUs itself, got {device}")
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=LONGEST_WAIT)
     return device

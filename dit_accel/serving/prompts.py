@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.errors import ArgumentError, shortened, shown
 
 LONGEST_PROMPTS = 2**20  # bytes of a file
 
@@ -53,10 +53,10 @@ def read_prompts(path: Path) -> list[str]:
     try:
         text = read_text(path, LONGEST_PROMPTS)
     except (OSError, ValueError) as error:
-        raise OptionError("--prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ArgumentError("prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise OptionError("--prompts", f"{name} holds no prompts; write one per line")
+        raise ArgumentError("prompts", f"{name} holds no prompts; write one per line")
     return prompts
 
 
@@ -67,7 +67,7 @@ def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
         common: settings for lines that don't set them; None = not given.
 
     Raises:
-        OptionError: the file can't be read, or a line is invalid.
+        ArgumentError: the file can't be read, or a line is invalid.
     """
     lines: Sequence[Any] = read_prompts(path)
     if path.suffix == ".jsonl":
@@ -94,14 +94,14 @@ def _settings(line: str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise OptionError("--prompts", f"line {number} is not JSON: {error}") from None
+        raise ArgumentError("prompts", f"line {number} is not JSON: {error}") from None
     if not isinstance(values, dict) or "prompt" not in values:
-        raise OptionError("--prompts", f"line {number} must be an object with a prompt, got {shown(line)}")
+        raise ArgumentError("prompts", f"line {number} must be an object with a prompt, got {shown(line)}")
     for key, value in values.items():
         kinds = KEYS.get(key)
         if kinds is None:
-            raise OptionError("--prompts", f"line {number}: unknown key {shown(key)}; keys are {', '.join(KEYS)}")
+            raise ArgumentError("prompts", f"line {number}: unknown key {shown(key)}; keys are {', '.join(KEYS)}")
         if not isinstance(value, kinds) or isinstance(value, bool):
             kind = " or ".join(kind.__name__ for kind in kinds)
-            raise OptionError("--prompts", f"line {number}: {key} must be {kind}, got {shown(value)}")
+            raise ArgumentError("prompts", f"line {number}: {key} must be {kind}, got {shown(value)}")
     return values

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dit_accel.errors import OptionError, shortened
+from dit_accel.errors import ArgumentError, shortened
 from dit_accel.serving.pipelines import Setup
 
 if TYPE_CHECKING:
@@ -51,20 +51,20 @@ def connect(console: Console) -> None:
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             where = f"RAY_ADDRESS={address}" if address else "this machine"
-            raise OptionError("--engine", f"no Ray cluster at {where}: {shortened(str(error))}") from None
+            raise ArgumentError("engine", f"no Ray cluster at {where}: {shortened(str(error))}") from None
 
 
 def places(resources: dict[str, float], device: str | None, actors: int | None) -> tuple[str, int]:
     """Return the device of each actor, and the number of actors."""
     gpus, cpus = (int(resources.get(kind, 0)) for kind in ("GPU", "CPU"))
     if device == "cuda" and not gpus:
-        raise OptionError("--device", "is cuda, but the Ray cluster has no GPU")
+        raise ArgumentError("device", "is cuda, but the Ray cluster has no GPU")
     on_gpus = gpus > 0 and device != "cpu"
     if actors is None and not on_gpus:
-        raise OptionError("--actors", f"must be given: each actor takes one of the Ray cluster's {cpus} CPUs")
+        raise ArgumentError("actors", f"must be given: each actor takes one of the Ray cluster's {cpus} CPUs")
     most, kind = (gpus, "GPU") if on_gpus else (cpus, "CPU")
     if actors is not None and actors > most:
-        raise OptionError("--actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
+        raise ArgumentError("actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
     return ("cuda" if on_gpus else "cpu"), actors or most
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError, DitAccelError, OptionError, OutOfMemoryError, UnsupportedError
+from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.engine import Failure, Made, Progress, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
@@ -33,7 +33,7 @@ def ray_engine(
     """Start actors that load the pipeline, on the cluster of this process, at ``RAY_ADDRESS``, or a new cluster.
 
     Raises:
-        OptionError, ...: errors of :class:`Worker`, if no actor could load the pipeline.
+        ArgumentError, ...: errors of :class:`Worker`, if no actor could load the pipeline.
         BatchError: no actor could load the pipeline because of another error.
     """
     with joined_cluster(setup, actors, console) as (setup, count, needs):
@@ -195,4 +195,4 @@ class _Actor:
 
 def _refuses(error: BaseException) -> bool:
     """Return True if retrying cannot help."""
-    return isinstance(error, UnsupportedError | OptionError)
+    return isinstance(error, UnsupportedError | ArgumentError)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dit_accel.errors import OptionError, PresetError, UnsupportedError
+from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Made, Progress, VideoForm, made_alone
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from dit_accel.presets import Preset
+    from dit_accel.tools.preview import Previewer
+    from dit_accel.tools.timing import Output
 
 
 class Worker:
@@ -33,7 +36,7 @@ class Worker:
         console: shows notes and progress; None = silent.
 
     Raises:
-        OptionError: a job has a setting that this pipeline does not support.
+        ArgumentError: a job has a setting that this pipeline does not support.
     """
 
     def __init__(
@@ -44,32 +47,36 @@ class Worker:
         console: Console | None = None,
     ) -> None:
         console = console or Console(quiet=True)
-        self._pipe, self._medium, preset = open_pipeline(setup, console)
+        self.pipe, self.medium, preset = open_pipeline(setup, console)
         self._setup, self._picture, self._console = setup, picture, console
-        self._guider = getattr(self._pipe, "guider", None)
-        self.suffix = self._medium.default_output.suffix
+        self._guider = getattr(self.pipe, "guider", None)
+        self.suffix = self.medium.default_output.suffix
         self.preset = preset and preset.effective()
         for job in jobs:
             self._arguments([job])
         if preset and setup.batch_size > 1:
             preset = _decided_apart(preset, console)
-        start_pipeline(self._pipe, preset, console.quiet)
-        self._previews = Previews(self._pipe)
+        start_pipeline(self.pipe, preset, console.quiet)
+        self._previews = Previews(self.pipe)
 
     @property
     def preset_in_use(self) -> Preset | None:
         """The preset of the last job or of the setup, None = plain."""
-        acceleration = getattr(self._pipe, "dit_accel", None)
+        acceleration = getattr(self.pipe, "dit_accel", None)
         return None if acceleration is None else acceleration.preset
 
     @property
     def video_form(self) -> VideoForm | None:
         """The form of this pipeline's videos; None if it makes images."""
-        if not isinstance(self._medium, Clips):
+        if not isinstance(self.medium, Clips):
             return None
         names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        units = (getattr(self._pipe, name, None) for name in names)
-        return VideoForm(self._medium.fps, next(filter(None, units), 1))
+        units = (getattr(self.pipe, name, None) for name in names)
+        return VideoForm(self.medium.fps, next(filter(None, units), 1))
+
+    def previewer(self, job: Job) -> Previewer | None:
+        """Return the previewer of a job's size; None if the pipeline takes none."""
+        return self._previews.previewer(job)
 
     def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
         """Run a job with a preset of its own, which stays in use.
@@ -81,38 +88,36 @@ class Worker:
                 there is one. An exception from it ends the call.
 
         Raises:
-            OptionError: the pipeline does not support the preset.
+            ArgumentError: the pipeline does not support the preset.
         """
-        self._use(preset)
-        previews = None if isinstance(self._medium, Clips) else self._previews.of(job, suffix)
+        self.use(preset)
+        previews = None if isinstance(self.medium, Clips) else self._previews.of(job, suffix)
         try:
-            with watched_steps(self._pipe, previews.telling(tell) if previews else tell):
-                (made,) = self.make([job], suffix, previews)
-        except BaseException:
-            self._pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
-            raise
+            (made,) = self.make([job], suffix, previews, previews.telling(tell) if previews else tell)
         finally:
             if previews:
                 previews.end()
         return made
 
-    def make(self, batch: Sequence[Job], suffix: str | None = None, previews: JobPreviews | None = None) -> list[Made]:
+    def make(
+        self,
+        batch: Sequence[Job],
+        suffix: str | None = None,
+        previews: JobPreviews | None = None,
+        tell: Callable[[int, int], None] | None = None,
+    ) -> list[Made]:
         """Run jobs that share their settings in one call of the pipeline; ``suffix`` None = :attr:`suffix`."""
-        seeds = [job.settings["seed"] for job in batch]
-        arguments = self._arguments(batch)
-        if previews:
-            arguments["callback_on_step_end"] = previews.callback()
-        output = timed_call(self._pipe, arguments, seeds if len(batch) > 1 else seeds[0])
+        output = self.call(batch, tell, previews and previews.callback())
         if previews:
             previews.learn(output.results[0])
         if len(output.results) != len(batch):
-            raise UnsupportedError(f"{type(self._pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
-        report = self._pipe.dit_accel.report() if self.preset else None
+            raise UnsupportedError(f"{type(self.pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
+        report = self.pipe.dit_accel.report() if self.preset else None
         indices, made = [job.index for job in batch], []
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
                 file = Path(folder) / job.name(suffix or self.suffix)
-                medium = self._medium
+                medium = self.medium
                 if "fps" in job.settings:
                     medium = Clips(job.settings["fps"], medium.sampling_rate)
                 medium.write(result, file, output.sound(place))
@@ -122,9 +127,32 @@ class Worker:
                 made.append(Made(file.read_bytes(), *facts))
         return made
 
+    def call(
+        self,
+        batch: Sequence[Job],
+        tell: Callable[[int, int], None] | None = None,
+        at_step_end: Callable[..., dict[str, Any]] | None = None,
+    ) -> Output:
+        """Call the pipeline once, for jobs that share their settings.
+
+        Args:
+            tell: called with the number of finished steps and of all steps. An exception from it ends the call.
+            at_step_end: the call's ``callback_on_step_end``.
+        """
+        arguments = self._arguments(batch)
+        if at_step_end is not None:
+            arguments["callback_on_step_end"] = at_step_end
+        seeds = [job.settings["seed"] for job in batch]
+        try:
+            with watched_steps(self.pipe, tell) if tell else nullcontext():
+                return timed_call(self.pipe, arguments, seeds if len(batch) > 1 else seeds[0])
+        except BaseException:
+            self.pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
+            raise
+
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
         """Run all batches. If a batch fails, its jobs run one at a time; then the first error is raised."""
-        progress.watch(self._pipe)
+        progress.watch(self.pipe)
         for batch in batches:
             more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
             progress.begin(batch[0].name(self.suffix) + more, len(batch))
@@ -152,30 +180,30 @@ class Worker:
         if errors:
             raise errors[0]
 
-    def _use(self, preset: Preset | None) -> None:
+    def use(self, preset: Preset | None) -> None:
         """Change the preset; if the pipeline does not support it, nothing is changed."""
         if preset == self.preset_in_use:
             return
         if preset is None:
             from dit_accel.pipeline import restore_pipeline
 
-            restore_pipeline(self._pipe)
+            restore_pipeline(self.pipe)
         else:
             try:
-                start_pipeline(self._pipe, preset, self._console.quiet)
+                start_pipeline(self.pipe, preset, self._console.quiet)
             except UnsupportedError as error:
-                raise OptionError("--preset", str(error)) from None
+                raise ArgumentError("preset", str(error)) from None
         self.preset = preset and preset.effective()
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
-            self._pipe.guider = self._guider
+            self.pipe.guider = self._guider
         own = {"fps": self._setup.fps, **batch[0].settings}
         own = {key: value for key, value in own.items() if key not in ("seed", PARTIAL_IMAGES)}
         if len(batch) > 1:
             own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
-        return call_arguments(self._pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)
+        return call_arguments(self.pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)
 
 
 def _decided_apart(preset: Preset, console: Console) -> Preset:

@@ -5,6 +5,6 @@ compares presets with other methods and ``tune`` finds thresholds for a model; b
 ``origin`` describes their machine. ``recommend`` names a preset without loading anything, from ``identify`` (the
 family), ``cards`` (the GPU) and ``lines`` (the code to copy).
 
-``figures``, ``timeline`` and ``strips`` show runs; ``video`` writes videos. ``playground``, with ``preview``, is behind
-the page of ``dit-accel app``. ``comfyui`` has the node for ComfyUI, and ``demo`` finds the demo models.
+``figures``, ``timeline`` and ``strips`` show runs, ``preview`` shows unfinished ones, and ``video`` writes videos.
+``comfyui`` has the node for ComfyUI, and ``demo`` finds the demo models.
 """

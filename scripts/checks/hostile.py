@@ -37,15 +37,15 @@ import httpx
 import uvicorn
 
 from dit_accel.presets import Preset, load_preset
-from dit_accel.serving import bodies
-from dit_accel.serving.api import Limits
-from dit_accel.serving.connections import configured
 from dit_accel.serving.dispatcher import Dispatcher
 from dit_accel.serving.engine import Made
+from dit_accel.serving.http import bodies
+from dit_accel.serving.http.api import Limits, Served
+from dit_accel.serving.http.connections import configured
+from dit_accel.serving.http.server import build_app
+from dit_accel.serving.http.videos import VideoStore
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.serving.server import Served, build_app
-from dit_accel.serving.videos import VideoStore
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.origin import describe_run
 from scripts.checks.hostile_requests import CLOSED, EDITS, GOOD, IMAGES, VIDEOS, Attacks, Hostile
@@ -135,9 +135,9 @@ def listening(route: str, folder: Path, keys: list[str]) -> Iterator[tuple[int, 
     dispatcher = Dispatcher([worker], 1000)
     with contextlib.ExitStack() as closing:
         closing.callback(dispatcher.stop, 10.0)
-        videos = closing.enter_context(VideoStore(worker.video_form, LIMITS)) if worker.video_form else None
-        served = Served("tiny", load_preset("video-balanced" if videos else "balanced"))
-        app = build_app(dispatcher, served, LIMITS, keys, {"localhost"}, videos)
+        videos = closing.enter_context(VideoStore(LIMITS)) if worker.video_form else None
+        preset = load_preset("video-balanced" if videos else "balanced")
+        app = build_app(dispatcher, Served("tiny", preset, LIMITS, worker.video_form), keys, {"localhost"}, videos)
         site = uvicorn.Server(configured(app, LIMITS, port=0))
         thread = Thread(target=site.run, daemon=True)
         thread.start()

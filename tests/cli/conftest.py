@@ -9,12 +9,13 @@ import pytest
 from PIL import Image
 
 import dit_accel
-from dit_accel.cli import compare, generate, inspect, serve, tune, web_app, web_page
+from dit_accel.cli import compare, generate, inspect, serve, tune, web_page
 from dit_accel.cli.comparison import Side, Sides
-from dit_accel.serving import dispatcher, pipelines, server
+from dit_accel.serving import dispatcher, pipelines, playground
+from dit_accel.serving.http import server
 from dit_accel.serving.worker import Worker
 from dit_accel.tools import compare as comparing
-from dit_accel.tools import figures, playground, recommend, video
+from dit_accel.tools import figures, recommend, video
 from dit_accel.tools import tune as tuning
 from dit_accel.tools.timing import Output
 from tests.tiny import tiny_pipeline
@@ -79,7 +80,7 @@ def reached(monkeypatch, made, tmp_path):
         put(fps=fps)
         path.touch()
 
-    for module in (pipelines, inspect, tune, compare, web_app):
+    for module in (pipelines, inspect, tune, compare):
         monkeypatch.setattr(module, "load_pipeline", load)
     for module in (generate, inspect):
         monkeypatch.setattr(module, "timed_call", call)
@@ -144,7 +145,7 @@ def reached(monkeypatch, made, tmp_path):
 
     monkeypatch.setattr(recommend, "recommend", advise)
 
-    class Page:
+    class Blocks:
         def launch(self, **given):
             put(**given)
             return None, "http://local/", "http://public/" if given["share"] else None
@@ -152,13 +153,13 @@ def reached(monkeypatch, made, tmp_path):
         def block_thread(self):
             pass
 
-    def build(_, media, model, offered, *, any_model):
+    def build(_, model, offered, *, any_model):
         put(offered=offered[0], any_model=any_model)
-        return Page()
+        return SimpleNamespace(blocks=Blocks())
 
-    monkeypatch.setattr(web_page, "build_page", build)
+    monkeypatch.setattr(web_page, "Page", build)
     monkeypatch.setattr(
-        playground, "Playground", lambda load, *_: SimpleNamespace(load=load, close=lambda: put(closed=True))
+        playground, "Playground", lambda open_worker: SimpleNamespace(load=open_worker, close=lambda: put(closed=True))
     )
 
     class Serving:
@@ -180,7 +181,9 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(serve, "RemoteWorker", Serving)
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
-    monkeypatch.setattr(server, "build_app", lambda *_: put(served=_[1].model, keys=_[3], hosts=_[4], store=_[5]))
+    monkeypatch.setattr(
+        server, "build_app", lambda *_: put(served=_[1].model, form=_[1].form, keys=_[2], hosts=_[3], store=_[4])
+    )
     monkeypatch.setattr(server, "serve", listen)
     return seen
 

@@ -168,7 +168,7 @@ def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
             "max_sequence_lenght=8", "no max_sequence_lenght (did you mean 'max_sequence_length'?)", id="unknown"
         ),
         pytest.param("height=64", "height is already set by its own option", id="option"),
-        pytest.param("generator=1", "generator is already set by --seed", id="seed"),
+        pytest.param("generator=1", "generator is already set by the seed", id="seed"),
         pytest.param("height", "--call: must be NAME=VALUE", id="form"),
         pytest.param("max_sequence_length=2.7", "max_sequence_length must be a whole number, got 2.7", id="part"),
         pytest.param("max_sequence_length=long", "max_sequence_length must be a number or a bool, such as", id="text"),
@@ -208,7 +208,7 @@ MISTAKES = {
     "numbered-is-a-folder": (["-o", "{models}/n.png", "--num-images", "2"], "n-1.png is a folder"),
     "json-folder": (["--json", "missing/o.json"], "missing does not exist"),
     "image-not-taken": (["--image", "{models}/picture.png"], "FluxPipeline takes no image"),
-    "negative-without-guidance": (["--negative-prompt", "blue"], "only with --guidance above 1"),
+    "negative-without-guidance": (["--negative-prompt", "blue"], "only with guidance above 1"),
     "guidance-without-embedding": (["-m", "{models}/flux-schnell", "--guidance", "3"], "no guidance embedding"),
     "compare-of-plain": (["--preset", "none", "--compare"], "--compare: needs an accelerated run"),
     "set-of-plain": (["--preset", "none", "--set", "order=2"], "--set: needs an accelerated run"),

@@ -161,11 +161,11 @@ def test_a_folder_that_is_no_pipeline_is_refused(run, tmp_path, index, complaint
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("-o", "a.png", "--plot", "a.png"), "--plot: a.png is also written by --output; name another file"),
-        (("-o", "a.png", "--json", "./a.png"), "--json: a.png is also written by --output"),
-        (("-o", "a.png", "--json", "a-plain.png", "--compare"), "--json: a-plain.png is also written by --output"),
-        (("--json", "output.png"), "--json: output.png is also written by --output"),
-        (("--json", "a.png", "--plot", "a.png"), "--json: a.png is also written by --plot"),
+        (("-o", "a.png", "--plot", "a.png"), "--plot: a.png is also the file of output; name another file"),
+        (("-o", "a.png", "--json", "./a.png"), "--json: a.png is also the file of output"),
+        (("-o", "a.png", "--json", "a-plain.png", "--compare"), "--json: a-plain.png is also the file of output"),
+        (("--json", "output.png"), "--json: output.png is also the file of output"),
+        (("--json", "a.png", "--plot", "a.png"), "--json: a.png is also the file of plot"),
     ],
     ids=["plot", "json", "plain", "default", "plot-and-json"],
 )

@@ -8,7 +8,7 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import inspect
-from dit_accel.errors import OptionError, ShapeError
+from dit_accel.errors import ArgumentError, ShapeError
 from dit_accel.tools import figures
 
 
@@ -70,10 +70,10 @@ def test_symbols_that_fit_no_picture_are_told(pipe, monkeypatch, tmp_path, capsy
 
 @pytest.mark.parametrize("level, fix", [("head", "run more --steps"), ("output", "use a preset of level head")])
 def test_a_layer_without_symbols_says_what_would_help(pipe, level, fix):
-    with pytest.raises(OptionError, match=r"no symbols for layer 'nope'; layers: blocks\.0, blocks\.1, blocks\.2"):
+    with pytest.raises(ArgumentError, match=r"no symbols for layer 'nope'; layers: blocks\.0, blocks\.1, blocks\.2"):
         inspect._require_symbols(pipe, "nope")
     inspect._require_symbols(pipe, "blocks.0")
     pipe.dit_accel.symbols().clear()
     pipe.dit_accel.preset.forecast.level = level
-    with pytest.raises(OptionError, match=fix):
+    with pytest.raises(ArgumentError, match=fix):
         inspect._require_symbols(pipe, "blocks.0")

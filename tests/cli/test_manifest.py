@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dit_accel.cli import batch, generate
 from dit_accel.cli.batch import run_jobs
-from dit_accel.errors import BatchError, OptionError, UnsupportedError
+from dit_accel.errors import ArgumentError, BatchError, UnsupportedError
 from dit_accel.presets import load_preset
 from dit_accel.serving import worker as working
 from dit_accel.serving.engine import Failure, Made
@@ -142,7 +142,7 @@ def test_a_setting_that_changes_is_noticed(make, tmp_path, name, first, second):
 
     assert run(first) == [0] and run(first) == []
     before = (tmp_path / "0000.png").read_bytes(), (tmp_path / batch.MANIFEST).read_bytes()
-    with pytest.raises(OptionError, match=rf"holds line 1 with other settings: {name} \("):
+    with pytest.raises(ArgumentError, match=rf"holds line 1 with other settings: {name} \("):
         run(second)
     assert before == ((tmp_path / "0000.png").read_bytes(), (tmp_path / batch.MANIFEST).read_bytes())
     assert run(second, force=True) == [0] and run(second) == []
@@ -257,7 +257,7 @@ def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
 def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(monkeypatch):
     """A single process makes the other lines first; one of several processes exits, because the others may hang."""
     worker = object.__new__(working.Worker)
-    worker._pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
+    worker.pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
 
     def make(batch):
         if len(batch) > 1 or batch[0].index != 1:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import dit_accel
 from dit_accel.cli import parallel
 from dit_accel.cli.parallel import parse_degrees, run_to_end
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.serving import pipelines
 from dit_accel.serving.processes import join
 
@@ -74,14 +74,14 @@ def test_degrees_that_fit(processes, count, text, degrees):
 )
 def test_degrees_that_do_not_fit_say_what_would(processes, count, text, told):
     processes(count)
-    with pytest.raises(OptionError, match=r"^--parallel: ") as error:
+    with pytest.raises(ArgumentError, match=r"^parallel: ") as error:
         parse_degrees(text, {})
     assert told in str(error.value)
 
 
 def test_what_several_processes_cannot_serve_is_refused(processes):
     processes(2)
-    with pytest.raises(OptionError, match="--compare: can't be used with --parallel ulysses=2"):
+    with pytest.raises(ArgumentError, match="compare: can't be used with --parallel ulysses=2"):
         parse_degrees("ulysses=2", {"--offload": False, "--compare": True})
 
 
@@ -143,16 +143,16 @@ def test_each_process_has_a_device_of_its_own(processes, monkeypatch, gpus, aske
 @pytest.mark.parametrize(
     ("device", "rank", "told"),
     [
-        ("cuda", 2, "--parallel: needs a GPU for each of 4 processes, but there are 2"),
-        ("cuda:1", 0, "--device: must be cuda or cpu with --parallel, which assigns GPUs itself, got cuda:1"),
-        ("mps", 0, "--device: must be cuda or cpu"),
+        ("cuda", 2, "parallel: needs a GPU for each of 4 processes, but there are 2"),
+        ("cuda:1", 0, "device: must be cuda or cpu with --parallel, which assigns GPUs itself, got cuda:1"),
+        ("mps", 0, "device: must be cuda or cpu"),
     ],
 )
 def test_a_process_without_a_device_of_its_own_is_told(processes, monkeypatch, device, rank, told):
     processes(4)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(OptionError) as error:
+    with pytest.raises(ArgumentError) as error:
         join({"ulysses": 4}, device)
     assert told in str(error.value)
 

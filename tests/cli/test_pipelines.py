@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub
 from dit_accel import cli, errors
 from dit_accel.cli import env, options
 from dit_accel.cli.options import named_preset, parse_overrides
-from dit_accel.errors import DitAccelError, OptionError, UnsupportedError
+from dit_accel.errors import ArgumentError, DitAccelError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
@@ -65,15 +65,17 @@ def test_call_takes_whatever_a_pipeline_takes():
         for more in ("", ", **kwargs")
     )
     assert call_arguments(open_to_all, "some/model", {}, {"anything": 1}) == {"anything": 1}
-    with pytest.raises(OptionError, match="takes no anything; it takes guidance_rescale, num_inference_steps, sigmas"):
+    with pytest.raises(
+        ArgumentError, match="takes no anything; it takes guidance_rescale, num_inference_steps, sigmas"
+    ):
         call_arguments(strict, "some/model", {}, {"anything": 1})
     for value in ("much", {"a": 1}):
-        with pytest.raises(OptionError, match=r"guidance_rescale must be a number or a bool, such as 0\.0"):
+        with pytest.raises(ArgumentError, match=r"guidance_rescale must be a number or a bool, such as 0\.0"):
             call_arguments(strict, "some/model", {}, {"guidance_rescale": value})
     assert call_arguments(strict, "some/model", {}, {"sigmas": {"a": 1}}) == {"sigmas": {"a": 1}}
-    with pytest.raises(OptionError, match=r"num_inference_steps must be a whole number, got 2\.7"):
+    with pytest.raises(ArgumentError, match=r"num_inference_steps must be a whole number, got 2\.7"):
         call_arguments(strict, "some/model", {}, {"num_inference_steps": 2.7})
-    with pytest.raises(OptionError, match="num_inference_steps is already set by its own option"):
+    with pytest.raises(ArgumentError, match="num_inference_steps is already set by its own option"):
         call_arguments(strict, "some/model", {"steps": 3}, {"num_inference_steps": 4})
 
 
@@ -134,7 +136,7 @@ def test_a_size_beyond_the_models_positions_is_refused():
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("9 GiB")])
 def test_memory_that_does_not_suffice_is_no_mistake_in_a_name(error):
     """The error keeps its type while a model is loaded, and in its own checks."""
-    with pytest.raises(type(error)), explained_loading("--model", "some/model"):
+    with pytest.raises(type(error)), explained_loading("model", "some/model"):
         raise error
     told = rf"try --offload model.* \({str(error) or 'MemoryError'}\)$"
     with pytest.raises(OutOfMemoryError, match=told), explained_failures(dict):
@@ -169,19 +171,19 @@ def of_hub(kind, said):
 )
 def test_the_hubs_reason_is_told(error, told):
     """The reason itself, in a line that is not cut before it, and what to do about it."""
-    with pytest.raises(OptionError, match=told) as failure, explained_loading("--model", "some/model"):
+    with pytest.raises(ArgumentError, match=told) as failure, explained_loading("model", "some/model"):
         raise error
     assert "\n" not in str(failure.value) and "stacktrace" not in str(failure.value)
 
 
-MISTAKES = ("OptionError", "PresetError", "UnsupportedError", "BackendError", "TuningError", "ComparisonError")
+MISTAKES = ("ArgumentError", "PresetError", "UnsupportedError", "BackendError", "TuningError", "ComparisonError")
 
 
 @pytest.mark.parametrize("name", [*MISTAKES, "ShapeError", "OutOfMemoryError", "BatchError"])
 def test_exit_codes_tell_mistakes_from_failures(capsys, name):
     """2 if the request must change, 1 if another attempt may succeed; one line in both cases."""
     kind = getattr(errors, name)
-    error = kind("--option", "no") if kind is OptionError else kind("no")
+    error = kind("--option", "no") if kind is ArgumentError else kind("no")
     with pytest.raises(typer.Exit) as end, cli._told():
         raise error
     assert issubclass(kind, DitAccelError) and end.value.exit_code == (2 if name in MISTAKES else 1)
@@ -233,7 +235,7 @@ def test_a_demo_models_own_preset_is_the_default():
     for name, settings in (("turbp", None), (None, ["ordr=2"])):
         with pytest.raises(errors.PresetError, match="did you mean"):
             named_preset(name, "some/model", settings)
-    with pytest.raises(OptionError, match="--preset: nothing to see"):
+    with pytest.raises(ArgumentError, match="preset: nothing to see"):
         named_preset("none", "some/model", None, "nothing to see")
     assert named_preset("none", "some/model", None)[0] == "none"
 
@@ -268,7 +270,7 @@ def test_a_lines_own_settings_win(tmp_path):
 )
 def test_values_of_another_kind_are_told_by_their_line(tmp_path, line):
     (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    with pytest.raises(OptionError, match="--prompts: line 2"):
+    with pytest.raises(ArgumentError, match="prompts: line 2"):
         read_jobs(tmp_path / "prompts.jsonl", {})
 
 
@@ -294,7 +296,7 @@ def test_a_negative_prompt_needs_guidance_above_1(scale, guidance, is_guided):
         expected = {"negative_prompt": "red"} | ({} if guidance is None else {scale: guidance})
         assert call_arguments(pipe, "some/model", given) == expected
     else:
-        with pytest.raises(OptionError, match="only with --guidance above 1"):
+        with pytest.raises(ArgumentError, match="only with guidance above 1"):
             call_arguments(pipe, "some/model", given)
 
 

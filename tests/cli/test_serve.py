@@ -196,9 +196,9 @@ def test_other_machines_without_a_key_are_noted(run, reached):
 
 
 def test_only_models_of_videos_have_a_store_of_videos(run, reached):
-    """The store has the frame rate of the model, and its folder is deleted at the end."""
-    assert run("serve", "-m", "pictures").exit_code == 0 and reached["store"] is None
-    assert run("serve", "-m", "some/clips").exit_code == 0 and reached["store"].form.fps == 16.0
+    """The server knows the frame rate of the model, and the folder of the store is deleted at the end."""
+    assert run("serve", "-m", "pictures").exit_code == 0 and reached["store"] is reached["form"] is None
+    assert run("serve", "-m", "some/clips").exit_code == 0 and reached["form"].fps == 16.0
     assert not reached["store"].new_file().parent.exists()
 
 

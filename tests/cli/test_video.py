@@ -238,7 +238,7 @@ MISTAKES = {
     "image-not-taken": (["-m", "{models}/wan", "--image", "{models}/picture.png"], "WanPipeline takes no image"),
     "negative-unguided": (
         ["-m", "{models}/wan", "--negative-prompt", "blue", "--guidance", "1"],
-        "--negative-prompt: WanPipeline uses it only with --guidance above 1",
+        "--negative-prompt: WanPipeline uses it only with guidance above 1",
     ),
     "size": (["-m", "{models}/wan", "--height", "60"], "divisible by 16"),
 }

@@ -14,10 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_accel.serving.media import medium_of
-from dit_accel.serving.pipelines import call_arguments, timed_call
+from dit_accel.serving import pipelines, playground
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.playground import Playground
+from dit_accel.serving.worker import Worker
 from dit_accel.tools import preview
-from dit_accel.tools.playground import Playground
 from tests.tiny import tiny_pipeline
 
 STEPS = 6
@@ -53,27 +54,29 @@ def asked():
         yield hosts
 
 
+def opened(model):
+    """A worker over the tiny pipeline of this name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "load_pipeline", lambda *_: pipeline(model))
+        return Worker(Setup(model, "none"))
+
+
 @pytest.fixture(scope="module")
 def site(asked):
     """The page on a free port, with its playground."""
-    from dit_accel.cli.web_form import Loaded
     from dit_accel.cli.web_look import CSS, theme
-    from dit_accel.cli.web_page import build_page
+    from dit_accel.cli.web_page import Page
 
-    loaded = {}
-
-    def load(model):
-        loaded[model] = Loaded(pipeline(model), medium_of(pipeline(model)))
-        return pipeline(model)
-
-    playground = Playground(load, call_arguments, timed_call)
-    playground.load("flux")
-    page = build_page(playground, loaded, "flux", ["flux", "wan"], any_model=False)
-    where = {"server_port": free_port(), "prevent_thread_lock": True, "quiet": True, "ssr_mode": False}
-    launched = page.launch(**where, css=CSS, theme=theme())
-    yield SimpleNamespace(url=launched[1], playground=playground, asked_at_start=set(asked))
-    page.close(verbose=False)
-    playground.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(playground, "REFRESH", 0.01)
+        shared = Playground(opened)
+        shared.load("flux")
+        page = Page(shared, "flux", ["flux", "wan"], any_model=False).blocks
+        where = {"server_port": free_port(), "prevent_thread_lock": True, "quiet": True, "ssr_mode": False}
+        launched = page.launch(**where, css=CSS, theme=theme())
+        yield SimpleNamespace(url=launched[1], playground=shared, asked_at_start=set(asked))
+        page.close(verbose=False)
+        shared.close()
 
 
 @pytest.fixture
@@ -86,8 +89,9 @@ def visitor(site, tmp_path):
 
 def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps=STEPS, side=32, frames=None):
     """A job of the endpoint, with the values of its fields."""
-    fields = (prompt, model, "balanced", False, target, seed, steps, side, side, frames)
-    return client.submit(*fields, api_name="/make")
+    how = {"preset": "balanced", "own_target": False, "target": target, "seed": seed, "steps": steps}
+    size = {"height": side, "width": side, "num_frames": frames}
+    return client.submit(prompt=prompt, model=model, **how, **size, api_name="/make")
 
 
 def shown(job):
@@ -108,9 +112,9 @@ def until(condition):
         time.sleep(0.02)
 
 
-def expected(prompt, seed=0):
+def expected(prompt, seed=0, steps=STEPS):
     """The plain image, made by the pipeline."""
-    arguments = {"prompt": prompt, "num_inference_steps": STEPS, "height": 32, "width": 32}
+    arguments = {"prompt": prompt, "num_inference_steps": steps, "height": 32, "width": 32}
     return np.asarray(pipeline("flux")(**arguments, generator=torch.Generator().manual_seed(seed)).images[0])
 
 
@@ -129,8 +133,7 @@ def test_a_visitor_sees_both_pictures_and_every_step(visitor):
     assert columns == sorted(columns) and columns[-1] == 2 * STEPS
     plain_steps, _, fast_steps = last["steps"].partition("Accelerated")
     assert "forecast</span>" not in plain_steps and "forecast</span>" in fast_steps
-    seen = [page["preview"] for page in pages if page.get("preview", {}).get("visible")]
-    assert seen and last["preview"] == {**last["preview"], "visible": False}
+    assert last["preview"] == {**last["preview"], "visible": False}
 
     again = shown(begin(client, target=0.01))[-1]
     assert "| plain (cached) |" in again["figures"]
@@ -139,26 +142,28 @@ def test_a_visitor_sees_both_pictures_and_every_step(visitor):
     assert ["target_error 0.01" in caption for caption in captions] == [True, False]
 
 
-def test_a_visitor_can_cancel(visitor):
+def test_a_visitor_can_cancel(visitor, site):
     """The run ends between steps, and the next one is whole."""
     client = visitor()
     job = begin(client, steps=200, seed=5)
     until(lambda: any("step" in values[0] for values in job.outputs()))
-    client.predict(api_name="/cancel")
-    pages = shown(job)
-    assert pages[-1]["status"] == "Cancelled." and "beside" not in pages[-1]
+    job.cancel()
     assert shown(begin(client, seed=5))[-1]["status"].startswith("Done")
+    assert not any(values[0].startswith("Done") for values in job.outputs()) and not site.playground._runs
 
 
 def test_two_visitors_each_get_their_own(visitor):
-    """The second visitor waits and sees its place in the queue; histories are separate."""
+    """The second visitor waits, and gradio says so; histories are separate."""
     first, second = visitor(), visitor()
-    one = begin(first, "two whales", seed=1)
+    one = begin(first, "two whales", seed=1, steps=20)
     until(lambda: one.outputs())
-    pages, others = (shown(job) for job in (begin(second, "a green frog", seed=2), one))
-    assert pages[0]["status"] == "Waiting for 1 earlier run."
+    other = begin(second, "a green frog", seed=2)
+    until(lambda: other.status().rank == 0)
+    assert not one.done()
+    pages, others = shown(other), shown(one)
     for page, prompt, seed in ((others[-1], "two whales", 1), (pages[-1], "a green frog", 2)):
-        np.testing.assert_array_equal(np.asarray(Image.open(page["beside"]["value"][0])), expected(prompt, seed))
+        plain = np.asarray(Image.open(page["beside"]["value"][0]))
+        np.testing.assert_array_equal(plain, expected(prompt, seed, 20 if seed == 1 else STEPS))
         (only,) = page["gallery"]["value"]
         assert prompt in only["caption"]
 
@@ -174,7 +179,9 @@ def test_videos_come_in_one_file_and_a_frame(visitor):
 
 def test_previews_of_the_plain_side_come_between_its_steps(visitor, monkeypatch):
     """Coarse images that lead to the final one, which is as without them."""
+    change = playground.Run.change
     monkeypatch.setattr(preview, "INTERVAL", 0.0)
+    monkeypatch.setattr(playground.Run, "change", lambda run, **given: time.sleep(0.1) or change(run, **given))
     pages = shown(begin(visitor(), "a red hen", seed=3))
     labels = [page.get("preview", {}).get("label", "") for page in pages]
     assert any("coarse" in label for label in labels) and "Plain; the accelerated side follows" in labels
@@ -184,10 +191,10 @@ def test_previews_of_the_plain_side_come_between_its_steps(visitor, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": " "}, "Prompt must have 1 to 2,000 characters here, got 0"),
-        ({"steps": 500}, "Steps must be 1 to 200 here, got 500"),
-        ({"steps": 2.7}, "Steps must be a whole number, got 2.7"),
-        ({"side": 4096}, "Height must be 16 to 2,048 here, got 4,096"),
+        ({"prompt": " "}, "Prompt: must have 1 to 2,000 characters here, got 0"),
+        ({"steps": 500}, "Steps: must be 1 to 200 here, got 500"),
+        ({"steps": 2.7}, "Steps: must be a whole number, got 2.7"),
+        ({"side": 4096}, "Height: must be 16 to 2,048 here, got 4,096"),
         ({"frames": 5}, "Frames: FluxPipeline takes no num_frames"),
         ({"model": "/etc"}, "Value: /etc is not in the list of choices"),
     ],
@@ -200,7 +207,7 @@ def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message
     with pytest.raises(AppError) as failure:
         job.result(timeout=60)
     assert message in str(failure.value) and "\n" not in str(failure.value)
-    assert [values[0] for values in job.outputs()] == ([] if "model" in changes else [f"**Failed.** {message}"])
+    assert [values[0] for values in job.outputs()][-1:] == ([] if "model" in changes else [f"**Failed.** {message}"])
 
 
 def test_the_server_asks_nobody_else(site, asked):
@@ -216,6 +223,18 @@ def test_the_server_asks_nobody_else(site, asked):
     assert set(asked) | site.asked_at_start == {"127.0.0.1"}
 
 
+def test_a_visitor_who_leaves_ends_the_run(site):
+    """The run of a stream whose reader has gone stops between steps."""
+    call = f"{site.url}gradio_api/call/make"
+    fields = json.dumps({"data": ["a star", "flux", "balanced", False, 0.9, 0, 200, 32, 32, None]}).encode()
+    with urllib.request.urlopen(urllib.request.Request(call, fields, {"Content-Type": "application/json"})) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{call}/{event}") as events:
+        until(lambda: b"of 200" in events.readline())
+    until(lambda: not site.playground._runs)
+    assert ("steps", 200) not in [setting for key in site.playground._plain for setting in key]
+
+
 @pytest.fixture
 def browser():
     """Chromium without a window, where Debian's package and playwright are installed."""
@@ -229,7 +248,7 @@ def browser():
         browser.close()
 
 
-def opened(browser, site, width=1280):
+def tab(browser, site, width=1280):
     """The page in a window of this width, and all addresses that it asks."""
     page = browser.new_page(viewport={"width": width, "height": 844})
     asked = []
@@ -246,7 +265,7 @@ def fill(page, **values):
 
 def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
     """Both images appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
-    page, asked = opened(browser, site)
+    page, asked = tab(browser, site)
     fill(page, Prompt="a red star", Steps=STEPS, Height=32, Width=32)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=Done: balanced")
@@ -260,14 +279,14 @@ def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
     page.get_by_role("button", name="Generate both").click()
     until(lambda: "of 200" in page.inner_text("#results"))
     page.close()
-    until(lambda: all(run.future.done() for run in site.playground._runs))
-    assert 200 not in [wish.steps for wish in site.playground._plain]
+    until(lambda: not site.playground._runs)
+    assert ("steps", 200) not in [setting for key in site.playground._plain for setting in key]
 
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_results_are_in_view_without_scrolling(site, browser, width):
     """Nothing is wider than the window, and the result is above the settings on a phone."""
-    page, _ = opened(browser, site, width)
+    page, _ = tab(browser, site, width)
     page.locator("#examples button").nth(1).click()
     assert page.get_by_label("Prompt", exact=True).input_value() == page.locator("#examples button").nth(1).inner_text()
     fill(page, Steps=STEPS, Height=32, Width=32)
@@ -286,7 +305,7 @@ def test_results_are_in_view_without_scrolling(site, browser, width):
 @pytest.mark.parametrize("key", ["Enter", "Tab"])
 def test_typing_a_presets_name_selects_it(site, browser, key):
     """Also where other names contain it; the slider then shows its target. Tab alone changes nothing and goes on."""
-    page, _ = opened(browser, site)
+    page, _ = tab(browser, site)
     box = page.get_by_role("combobox", name="Preset")
     box.focus()
     page.keyboard.press("Tab")
@@ -305,10 +324,10 @@ def test_typing_a_presets_name_selects_it(site, browser, key):
 
 def test_a_failure_ends_the_status(site, browser):
     """The page says which field is wrong, and a corrected value runs."""
-    page, _ = opened(browser, site, 390)
+    page, _ = tab(browser, site, 390)
     fill(page, Steps="2.7", Height=32, Width=32)
     page.get_by_role("button", name="Generate both").click()
-    page.wait_for_selector("#results >> text=Steps must be a whole number, got 2.7")
+    page.wait_for_selector("#results >> text=Steps: must be a whole number, got 2.7")
     fill(page, Steps=STEPS)
     page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=Done: balanced")
@@ -316,11 +335,11 @@ def test_a_failure_ends_the_status(site, browser):
 
 def test_two_tabs_take_turns_and_the_first_cancels(site, browser):
     """The second tab waits, and shows its images once the first is cancelled."""
-    first, second = (opened(browser, site)[0] for _ in range(2))
+    first, second = (tab(browser, site)[0] for _ in range(2))
     for page, steps in ((first, 200), (second, STEPS)):
         fill(page, Steps=steps, Height=32, Width=32)
         page.get_by_role("button", name="Generate both").click()
-        page.wait_for_selector("text=of 200" if page is first else "text=Waiting for 1 earlier run.")
+        page.wait_for_selector("text=of 200" if page is first else "text=queue: 1/1")
     first.get_by_role("button", name="Cancel").click()
     first.wait_for_selector("text=Cancelled.")
     second.wait_for_selector("text=Done: balanced")
@@ -331,7 +350,7 @@ def test_two_tabs_take_turns_and_the_first_cancels(site, browser):
 def test_a_browser_plays_a_video(site, browser):
     """Another model brings its fields; the file loads in the browser."""
     pytest.importorskip("imageio_ffmpeg")
-    page, _ = opened(browser, site)
+    page, _ = tab(browser, site)
     page.get_by_role("combobox", name="Model").click()
     page.get_by_role("option", name="wan").click()
     page.get_by_label("Frames", exact=True).wait_for()

@@ -1,12 +1,10 @@
 """Values that the page of ``dit-accel app`` offers for a model, and errors in the words of its fields."""
 
 import pytest
-import torch
 
-from dit_accel.cli.web_form import EXAMPLES, Loaded, fields_of, in_the_pages_words, target_of, words_note
-from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError
+from dit_accel.cli.web_form import EXAMPLES, fields_of, in_the_pages_words, target_of, words_note
+from dit_accel.errors import ArgumentError, OutOfMemoryError
 from dit_accel.presets import load_preset
-from dit_accel.serving.media import Pictures
 from dit_accel.tools.demo import DEMOS
 
 
@@ -31,15 +29,6 @@ def test_presets_begin_with_three_in_words_and_end_with_papers(model):
     assert not any(name.startswith("wan21") for name in names) or model == "demo-wan"
 
 
-def test_a_pipeline_that_another_has_replaced_is_freed():
-    """Its memory must be free before the next one loads; a run that it made still shows its output."""
-    pipe = torch.nn.Linear(1, 1)
-    loaded = Loaded(pipe, Pictures())
-    assert loaded.pipe is pipe
-    del pipe
-    assert loaded.pipe is None and loaded.medium
-
-
 def test_unknown_words_stand_with_the_known_ones():
     note = words_note("demo-flux", "a crab and a blue star")
     assert note.startswith("demo-flux does not know **crab**. It knows: a, above, ") and "star" in note
@@ -49,10 +38,10 @@ def test_unknown_words_stand_with_the_known_ones():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OptionError("--model", "x is not a pipeline's folder"), "Model: x is not a pipeline's folder"),
-        (OptionError("--num-frames", "FluxPipeline takes no num_frames"), "Frames: FluxPipeline takes no num_frames"),
-        (UnsupportedError("num_frames must be 1 to 257 here, got 0"), "Frames must be 1 to 257 here, got 0"),
-        (UnsupportedError("steps must be a whole number, got 2.7"), "Steps must be a whole number, got 2.7"),
+        (ArgumentError("model", "x is not a pipeline's folder"), "Model: x is not a pipeline's folder"),
+        (ArgumentError("num_frames", "FluxPipeline takes no num_frames"), "Frames: FluxPipeline takes no num_frames"),
+        (ArgumentError("num_frames", "must be 1 to 257 here, got 0"), "Frames: must be 1 to 257 here, got 0"),
+        (ArgumentError("steps", "must be a whole number, got 2.7"), "Steps: must be a whole number, got 2.7"),
     ],
     ids=["model", "frames", "bounds", "steps"],
 )
@@ -64,7 +53,7 @@ def test_other_errors_say_what_to_do():
     """Advice that needs the command names it."""
     assert "smaller height" in in_the_pages_words(OutOfMemoryError("try --batch-size"))
     assert "--batch-size" not in in_the_pages_words(OutOfMemoryError("try --batch-size"))
-    assert "generate --image" in in_the_pages_words(OptionError("--image", "give one"))
+    assert "generate --image" in in_the_pages_words(ArgumentError("image", "give one"))
     assert in_the_pages_words(RuntimeError("broken")).startswith("RuntimeError: broken. The terminal")
 
 

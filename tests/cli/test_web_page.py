@@ -3,31 +3,31 @@
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 from dit_accel.cli import web_app, web_page
-from dit_accel.cli.web_form import Loaded
 from dit_accel.errors import UnsupportedError
-from dit_accel.serving.media import Pictures
-from dit_accel.tools import playground
-from dit_accel.tools.playground import Wish
-from tests.cli.test_web_view import compared, made
+from dit_accel.serving import playground
+from dit_accel.serving.playground import Run, Wish
+from tests.cli.test_web_view import BLACK, WHITE, finished
 
 
 class Playing:
-    """A playground whose runs are lists of events."""
+    """A playground whose runs have three states: a coarse preview, the plain image, and the end."""
 
     def __init__(self, error=None):
-        self.wishes, self.cancelled, self.error = [], [], error
+        self.wishes, self.ended, self.error = [], 0, error
 
-    def start(self, wish):
+    def compare(self, wish):
         if self.error is not None:
             raise self.error
         self.wishes.append(wish)
-        black, number = Image.new("RGB", (4, 4)), len(self.wishes)
-        events = [made("plain", black, 6.0), made("accelerated", black, 2.0), compared()]
-        run = iter(events)
-        return type("Run", (), {"__iter__": lambda self: run, "cancel": lambda _: self.cancelled.append(number)})()
+        try:
+            yield Run(wish, "plain", preview=WHITE)
+            for _ in range(2):
+                yield Run(wish, "accelerated", outputs={"plain": None}, preview=BLACK)
+            yield finished()
+        finally:
+            self.ended += 1
 
 
 class Pipe:
@@ -43,9 +43,9 @@ class Pipe:
 def page():
     """A page whose playground can be replaced."""
     pytest.importorskip("gradio")
-    stage = SimpleNamespace(start=lambda wish: stage.playing.start(wish), pipe=Pipe())
-    loaded = {"some/model": Loaded(stage.pipe, Pictures())}
-    built = web_page.build_page(stage, loaded, "some/model", ["some/model", "demo-wan"], any_model=True)
+    pipes = {"some/model": Pipe()}
+    stage = SimpleNamespace(compare=lambda wish: stage.playing.compare(wish), pipe=pipes.get)
+    built = web_page.Page(stage, "some/model", ["some/model", "demo-wan"], any_model=True).blocks
     built.stage = stage
     return built
 
@@ -54,7 +54,7 @@ def asked(page, playing, *fields, history=()):
     """All that the page changes for a visitor, one after the other."""
     page.stage.playing = playing
     function = next(each.fn for each in page.fns.values() if each.api_name == "make")
-    return function(*fields, list(history), SimpleNamespace(session_hash="me"))
+    return function(*fields, list(history))
 
 
 FIELDS = ("a fox", "some/model", "turbo", False, 0.5, 7, 9, 48, 80, 5)
@@ -81,7 +81,20 @@ def test_the_fields_of_the_page_are_a_wish(page):
         Wish("a fox", "some/model", "turbo", 0.5, 7, 9, 48, 80, 5),
         Wish("a fox", "some/model", "turbo", None, 0, None, None, None, None),
     ]
-    assert playing.cancelled == [1, 2], "whatever ends a visitor's stream ends the run"
+    next(changes := asked(page, playing, *FIELDS))
+    changes.close()
+    assert playing.ended == 3, "whatever ends a visitor's stream ends the run"
+
+
+def test_the_plain_side_is_seen_before_the_end(page):
+    """A coarse image, then its own; each is sent once."""
+    *states, _ = asked(page, Playing(), *FIELDS)
+    sent = [[value for value in each.values() if "value" in value and "label" in value] for each in states]
+    assert [[(each["value"], each["label"]) for each in new] for new in sent] == [
+        [(WHITE, "Plain, a coarse preview")],
+        [(BLACK, "Plain; the accelerated side follows")],
+        [],
+    ]
 
 
 def test_the_page_begins_with_the_models_own_values(page):
@@ -130,7 +143,7 @@ def test_a_session_remembers_its_latest_results(page):
     """Only a limited number, latest first."""
     *_, last = asked(page, Playing(), *FIELDS, history=[(None, str(index)) for index in range(web_page.REMEMBERED)])
     history = next(value for value in last.values() if isinstance(value, list))
-    assert len(history) == web_page.REMEMBERED and history[1][1] == "0" and "a fox" in history[0][1]
+    assert len(history) == web_page.REMEMBERED and history[1][1] == "0" and "fox" in history[0][1]
 
 
 @pytest.mark.parametrize("error", [UnsupportedError("no model <script>"), RuntimeError("<script>")], ids=type)
@@ -165,27 +178,27 @@ def test_models_are_named_from_this_machine_alone(handed_on, host, share, free):
     assert seen["any_model"] == free and seen["closed"]
 
 
-def test_a_page_asks_nobody_and_ends_with_its_server(handed_on, reached, run, monkeypatch):
-    """gradio's telemetry is off before gradio is imported; the playground's threads end where it can't listen, too."""
+def test_a_page_asks_nobody(handed_on, monkeypatch):
+    """gradio's telemetry is off before gradio is imported."""
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "True")
     handed_on("app", "--model", "some/pictures")
     assert web_app.os.environ["GRADIO_ANALYTICS_ENABLED"] == "False"
 
-    def taken(*_, **__):
-        reached.clear()
-        return SimpleNamespace(launch=lambda **_: (_ for _ in ()).throw(OSError("taken")))
-
-    monkeypatch.setattr(web_page, "build_page", taken)
-    assert run("app", "--model", "some/pictures").exit_code == 2 and reached == {"closed": True}
-
 
 def test_loras_are_of_the_model_that_was_named(run, reached, monkeypatch):
     """Others that the page offers are loaded without, and in the same place."""
-    loads = []
+    opens = []
     monkeypatch.setattr(
-        playground, "Playground", lambda load, *_: loads.append(load) or SimpleNamespace(load=load, close=lambda: None)
+        playground,
+        "Playground",
+        lambda open_worker: opens.append(open_worker) or SimpleNamespace(load=open_worker, close=lambda: None),
     )
     run("app", "--model", "some/pictures", "--lora", "owner/name", "--dtype", "float16")
     assert reached["loras"] == {"owner/name": 1.0}
-    loads[0]("other/pictures")
+    opens[0]("other/pictures")
     assert reached["loras"] == {} and reached["dtype"] == "float16" and reached["model"] == "other/pictures"
+
+
+@pytest.mark.parametrize("status, after", [("Plain: step 3 of 9 …", "Cancelled."), ("Done: turbo.", "Done: turbo.")])
+def test_only_a_run_is_cancelled(status, after):
+    assert web_page._cancelled(status) == after

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("imageio_ffmpeg")
 
-from dit_accel.serving import bodies
+from dit_accel.serving.http import bodies
 from scripts.checks import hostile
 from scripts.checks.hostile_requests import IMAGES, Attacks, Hostile
 

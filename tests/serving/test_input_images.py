@@ -7,11 +7,13 @@ import pytest
 from diffusers.utils import load_image
 from PIL import Image
 
-from dit_accel.serving.api import Limits, RequestError
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.requests import EditRequest, VideoRequest
+from dit_accel.serving.http.requests import read as read_fields
 from dit_accel.serving.pipelines import read_image
-from dit_accel.serving.requests import read_edit, read_video
 
+SERVED = Served("m", None, Limits(), VideoForm(8, 4))
 WIDTH, HEIGHT = 24, 16
 LEVELS = np.linspace(0, 65535, WIDTH * HEIGHT).reshape(HEIGHT, WIDTH).astype(np.uint16)
 COLOURS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 4), np.uint8)
@@ -25,11 +27,11 @@ def stored(image, form="png", **settings):
 
 def edit(data, mask=None):
     masks = [] if mask is None else [("mask", mask)]
-    return read_edit([("prompt", "a"), ("image", data), *masks], Limits(), "m")
+    return read_fields([("prompt", "a"), ("image", data), *masks], EditRequest, SERVED)
 
 
 def of_video(data, folder):
-    return read_video([("prompt", "a"), ("input_reference", data)], Limits(), "m", VideoForm(8, 4)).input_reference
+    return read_fields([("prompt", "a"), ("input_reference", data)], VideoRequest, SERVED).input_reference
 
 
 def of_command(data, folder):

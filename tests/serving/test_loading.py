@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.models.hooks import OFFLOAD_HOOK, find_hook
 from dit_accel.serving import loading
 from dit_accel.serving.loading import Loading, load_pipeline
@@ -70,9 +70,9 @@ def test_the_manifest_says_that_layers_were_quantised(run, folder, tmp_path):
 
 def test_what_cannot_be_quantised_is_told(folder, console):
     """float8 without a GPU that has its products, and layers that are moved one by one."""
-    with pytest.raises(OptionError, match=r"float8 needs compute capability 8.9 or later .*, got cpu; use int8"):
+    with pytest.raises(ArgumentError, match=r"float8 needs compute capability 8.9 or later .*, got cpu; use int8"):
         load_pipeline(str(folder), Loading(device="cpu", quantize="float8"), console)
-    with pytest.raises(OptionError, match="--offload: must be none, model or group with --quantize"):
+    with pytest.raises(ArgumentError, match="offload: must be none, model or group with --quantize"):
         Loading(offload="sequential", quantize="int8")
     for offload in ("none", "model", "group"):
         assert Loading(offload=offload, quantize="int8").facts == {"quantize": "int8"}
@@ -82,7 +82,7 @@ def test_float8_is_of_bfloat16(folder, console, monkeypatch):
     """Its products give no other type."""
     monkeypatch.setattr("dit_accel.serving.loading._resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
-    with pytest.raises(OptionError, match=r"float8 needs --dtype bfloat16, got torch.float16"):
+    with pytest.raises(ArgumentError, match=r"float8 needs --dtype bfloat16, got torch.float16"):
         load_pipeline(str(folder), Loading(dtype="float16", quantize="float8"), console)
 
 
@@ -90,7 +90,7 @@ def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch
     from diffusers import FluxTransformer2DModel
 
     monkeypatch.setattr(FluxTransformer2DModel, "hf_quantizer", object(), raising=False)
-    with pytest.raises(OptionError, match="the model's transformer is already quantised"):
+    with pytest.raises(ArgumentError, match="the model's transformer is already quantised"):
         load_pipeline(str(folder), Loading(quantize="int8"), console)
 
 
@@ -157,7 +157,7 @@ def test_a_pipeline_goes_where_it_is_asked_to(loaded, offload, done):
     """The pipeline moves to the device, or stays in host memory in one of three ways, which need a GPU."""
     assert (done, torch.device("cuda")) in loaded(Loading(offload=offload))
     if offload != "none":
-        with pytest.raises(OptionError, match="--offload: needs a CUDA device, got mps"):
+        with pytest.raises(ArgumentError, match="offload: needs a CUDA device, got mps"):
             loaded(Loading(device="mps", offload=offload))
 
 
@@ -219,7 +219,7 @@ def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):
     loading._offload_groups(pipe, torch.device("cpu"))
     assert not any(find_hook(each, OFFLOAD_HOOK) for each in pipe.vae.modules())
     monkeypatch.setattr(pipe.transformer, "_supports_group_offloading", False, raising=False)
-    with pytest.raises(OptionError, match=r"--offload: group can't move .* transformer, FluxTransformer2DModel; use"):
+    with pytest.raises(ArgumentError, match=r"offload: group can't move .* transformer, FluxTransformer2DModel; use"):
         loading._offload_groups(pipe, torch.device("cpu"))
 
 
@@ -236,7 +236,7 @@ def test_a_model_is_found_in_the_home_folder(loaded, folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "/owner/name", "./owner/name"])
 def test_what_is_no_id_and_no_folder_is_not_looked_for_on_the_hub(loaded, name):
-    with pytest.raises(OptionError, match=r"--model: .* is not a pipeline's folder, a Hub id"):
+    with pytest.raises(ArgumentError, match=r"model: .* is not a pipeline's folder, a Hub id"):
         loaded(Loading(), name)
 
 
@@ -247,7 +247,7 @@ def test_float8_runs_from_a_capability_on(monkeypatch, capability, runs):
     if runs:
         loading._require_float8(torch.device("cuda"), torch.bfloat16)
     else:
-        with pytest.raises(OptionError, match=r"float8 needs compute capability 8\.9 or later"):
+        with pytest.raises(ArgumentError, match=r"float8 needs compute capability 8\.9 or later"):
             loading._require_float8(torch.device("cuda"), torch.bfloat16)
 
 
@@ -274,5 +274,5 @@ def test_a_gpu_that_does_not_exist_is_told(monkeypatch, device, told):
     if told is None:
         assert loading._resolve_device(device) == torch.device(device)
     else:
-        with pytest.raises(OptionError, match=told):
+        with pytest.raises(ArgumentError, match=told):
             loading._resolve_device(device)

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dit_accel import accelerate_pipeline
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.serving.loras import load_loras, parse_loras, with_projections
 from dit_accel.tools.demo import demo_path
 from tests.rounding import equal_up_to_rounding
@@ -61,7 +61,7 @@ def test_loras_are_part_of_the_weights(folder):
 
 
 def test_a_pipeline_that_takes_none_is_told():
-    with pytest.raises(OptionError, match=r"^--lora: object takes no LoRA$"):
+    with pytest.raises(ArgumentError, match=r"^lora: object takes no LoRA$"):
         load_loras(object(), {"owner/name": 1.0})
 
 
@@ -85,7 +85,7 @@ def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
     ],
 )
 def test_what_is_no_lora_is_told_before_any_work(lora, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         parse_loras([lora])
 
 
@@ -102,7 +102,7 @@ def test_the_demo_model_for_wan_ships_with_sla():
 
 
 def test_one_lora_twice_is_told():
-    with pytest.raises(OptionError, match="owner/name was given twice"):
+    with pytest.raises(ArgumentError, match="owner/name was given twice"):
         parse_loras(["owner/name", "owner/name:0.5"])
 
 
@@ -183,5 +183,5 @@ def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
     """A missing path is not treated as a repository of that name."""
     monkeypatch.setenv("HOME", str(folder))
     assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
-    with pytest.raises(OptionError, match="is not a folder"):
+    with pytest.raises(ArgumentError, match="is not a folder"):
         parse_loras(["~/nothing"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_accel.errors import OptionError, UnsupportedError
+from dit_accel.errors import ArgumentError, UnsupportedError
 from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, sampling_rate, unused
 from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
 from dit_accel.tools import video
@@ -27,14 +27,14 @@ def test_two_names_of_one_file_are_one_file(tmp_path, link):
         target.touch()
     other = tmp_path / "b.png" if link != "folder" else tmp_path / "link" / "a.png"
     os.symlink(target if link != "folder" else target.parent, other if link != "folder" else other.parent)
-    with pytest.raises(OptionError, match=r"--json: .* is also written by --output"):
-        require_distinct([("--output", target), ("--json", other)])
-    require_distinct([("--output", target), ("--output", other), ("--json", tmp_path / "c.png")])
+    with pytest.raises(ArgumentError, match=r"json: .* is also the file of output"):
+        require_distinct([("output", target), ("json", other)])
+    require_distinct([("output", target), ("output", other), ("json", tmp_path / "c.png")])
 
 
 @pytest.mark.parametrize("suffix", [*PLOT_SUFFIXES, *map(str.upper, PLOT_SUFFIXES)])
 def test_plots_take_a_suffix_in_any_case(tmp_path, suffix):
-    require_plot(tmp_path / f"plot{suffix}", "--plot", force=False)
+    require_plot(tmp_path / f"plot{suffix}", "plot", force=False)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".JPG", ".webp", ".Mp4", ".GIF", ""])
@@ -53,7 +53,7 @@ def test_looking_leaves_no_trace(tmp_path):
     os.utime(there, (1, 1))
     os.symlink(tmp_path / "elsewhere.png", link)
     for path in (there, link, tmp_path / "new.png"):
-        require_writable(path, "--output", force=True)
+        require_writable(path, "output", force=True)
     assert {path.name for path in tmp_path.iterdir()} == {"there.png", "link.png"} and not link.exists()
     assert (there.read_bytes(), there.stat().st_mtime) == (b"before", 1)
 
@@ -64,8 +64,8 @@ def test_what_is_there_is_not_replaced_through_a_link(tmp_path):
     for target, told in (("there.png", "exists"), (".", "is a folder"), ("no/where.png", "does not exist")):
         link = tmp_path / "link.png"
         os.symlink(target, link)
-        with pytest.raises(OptionError, match=told):
-            require_writable(link, "--output", force=False)
+        with pytest.raises(ArgumentError, match=told):
+            require_writable(link, "output", force=False)
         link.unlink()
 
 
@@ -73,7 +73,7 @@ def test_a_pipe_is_written_without_a_look(tmp_path):
     """Opening one would wait for its reader; a device is no file to replace either."""
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/null"):
-        require_writable(path, "--output", force=False)
+        require_writable(path, "output", force=False)
 
 
 def test_no_file_of_a_run_is_there_under_an_unused_name(tmp_path):
@@ -99,7 +99,7 @@ def test_clips_that_are_there_stay_unless_they_are_to_be_replaced(tmp_path, ther
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).touch()
     path = tmp_path / ("o.mp4" if there.startswith("o") else "f")
-    with pytest.raises(OptionError, match="exists"):
+    with pytest.raises(ArgumentError, match="exists"):
         Clips(8.0).require_output(path, compare=True, force=False)
     Clips(8.0).require_output(path, compare=True, force=True)
     if there not in ("o.mp4", "f/0000.png"):
@@ -134,7 +134,7 @@ def test_files_of_sound_are_files_of_the_run(tmp_path, name, holds, compare):
     for file in sounds:
         (other := tmp_path / f"for {file.stem}").mkdir()
         (other / file.name).touch()
-        with pytest.raises(OptionError, match=f"{file.name} exists"):
+        with pytest.raises(ArgumentError, match=f"{file.name} exists"):
             medium.require_output(other / name, compare=compare, force=False)
         medium.require_output(other / name, compare=compare, force=True)
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dit_accel.errors import BatchError, DitAccelError, OptionError, OutOfMemoryError, UnsupportedError
+from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving import ray_engine
 from dit_accel.serving.engine import Made
 from dit_accel.serving.loading import Loading
@@ -171,7 +171,7 @@ def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
 
 def test_errors_that_come_of_every_attempt_are_tried_once():
     """Invalid requests always fail; memory and device errors may not repeat."""
-    refused = [UnsupportedError("no"), OptionError("--steps", "no")]
+    refused = [UnsupportedError("no"), ArgumentError("steps", "no")]
     assert all(map(ray_engine._refuses, refused))
     assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
 
@@ -306,5 +306,5 @@ def test_without_ray_its_extra_is_named(generate, monkeypatch):
 
 def test_what_an_actor_raises_arrives_whole():
     """Errors of the command line keep their content between processes."""
-    error = ray.cloudpickle.loads(ray.cloudpickle.dumps(OptionError("--model", "is not there")))
-    assert isinstance(error, DitAccelError) and str(error) == "--model: is not there"
+    error = ray.cloudpickle.loads(ray.cloudpickle.dumps(ArgumentError("model", "is not there")))
+    assert isinstance(error, DitAccelError) and str(error) == "model: is not there"

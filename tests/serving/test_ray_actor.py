@@ -17,8 +17,8 @@ from PIL import Image
 from dit_accel.errors import BatchError, UnsupportedError
 from dit_accel.presets import load_preset
 from dit_accel.serving import ray_actor, worker_process
-from dit_accel.serving.api import Limits
 from dit_accel.serving.engine import Made, VideoForm
+from dit_accel.serving.http.api import Limits
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
@@ -30,7 +30,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 remote = pytest.importorskip("dit_accel.serving.remote_worker")
-server = pytest.importorskip("dit_accel.serving.server")
+server = pytest.importorskip("dit_accel.serving.http.server")
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests
 PATH = "/v1/images/generations"
@@ -106,7 +106,7 @@ def serving(workers):
     dispatcher = dispatching.Dispatcher(workers, 8)
     limits = Limits(side=64, steps=1000, images=2, body=4096, seconds=60.0, upload=4096)
     try:
-        yield server.build_app(dispatcher, server.Served("tiny", None), limits, (), ())
+        yield server.build_app(dispatcher, server.Served("tiny", None, limits), (), ())
     finally:
         dispatcher.stop(10.0)
         assert dispatcher.failure is None

@@ -4,15 +4,18 @@ import io
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.serving import previews as previewing
+from dit_accel.serving import worker as working
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 from dit_accel.serving.worker import Worker
+from dit_accel.tools.timing import Output
 
 
 class Pipe:
@@ -30,7 +33,7 @@ class Pipe:
 @pytest.fixture
 def worker():
     made = object.__new__(Worker)
-    made._pipe, made._medium, made._previews, made.preset = Pipe(), Pictures(), Previews(Pipe()), None
+    made.pipe, made.medium, made._previews, made.preset = Pipe(), Pictures(), Previews(Pipe()), None
     return made
 
 
@@ -43,23 +46,26 @@ def test_an_ended_job_leaves_nothing_on_the_gpu(worker, monkeypatch, error):
     """Weights of an offloaded pipeline that a call has left go back, latents are dropped, and the bar is its own."""
     latents = []
 
-    def make(batch, suffix, previews):
-        previews._previewer.latents = previews._previewer._before = "on the GPU"
-        latents.append(previews._previewer)
-        worker._pipe.progress_bar(total=2).update()
+    def call(pipe, arguments, seed):
+        (previewer,) = worker._previews._by_size.values()
+        previewer.latents = previewer._before = torch.zeros(1, 4, 6, 4)
+        latents.append(previewer)
+        pipe.progress_bar(total=2).update()
         if error:
             raise error
-        return ["made"]
+        return Output([Image.new("RGB", (32, 48))], 2.0, 1.0, 2)
 
-    monkeypatch.setattr(worker, "make", make)
+    monkeypatch.setattr(working, "timed_call", call)
+    monkeypatch.setattr(worker, "_arguments", lambda batch: {})
     for number in (1, 2):
         steps = []
         try:
-            assert worker.make_one(job(), None, ".png", lambda *step, steps=steps: steps.append(step)) == "made"
+            made = worker.make_one(job(partial=1), None, ".png", lambda *step, to=steps: to.append(step[:2]))
+            assert made.data.startswith(b"\x89PNG")
         except (KeyboardInterrupt, UnsupportedError) as raised:
             assert type(raised) is error
-        assert steps == [(0, 2), (1, 2)] and worker._pipe.freed == (number if error else 0)
-        assert vars(worker._pipe).keys() <= {"freed"}
+        assert steps == [(0, 2), (1, 2)] and worker.pipe.freed == (number if error else 0)
+        assert vars(worker.pipe).keys() <= {"freed"}
         assert (latents[-1].latents, latents[-1]._before) == (None, None)
 
 
@@ -73,9 +79,9 @@ def test_an_ended_job_leaves_nothing_on_the_gpu(worker, monkeypatch, error):
     ids=["first", "second", "unknown"],
 )
 def test_the_form_of_videos_is_read_from_the_pipeline(worker, names, unit):
-    worker._pipe, worker._medium = SimpleNamespace(**names), Clips(16.0)
+    worker.pipe, worker.medium = SimpleNamespace(**names), Clips(16.0)
     assert worker.video_form == VideoForm(16.0, unit)
-    worker._medium = Pictures()
+    worker.medium = Pictures()
     assert worker.video_form is None
 
 

@@ -12,13 +12,14 @@ pytest.importorskip("fastapi")
 from fastapi import Request
 from starlette.datastructures import FormData
 
-from dit_accel.serving.api import Limits, RequestError
-from dit_accel.serving.bodies import read_body, read_form
 from dit_accel.serving.engine import VideoForm
-from dit_accel.serving.requests import read_edit, read_request, read_video
+from dit_accel.serving.http import requests
+from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.bodies import read_body, read_form
 
 LIMITS = Limits(side=96, steps=9, images=2, frames=33)
 FORM = VideoForm(fps=16.0, frames_unit=4)
+KINDS = {"images": requests.ImageRequest, "edits": requests.EditRequest, "videos": requests.VideoRequest}
 
 
 def file(size, mode="RGB", colour=0):
@@ -29,12 +30,12 @@ def file(size, mode="RGB", colour=0):
 
 def read(kind, limits, fields):
     """Read a body or a form; return the request, or the field that is refused."""
-    try:
-        if kind == "edits":
-            form = [(name, each) for name, value in fields.items() for each in value]
-            return read_edit([("prompt", "a fox"), *form], limits, "tiny")
+    if kind == "edits":
+        body = [("prompt", "a fox"), *((name, each) for name, value in fields.items() for each in value)]
+    else:
         body = json.dumps({"prompt": "a fox"} | fields).encode()
-        return read_request(body, limits, "tiny") if kind == "images" else read_video(body, limits, "tiny", FORM)
+    try:
+        return requests.read(body, KINDS[kind], Served("tiny", None, limits, FORM))
     except RequestError as error:
         return error.param
 

@@ -1,8 +1,8 @@
 """HTTP server with OpenAI's interface for images and videos: an ASGI application over a dispatcher of workers.
 
-    app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset), Limits(), keys=[])
+    app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset, Limits()), keys=[])
 
-This file has the routes of images; :mod:`~dit_accel.serving.video_server` has those of videos.
+This file has the routes of images; :mod:`~dit_accel.serving.http.video_server` has those of videos.
 
 :func:`serve` runs it with uvicorn until SIGTERM or Ctrl-C.
 """
@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -30,42 +29,26 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import OptionError
-from dit_accel.presets import Preset
-from dit_accel.serving.access import Access
-from dit_accel.serving.api import Limits, RequestError, answered
-from dit_accel.serving.bodies import read_body, read_form
-from dit_accel.serving.connections import configured
+from dit_accel.errors import ArgumentError
 from dit_accel.serving.dispatcher import AwaitedTask, Busy, Cancelled, Dispatcher, Step, Task
 from dit_accel.serving.engine import Made
-from dit_accel.serving.metrics import Metrics
-from dit_accel.serving.requests import EditRequest, ImageRequest, read_edit, read_request, requested_preset
-from dit_accel.serving.video_server import VideoServer
-from dit_accel.serving.videos import VideoStore
+from dit_accel.serving.http.access import Access
+from dit_accel.serving.http.api import Limits, RequestError, Served, answered
+from dit_accel.serving.http.bodies import read_body, read_form
+from dit_accel.serving.http.connections import configured
+from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.requests import EditRequest, ImageRequest, read, requested_preset
+from dit_accel.serving.http.video_server import VideoServer
+from dit_accel.serving.http.videos import VideoStore
 
 LAST_STEPS = 30.0  # seconds that cancelled runs have at the end
 
 
-@dataclass(frozen=True)
-class Served:
-    """The model of a server, by the name that clients use, and its default preset, None = plain."""
-
-    model: str
-    preset: Preset | None
-
-
 class ImageServer:
-    """Handlers of the routes.
+    """Handlers of the routes; those of images answer with an error if the model makes videos."""
 
-    Args:
-        makes_images: False = the routes of images answer with an error.
-    """
-
-    def __init__(
-        self, dispatcher: Dispatcher, served: Served, limits: Limits, metrics: Metrics, makes_images: bool
-    ) -> None:
-        self.dispatcher, self.served, self.limits = dispatcher, served, limits
-        self.metrics, self._makes_images = metrics, makes_images
+    def __init__(self, dispatcher: Dispatcher, served: Served, metrics: Metrics) -> None:
+        self.dispatcher, self.served, self.limits, self.metrics = dispatcher, served, served.limits, metrics
         self._started = int(time.time())
 
     async def generate(self, request: Request) -> Response:
@@ -77,19 +60,19 @@ class ImageServer:
         return await self._answer(request, self._read_form)
 
     async def _read_json(self, request: Request) -> ImageRequest:
-        return read_request(await read_body(request, self.limits.body), self.limits, self.served.model)
+        return read(await read_body(request, self.limits.body), ImageRequest, self.served)
 
     async def _read_form(self, request: Request) -> EditRequest:
         fields = await read_form(request, self.limits.upload)
-        return await asyncio.to_thread(read_edit, fields, self.limits, self.served.model)
+        return await asyncio.to_thread(read, fields, EditRequest, self.served)
 
-    async def _answer(self, request: Request, read: Callable[[Request], Awaitable[ImageRequest]]) -> Response:
+    async def _answer(self, request: Request, parse: Callable[[Request], Awaitable[ImageRequest]]) -> Response:
         """Run a request: one JSON answer, or server-sent events with ``stream``."""
         try:
-            if not self._makes_images:
+            if self.served.form is not None:
                 raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
-            wanted = await read(request)
-            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served.preset), wanted.suffix)
+            wanted = await parse(request)
+            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), wanted.suffix)
             self.dispatcher.add(task)
         except (RequestError, Busy, Cancelled) as error:
             raise self.metrics.counted(error) from None
@@ -206,7 +189,6 @@ class _EventStream(StreamingResponse):
 def build_app(
     dispatcher: Dispatcher,
     served: Served,
-    limits: Limits,
     keys: Sequence[str] = (),
     hosts: Collection[str] = (),
     videos: VideoStore | None = None,
@@ -214,12 +196,11 @@ def build_app(
     """Return the ASGI application.
 
     Args:
-        keys, hosts: those of :class:`~dit_accel.serving.access.Access`.
-        videos: of a pipeline that makes videos; None = it makes images.
+        keys, hosts: those of :class:`~dit_accel.serving.http.access.Access`.
+        videos: of a model that makes videos.
     """
-    metrics = Metrics(dispatcher, limits)
-    server = ImageServer(dispatcher, served, limits, metrics, videos is None)
-    video_server = VideoServer(dispatcher, served.model, served.preset, limits, metrics, videos)
+    metrics = Metrics(dispatcher, served.limits)
+    server, video_server = ImageServer(dispatcher, served, metrics), VideoServer(dispatcher, served, metrics, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     protected = APIRouter(dependencies=[Depends(Access(keys, hosts).require)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
@@ -244,7 +225,7 @@ def build_app(
 
     @app.exception_handler(Exception)  # uvicorn logs it
     async def fail(request: Request, error: Exception) -> JSONResponse:
-        return await refuse(request, answered(error, limits))
+        return await refuse(request, answered(error, served.limits))
 
     return app
 
@@ -253,7 +234,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket at an address, which refuses connections until a server listens.
 
     Raises:
-        OptionError: the address can't be used.
+        ArgumentError: the address can't be used.
     """
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -262,7 +243,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         message = f"can't listen on {host}:{port} ({error.strerror}); give another --host or --port"
-        raise OptionError("--port", message) from None
+        raise ArgumentError("port", message) from None
     return bound
 
 

@@ -16,13 +16,13 @@ from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
-from tests.serving.test_edits import PNG
-from tests.serving.test_server import LIMITS, Held, called, client, metric, running, until
+from tests.serving.http.test_edits import PNG
+from tests.serving.http.test_server import LIMITS, Held, called, client, metric, running, until
 from tests.tiny import tiny_pipeline
 
 uvicorn = pytest.importorskip("uvicorn")
-videos = pytest.importorskip("dit_accel.serving.videos")
-configured = pytest.importorskip("dit_accel.serving.connections").configured
+videos = pytest.importorskip("dit_accel.serving.http.videos")
+configured = pytest.importorskip("dit_accel.serving.http.connections").configured
 
 PATH = "/v1/videos"
 FORM = VideoForm(fps=16.0, frames_unit=4)
@@ -42,8 +42,8 @@ def worker(tmp_path_factory):
 @contextmanager
 def making(worker, *, limits=VIDEO_LIMITS, form=FORM, preset="video-balanced", **more):
     """An application whose pipeline makes videos, and its dispatcher."""
-    store = videos.VideoStore(form, limits)
-    with store, running(worker, limits=limits, preset=preset, videos=store, **more) as both:
+    store = videos.VideoStore(limits)
+    with store, running(worker, limits=limits, preset=preset, form=form, videos=store, **more) as both:
         yield both
 
 
@@ -113,7 +113,7 @@ def test_openais_client_makes_a_video(worker, run, tmp_path, monkeypatch):
     assert (made.num_frames, made.fps, made.seed, made.preset) == (5, 16.0, 3, "video-balanced")
     assert made.expires_at - made.completed_at == VIDEO_LIMITS.kept and 0 < made.computed_fraction <= 1
     options = ("--prompt", "a fox", "--width", 32, "--height", 48, "--steps", 4, "--seed", 3, "--num-frames", 5)
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker._pipe)  # weights elsewhere may round differently
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker.pipe)  # weights elsewhere may round differently
     result = run("generate", "--model", worker._setup.model, *options, "--output", "fox.mp4")
     assert result.exit_code == 0, result.output
     assert data == (tmp_path / "fox.mp4").read_bytes()

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from dit_accel.serving.engine import Made
-from tests.serving.test_server import KEYS, LIMITS, Held, client, running, until
-from tests.serving.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
+from tests.serving.http.test_server import KEYS, LIMITS, Held, client, running, until
+from tests.serving.http.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
 
-video_server = pytest.importorskip("dit_accel.serving.video_server")
+video_server = pytest.importorskip("dit_accel.serving.http.video_server")
 ClientDisconnect = pytest.importorskip("starlette.requests").ClientDisconnect
-RequestError = pytest.importorskip("dit_accel.serving.api").RequestError
-read_video = pytest.importorskip("dit_accel.serving.requests").read_video
+api = pytest.importorskip("dit_accel.serving.http.api")
+requests = pytest.importorskip("dit_accel.serving.http.requests")
 
 
 def files(store):
@@ -28,7 +28,7 @@ def files(store):
 @pytest.mark.parametrize("place", ["waiting", "running", "completed"])
 def test_a_deleted_job_is_gone(place):
     """It leaves the queue, or ends at its next step, or loses its file; the next job is made."""
-    held, store = Held(), videos.VideoStore(FORM, LIMITS)
+    held, store = Held(), videos.VideoStore(LIMITS)
 
     async def conversation(app, dispatcher):
         async with client(app) as http:
@@ -53,7 +53,7 @@ def test_a_deleted_job_is_gone(place):
             assert [job["id"] for job in (await http.get(PATH)).json()["data"]] == [stays]
             return (await http.get("/metrics")).text
 
-    with store, running(held, videos=store) as (app, dispatcher):
+    with store, running(held, form=FORM, videos=store) as (app, dispatcher):
         counted = asyncio.run(conversation(app, dispatcher))
         assert len(files(store)) == 1
     assert ('outcome="cancelled"} 1.0' in counted) == (place != "completed")
@@ -79,7 +79,7 @@ def test_a_full_queue_refuses_at_once():
 
 def test_ended_jobs_are_limited_in_number_and_age():
     """The oldest video and its file make room for a new one; failed jobs make none go."""
-    store = videos.VideoStore(FORM, replace(LIMITS, videos=2, kept=1000.0))
+    store = videos.VideoStore(replace(LIMITS, videos=2, kept=1000.0))
 
     async def conversation(app, _):
         async with client(app) as http:
@@ -94,7 +94,7 @@ def test_ended_jobs_are_limited_in_number_and_age():
             assert (await http.get(f"{PATH}/{kept[0]}")).status_code == 404
             assert (await http.get(f"{PATH}/{kept[1]}")).status_code == 200 and len(files(store)) == 1
 
-    with store, running(released(), videos=store) as both:
+    with store, running(released(), form=FORM, videos=store) as both:
         asyncio.run(conversation(*both))
     assert not store.new_file().parent.exists()
 
@@ -120,7 +120,7 @@ def test_ended_jobs_are_limited_in_bytes(fitting, kept):
             assert (await http.get(f"{PATH}/{foreign}/content", headers=other)).status_code == 200
             assert len(files(store)) == kept + 1
 
-    with videos.VideoStore(FORM, limits) as store, running(held, videos=store, keys=KEYS) as both:
+    with videos.VideoStore(limits) as store, running(held, form=FORM, videos=store, keys=KEYS) as both:
         asyncio.run(conversation(*both))
 
 
@@ -130,9 +130,10 @@ MADE = Made(b"video", 0.5, None, [0], {}, (5, 48, 32))
 @pytest.fixture
 def job(tmp_path):
     """A job without a server."""
-    metrics = SimpleNamespace(counted=lambda error: RequestError(str(error)), finish=lambda *_: None)
-    wanted = read_video(json.dumps(GOOD).encode(), LIMITS, "tiny", FORM)
-    return videos.VideoJob(wanted, FORM, "tiny", None, None, tmp_path / "0.mp4", LIMITS, metrics)
+    metrics = SimpleNamespace(counted=lambda error: api.RequestError(str(error)), finish=lambda *_: None)
+    served = api.Served("tiny", None, LIMITS, FORM)
+    wanted = requests.read(json.dumps(GOOD).encode(), requests.VideoRequest, served)
+    return videos.VideoJob(wanted, served, None, None, tmp_path / "0.mp4", metrics)
 
 
 @pytest.mark.parametrize("end", [MADE, RuntimeError(), None], ids=["completed", "failed", "cancelled"])
@@ -173,7 +174,7 @@ def test_a_file_is_closed_after_its_answer(job, leaves):
 
 def test_an_old_video_is_deleted_without_a_request(monkeypatch):
     monkeypatch.setattr(videos, "SWEEP", 0.01)
-    store = videos.VideoStore(FORM, replace(LIMITS, kept=1000.0))
+    store = videos.VideoStore(replace(LIMITS, kept=1000.0))
 
     async def conversation(app, _):
         async with client(app) as http:
@@ -182,14 +183,14 @@ def test_an_old_video_is_deleted_without_a_request(monkeypatch):
             store._jobs[job["id"]].ended -= 1001
             await until(lambda: files(store) == [])
 
-    with store, running(released(), videos=store) as both:
+    with store, running(released(), form=FORM, videos=store) as both:
         asyncio.run(conversation(*both))
 
 
 @pytest.mark.parametrize("problem", ["deleted", "full"])
 def test_half_a_file_does_not_stay(monkeypatch, problem):
     """The job is deleted while its file is written, or the disk is full; the next job is made."""
-    store, begun, go_on = videos.VideoStore(FORM, LIMITS), threading.Event(), threading.Event()
+    store, begun, go_on = videos.VideoStore(LIMITS), threading.Event(), threading.Event()
     write = Path.write_bytes
 
     def write_slowly(path, data):
@@ -216,13 +217,13 @@ def test_half_a_file_does_not_stay(monkeypatch, problem):
             assert (await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]))["status"] == "completed"
 
     monkeypatch.setattr(Path, "write_bytes", write_slowly)
-    with store, running(released(), videos=store) as both:
+    with store, running(released(), form=FORM, videos=store) as both:
         asyncio.run(conversation(*both))
 
 
 def test_a_cleaned_temporary_folder_is_made_again():
     """Other users can't read the new one either."""
-    store = videos.VideoStore(FORM, LIMITS)
+    store = videos.VideoStore(LIMITS)
 
     async def conversation(app, _):
         async with client(app) as http:
@@ -231,7 +232,7 @@ def test_a_cleaned_temporary_folder_is_made_again():
             assert job["status"] == "completed" and len(files(store)) == 1
             assert store.new_file().parent.stat().st_mode & 0o077 == 0
 
-    with store, running(released(), videos=store) as both:
+    with store, running(released(), form=FORM, videos=store) as both:
         asyncio.run(conversation(*both))
 
 
@@ -292,8 +293,8 @@ def test_a_key_has_its_own_videos():
 
 def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
     """Its client gets the whole file, and the folder loses it at once."""
-    monkeypatch.setattr("dit_accel.serving.video_server.CHUNK", 8)
-    store = videos.VideoStore(FORM, LIMITS)
+    monkeypatch.setattr("dit_accel.serving.http.video_server.CHUNK", 8)
+    store = videos.VideoStore(LIMITS)
 
     async def conversation(app, _):
         async with client(app) as http:
@@ -314,7 +315,7 @@ def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
             await app(scope, receive, send)
             return whole, b"".join(message.get("body", b"") for message in sent)
 
-    with store, running(released(), videos=store) as both:
+    with store, running(released(), form=FORM, videos=store) as both:
         whole, sent = asyncio.run(conversation(*both))
     assert whole == sent
 

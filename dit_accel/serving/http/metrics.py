@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dit_accel.serving.api import Limits, RequestError, answered
 from dit_accel.serving.dispatcher import Cancelled, Dispatcher, Task
 from dit_accel.serving.engine import Made
+from dit_accel.serving.http.api import Limits, RequestError, answered
 
 FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)  # buckets of the computed fraction
 SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)  # buckets of requests

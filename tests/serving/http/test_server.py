@@ -22,8 +22,8 @@ from dit_accel import accelerated
 from dit_accel.errors import BatchError, OutOfMemoryError
 from dit_accel.presets import load_preset
 from dit_accel.serving import pipelines
-from dit_accel.serving.api import Limits
 from dit_accel.serving.engine import Made
+from dit_accel.serving.http.api import Limits
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from dit_accel.tools import preview
@@ -31,10 +31,10 @@ from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
-requests = pytest.importorskip("dit_accel.serving.requests")
+requests = pytest.importorskip("dit_accel.serving.http.requests")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
-server = pytest.importorskip("dit_accel.serving.server")
-bodies = pytest.importorskip("dit_accel.serving.bodies")
+server = pytest.importorskip("dit_accel.serving.http.server")
+bodies = pytest.importorskip("dit_accel.serving.http.bodies")
 server_errors = pytest.importorskip("starlette.requests")
 
 PATH = "/v1/images/generations"
@@ -81,12 +81,12 @@ class Held:
 
 
 @contextmanager
-def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", videos=None):
+def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", form=None, videos=None):
     """An application and its dispatcher; ends its thread afterwards."""
     dispatcher = dispatching.Dispatcher([worker], most)
-    served = server.Served("tiny", preset and load_preset(preset))
+    served = server.Served("tiny", preset and load_preset(preset), limits, form)
     try:
-        yield server.build_app(dispatcher, served, limits, keys, hosts, videos), dispatcher
+        yield server.build_app(dispatcher, served, keys, hosts, videos), dispatcher
     finally:
         dispatcher.stop(10.0)
         assert not any(thread.is_alive() for thread in dispatcher._threads)
@@ -126,9 +126,9 @@ def metric(app, name):
 
 def called(worker, preset=None, overrides=None, seed=3, **arguments):
     """The first image or video of a call of the worker's own pipeline, plain without a preset."""
-    worker._use(None)
-    with accelerated(worker._pipe, preset, **overrides or {}) if preset else nullcontext():
-        (made,) = worker._pipe(**arguments, generator=torch.Generator().manual_seed(seed), return_dict=False)
+    worker.use(None)
+    with accelerated(worker.pipe, preset, **overrides or {}) if preset else nullcontext():
+        (made,) = worker.pipe(**arguments, generator=torch.Generator().manual_seed(seed), return_dict=False)
     return np.asarray(made[0])
 
 
@@ -143,7 +143,7 @@ def test_an_image_equals_that_of_the_command_generate(worker, run, tmp_path, mon
         answer = post(app, GOOD).json()
     (entry,) = answer["data"]
     options = ("--prompt", "a fox", "--width", "32", "--height", "48", "--steps", "6", "--seed", "3")
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker._pipe)  # weights elsewhere may round differently
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: worker.pipe)  # weights elsewhere may round differently
     result = run("generate", "--model", worker._setup.model, *options, "--output", "fox.png")
     assert result.exit_code == 0, result.output
     assert base64.b64decode(entry["b64_json"]) == (tmp_path / "fox.png").read_bytes()
@@ -363,11 +363,12 @@ def test_hostile_bodies_are_refused():
 
 
 def is_valid(body):
-    from dit_accel.serving.api import RequestError
-    from dit_accel.serving.requests import read_request, requested_preset
+    from dit_accel.serving.http.api import RequestError
+    from dit_accel.serving.http.requests import ImageRequest, read, requested_preset
 
+    served = server.Served("tiny", load_preset("balanced"), LIMITS)
     try:
-        requested_preset(read_request(body, LIMITS, "tiny"), load_preset("balanced"))
+        requested_preset(read(body, ImageRequest, served), served)
     except RequestError:
         return False
     return True
@@ -728,7 +729,7 @@ def test_a_watched_request_ends_with_its_client_or_its_time(end):
         return {"type": "http.disconnect"}
 
     async def watch():
-        watching = server.ImageServer(None, None, replace(LIMITS, seconds=50.0), None, True)
+        watching = server.ImageServer(None, server.Served("tiny", None, replace(LIMITS, seconds=50.0)), None)
         task = dispatching.AwaitedTask([], None, ".png")
         if end == "time":
             task.created -= 50
@@ -743,17 +744,17 @@ def test_a_watched_request_ends_with_its_client_or_its_time(end):
 
 def test_partial_images_are_numbered_by_image():
     """Each of several images of a request has its own."""
+    served = server.Served("tiny", None, LIMITS)
 
     async def stream():
-        wanted = server.read_request(
-            json.dumps(GOOD | {"n": 2, "stream": True, "partial_images": 2}).encode(), LIMITS, "tiny"
-        )
+        body = json.dumps(GOOD | {"n": 2, "stream": True, "partial_images": 2}).encode()
+        wanted = server.read(body, server.ImageRequest, served)
         task = dispatching.AwaitedTask(jobs := wanted.jobs(), None, ".png")
         for place, partial in ((0, None), (0, b"a"), (1, b"b"), (0, b"c"), (1, b"d"), (1, b"e")):
             task.tell(dispatching.Step(jobs[place], 1, 2, partial))
         task.tell(None)
         metrics = SimpleNamespace(finish=lambda *_: None)
-        serving = server.ImageServer(None, None, LIMITS, metrics, True)
+        serving = server.ImageServer(None, served, metrics)
         request = SimpleNamespace(receive=lambda: asyncio.sleep(20, {"type": "none"}))
         return "".join([event async for event in serving._events(request, wanted, task)])
 
@@ -799,7 +800,7 @@ def test_a_signal_during_an_import_ends_the_process_well(number):
     """Python runs the text of a dataclass then; a KeyboardInterrupt that leaves it would decide the exit status."""
     program = f"""
 import signal
-from dit_accel.serving.server import ended_by_signals
+from dit_accel.serving.http.server import ended_by_signals
 with ended_by_signals():
     exec("signal.raise_signal(signal.{number})")
 """

@@ -10,13 +10,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.presets import Preset
-from dit_accel.serving.api import Limits, RequestError
-from dit_accel.serving.bodies import is_form, read_body, read_form
 from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher
-from dit_accel.serving.metrics import Metrics
-from dit_accel.serving.requests import AnyRequest, read_query, read_video, requested_preset
-from dit_accel.serving.videos import VideoJob, VideoStore
+from dit_accel.serving.http.api import RequestError, Served
+from dit_accel.serving.http.bodies import is_form, read_body, read_form
+from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
+from dit_accel.serving.http.videos import VideoJob, VideoStore
 
 CHUNK = 2**18  # bytes
 
@@ -41,22 +40,11 @@ class VideoServer:
     """Handlers of the routes.
 
     Args:
-        model: name for clients.
-        preset: of requests that name none; None = plain.
-        videos: None = the pipeline makes images, so that each route answers with an error.
+        videos: None = the model makes images, so that each route answers with an error.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        model: str,
-        preset: Preset | None,
-        limits: Limits,
-        metrics: Metrics,
-        videos: VideoStore | None,
-    ) -> None:
-        self._dispatcher, self._model, self._preset = dispatcher, model, preset
-        self._limits, self._metrics, self._store = limits, metrics, videos
+    def __init__(self, dispatcher: Dispatcher, served: Served, metrics: Metrics, videos: VideoStore | None) -> None:
+        self._dispatcher, self._served, self._metrics, self._store = dispatcher, served, metrics, videos
 
     def add_routes(self, router: APIRouter) -> None:
         router.add_api_route("/v1/videos", self.create, methods=["POST"])
@@ -82,7 +70,7 @@ class VideoServer:
 
     async def list(self, request: Request) -> JSONResponse:
         """Return a page of jobs."""
-        store, query = self._videos(), _query(request, ListQuery)
+        store, query = self._videos(), self._query(request, ListQuery)
         jobs = store.of_owner(_owner(request))
         if query.order == "desc":
             jobs.reverse()
@@ -96,7 +84,7 @@ class VideoServer:
     async def content(self, video_id: str, request: Request) -> Response:
         """Return the file of a completed job."""
         job = self._videos().get(video_id, _owner(request))
-        _query(request, ContentQuery)
+        self._query(request, ContentQuery)
         return _VideoFile(job.open(), f"{job.id}.mp4")
 
     async def delete(self, video_id: str, request: Request) -> JSONResponse:
@@ -106,21 +94,22 @@ class VideoServer:
 
     def _videos(self) -> VideoStore:
         if self._store is None:
-            message = f"{self._model} makes images, no videos: use /v1/images/generations"
+            message = f"{self._served.model} makes images, no videos: use /v1/images/generations"
             raise RequestError(message, code="unsupported")
         return self._store
 
     async def _read(self, request: Request, store: VideoStore) -> VideoJob:
         body: Any
         if is_form(request):
-            body = await read_form(request, self._limits.upload)
+            body = await read_form(request, self._served.limits.upload)
         else:
-            body = await read_body(request, self._limits.body)
-        wanted = await asyncio.to_thread(read_video, body, self._limits, self._model, store.form)
-        preset = requested_preset(wanted, self._preset, is_video=True)
-        return VideoJob(
-            wanted, store.form, self._model, preset, _owner(request), store.new_file(), self._limits, self._metrics
-        )
+            body = await read_body(request, self._served.limits.body)
+        wanted = await asyncio.to_thread(read, body, VideoRequest, self._served)
+        preset = requested_preset(wanted, self._served)
+        return VideoJob(wanted, self._served, preset, _owner(request), store.new_file(), self._metrics)
+
+    def _query(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
+        return read(request.query_params.multi_items(), kind, self._served)
 
 
 class _VideoFile(StreamingResponse):
@@ -141,7 +130,3 @@ class _VideoFile(StreamingResponse):
 def _owner(request: Request) -> int | None:
     """Return the index of the request's API key; None without keys."""
     return request.state.owner
-
-
-def _query(request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    return read_query(request.query_params.multi_items(), kind)

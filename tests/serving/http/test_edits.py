@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 from starlette import formparsers
 
-from dit_accel.errors import OptionError
+from dit_accel.errors import ArgumentError
 from dit_accel.serving.pipelines import Setup, call_arguments
 from dit_accel.serving.worker import Worker
 from tests.models.tiny import images
-from tests.serving.test_server import LIMITS, Held, called, client, events, httpx, image, running
+from tests.serving.http.test_server import LIMITS, Held, called, client, events, httpx, image, running
 from tests.tiny import tiny_pipeline
 
 PATH = "/v1/images/edits"
@@ -249,5 +249,5 @@ def test_only_some_pipelines_take_several_images(build, takes):
     if takes:
         assert call_arguments(pipe, "a/model", {"prompt": "a fox", "image": given})["image"] == given
     else:
-        with pytest.raises(OptionError, match="takes one image, got 2"):
+        with pytest.raises(ArgumentError, match="takes one image, got 2"):
             call_arguments(pipe, "a/model", {"prompt": "a fox", "image": given})

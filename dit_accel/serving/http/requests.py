@@ -1,4 +1,7 @@
-"""Fields of requests for images and videos: OpenAI's and ours, and the jobs that they stand for."""
+"""Fields of requests for images and videos: OpenAI's and ours, their rules, and the jobs that they stand for.
+
+The rules need the :class:`~dit_accel.serving.http.api.Served` model, which is the context of pydantic's validation.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from PIL import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
-from dit_accel.serving.api import Limits, RequestError, explained
 from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.http.api import RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 
@@ -56,6 +59,28 @@ class PromptRequest(BaseModel):
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         return {name: value for name, value in values.items() if value is not None or name not in optional}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _require_text(cls, values: Any) -> Any:
+        """Refuse files in fields of text, which pydantic would decode."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bytes) and name in cls.model_fields and name not in FILES:
+                raise RequestError(f"{name} must be text, not a file", name, "invalid_value")
+        return values
+
+    @model_validator(mode="after")
+    def _require_served(self, info: ValidationInfo) -> Self:
+        served, limits = info.context, info.context.limits
+        if self.model not in (None, served.model):
+            message = f"model {shown(self.model)} does not exist; this server has {served.model}"
+            raise RequestError(message, "model", "model_not_found", 404)
+        require_at_most("steps", self.steps or 1, limits.steps)
+        for side in self.sides:
+            if side is not None and (side % SIDE_UNIT or not SIDE_UNIT <= side <= limits.side):
+                rule = f"sides of {SIDE_UNIT} to {limits.side:,} pixels, multiples of {SIDE_UNIT}"
+                raise RequestError(f"size must have {rule}, got {self.size}", "size", "invalid_value")
+        return self
+
     @property
     def sides(self) -> tuple[int | None, int | None]:
         """Width and height in pixels; None = the model's."""
@@ -94,6 +119,13 @@ class ImageRequest(PromptRequest):
     style: Literal["vivid", "natural"] | None = None
     moderation: Literal["auto", "low"] = "auto"
 
+    @model_validator(mode="after")
+    def _require_few(self, info: ValidationInfo) -> Self:
+        if self.partial_images and not self.stream:
+            raise RequestError("partial_images are events: add stream: true", "partial_images", "invalid_value")
+        require_at_most("n", self.n, info.context.limits.images)
+        return self
+
     def notes(self) -> list[str]:
         """Return notes on fields that are accepted without their effect."""
         unused = [name for name in WITHOUT_EFFECT if getattr(self, name, None) not in (None, "auto")]
@@ -112,16 +144,54 @@ class ImageRequest(PromptRequest):
         return [Job(index, {**settings, "seed": settings["seed"] + index}) for index in range(self.n)]
 
 
+def _few(files: Any, info: ValidationInfo) -> Any:
+    """Limit the number of files before any is decoded."""
+    most = info.context.limits.images
+    if isinstance(files, list) and len(files) > most:
+        message = f"image must be given at most {most} times, got {len(files)}"
+        raise RequestError(message, "image", "limit_exceeded")
+    return files
+
+
+def _decoded(file: Any, info: ValidationInfo) -> Image.Image:
+    """Return the image of a file: of a mask grey levels, white where the image changes, otherwise RGB."""
+    name, limits = str(info.field_name), info.context.limits
+    if not isinstance(file, bytes):
+        raise RequestError(f"{name} must be a file in a form", name, "invalid_value")
+    try:
+        with Image.open(BytesIO(file), formats=[name.upper() for name in SUFFIXES]) as image:
+            if max(image.size) > limits.side:
+                size = "x".join(map(str, image.size))
+                message = f"{name} must have sides of at most {limits.side:,} pixels, got {size}"
+                raise RequestError(message, name, "limit_exceeded")
+            return as_mask(image) if name == "mask" else as_image(image)
+    except RequestError:
+        raise
+    except Exception:  # decoders raise errors of any type for broken files
+        raise RequestError(f"{name} must be a {', '.join(SUFFIXES)} file", name, "invalid_value") from None
+
+
+ImageFile = Annotated[Any, BeforeValidator(_decoded)]
+
+
 class EditRequest(ImageRequest):
     """Form of ``POST /v1/images/edits``: the fields of :class:`ImageRequest`, ``strength``, input images, and a mask
     that is white where the first image changes.
     """
 
     event: ClassVar[str] = "image_edit"
-    image: list[InstanceOf[Image.Image]]
-    mask: InstanceOf[Image.Image] | None = None
+    image: Annotated[list[ImageFile], BeforeValidator(_few)]
+    mask: ImageFile = None
     strength: float | None = Field(None, gt=0, le=1)
     input_fidelity: Literal["low", "high"] | None = None
+
+    @model_validator(mode="after")
+    def _require_equal_sizes(self) -> Self:
+        if self.mask is not None and self.mask.size != self.image[0].size:
+            size, mask = ("x".join(map(str, each.size)) for each in (self.image[0], self.mask))
+            message = f"mask must have the size of the first image, {size}, got {mask}"
+            raise RequestError(message, "mask", "invalid_value")
+        return self
 
     def jobs(self) -> list[Job]:
         images = self.image if len(self.image) > 1 else self.image[0]
@@ -142,7 +212,20 @@ class VideoRequest(PromptRequest):
     seconds: Annotated[float | None, BeforeValidator(_number)] = Field(None, gt=0, le=3600, allow_inf_nan=False)
     num_frames: int | None = Field(None, ge=1)
     fps: float | None = Field(None, ge=1, le=100, allow_inf_nan=False)
-    input_reference: Any = None
+    input_reference: ImageFile = None
+
+    @model_validator(mode="after")
+    def _require_short(self, info: ValidationInfo) -> Self:
+        form, most = info.context.form, info.context.limits.frames
+        if self.seconds is not None and self.num_frames is not None:
+            raise RequestError("give seconds or num_frames, not both", "seconds", "invalid_value")
+        frames = self.frames(form) or 1
+        if self.seconds is not None and frames > most:
+            rate = self.fps or form.fps
+            message = f"seconds must give at most {most:,} frames, got {frames:,} at {rate:g} per second"
+            raise RequestError(message, "seconds", "limit_exceeded")
+        require_at_most("num_frames", frames, most)
+        return self
 
     def job(self, form: VideoForm) -> Job:
         """Return the job of a pipeline that makes videos of this form."""
@@ -158,158 +241,41 @@ class VideoRequest(PromptRequest):
 AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 
-def read_request(body: bytes, limits: Limits, model: str) -> ImageRequest:
-    """Parse and check a JSON body.
-
-    Args:
-        model: name of the only model.
+def read(body: bytes | Fields, kind: type[AnyRequest], served: Served) -> AnyRequest:
+    """Parse and check a JSON body, or the fields of a form or a query.
 
     Raises:
-        RequestError: a field is missing, unknown, of another type, or beyond the limits.
+        RequestError: a field is missing, unknown, given twice, of another type, or beyond the limits.
     """
-    request = _parsed(body, ImageRequest)
-    _require_images_within(request, limits, model)
-    return request
-
-
-def read_edit(fields: Fields, limits: Limits, model: str) -> EditRequest:
-    """Check the fields of a form, and decode its images.
-
-    Raises:
-        RequestError: as in :func:`read_request`; or an image can't be read or is too large, or there are too many.
-    """
-    request = _validated(_values(fields, EditRequest, limits), EditRequest)
-    if request.mask is not None and request.mask.size != request.image[0].size:
-        size, mask = ("x".join(map(str, each.size)) for each in (request.image[0], request.mask))
-        raise RequestError(f"mask must have the size of the first image, {size}, got {mask}", "mask", "invalid_value")
-    _require_images_within(request, limits, model)
-    return request
-
-
-def read_video(body: bytes | Fields, limits: Limits, model: str, form: VideoForm) -> VideoRequest:
-    """Parse and check a request for a video: a JSON body, or the fields of a form.
-
-    Args:
-        form: of the model's videos.
-
-    Raises:
-        RequestError: as in :func:`read_edit`.
-    """
-    if isinstance(body, bytes):
-        request = _parsed(body, VideoRequest)
-        if request.input_reference is not None:
-            raise RequestError("input_reference must be a file in a form", "input_reference", "invalid_value")
-    else:
-        request = _validated(_values(body, VideoRequest, limits), VideoRequest)
-    if request.seconds is not None and request.num_frames is not None:
-        raise RequestError("give seconds or num_frames, not both", "seconds", "invalid_value")
-    frames = request.frames(form) or 1
-    if request.seconds is not None and frames > limits.frames:
-        rate = request.fps or form.fps
-        message = f"seconds must give at most {limits.frames:,} frames, got {frames:,} at {rate:g} per second"
-        raise RequestError(message, "seconds", "limit_exceeded")
-    _require_within(request, limits, model, num_frames=(frames, limits.frames))
-    return request
-
-
-def read_query(fields: Fields, kind: type[AnyRequest]) -> AnyRequest:
-    """Check the parameters of a URL.
-
-    Raises:
-        RequestError: a parameter is unknown, invalid or given twice.
-    """
-    return _validated(_once(fields), kind)
-
-
-def _parsed(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
-        return kind.model_validate_json(body)
+        if isinstance(body, bytes):
+            return kind.model_validate_json(body, context=served)
+        return kind.model_validate(_by_name(body), strict=False, context=served)  # numbers of forms are text
     except ValidationError as failure:
         raise explained(failure.errors()[0], kind) from None
 
 
-def _validated(values: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
-    try:
-        return kind.model_validate(values, strict=False)  # numbers of forms and queries are text
-    except ValidationError as failure:
-        raise explained(failure.errors()[0], kind) from None
-
-
-def _once(fields: Fields) -> dict[str, Any]:
-    """Return fields by their names; raise a ``RequestError`` if a name comes twice."""
+def _by_name(fields: Fields) -> dict[str, Any]:
+    """Return fields by their names; only ``image`` may be given several times."""
     values: dict[str, Any] = {}
     for name, value in fields:
-        if name in values:
+        if name in ("image", "image[]"):  # OpenAI's names of one and of several
+            values.setdefault("image", []).append(value)
+        elif name in values:
             raise RequestError(f"{shortened(name)} must be given once", shortened(name), "invalid_value")
-        values[name] = value
+        else:
+            values[name] = value
     return values
 
 
-def _values(fields: Fields, kind: type[BaseModel], limits: Limits) -> dict[str, Any]:
-    """Return the fields of a form, with images decoded; check which of them are files."""
-    images = [value for name, value in fields if name in ("image", "image[]")]  # OpenAI's names of one and of several
-    if len(images) > limits.images:
-        message = f"image must be given at most {limits.images} times, got {len(images)}"
-        raise RequestError(message, "image", "limit_exceeded")
-    values = _once([field for field in fields if field[0] not in ("image", "image[]")])
-    if images:
-        values["image"] = images
-    for name in (each for each in kind.model_fields if each in values):
-        parts = values[name] if name == "image" else [values[name]]
-        if any(isinstance(part, bytes) != (name in FILES) for part in parts):
-            rule = "a file" if name in FILES else "text, not a file"
-            raise RequestError(f"{name} must be {rule}", name, "invalid_value")
-        if name in FILES:
-            decoded = [_decoded(part, name, limits) for part in parts]
-            values[name] = decoded if name == "image" else decoded[0]
-    return values
+def require_at_most(param: str, value: int, most: int) -> None:
+    """Check a limit; raise a ``RequestError``."""
+    if value > most:
+        raise RequestError(f"{param} must be at most {most:,}, got {value:,}", param, "limit_exceeded")
 
 
-def _decoded(file: bytes, name: str, limits: Limits) -> Image.Image:
-    """Return the image of a file: of a mask grey levels, white where the image changes, otherwise RGB."""
-    try:
-        with Image.open(BytesIO(file), formats=[name.upper() for name in SUFFIXES]) as image:
-            if max(image.size) > limits.side:
-                size = "x".join(map(str, image.size))
-                message = f"{name} must have sides of at most {limits.side:,} pixels, got {size}"
-                raise RequestError(message, name, "limit_exceeded")
-            return as_mask(image) if name == "mask" else as_image(image)
-    except RequestError:
-        raise
-    except Exception:  # decoders raise errors of any type for broken files
-        raise RequestError(f"{name} must be a {', '.join(SUFFIXES)} file", name, "invalid_value") from None
-
-
-def _require_images_within(request: ImageRequest, limits: Limits, model: str) -> None:
-    if request.partial_images and not request.stream:
-        raise RequestError("partial_images are events: add stream: true", "partial_images", "invalid_value")
-    _require_within(request, limits, model, n=(request.n, limits.images))
-
-
-def _require_within(request: PromptRequest, limits: Limits, model: str, **counts: tuple[int, int]) -> None:
-    """Raise a ``RequestError`` if a request is for another model, or beyond the limits.
-
-    Args:
-        counts: values of further fields, and their maxima.
-    """
-    if request.model not in (None, model):
-        message = f"model {shown(request.model)} does not exist; this server has {model}"
-        raise RequestError(message, "model", "model_not_found", 404)
-    for param, (value, most) in {**counts, "steps": (request.steps or 1, limits.steps)}.items():
-        if value > most:
-            raise RequestError(f"{param} must be at most {most:,}, got {value:,}", param, "limit_exceeded")
-    for side in request.sides:
-        if side is not None and (side % SIDE_UNIT or not SIDE_UNIT <= side <= limits.side):
-            rule = f"sides of {SIDE_UNIT} to {limits.side:,} pixels, multiples of {SIDE_UNIT}"
-            raise RequestError(f"size must have {rule}, got {request.size}", "size", "invalid_value")
-
-
-def requested_preset(request: PromptRequest, default: Preset | None, *, is_video: bool = False) -> Preset | None:
+def requested_preset(request: PromptRequest, served: Served) -> Preset | None:
     """Return the preset of a request, None = plain.
-
-    Args:
-        default: the server's preset.
-        is_video: whether the pipeline makes videos.
 
     Raises:
         RequestError: the preset is unknown, or has no such target.
@@ -319,7 +285,7 @@ def requested_preset(request: PromptRequest, default: Preset | None, *, is_video
     if request.preset not in (None, "none", *preset_names()):  # a path of the server is no preset
         meant = did_you_mean(request.preset, preset_names())
         raise RequestError(f"preset {shown(request.preset)} does not exist{meant}", "preset", "invalid_value")
-    named = default if request.preset is None else None if request.preset == "none" else request.preset
+    named = served.preset if request.preset is None else None if request.preset == "none" else request.preset
     targets = {"target_error": request.target_error, "target_psnr": request.target_psnr}
     changes = {name: value for name, value in targets.items() if value is not None}
     if named is None:
@@ -328,6 +294,6 @@ def requested_preset(request: PromptRequest, default: Preset | None, *, is_video
             raise RequestError(f"{name} needs a preset, but none runs the plain pipeline", name)
         return None
     try:
-        return load_preset(default_preset(named, is_video=is_video), **changes)
+        return load_preset(default_preset(named, is_video=served.form is not None), **changes)
     except PresetError as error:
         raise RequestError(str(error), next(iter(changes), "preset"), "invalid_value") from None

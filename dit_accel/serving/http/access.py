@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 
 from dit_accel.errors import shortened, shown
-from dit_accel.serving.api import RequestError
+from dit_accel.serving.http.api import RequestError
 
 
 class Access:

@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.serving.test_server import GOOD, LIMITS, Held, bodies, running
-from tests.serving.test_videos import listening
+from tests.serving.http.test_server import GOOD, LIMITS, Held, bodies, running
+from tests.serving.http.test_videos import listening
 
-connections = pytest.importorskip("dit_accel.serving.connections")
+connections = pytest.importorskip("dit_accel.serving.http.connections")
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\n"
 SLOW = 1.0  # seconds of a body: a busy machine may stall for a part of it

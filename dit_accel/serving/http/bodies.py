@@ -11,8 +11,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from dit_accel.errors import shortened
-from dit_accel.serving.api import RequestError
 from dit_accel.serving.dispatcher import Cancelled
+from dit_accel.serving.http.api import RequestError
 
 SLOWEST_BODY = 10.0  # seconds
 MOST_FIELDS = 100  # of a form, and as many files

@@ -10,8 +10,8 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dit_accel.serving import bodies
-from dit_accel.serving.api import Limits
+from dit_accel.serving.http import bodies
+from dit_accel.serving.http.api import Limits
 
 SLOWEST_READER = 60.0  # seconds in which a client has to read some of an answer
 

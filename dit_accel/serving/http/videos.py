@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import secrets
 import time
 from collections import Counter
@@ -13,12 +12,12 @@ from tempfile import TemporaryDirectory
 from threading import Event, Lock, RLock, Thread
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from dit_accel.errors import shown
-from dit_accel.serving.api import Limits, RequestError
+from dit_accel.errors import ArgumentError, shown
 from dit_accel.serving.dispatcher import Step, Task
-from dit_accel.serving.engine import Made, VideoForm
-from dit_accel.serving.metrics import Metrics
-from dit_accel.serving.requests import VideoRequest
+from dit_accel.serving.engine import Made
+from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.requests import VideoRequest
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -31,7 +30,6 @@ class VideoJob(Task):
     """A requested video, in OpenAI's form; any thread may read it while a worker runs it.
 
     Args:
-        model: name for clients.
         preset: None = plain.
         owner: index of the API key that requested it; None without keys.
         file: where the video is written.
@@ -40,27 +38,26 @@ class VideoJob(Task):
     def __init__(
         self,
         request: VideoRequest,
-        form: VideoForm,
-        model: str,
+        served: Served,
         preset: Preset | None,
         owner: int | None,
         file: Path,
-        limits: Limits,
         metrics: Metrics,
     ) -> None:
+        form = served.form
         super().__init__([request.job(form)], preset, SUFFIX)
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
         self.bytes = 0  # of its file, once it is completed
         self.status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
         self._progress, self._error, self._latest = 0, None, math.inf
-        self._file, self._limits, self._metrics, self._lock = file, limits, metrics, RLock()
+        self._file, self._limits, self._metrics, self._lock = file, served.limits, metrics, RLock()
         frames, self._fps = request.frames(form), request.fps or form.fps
         self._facts: dict[str, Any] = {
             "created_at": int(time.time()),
             "completed_at": None,
             "expires_at": None,
-            "model": model,
+            "model": served.model,
             "prompt": request.prompt,
             "seconds": "auto" if frames is None else _seconds(frames, self._fps),
             "size": request.size,
@@ -123,7 +120,9 @@ class VideoJob(Task):
                     self._complete(event)
                 case BaseException():
                     self._file.unlink(missing_ok=True)  # half of it, if the disk is full
-                    self._error = _of_video(self._metrics.counted(event)).to_json()["error"]
+                    if isinstance(event, ArgumentError) and event.field == "image":
+                        event = ArgumentError("input_reference", event.rule)
+                    self._error = self._metrics.counted(event).to_json()["error"]
                     self._end("failed")
 
     def _complete(self, made: Made) -> None:
@@ -153,8 +152,8 @@ class VideoStore:
     Use it as a context manager; its end deletes all videos.
     """
 
-    def __init__(self, form: VideoForm, limits: Limits) -> None:
-        self.form, self._limits = form, limits
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._folder = TemporaryDirectory(prefix="dit-accel-videos-", ignore_cleanup_errors=True)
         self._jobs: dict[str, VideoJob] = {}  # in the order of their creation
         self._numbers, self._lock, self._closed = count(), Lock(), Event()
@@ -234,11 +233,3 @@ def _unknown(video_id: str, param: str = "video_id") -> RequestError:
 
 def _seconds(frames: int, fps: float) -> str:
     return f"{frames / fps:.2f}".rstrip("0").rstrip(".")
-
-
-def _of_video(answer: RequestError) -> RequestError:
-    """Name the field of the input image as ``/v1/videos`` does."""
-    if answer.param != "image":
-        return answer
-    message = re.sub(r"^image\b", "input_reference", answer.message)
-    return RequestError(message, "input_reference", answer.code, answer.status)

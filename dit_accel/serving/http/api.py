@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from asyncio import CancelledError
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dit_accel.errors import DitAccelError, OptionError, PresetError, UnsupportedError, shortened, shown
+from dit_accel.errors import ArgumentError, DitAccelError, PresetError, UnsupportedError, shortened, shown
+from dit_accel.presets import Preset
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.serving.dispatcher import Busy, Cancelled
+from dit_accel.serving.engine import VideoForm
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,22 @@ class Limits:
     videos: int = 64
     video_bytes: int = 4 * 2**30
     kept: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server.
+
+    Args:
+        model: name that clients use.
+        preset: of requests that name none; None = plain.
+        form: of its videos; None = it makes images.
+    """
+
+    model: str
+    preset: Preset | None
+    limits: Limits
+    form: VideoForm | None = None
 
 
 class RequestError(Exception):
@@ -74,13 +91,10 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
             return RequestError("the server is shutting down", code="busy", status=503, headers=_retry_after(10))
         case TimeoutError():
             return RequestError(f"not finished after {limits.seconds:g} seconds", code="timeout", status=504)
-        case OptionError():
-            option, message = error.args
-            return RequestError(f"{_fields(option)}: {_fields(message)}", _fields(option), "unsupported")
+        case ArgumentError():
+            return RequestError(str(error), error.field, "unsupported")
         case PresetError() | UnsupportedError():
-            return RequestError(
-                _fields(str(error)), "preset" if isinstance(error, PresetError) else None, "unsupported"
-            )
+            return RequestError(str(error), "preset" if isinstance(error, PresetError) else None, "unsupported")
         case DitAccelError():
             return RequestError(str(error), code="failed", status=500)
     return RequestError("the request failed; the server's log has the reason", code="failed", status=500)
@@ -88,11 +102,6 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
 
 def _retry_after(seconds: int) -> dict[str, str]:
     return {"Retry-After": str(seconds)}
-
-
-def _fields(text: str) -> str:
-    """Replace names of options in a message by names of fields: ``--negative-prompt`` by ``negative_prompt``."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
 
 
 def explained(error: Any, kind: type[BaseModel]) -> RequestError:

@@ -1,0 +1,274 @@
+"""Compare a plain and an accelerated run for an interactive page, over a :class:`~dit_accel.serving.worker.Worker`.
+
+for run in Playground(open_worker).compare(Wish("a yellow ring", "demo-flux")):
+    print(run.activity, run.steps, run.comparison)
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dit_accel.errors import ArgumentError
+from dit_accel.pipeline import preset_for
+from dit_accel.serving.dispatcher import Cancelled
+from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.prompts import Job
+from dit_accel.serving.worker import Worker
+from dit_accel.tools.demo import model_preset
+from dit_accel.tools.metrics import psnr
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from dit_accel.loop.report import RunReport
+    from dit_accel.presets import Preset
+    from dit_accel.tools.timing import Output
+
+Side = Literal["plain", "accelerated"]
+
+LIMITS = {  # smallest and largest value of each number
+    "steps": (1, 200),
+    "height": (16, 2048),
+    "width": (16, 2048),
+    "num_frames": (1, 257),
+    "seed": (0, 2**53 - 1),  # exact in a page's numbers
+}
+LONGEST_PROMPT = 2000
+KEPT = 4  # plain outputs
+WARM_UP_STEPS = 2
+REFRESH = 0.2  # seconds between states, which are few enough not to slow down the steps
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Request for one comparison.
+
+    Args:
+        prompt: text prompt.
+        model: name that the playground can open.
+        preset: name of a preset; None = the model's own preset, otherwise `balanced`.
+        target_error: None = the preset's value.
+        steps, height, width, num_frames: None = the model's default.
+    """
+
+    prompt: str
+    model: str
+    preset: str | None = None
+    target_error: float | None = None
+    seed: int = 0
+    steps: int | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+
+    def require_bounds(self) -> None:
+        """Check numbers and the prompt's length.
+
+        Raises:
+            ArgumentError: a value is out of bounds.
+        """
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ArgumentError(name, f"must be {least:,} to {most:,} here, got {value:,}")
+            if value is not None and value != int(value):
+                raise ArgumentError(name, f"must be a whole number, got {value}")
+        if not 0 < len(self.prompt.strip()) <= LONGEST_PROMPT:
+            length = len(self.prompt.strip())
+            raise ArgumentError("prompt", f"must have 1 to {LONGEST_PROMPT:,} characters here, got {length:,}")
+
+    @property
+    def size(self) -> dict[str, int | None]:
+        """Width, height and number of frames, by the options of the command."""
+        return {"width": self.width, "height": self.height, "num-frames": self.num_frames}
+
+    def job(self, steps: int | None = None) -> Job:
+        """Return the job of both sides; ``steps`` None = the wish's own."""
+        settings = {"prompt": self.prompt, "seed": self.seed, "steps": steps or self.steps, **self.size}
+        return Job(0, {name: value for name, value in settings.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of a run: PSNR in dB, infinite for equal outputs, and speed-up of the denoising loop."""
+
+    preset: Preset
+    psnr: float
+    speedup: float
+    report: RunReport
+
+
+@dataclass(eq=False)
+class Run:
+    """State of a comparison, which grows while it runs.
+
+    Args:
+        activity: name of what runs now.
+        steps: mode and forecast error of each finished step; None = no error was measured.
+        total: number of steps of a side.
+        outputs: of the sides that are done.
+        is_kept: whether the plain output is that of an earlier run.
+        preview: of the plain side, a coarse image of its latest step, then its output; of a video, the middle frame.
+        medium: form of the outputs.
+        comparison: None = the run has not ended.
+    """
+
+    wish: Wish
+    activity: str = ""
+    steps: dict[Side, list[tuple[str, float | None]]] = field(default_factory=dict)
+    total: int = 0
+    outputs: dict[Side, Output] = field(default_factory=dict)
+    is_kept: bool = False
+    preview: Image.Image | None = None
+    medium: Pictures | Clips | None = None
+    comparison: Comparison | None = None
+    _stop: Event = field(default_factory=Event)
+
+    def change(self, **values: Any) -> None:
+        """Set fields; raise :class:`Cancelled` in a cancelled run."""
+        if self._stop.is_set():
+            raise Cancelled
+        vars(self).update(values)
+
+    def stop(self) -> None:
+        """End the run after its current step."""
+        self._stop.set()
+
+
+class Playground:
+    """Runs comparisons one at a time. It keeps one model in memory, and the latest plain outputs.
+
+    Args:
+        open_worker: loads a model; its pipeline is plain.
+    """
+
+    def __init__(self, open_worker: Callable[[str], Worker]) -> None:
+        self._open, self._lock = open_worker, Lock()
+        self._runs: list[Run] = []  # unfinished
+        self._model: str | None = None
+        self._worker: Worker | None = None
+        self._plain: dict[tuple[Any, ...], Output] = {}
+        self._warm: set[tuple[Any, ...]] = set()  # forms of earlier calls
+
+    def load(self, model: str) -> Worker:
+        """Load a model, and keep it until another is requested. Don't call this during a run."""
+        if self._worker is None or model != self._model:
+            self._model = self._worker = None
+            self._warm.clear()
+            gc.collect()  # a pipeline's hooks refer to it in a cycle
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._worker, self._model = self._open(model), model
+        return self._worker
+
+    def pipe(self, model: str) -> Any:
+        """Return the pipeline of a model; None = it is not loaded."""
+        worker = self._worker  # another run may replace it
+        return worker.pipe if worker is not None and model == self._model else None
+
+    def compare(self, wish: Wish) -> Iterator[Run]:
+        """Run both sides, and yield the state several times a second, in the end with the comparison.
+
+        An iterator that is closed ends the run after its current step.
+
+        Raises:
+            ArgumentError: a value is out of bounds, or the preset does not fit the pipeline.
+        """
+        wish.require_bounds()
+        run = Run(wish)
+        self._runs.append(run)
+        with ThreadPoolExecutor(1, "playground") as thread:
+            work = thread.submit(self._compare, run)
+            try:
+                while not wait([work], REFRESH).done:
+                    yield run
+                with suppress(Cancelled):
+                    work.result()
+            finally:
+                self._runs.remove(run)
+                run.stop()
+        yield run
+
+    def close(self) -> None:
+        """End all runs after their current step."""
+        for run in list(self._runs):
+            run.stop()
+
+    def _compare(self, run: Run) -> None:
+        with self._lock:
+            wish = run.wish
+            run.change()  # it may have been stopped while it waited
+            if self.pipe(wish.model) is None:
+                run.change(activity=f"loading {wish.model}")
+            worker = self.load(wish.model)
+            run.change(medium=worker.medium)
+            overrides = {} if wish.target_error is None else {"target_error": wish.target_error}
+            preset = preset_for(worker.pipe, wish.preset or model_preset(wish.model), **overrides)
+            try:
+                worker.use(preset)  # raises now, before a plain run of minutes, if the preset does not fit the pipeline
+                self._warm_up(worker, run, preset)
+                plain = self._plain_side(worker, run)
+                worker.use(preset)
+                fast = self._side("accelerated", worker, run)
+                speedup = plain.denoising_seconds / fast.denoising_seconds
+                report = worker.pipe.dit_accel.report()
+                run.comparison = Comparison(preset, psnr(plain.results[0], fast.results[0]), speedup, report)
+            finally:
+                worker.use(None)
+
+    def _plain_side(self, worker: Worker, run: Run) -> Output:
+        """Run the plain side, or take its output from an earlier run."""
+        key = run.wish.model, *run.wish.job().settings.items()
+        if key in self._plain:
+            run.change(outputs={"plain": self._plain[key]}, is_kept=True)
+            return self._plain[key]
+        worker.use(None)
+        previewer = worker.previewer(run.wish.job())
+        watch = previewer and previewer.watch(lambda image: run.change(preview=image))
+        plain = self._plain[key] = self._side("plain", worker, run, watch)
+        run.change(preview=worker.medium.still(plain.results[0]))
+        if previewer is not None:
+            previewer.learn(plain.results[0])
+        for oldest in list(self._plain)[:-KEPT]:
+            del self._plain[oldest]
+        return plain
+
+    def _side(
+        self, side: Side, worker: Worker, run: Run, at_step_end: Callable[..., dict[str, Any]] | None = None
+    ) -> Output:
+        def tell(done: int, total: int) -> None:
+            records = worker.pipe.dit_accel.report().steps[:done] if side == "accelerated" else []
+            steps = [(each.mode, each.error) for each in records] + [("full", None)] * (done - len(records))
+            activity = f"{side}: step {done} of {total}" if done else side
+            run.change(activity=activity, steps={**run.steps, side: steps}, total=total)
+
+        run.change(activity=side)
+        output = worker.call([run.wish.job()], tell, at_step_end)
+        run.change(outputs={**run.outputs, side: output})
+        return output
+
+    def _warm_up(self, worker: Worker, run: Run, preset: Preset) -> None:
+        """Warm up before the first call of a form: two plain steps and, if kernels are compiled, a whole accelerated
+        run, since only a whole run uses every kernel.
+        """
+        wish, compiles = run.wish, worker.pipe._execution_device.type == "cuda"
+        form = (*wish.size.values(), preset.name if compiles else None)
+        if form in self._warm:
+            return
+        run.change(activity="warm-up")
+        if compiles:
+            worker.call([wish.job()], lambda *_: run.change())
+        worker.use(None)
+        previewer = worker.previewer(wish.job())
+        few = worker.call([wish.job(WARM_UP_STEPS)], lambda *_: run.change(), previewer and previewer.watch())
+        if previewer is not None:
+            previewer.learn(few.results[0])
+        self._warm.add(form)
