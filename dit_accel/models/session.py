@@ -20,7 +20,6 @@ from dit_accel.loop.branch import WHOLE_BATCH, Call, Description
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
-from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import Place, StepMode
 from dit_accel.models.beside.control_net import NUMBERS, computed
 from dit_accel.models.beside.foreign_code import Watched
@@ -29,6 +28,7 @@ from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS, TIMESTEPS, further_latents_of, latents_of
 from dit_accel.models.hooks import HOOK_NAME, Hook, is_offloaded_above, lift_hook, split_above
 from dit_accel.models.parallel.context_parallel import agreed, gathered
+from dit_accel.models.runs import Runs
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 from dit_accel.models.transformer import TransformerDriver
 
