@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import filterfalse
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ class BlockHook(Hook, ABC):
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         self._defaults = _defaults(type(module))
-        missing = [name for name in self.reads if name not in self._defaults]
+        missing = [*filterfalse(self._defaults.__contains__, self.reads)]
         self._why_other = f"in this version of diffusers the block takes no {missing[0]}" if missing else None
         return module
 
