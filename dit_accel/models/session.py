@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ class Session:
         leaves, spec = pytree.tree_flatten(output)
         flagged = list(zip(leaves, predictions(leaves, arguments), strict=True))
         tensors = tuple(leaf for leaf, is_predicted in flagged if is_predicted)
-        if type(output) is tuple and len(output) == len(tensors):
+        if type(output) is tuple and len(output) == len(tensors) and all(map(is_, output, tensors)):
             call.branch.structure = None
         else:
             call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in flagged]
