@@ -16,7 +16,6 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.runs import Runs, between_calls
 from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
@@ -28,6 +27,7 @@ from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import FAMILIES, known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
+from dit_accel.models.runs import Runs, between_calls
 from dit_accel.models.session import Session, TransformerHook
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.models.wrappers import entry, unwrapped, why_not_wrapped

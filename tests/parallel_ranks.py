@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives as functional
 from dit_accel import accelerate_pipeline, accelerate_transformer, parallelize_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import transformer
-from dit_accel.models.call_facts import CallReader
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import known_family
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.context_parallel import split_plan
@@ -207,7 +207,7 @@ def fused() -> dict:
         pipe = pipeline(name)
         expectations = alone(pipe, name, presets)
         share_tokens(pipe, name)
-        with patch.object(CallReader, "fuses_kernels", lambda *_: True):
+        with patch.object(FamilyDriver, "fuses_kernels", lambda *_: True):
             for preset, expected in expectations.items():
                 accelerate(pipe, preset, name)
                 found[f"{name}, {preset}"] = compared(pipe, output(pipe, name), *expected)
@@ -222,7 +222,7 @@ def graphs() -> dict:
     for name, preset, blocks in GRAPHS:
         pipe, counted = pipes[name], type("Counted", (RecordedGraph,), {})
         with (
-            patch.object(CallReader, "fuses_kernels", lambda *_, fuses=blocks == "fused": fuses),
+            patch.object(FamilyDriver, "fuses_kernels", lambda *_, fuses=blocks == "fused": fuses),
             patch.object(transformer, "StepGraphs", partial(StepGraphs, graph=counted)),
         ):
             accelerate(pipe, preset, name, **{"kernels.graphs": "never"})

@@ -143,6 +143,25 @@ class BranchState:
 
 
 @dataclass
+class Blocks:
+    """Records of the blocks of one call, which the loop does not read, except for the symbols of a run's report.
+
+    Args:
+        facts: facts about the call, for the transformer's driver.
+        dense: blocks that fell back to their own forward.
+        turns: how often each part of a block has run or was forecast, by the names of both.
+        symbols: symbols that blocks computed in this call, by name.
+        densities: densities of these symbols, float32 on the device, by name.
+    """
+
+    facts: Any = None
+    dense: set[str] = field(default_factory=set)
+    turns: Counter[tuple[str, str]] = field(default_factory=Counter)
+    symbols: dict[str, SparseSymbols] = field(default_factory=dict)
+    densities: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class Call:
     """One transformer call: its mode, and the state that its blocks read and write.
 
@@ -157,12 +176,7 @@ class Call:
         place: place of the branch in the order of this step's calls.
         report: report of the run.
         elapsed: stopwatch of the call.
-        facts: facts about a call whose blocks run, for the transformer's driver.
         work: FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
-        dense: blocks that fell back to their own forward.
-        turns: how often each part of a block has run or was forecast, by the names of both. The driver fills it.
-        symbols: symbols that blocks computed in this call, by name.
-        densities: densities of these symbols, float32 on the device, by name.
         measured: float32 tensors that the host reads at the end of the call, all in one copy, each group with the
             function that gets its numbers.
     """
@@ -179,13 +193,13 @@ class Call:
     skips: bool = False
     forecasts_output: bool = False
     place: int = 0
-    facts: Any = None
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
-    dense: set[str] = field(default_factory=set)
-    turns: Counter[tuple[str, str]] = field(default_factory=Counter)
-    symbols: dict[str, SparseSymbols] = field(default_factory=dict)
-    densities: dict[str, torch.Tensor] = field(default_factory=dict)
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Records of the blocks in this call."""
+        return Blocks()
 
     @cached_property
     def computing(self) -> list[int]:

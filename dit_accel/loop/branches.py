@@ -120,10 +120,10 @@ class Branches:
 
     def close(self, call: Call) -> None:
         """Record that a call has computed."""
-        if call.branch is next(iter(self._states.values())):
-            self.symbols |= call.symbols
-        if call.mode is StepMode.DISPATCH:
+        if call.forecasts_output:
             return
+        if call.branch is next(iter(self._states.values())):
+            self.symbols |= call.blocks.symbols
         for place in call.computing:
             call.branch.loops[place].computed_step = call.tick.step
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self._preset.forecast.level == "layer")

@@ -62,7 +62,7 @@ class BlockCosts:
         pairs = sum(work.tiles.values())
         others = work.plain - pairs
         if call.mode is StepMode.DISPATCH:
-            if name in call.dense:
+            if name in call.blocks.dense:
                 return pairs, others
             if level != "head" or (site := call.site(name, SiteState)).heads.degraded:
                 return 0.0, 0.0

@@ -18,16 +18,19 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
-from dit_accel.models.call_facts import NO_CALL, CallFacts, CallReader
-from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of
+from dit_accel.models.call_facts import NO_CALL, CallFacts
+from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of, latents_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled, lift_offload
-from dit_accel.models.kernel_limits import EveryRow, why_no_kernels, wins_dense
+from dit_accel.models.kernel_limits import EveryRow, can_fuse_kernels, why_no_kernels, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
+    Exchanges,
     config_of,
     parallel_degree,
+    shares_layers,
 )
 from dit_accel.models.part_hook import FeedHook, PartHook
+from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.session import Session
 from dit_accel.models.token_order_hook import TokenOrder, order_hooks, reordered
 from dit_accel.models.transformer import TransformerDriver
@@ -36,6 +39,7 @@ from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.tile_site import TileSite
+from dit_accel.sparse.token_order import Grid
 
 RASTER = "tokens keep their order: frames have their own timesteps, or a causal mask"
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # by the name of the transformer's list of blocks
@@ -65,7 +69,10 @@ class FamilyDriver(TransformerDriver):
         super().__init__(transformer, preset, name, called)
         self.family = family
         self._hand_written = hand_written
-        self._reader = CallReader(transformer, family, preset, has_fused=hand_written is not None)
+        self._order: TokenOrder | None = None  # of the preset, if the transformer can take it; None = raster
+        self._grid: Grid | None = None  # of the latest call's vision tokens, where they have an order
+        self._masks = TextMasks()
+        self._exchanges = Exchanges()
         self.every_row = EveryRow()
 
     @property
@@ -78,13 +85,13 @@ class FamilyDriver(TransformerDriver):
 
     @property
     def token_order(self) -> torch.Tensor | None:
-        return self._reader.latest_order
+        return None if self._order is None or self._grid is None else self._order.of(self._grid)
 
     @property
     def facts(self) -> CallFacts:
         """Facts of the call in progress."""
         call = self.session.call
-        return NO_CALL if call is None or call.facts is None else call.facts
+        return NO_CALL if call is None or call.blocks.facts is None else call.blocks.facts
 
     def blocks(self) -> dict[str, nn.Module]:
         return self.family.blocks(self.transformer, self.name)
@@ -124,7 +131,8 @@ class FamilyDriver(TransformerDriver):
         for name, block in self.blocks().items():
             if self._hand_written is not None:
                 self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
-                lift_offload(block)
+                if len(block._diffusers_hook.hooks) > 1:
+                    lift_offload(block)
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():
@@ -136,7 +144,7 @@ class FamilyDriver(TransformerDriver):
                     self.hook(each.module, CaughtAttention(self, each).hook(), ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
-            self._reader.order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
+            self._order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
             first_block = next(iter(self.blocks().values()))
             reorder = partial(reordered, order, lambda: self.facts.grid)
             for module, order_hook in order_hooks(reorder, self.transformer, self.family.order, first_block):
@@ -153,10 +161,63 @@ class FamilyDriver(TransformerDriver):
             UnsupportedError: the preset works inside of blocks, and they have been compiled since :meth:`prepare`.
         """
         self._refuse_compiled()
-        arguments, facts = self._reader.read(arguments, is_compiled=self.compiled is not None)
+        arguments, facts = self._read(arguments)
         is_part = call.computed_rows is not None and call.mode is not StepMode.DISPATCH
-        call.facts = facts.of_rows(call.computed_rows or ()) if is_part else facts
+        call.blocks.facts = facts.of_rows(call.computed_rows or ()) if is_part else facts
         return ((), arguments), arguments
+
+    def _read(self, arguments: Arguments) -> tuple[Arguments, CallFacts]:
+        """Return a call's arguments, with removable padding cut off, and its facts."""
+        arguments, text = self._cut(arguments)
+        latents, tokens = next(iter(latents_of(arguments)), None), self.family.tokens(self.transformer, arguments)
+        can_fuse = self._hand_written is not None and latents is not None and self.compiled is None
+        features = arguments.get(self.family.computes_in, latents)
+        self._grid = None if self._order is None else tokens.grid
+        is_parallel, exchange = config_of(self.transformer) is not None, None
+        if is_parallel:
+            exchange = self._exchanges.of(self.transformer, tokens, self.token_order, latents.device)
+        return arguments, CallFacts(
+            fuses=can_fuse and not shares_layers(self.transformer) and self.fuses_kernels(features),
+            text=text,
+            joint=tokens if self.works_inside else None,
+            exchange=exchange,
+            grid=None if is_parallel else self._grid,  # attention alone sees the tokens of all devices
+        )
+
+    def _cut(self, arguments: Arguments) -> tuple[Arguments, TextLengths | None]:
+        """Cut padding off where the family can, and return the arguments and the lengths of the prompts.
+
+        None = the lengths are not needed: no padding is cut off, and no attention is caught.
+        """
+        text, mask = arguments.get("encoder_hidden_states"), arguments.get(self.family.text_mask)
+        if text is None or mask is None:
+            return arguments, None
+        cuts = self.cuts_padding(text.device)
+        if not cuts and self.preset.skip.steps != "all":
+            return arguments, None
+        lengths = self._masks.lengths(mask)
+        if cuts:
+            lengths = lengths.divisible(parallel_degree(self.transformer), mask.shape[1])
+            return self.family.cut(arguments, lengths)
+        return arguments, lengths
+
+    def cuts_padding(self, device: torch.device) -> bool:
+        """Return True if padding is cut off: if tiles, rows or layers may be skipped, on a GPU, or on several devices.
+
+        On a CPU it stays otherwise, so that steps equal diffusers' bit by bit. In a transformer that is compiled whole
+        it stays so that prompts of other lengths need no recompilation. It stays if the caller's own plan splits the
+        tokens of several devices, because theirs must divide evenly.
+        """
+        if self.family.cut is None:
+            return False
+        if config_of(self.transformer) is not None:
+            return self.family.split is not None
+        return self.works_inside or (device.type != "cpu" and self.compiled is None)
+
+    def fuses_kernels(self, x: torch.Tensor) -> bool:
+        """Return True if blocks with features like ``x`` run through fused kernels."""
+        _, head_dim = self.family.heads(self.transformer)
+        return can_fuse_kernels(x, head_dim)
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
         """Return an attention site in the call in progress.
@@ -194,8 +255,8 @@ class FamilyDriver(TransformerDriver):
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:
-        preset, is_compiled = self.preset, self.compiled is not None
-        arguments, _ = self._reader.cut(arguments, is_compiled=is_compiled)
+        preset = self.preset
+        arguments, _ = self._cut(arguments)
         layout = self.family.tokens(self.transformer, arguments).layout(preset.blocks.size)
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
@@ -205,15 +266,15 @@ class FamilyDriver(TransformerDriver):
 
     def lengths(self, arguments: Arguments) -> tuple:
         """Text tokens that blocks get: a mask of the same shape may have another length."""
-        _, text = self._reader.cut(arguments, is_compiled=self.compiled is not None)
+        _, text = self._cut(arguments)
         return () if text is None else (text.end,)
 
     def account(self, call: Call, arguments: Arguments) -> None:
         tokens = self.family.tokens(self.transformer, arguments)
-        if self._reader.order is not None and tokens.grid is None:
-            self.controller.report.note(RASTER)
-        if call.symbols:
-            self.controller.last_layout = tokens.layout(self.preset.blocks.size)
+        if self._order is not None and tokens.grid is None:
+            self.session.run.report.note(RASTER)
+        if call.blocks.symbols:
+            self.session.run.last_layout = tokens.layout(self.preset.blocks.size)
         works = self._costs.of(self.transformer, arguments, tokens)
         self._costs.account(call, works, self.preset.forecast.level)
 
@@ -237,7 +298,7 @@ class CaughtAttention:
 
     def fall_back(self, reason: str) -> None:
         """Report that the model's own attention ran."""
-        self._driver.controller.report.fall_back(self._facts.site, reason)
+        self._driver.session.run.report.fall_back(self._facts.site, reason)
 
     def tokens(self) -> Tokens | None:
         """Return the tokens if the attention runs at its site; None = it does not, and the report says why."""

@@ -81,6 +81,6 @@ class PartHook(Hook):
 
     def _next(self, call: Call) -> str:
         """Name of the history of the part's next output in a transformer call."""
-        turn = call.turns[self._block, self._part] % self._calls
-        call.turns[self._block, self._part] += 1
+        turn = call.blocks.turns[self._block, self._part] % self._calls
+        call.blocks.turns[self._block, self._part] += 1
         return f"{self._part}, call {turn + 1}" if turn else self._part

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from dit_accel.loop.branch import WHOLE_BATCH, Call, Description
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
-from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import Place, StepMode
 from dit_accel.models.beside.control_net import NUMBERS, computed
 from dit_accel.models.beside.foreign_code import Watched
@@ -29,6 +29,7 @@ from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS, TIMESTEPS, further_latents_of, latents_of
 from dit_accel.models.hooks import HOOK_NAME, Hook, is_offloaded_above, lift_hook, split_above
 from dit_accel.models.parallel.context_parallel import agreed, gathered
+from dit_accel.models.runs import Runs
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 from dit_accel.models.transformer import TransformerDriver
 
@@ -50,7 +51,7 @@ ALL_LATENTS = (*LATENTS, *FURTHER_LATENTS)
 
 
 class Session:
-    """Owns the calls of one transformer. They run one at a time, and may nest.
+    """Owns the calls of one transformer, which run one at a time and may nest.
 
     Args:
         driver: driver of the transformer.
@@ -59,6 +60,8 @@ class Session:
     Attributes:
         run: run of the call in progress, otherwise of the latest call.
         call: the call in progress, which blocks read; None = there is none.
+        pipeline: the pipeline that makes the call in progress; None = there is no call, or no pipeline makes it.
+        is_first: no call of the pipeline's run has been computed yet.
     """
 
     def __init__(self, driver: TransformerDriver, runs: Runs) -> None:
@@ -66,9 +69,9 @@ class Session:
         self.runs = runs
         self.run: Controller = runs.latest
         self.call: Call | None = None
-        self.pipeline: Any = None  # that makes the call in progress; None = there is no call, or no pipeline
-        self._outer: list[tuple[Controller, Call | None, Any]] = []  # calls in which the call in progress has begun
-        self.is_first = True  # no call of the pipeline's run has been computed yet
+        self.pipeline: Any = None
+        self.is_first = True
+        self._outer: list[tuple[Controller, Call | None, Any]] = []  # states before each call that has begun
 
     def begin(self, pipeline: Any) -> None:
         """Reserve the transformer for a call of a pipeline; None = of this thread's own loop."""
@@ -91,33 +94,30 @@ class Session:
             context: diffusers' cache context: the branch of guidance as the pipeline names it, and in diffusers 0.42
                 the step if the pipeline gives it; before, the name alone; None = the pipeline sets none.
         """
-        described = self._describe(context, args, kwargs)
-        if isinstance(described, str):
-            return self._aside(described, None, original, args, kwargs)
-        if torch.is_grad_enabled() and _wants_gradients(self.driver.transformer, args, kwargs):
-            return self._aside(GRADIENTS, described.timestep, original, args, kwargs)
-        call = self.call = self.run.begin(described)
+        driver = self.driver
+        if len(args) > len(driver.parameters):
+            return self._aside(NO_NAMES, None, original, args, kwargs)
+        arguments = {**dict(zip(driver.parameters, args, strict=False)), **kwargs}
+        timestep = timestep_of(arguments, driver.timesteps)
+        if torch.is_grad_enabled() and _wants_gradients(driver.transformer, args, kwargs):
+            return self._aside(GRADIENTS, timestep, original, args, kwargs)
+        if timestep is None:
+            return self._aside(NO_TIMESTEP, None, original, args, kwargs)
+        call = self.call = self.run.begin(self._describe(context, timestep, arguments))
         try:
             if call.forecasts_output:
                 output = _nested(call.branch.structure, self.run.forecast_output(call))
             else:
-                output = self._compute(call, original, (args, kwargs), described.arguments)
+                output = self._compute(call, original, (args, kwargs), arguments)
         except BaseException:
             self.run.abort()
             raise
         self.run.end(call)
         return output
 
-    def _describe(self, context: Any, args: tuple, kwargs: dict[str, Any]) -> TransformerCall | str:
-        """Describe a call to the loop; a str = why the loop can't take it."""
+    def _describe(self, context: Any, timestep: Any, arguments: dict[str, Any]) -> TransformerCall:
+        """Describe a call to the loop."""
         driver = self.driver
-        if len(args) > len(driver.parameters):
-            return NO_NAMES
-        arguments = {**dict(zip(driver.parameters, args, strict=False)), **kwargs}
-        timestep = timestep_of(arguments, driver.timesteps)
-        if timestep is None:
-            return NO_TIMESTEP
-        # MiniMax-H3 has one timestep for each noise level, whose number varies over a run.
         shapes: list[Any] = []
         latents: dict[str, Sequence[torch.Tensor]] = {}
         for name, value in arguments.items():
@@ -126,20 +126,19 @@ class Session:
                 leaves = (value,)
             elif not isinstance(value, (*NUMBERS, type(None))) and (type(value) is not dict or value):
                 leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            if name not in driver.timesteps:
+            if name not in driver.timesteps:  # MiniMax-H3 has one for each noise level, whose number varies over a run
                 for leaf in leaves:
                     shapes.append(leaf.shape)
             if name in ALL_LATENTS:
                 latents[name] = leaves
         if driver.works_inside:
             shapes += driver.lengths(arguments)
-        form = *shapes, arguments.get("return_dict", True)
         step = getattr(context, "step_index", None)
         return TransformerCall(
             driver.name,
             getattr(context, "name", context),
             timestep,
-            form,
+            (*shapes, arguments.get("return_dict", True)),
             None if step is None else Place(step, context.num_inference_steps),
             [*chain.from_iterable(map(latents.get, ALL_LATENTS, repeat(())))],
             session=self,
@@ -199,7 +198,7 @@ class Session:
         leaves, spec = pytree.tree_flatten(output)
         flagged = list(zip(leaves, predictions(leaves, arguments), strict=True))
         tensors = tuple(leaf for leaf, is_predicted in flagged if is_predicted)
-        if type(output) is tuple and len(output) == len(tensors):
+        if type(output) is tuple and len(output) == len(tensors) and all(map(is_, output, tensors)):
             call.branch.structure = None
         else:
             call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in flagged]

@@ -12,7 +12,6 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
-from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
@@ -80,11 +79,6 @@ class TransformerDriver:
                 "call accelerate_pipeline before you wrap it, or accelerate_transformer on the transformer inside"
             )
 
-    @property
-    def controller(self) -> Controller:
-        """Controller of the call in progress, or of the latest one."""
-        return self.session.run
-
     def watch(self, net: torch.nn.Module | None) -> None:
         """Set the ControlNet, which the pipeline may drop."""
         if net is not None:
@@ -119,7 +113,7 @@ class TransformerDriver:
             self.graphs.clear()
 
     def _note(self, remark: str) -> None:
-        self.controller.report.note(remark)
+        self.session.run.report.note(remark)
 
     def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
         """Hook a module until :meth:`detach`."""

@@ -98,7 +98,8 @@ class _Loader(yaml.SafeLoader):
     def _extent(self, node: yaml.Node) -> tuple[int, int]:
         parts = () if isinstance(node, yaml.ScalarNode) else node.value
         extents = [self._extents[part] for part in (chain(*parts) if isinstance(node, yaml.MappingNode) else parts)]
-        return 1 + sum(values for values, _ in extents), 1 + max((levels for _, levels in extents), default=0)
+        values, levels = zip(*extents, strict=True) if extents else ((), (0,))
+        return 1 + sum(values), 1 + max(levels)
 
 
 def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:

@@ -47,7 +47,8 @@ class Projections:
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}  # as read from the files
         wanted: dict[str, list[str]] = {}  # sites by file
-        for name, block in sites.items():
+        projects = any(policy_of(settings).projection(settings) is not None for settings in preset.skip.variants)
+        for name, block in sites.items() if projects else ():
             settings = preset.skip.at(block)
             if (file := policy_of(settings).projection(settings)) is not None:
                 wanted.setdefault(file, []).append(name)

@@ -113,9 +113,9 @@ class TileSite:
         """
         self.state.symbols = symbols
         if symbols is not None:
-            self._call.symbols[self._key] = symbols
+            self._call.blocks.symbols[self._key] = symbols
         self.state.probed = 0.0
-        self._call.densities[self._key] = densities
+        self._call.blocks.densities[self._key] = densities
         self._densities = Densities(*densities.split(1))
         self._call.measure([densities], self.take_densities)
 

@@ -651,7 +651,7 @@ def test_latest_symbols_are_the_first_branchs():
     loop = Loop("flux-flashomni-paper")
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
         with calling(loop.controller, "transformer", context, step % STEPS, ()) as call:
-            call.symbols["first"] = SimpleNamespace(label=symbols)
+            call.blocks.symbols["first"] = SimpleNamespace(label=symbols)
         assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
 
 

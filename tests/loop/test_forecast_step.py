@@ -16,7 +16,7 @@ MOST_CALLS = 150  # of Python functions in a forecast step, torch's and diffuser
 MOST_FILES = 16  # of the package in a forecast step
 MOST_DEPTH = 8  # of the package's functions, one inside the other, in a forecast step
 MOST_COMPUTED = 800  # calls of the package's functions in a computed step
-MOST_SETUP = 2000  # calls of the package's functions that accelerate a pipeline
+MOST_SETUP = 1500  # calls of the package's functions that accelerate a pipeline
 SETTLING = 3  # first steps, in which conditions are compared by value
 
 

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.compiled import compiled_entry, is_wrapper
-from dit_accel.models.call_facts import CallReader
+from dit_accel.models.driver import FamilyDriver
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -54,7 +54,7 @@ def pipe():
 @pytest.mark.parametrize(("name", "graphs"), [("flux", (2, 3)), ("wan", (1, 1))])
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
     """Decisions are the same as with fused kernels in uncompiled blocks; a second run compiles nothing more."""
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     pipe = accelerate_pipeline(tiny_pipeline(name), "balanced", **{"schedule.target_error": 0.2})
     fused, steps = tiny_output(pipe, name, steps=STEPS), pipe.dit_accel.report().steps
     assert {step.mode for step in steps} == {"full", "update", "dispatch"}
@@ -184,7 +184,7 @@ def test_what_the_preset_works_inside_of_must_not_be_compiled(add, what, order, 
 
 def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
     """Compiled blocks run even if another implementation would replace them."""
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     plain = tiny_output(pipe, "flux", steps=2)
     blocks = pipe.transformer.transformer_blocks
     for index, block in enumerate(blocks):

@@ -490,7 +490,7 @@ def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
     own = block.forward
 
     def forward(*args, **kwargs):
-        find_driver(pipe).controller.report.fall_back("transformer_blocks.0", "for a test")
+        find_driver(pipe).session.run.report.fall_back("transformer_blocks.0", "for a test")
         return own(*args, **kwargs)
 
     block.forward = forward

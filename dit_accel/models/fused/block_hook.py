@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import filterfalse
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ class BlockHook(Hook, ABC):
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         self._defaults = _defaults(type(module))
-        missing = [name for name in self.reads if name not in self._defaults]
+        missing = [*filterfalse(self._defaults.__contains__, self.reads)]
         self._why_other = f"in this version of diffusers the block takes no {missing[0]}" if missing else None
         return module
 
@@ -105,7 +106,7 @@ class BlockHook(Hook, ABC):
         if reason is None and self.attends:
             reason = self._why_dense(module, given)
         if reason is not None:
-            call.dense.add(self.name)
+            call.blocks.dense.add(self.name)
             if level == "head" or not call.skips:  # else the hook on its attention runs it, or reports why not
                 call.report.fall_back(self.name, reason)
             if not forecasts_whole:
@@ -117,7 +118,7 @@ class BlockHook(Hook, ABC):
 
     def stands_in(self, call: Call) -> bool:
         """Return True if the call in progress needs more than the block's own forward."""
-        facts = call.facts or NO_CALL
+        facts = call.blocks.facts or NO_CALL
         records = call.records and self.preset.forecast.level != "output"  # at "output" no block records
         is_ragged = self.attends_by_sample and facts.text is not None and facts.text.ragged
         return records or call.skips or call.mode is StepMode.DISPATCH or facts.fuses or is_ragged
@@ -126,7 +127,7 @@ class BlockHook(Hook, ABC):
     def attends(self) -> bool:
         """Return True if :meth:`site` runs the block's attention in this call instead of its processor."""
         call = self.call
-        return (self.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
+        return (self.preset.forecast.level == "head" or call.skips) and self.name not in call.blocks.dense
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Return True if attention runs here: at the site, or as dense attention after fused kernels."""

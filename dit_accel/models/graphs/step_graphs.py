@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.loop.branch import Call
-from dit_accel.loop.controller import Controller
+from dit_accel.loop.branch import Blocks, Call
 from dit_accel.models.graphs.announcement import Announcement
 from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial, Turns
 from dit_accel.models.graphs.limits import (
@@ -47,8 +46,7 @@ class Driver(Protocol):
 
     transformer: nn.Module
     preset: Preset
-    controller: Controller
-    session: Any  # has the call in progress
+    session: Any  # has the run and the call in progress
 
     def why_eager(self) -> str | None:
         """Return why the call in progress can't be captured, or None."""
@@ -167,7 +165,7 @@ class StepGraphs:
 
     def _say(self, reason: str | None, leaves: list) -> None:
         """Report why a call is not captured: in a note if graphs are set to "always" or failed."""
-        report = self._driver.controller.report
+        report = self._driver.session.run.report
         if self._wanted == "always" or self._failed is not None:
             report.note(f"{REFUSED}: {reason}")
         elif any(isinstance(leaf, torch.Tensor) and self._graph.why_not(leaf.device) is None for leaf in leaves):
@@ -179,9 +177,9 @@ class StepGraphs:
         for static, given in zip(captured.inputs, tensors, strict=True):
             static.copy_(given)
         captured.graph.replay()
-        self._driver.controller.report.replayed += 1
+        self._driver.session.run.report.replayed += 1
         for entry in captured.fallbacks:
-            self._driver.controller.report.fall_back(**entry)
+            self._driver.session.run.report.fall_back(**entry)
         self._driver.announce(*captured.announcement.copied())
         return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
 
@@ -190,14 +188,15 @@ class StepGraphs:
         session, report = self._driver.session, call.report
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
-        aside = replace(call, work={}, dense=set(), symbols={}, densities={}, measured=[])
+        aside = replace(call, work={}, measured=[])
+        aside.blocks = Blocks(call.blocks.facts, turns=call.blocks.turns)
 
         def compute() -> tuple:
             before = session.call, report.fallbacks
             session.call, report.fallbacks = aside, []
             try:
                 output = original(*args, **kwargs)
-                return output, Announcement(aside.symbols, aside.densities), report.fallbacks
+                return output, Announcement(aside.blocks.symbols, aside.blocks.densities), report.fallbacks
             finally:
                 session.call, report.fallbacks = before
 
@@ -228,7 +227,7 @@ class StepGraphs:
 
     def _why_not_model(self, device: torch.device) -> str | None:
         """Return why the model can't be captured, or None; free all graphs if the model has changed."""
-        transformer, report = self._driver.transformer, self._driver.controller.report
+        transformer, report = self._driver.transformer, self._driver.session.run.report
         if self._refusing is not None and _has(transformer, *self._refusing):
             reason = self._why_not_module(*self._refusing, device)
             if reason is not None:

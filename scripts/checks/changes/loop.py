@@ -267,19 +267,19 @@ MUTANTS = [
     ),
     Mutant(
         "reset-forgotten",
-        f"{LOOP}/runs.py",
+        "dit_accel/models/runs.py",
         "while self._due and not self._is_changing and self._reserve():",
         "while False:",
         "a reset in a call takes effect after it",
-        f"{TEST_LOOP}/test_runs.py",
+        "tests/models/test_runs.py",
     ),
     Mutant(
         "threads-pile-up",
-        f"{LOOP}/runs.py",
+        "dit_accel/models/runs.py",
         "                self._of_threads = {each: kept for each, kept in self._of_threads.items() if each in alive}\n",
         "",
         "ended threads leave no records",
-        f"{TEST_LOOP}/test_runs.py",
+        "tests/models/test_runs.py",
     ),
     Mutant(
         "adopt-first-tensor",

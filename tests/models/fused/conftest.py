@@ -2,14 +2,14 @@
 
 import pytest
 
-from dit_accel.models.call_facts import CallReader
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused.block_hook import BlockHook
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Blocks run through the fused ops, whose references run on the CPU."""
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from torch.overrides import TorchFunctionMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.models import samples
-from dit_accel.models.call_facts import CallReader
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families.hunyuan_video import FAMILY
 from dit_accel.models.fused import block_hook
@@ -39,7 +38,7 @@ def pipes():
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Padding is cut off on this CPU as it would be on a GPU."""
-    monkeypatch.setattr(CallReader, "cuts_padding", lambda reader, *_: reader.family.cut is not None)
+    monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda reader, *_: reader.family.cut is not None)
 
 
 def inputs(name="hunyuan", **overrides):
@@ -118,7 +117,7 @@ def test_fused_projections_change_nothing(pipes, as_on_a_gpu, monkeypatch, name,
     apart, _ = accelerate(pipe, chosen, **inputs(name, prompt=PROMPTS))
     fused = []
     gemm_q = hunyuan_video_blocks.gemm_q
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     monkeypatch.setattr(
         hunyuan_video_blocks, "gemm_q", lambda *args, **options: fused.append(1) or gemm_q(*args, **options)
     )
@@ -144,7 +143,7 @@ def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monke
         return attention(*args, **options)
 
     monkeypatch.setattr(block_hook, "attention", counted)
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda reader, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda reader, x: True)
     monkeypatch.setattr(FamilyDriver, "attends_by_kernel", lambda driver, q: True)
     result, report = accelerate(pipes("hunyuan"), "exact", **inputs(prompt=prompt))
     assert _distance(result, plain) < 1e-5

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel import load_preset
 from dit_accel.models import drive
-from dit_accel.models.call_facts import CallReader
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import krea2
 from dit_accel.models.samples import TextMasks
 from tests.models import naive_tiles, tiny
@@ -38,7 +38,7 @@ CASES = {
 @pytest.fixture
 def as_on_a_gpu(as_on_a_gpu, monkeypatch):
     """Padding is also taken out."""
-    monkeypatch.setattr(CallReader, "cuts_padding", lambda *_: True)
+    monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda *_: True)
 
 
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
@@ -71,11 +71,10 @@ def test_padding_is_taken_out(rows, tokens, keeps_mask):
 def test_padding_stays_where_several_devices_share_the_tokens(monkeypatch):
     """The caller's own plan splits text and image as one sequence, whose length must divide evenly."""
     transformer = tiny.pipeline("krea2").transformer
-    reader = CallReader(transformer, krea2.FAMILY, load_preset("exact"), has_fused=True)
-    on_gpu = {"device": torch.device("cuda"), "is_compiled": False}
-    assert reader.cuts_padding(**on_gpu)
+    driver = FamilyDriver(transformer, load_preset("exact"), "transformer", lambda: transformer, krea2.FAMILY)
+    assert driver.cuts_padding(torch.device("cuda"))
     monkeypatch.setattr(transformer, "_parallel_config", SimpleNamespace(context_parallel_config=object()))
-    assert not reader.cuts_padding(**on_gpu)
+    assert not driver.cuts_padding(torch.device("cuda"))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_transformer
-from dit_accel.models.call_facts import CallReader
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused import minimax_h3
 from tests.models.fused import test_videos_with_sound as shared
 from tests.models.fused.test_flux_relatives import distance
@@ -101,6 +101,6 @@ def test_a_norm_of_another_kind_is_called(name, pipe, as_on_a_gpu, attended):
 def test_the_text_decides_the_dtype_of_blocks(pipe, monkeypatch):
     """Latents are float32 before a model of another dtype; kernels run in half precision."""
     seen = []
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda _, x: seen.append(x.shape[1:]))
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda _, x: seen.append(x.shape[1:]))
     accelerated(pipe, "exact", steps=1)
     assert seen == [(TOKENS, WIDTH)]

@@ -11,7 +11,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.call_facts import CallReader
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import ltx2
 from dit_accel.models.fused import parts as fused
 from dit_accel.models.fused.flux import FluxDoubleBlockHook
@@ -28,8 +28,8 @@ FAMILIES = [
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Blocks run through the fused ops, whose references run on the CPU, and HunyuanVideo's without padding."""
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
-    monkeypatch.setattr(CallReader, "cuts_padding", lambda reader, *_: reader.family.cut is not None)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda reader, *_: reader.family.cut is not None)
 
 
 def distance(result, expected):
@@ -192,5 +192,5 @@ def test_recorded_features_go_on_from_fused_blocks(monkeypatch):
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3}))
     apart = tiny_output(pipe, "flux", steps=8)
-    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     assert distance(tiny_output(pipe, "flux", steps=8), apart) < 1e-5

@@ -2,7 +2,7 @@
 
 import threading
 
-from dit_accel.loop.runs import Runs
+from dit_accel.models.runs import Runs
 
 
 class Controller:
