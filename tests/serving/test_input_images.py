@@ -11,6 +11,7 @@ from dit_accel.serving.api import Limits, RequestError
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.pipelines import read_image
 from dit_accel.serving.requests import read_edit, read_video
+from tests.pairs import every_pair
 
 WIDTH, HEIGHT = 24, 16
 LEVELS = np.linspace(0, 65535, WIDTH * HEIGHT).reshape(HEIGHT, WIDTH).astype(np.uint16)
@@ -37,9 +38,17 @@ def of_command(data, folder):
     return read_image(folder / "given")
 
 
-@pytest.fixture(params=[lambda data, folder: edit(data).image[0], of_video, of_command], ids=["edit", "video", "file"])
-def read(request, tmp_path):
-    return lambda data: request.param(data, tmp_path)
+WAYS = {"edit": lambda data, folder: edit(data).image[0], "video": of_video, "file": of_command}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def read(way, tmp_path):
+    return lambda data: way(data, tmp_path)
 
 
 def turned(orientation):
@@ -48,8 +57,7 @@ def turned(orientation):
     return {"exif": tag}
 
 
-@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@every_pair(way=WAYS, form=("png", "jpeg", "webp"), orientation=range(1, 9))
 def test_a_photo_is_upright(read, form, orientation):
     """Its EXIF orientation is followed as in diffusers' `load_image`."""
     photo = stored(Image.fromarray(COLOURS).convert("RGB"), form, **turned(orientation))
