@@ -11,7 +11,7 @@ from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, AttentionPlan, SparseS
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("reference", "triton")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-IMPLEMENTED = {"backend": BACKENDS, "dtype": DTYPES}  # axes of a pairwise test
+IMPLEMENTED = {"backend": BACKENDS, "dtype": DTYPES}  # axes of `every_pair`
 
 
 def is_refused(case: dict) -> bool:

@@ -10,7 +10,7 @@ from dit_accel.errors import BackendError, ShapeError, UnsupportedError
 from dit_accel.kernels import attention
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import check
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, **IMPLEMENTED)
 def test_equals_dense_masked_attention(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     sparsity = make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], 16)

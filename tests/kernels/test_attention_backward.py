@@ -12,7 +12,7 @@ from dit_accel.kernels import attention, attention_backward, differentiable_atte
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending
 from tests.kernels.test_lowering import needs_gpu
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -72,7 +72,7 @@ def test_equals_autograd_through_dense_attention(case, backend, make_tensor, mak
     check(*tensors, make_sparsity(**case), backend, assert_no_worse)
 
 
-@pairwise(is_refused, masked=(None, 0.6), **IMPLEMENTED)
+@every_pair(is_refused, masked=(None, 0.6), **IMPLEMENTED)
 def test_precisions(masked, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     tensors = [make_tensor(1, 100, 1, 16, dtype=dtype) for _ in range(4)]
     check(*tensors, make_sparsity(1, 1, 100, rows=1.1, tiles=0.8, masked=masked), backend, assert_no_worse)
@@ -151,7 +151,7 @@ def test_gpus_without_tensor_descriptors(case, monkeypatch, make_tensor, make_sp
     check(*tensors, make_sparsity(**case), "triton", assert_no_worse)
 
 
-@pairwise(is_refused, **IMPLEMENTED)
+@every_pair(is_refused, **IMPLEMENTED)
 def test_gradients_flow_through_differentiable_attention(backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     """Its output is attention's, and 0 where rows do not compute; the gradient of a sum is a view of one number."""
     sparsity = make_sparsity(1, 2, 130)

@@ -10,7 +10,7 @@ from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, TileMasks
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending, check
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -24,7 +24,7 @@ MASKED = {
 }
 
 
-@pairwise(is_refused, case=MASKED, **IMPLEMENTED)
+@every_pair(is_refused, case=MASKED, **IMPLEMENTED)
 def test_masks_inside_tiles(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     heads = case["heads"]
     key_heads = 2 if heads == 4 else heads

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import causal_norm
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 LAST = torch.channels_last_3d
 SHAPES = {"odd": (2, 24, 3, 5, 7), "one-pixel": (1, 16, 1, 1, 1), "one-frame": (2, 12, 1, 6, 9)}
 
 
-@pairwise(is_refused, shape=SHAPES, known=(None, 1, 2), has_bias=(True, False), **IMPLEMENTED)
+@every_pair(is_refused, shape=SHAPES, known=(None, 1, 2), has_bias=(True, False), **IMPLEMENTED)
 def test_normalises_behind_the_past(shape, known, has_bias, backend, dtype, make_tensor):
     batch, channels, time, height, width = shape
     x, weight, bias = make_tensor(*shape, dtype=dtype), make_tensor(channels), make_tensor(channels)
@@ -39,7 +39,7 @@ def test_a_norm_alone_may_stand_behind_no_frames(backend, make_tensor):
     assert (out.double() - expected).abs().max() < 1e-5
 
 
-@pairwise(is_refused, **IMPLEMENTED)
+@every_pair(is_refused, **IMPLEMENTED)
 def test_a_border_is_zeros(backend, dtype, make_tensor):
     x, weight, past = make_tensor(2, 8, 2, 3, 5, dtype=dtype), make_tensor(8), make_tensor(2, 8, 1, 3, 5, dtype=dtype)
     out, last = causal_norm(x, weight, past, border=1, backend=backend)

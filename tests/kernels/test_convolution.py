@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import convolution, fold_upsampling, upsampled_convolution
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 LAST = torch.channels_last_3d
 SHAPES = {  # of x, output channels, taps
@@ -26,7 +26,7 @@ def assert_close(actual, expected, dtype, work):
     assert ((actual.double() - expected).abs() <= allowed + 2e-4).all()
 
 
-@pairwise(is_refused, case=SHAPES, adds=(True, False), **IMPLEMENTED)
+@every_pair(is_refused, case=SHAPES, adds=(True, False), **IMPLEMENTED)
 def test_convolves(case, adds, backend, dtype, make_tensor):
     shape, outputs, taps = case
     shape = (*shape[:3], *(side + tap - 1 for side, tap in zip(shape[3:], taps[1:], strict=True)))
@@ -40,7 +40,7 @@ def test_convolves(case, adds, backend, dtype, make_tensor):
     assert_close(out, expected, dtype, shape[1] * weight[0, 0].numel())
 
 
-@pairwise(
+@every_pair(
     is_refused,
     frames=(False, True),
     mode=("constant", "replicate"),

@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import BackendError, ShapeError, UnsupportedError
 from dit_accel.kernels import weighted_sum
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 WEIGHTS = {1: [1.0], 2: [1.5, -0.5], 3: [3.0, -3.0, 1.0]}
 
@@ -24,7 +24,7 @@ def assert_rounded_once(actual, exact, history, weights):
     assert ((actual.double() - exact).abs() <= allowed + 1e-7).all()
 
 
-@pairwise(is_refused, weights=WEIGHTS.values(), **IMPLEMENTED)
+@every_pair(is_refused, weights=WEIGHTS.values(), **IMPLEMENTED)
 def test_sum_is_rounded_once(weights, backend, dtype, make_tensor):
     history = [make_tensor(2, 37, 129, dtype=dtype) for _ in weights]
     actual = weighted_sum(history, weights, backend=backend)
@@ -41,7 +41,7 @@ def test_float64_is_summed_in_float64(make_tensor):
         weighted_sum(history, WEIGHTS[3], backend="triton")
 
 
-@pairwise(is_refused, case=((2, 3, 200, 64), (1, 5, 40, 64), (1, 2, 260, 128)), **IMPLEMENTED)
+@every_pair(is_refused, case=((2, 3, 200, 64), (1, 5, 40, 64), (1, 2, 260, 128)), **IMPLEMENTED)
 def test_a_plan_limits_it_to_reused_rows(case, backend, dtype, make_tensor, make_sparsity):
     batch, heads, tokens, block = case
     sparsity = make_sparsity(batch, heads, tokens, block)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, lower, pack_bits
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
@@ -34,7 +34,7 @@ def only(o, keep):
     return torch.where(keep[..., None], o, 0.0)
 
 
-@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, **IMPLEMENTED)
 def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
     case, backend, dtype, make_tensor, make_sparsity, assert_no_worse
 ):
@@ -52,7 +52,7 @@ def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
         assert_no_worse(biases, dense(reused.double(), *wide), dense(reused, weight, bias))
 
 
-@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, **IMPLEMENTED)
 def test_update_rebases_the_stack_before_onto_the_new_symbols(
     case, backend, dtype, make_tensor, make_sparsity, assert_no_worse
 ):
@@ -110,7 +110,7 @@ def test_unchanged_symbols_leave_the_stack_before_as_it_is(backend, make_tensor,
     assert torch.equal(stack[1:], before[:2])
 
 
-@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, **IMPLEMENTED)
 def test_dispatch_adds_computed_heads_to_the_forecast_bias(
     case, backend, dtype, make_tensor, make_sparsity, assert_no_worse
 ):
@@ -166,7 +166,7 @@ def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsit
     assert (rebased[1] == large).all()
 
 
-@pairwise(is_refused, head_dim=(64, 128), **IMPLEMENTED)
+@every_pair(is_refused, head_dim=(64, 128), **IMPLEMENTED)
 def test_whole_heads_of_full_size(head_dim, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
     sparsity = make_sparsity(1, 2, 130, block=128)
     o, weight = make_tensor(1, 130, 2, head_dim, dtype=dtype), make_tensor(COLUMNS, 2 * head_dim, dtype=dtype)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import gemm_q
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
@@ -70,7 +70,7 @@ def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm
     assert torch.equal(own[chosen], out[:, stream][chosen])
 
 
-@pairwise(is_refused, case=CASES, fusion=FUSIONS, **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, fusion=FUSIONS, **IMPLEMENTED)
 def test_equals_dense_projection(case, fusion, backend, dtype, device, make_tensor, make_sparsity, assert_no_worse):
     width = case["heads"] * HEAD_DIM
     x = make_tensor(case["batch"], case["tokens"], CHANNELS, dtype=dtype)
@@ -80,7 +80,7 @@ def test_equals_dense_projection(case, fusion, backend, dtype, device, make_tens
     check(x, weight, bias, make_sparsity(**case), backend, assert_no_worse, norm_weight=norm_weight, rope=rope)
 
 
-@pairwise(is_refused, head_dim=(64, 128), **IMPLEMENTED)
+@every_pair(is_refused, head_dim=(64, 128), **IMPLEMENTED)
 def test_whole_heads_of_full_size(head_dim, backend, dtype, device, make_tensor, make_sparsity, assert_no_worse):
     x, weight = make_tensor(1, 130, CHANNELS, dtype=dtype), make_tensor(2 * head_dim, CHANNELS, dtype=dtype)
     options = {"norm_weight": make_tensor(head_dim, dtype=dtype), "rope": make_rope(130, device, head_dim)}

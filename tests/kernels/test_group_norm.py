@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import add_residual, group_moments, group_norm
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 LAST = torch.channels_last
 SHAPES = {"odd": (2, 24, 5, 7), "one-pixel": (1, 16, 1, 1), "chunks": (1, 64, 33, 65)}
@@ -25,7 +25,7 @@ def assert_close(actual, expected, dtype):
     assert ((actual.double() - expected).abs() <= rounding + 2e-5).all()
 
 
-@pairwise(is_refused, shape=SHAPES, silu=(True, False), has_bias=(True, False), **IMPLEMENTED)
+@every_pair(is_refused, shape=SHAPES, silu=(True, False), has_bias=(True, False), **IMPLEMENTED)
 def test_normalises_groups(shape, silu, has_bias, backend, dtype, make_tensor):
     x, channels = make_tensor(*shape, dtype=dtype) * 3 + 1, shape[1]
     weight, bias, input_bias = (make_tensor(channels, dtype=dtype) for _ in range(3))
@@ -34,7 +34,7 @@ def test_normalises_groups(shape, silu, has_bias, backend, dtype, make_tensor):
     assert_close(out, exact(x, weight, bias, *given.values()), dtype)
 
 
-@pairwise(is_refused, shape=SHAPES | {"video": (2, 8, 3, 5, 7)}, **IMPLEMENTED)
+@every_pair(is_refused, shape=SHAPES | {"video": (2, 8, 3, 5, 7)}, **IMPLEMENTED)
 def test_moments_of_groups(shape, backend, dtype, make_tensor):
     """Of features behind a bias; a norm takes those of other features."""
     x, bias = make_tensor(*shape, dtype=dtype) * 3 + 1, make_tensor(shape[1], dtype=dtype)
@@ -61,7 +61,7 @@ def test_a_mean_far_from_zero_costs_no_digits(backend, make_tensor):
     assert (out.double() - exact(x, weight, bias, 4, 1e-6, False, None)).abs().max() < 2e-3
 
 
-@pairwise(is_refused, shape=SHAPES, has_bias=(True, False), **IMPLEMENTED)
+@every_pair(is_refused, shape=SHAPES, has_bias=(True, False), **IMPLEMENTED)
 def test_adds_a_residual(shape, has_bias, backend, dtype, make_tensor):
     x, update, bias = make_tensor(*shape, dtype=dtype), make_tensor(*shape, dtype=dtype), make_tensor(shape[1])
     out = add_residual(x, update.contiguous(memory_format=LAST), bias if has_bias else None, backend=backend)
@@ -77,7 +77,7 @@ PADDINGS = {
 }
 
 
-@pairwise(is_refused, padding=PADDINGS, times=(None, 1, 2), **IMPLEMENTED)
+@every_pair(is_refused, padding=PADDINGS, times=(None, 1, 2), **IMPLEMENTED)
 def test_videos_get_a_border_of_repeated_pixels(padding, times, backend, dtype, make_tensor):
     """The moments are those of all frames, and frames before are the video's own where it has them.
 

@@ -16,7 +16,7 @@ from dit_accel.kernels import (
     pack_bits,
 )
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 FEATURES = {"softmax": lambda x: x.softmax(-1), "elu": lambda x: F.elu(x) + 1, "relu": torch.relu}
 CASES = {  # batch, heads, tokens, block, kv_len, feature map
@@ -65,7 +65,7 @@ def dense(q, k, v, marginal, block, feature_map, kv_len=None):
     return torch.einsum("bhij,bjhd->bihd", weights / torch.where(total > 0, total, 1.0), v)
 
 
-@pairwise(is_refused, case=CASES, **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, **IMPLEMENTED)
 def test_equals_the_definition(case, backend, dtype, device, make_tensor, make_marginal, assert_no_worse):
     """Computed rows, with and without marginal tiles; the others keep the content of ``out``."""
     batch, heads, tokens, block, kv_len, feature_map = case

@@ -11,7 +11,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.symbols import SparseSymbols, TileMasks
 from tests.kernels.conftest import BACKENDS
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -79,7 +79,7 @@ def plan_lists(plan):
     }
 
 
-@pairwise(case=CASES, order=("head", "length"), backend=BACKENDS)
+@every_pair(case=CASES, order=("head", "length"), backend=BACKENDS)
 def test_lowering_equals_a_naive_loop(case, backend, order, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(**case)
     plan = lower(symbols, order=order, backend=backend)

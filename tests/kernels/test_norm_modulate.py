@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 MODULATIONS = {
     "shared": ((1, 1), torch.float32),
@@ -39,14 +39,14 @@ def modulations(rows, make_tensor):
     return lambda width, count: [make_tensor(*shape, width, dtype=dtype) for _ in range(count)]
 
 
-@pairwise(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)
+@every_pair(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)
 def test_norm_and_modulation(width, modulations, backend, dtype, make_tensor):
     x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulations(width, 2)
     exact = exact_norm(x, scale, shift)
     assert_rounded_once(norm_modulate(x, scale, shift, backend=backend), exact, dtype, exact.abs() + 10)
 
 
-@pairwise(is_refused, rows=MODULATIONS, **IMPLEMENTED)
+@every_pair(is_refused, rows=MODULATIONS, **IMPLEMENTED)
 def test_gated_sum(modulations, backend, dtype, make_tensor):
     x, update, (gate,) = (
         make_tensor(2, 7, WIDTH, dtype=dtype),
@@ -58,13 +58,13 @@ def test_gated_sum(modulations, backend, dtype, make_tensor):
     assert_rounded_once(add_gated(x, update, gate, backend=backend), exact, dtype, terms)
 
 
-@pairwise(is_refused, **IMPLEMENTED)
+@every_pair(is_refused, **IMPLEMENTED)
 def test_without_a_gate_the_update_is_added_whole(backend, dtype, make_tensor):
     x, update = make_tensor(2, 7, 48, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
     assert torch.equal(add_gated(x, update, None, backend=backend), x + update)
 
 
-@pairwise(is_refused, rows=MODULATIONS, **IMPLEMENTED)
+@every_pair(is_refused, rows=MODULATIONS, **IMPLEMENTED)
 def test_both_in_one_pass_equal_the_two_one_after_the_other(modulations, backend, dtype, make_tensor):
     """The norm reads the sum as it is written, rounded."""
     x, update = make_tensor(2, 7, WIDTH, dtype=dtype), make_tensor(2, 7, WIDTH, dtype=dtype)
@@ -79,7 +79,7 @@ def rms(x, eps):
     return x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-@pairwise(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)
+@every_pair(is_refused, width=(WIDTH, 128), rows=MODULATIONS, **IMPLEMENTED)
 def test_root_mean_square_leaves_the_mean(width, modulations, backend, dtype, make_tensor):
     """With and without a shift."""
     x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulations(width, 2)
@@ -90,7 +90,7 @@ def test_root_mean_square_leaves_the_mean(width, modulations, backend, dtype, ma
     assert_rounded_once(norm_modulate(x, scale, shift, **options), exact, dtype, exact.abs() + 10)
 
 
-@pairwise(is_refused, rows=MODULATIONS, **IMPLEMENTED)
+@every_pair(is_refused, rows=MODULATIONS, **IMPLEMENTED)
 def test_an_update_may_be_normalised(modulations, backend, dtype, make_tensor):
     """As in Z-Image: the update's norm, the sum, and the norm of the sum."""
     x, update = make_tensor(2, 7, WIDTH, dtype=dtype), make_tensor(2, 7, WIDTH, dtype=dtype) * 4

@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import norm_rope, norm_rope_pair
 from tests.kernels.conftest import BACKENDS, IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 WEIGHTS = {"per-head": lambda heads, dim: dim, "across-heads": lambda heads, dim: heads * dim, "no-norm": None}
 
@@ -46,7 +46,7 @@ def assert_rounded_once(actual, exact, dtype):
     assert ((actual.double() - exact).abs() <= allowed).all()
 
 
-@pairwise(is_refused, size=((3, 16), (4, 64)), length=WEIGHTS, rotated=(True, False), **IMPLEMENTED)
+@every_pair(is_refused, size=((3, 16), (4, 64)), length=WEIGHTS, rotated=(True, False), **IMPLEMENTED)
 def test_norm_and_rotation(size, length, rotated, backend, dtype, make_tensor):
     heads, head_dim = size
     x = make_tensor(2, 5, heads, head_dim, dtype=dtype) * 2
@@ -64,7 +64,7 @@ HALVES = {  # batch and heads of the tables, and the features apart, of 16
 }
 
 
-@pairwise(is_refused, sizes=HALVES, length=WEIGHTS, **IMPLEMENTED)
+@every_pair(is_refused, sizes=HALVES, length=WEIGHTS, **IMPLEMENTED)
 def test_halves_of_a_head_are_rotated(length, sizes, backend, dtype, make_tensor):
     """Tables may come with heads before tokens in memory, or as a part of wider ones."""
     batch, heads, half = sizes
@@ -90,7 +90,7 @@ def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
     assert joint[:, :2].isnan().all() and joint[:, 7:].isnan().all()
 
 
-@pairwise(length=WEIGHTS, alike=(True, False), backend=BACKENDS)
+@every_pair(length=WEIGHTS, alike=(True, False), backend=BACKENDS)
 def test_a_pair_is_each_by_itself(length, alike, backend, make_tensor):
     """A pair gives the results of two single calls, for any memory layout, into new tensors or joint sequences."""
     projected = make_tensor(2, 5, 3 * 48)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import pad_video, pixel_norm
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 LAST = torch.channels_last_3d
 SHAPES = {"odd": (2, 24, 3, 5, 7), "one-pixel": (1, 16, 1, 1, 1), "one-frame": (2, 12, 1, 6, 9)}
@@ -48,7 +48,7 @@ def is_left_out(case):
     return is_refused(case) or (case["padding"].get("reflect") and case["shape"] == SHAPES["one-pixel"])
 
 
-@pairwise(is_left_out, shape=SHAPES, padding=PADDINGS | REFLECTED, is_modulated=(True, False), **IMPLEMENTED)
+@every_pair(is_left_out, shape=SHAPES, padding=PADDINGS | REFLECTED, is_modulated=(True, False), **IMPLEMENTED)
 def test_normalises_and_pads(shape, padding, is_modulated, backend, dtype, make_tensor):
     """With a bias of the input where it is modulated."""
     batch, channels = shape[:2]

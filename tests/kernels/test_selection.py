@@ -12,7 +12,7 @@ from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from tests.kernels.conftest import BACKENDS
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -54,7 +54,7 @@ def naive_tiles(probabilities, tau, always):
     return tiles
 
 
-@pairwise(shape=SHAPES, tau=TAUS, backend=BACKENDS)
+@every_pair(shape=SHAPES, tau=TAUS, backend=BACKENDS)
 def test_tiles_equal_a_naive_loop(shape, tau, backend, make_map):
     always = slice(1, 3)
     probabilities = make_map(*shape)
@@ -159,7 +159,7 @@ def naive_rows(probabilities, tau, text, vision):
     return rows
 
 
-@pairwise(case=ROWS, tau=TAUS, backend=BACKENDS)
+@every_pair(case=ROWS, tau=TAUS, backend=BACKENDS)
 def test_rows_equal_a_naive_loop(case, tau, backend, make_map):
     batch, heads, text = case
     probabilities = make_map(batch, heads, 13)

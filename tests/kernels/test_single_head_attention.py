@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import single_head_attention
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 SHAPES = {  # samples, queries, keys, features
     "wide": (1, 70, 70, 320),
@@ -35,13 +35,13 @@ def assert_close(out, expected):
     assert (out.double() - expected).norm() <= bound * expected.norm()
 
 
-@pairwise(is_refused, shape=SHAPES, **IMPLEMENTED)
+@every_pair(is_refused, shape=SHAPES, **IMPLEMENTED)
 def test_attends(shape, backend, dtype, make_tensor):
     qkv = given(shape, dtype, make_tensor)
     assert_close(single_head_attention(*qkv, backend=backend), exact(*qkv))
 
 
-@pairwise(is_refused, **IMPLEMENTED)
+@every_pair(is_refused, **IMPLEMENTED)
 def test_large_scores(backend, dtype, make_tensor):
     """Some weights are 0 and 1."""
     query, key, value = given(SHAPES["wide"], dtype, make_tensor)

@@ -12,7 +12,7 @@ from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import SparseSymbols
 from tests.kernels.conftest import DEVICE, IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending, check, dense
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="device memory is a GPU's")
@@ -105,7 +105,7 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_ten
     assert torch.equal(poisoned[computed], clean[computed])
 
 
-@pairwise(is_refused, case=("ragged", "block-128"), **IMPLEMENTED)
+@every_pair(is_refused, case=("ragged", "block-128"), **IMPLEMENTED)
 def test_equals_dense_masked_attention(case, backend, dtype, make_slices, make_tensor, assert_no_worse):
     """Results are as exact as dense ones in the same precision; reused rows stay, empty ones are 0 with lse -inf."""
     case = CASES[case]

@@ -6,7 +6,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import swiglu
 from tests.kernels.conftest import IMPLEMENTED, is_refused
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 
 def exact(x):
@@ -22,13 +22,13 @@ def assert_rounded_once(actual, x):
     assert ((actual.double() - expected).abs() <= allowed + smallest).all()
 
 
-@pairwise(is_refused, width=(48, 3000), **IMPLEMENTED)
+@every_pair(is_refused, width=(48, 3000), **IMPLEMENTED)
 def test_gate_times_value(width, backend, dtype, make_tensor):
     x = make_tensor(2, 7, 2 * width, dtype=dtype) * 3
     assert_rounded_once(swiglu(x, backend=backend), x)
 
 
-@pairwise(is_refused, **IMPLEMENTED)
+@every_pair(is_refused, **IMPLEMENTED)
 def test_gate_and_value_may_lie_apart(backend, dtype, make_tensor):
     """The gate is part of a wider tensor, the value has a projection of its own."""
     wide, value = make_tensor(2, 7, 80, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
@@ -37,7 +37,7 @@ def test_gate_and_value_may_lie_apart(backend, dtype, make_tensor):
     assert y.is_contiguous() and torch.equal(y, swiglu(torch.cat([gate, value], dim=-1), backend=backend))
 
 
-@pairwise(is_refused, **IMPLEMENTED)
+@every_pair(is_refused, **IMPLEMENTED)
 def test_of_features_of_a_wide_tensor_into_features_of_another(backend, dtype, make_tensor):
     x = make_tensor(2, 7, 200, dtype=dtype)[:, 1:, 40:136]
     wide = torch.full((2, 6, 64), torch.nan, dtype=dtype, device=x.device)

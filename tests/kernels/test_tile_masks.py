@@ -7,7 +7,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, unpack_bits
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
-from tests.pairwise import pairwise
+from tests.pairs import every_pair
 
 LENGTHS = (1, 63, 64, 65, 129, 200, 256, 300)
 every_length = pytest.mark.parametrize("tokens", LENGTHS)
@@ -107,7 +107,7 @@ def test_other_masks_are_refused(mask):
         symbols_from_mask(mask, heads=2, block=64)
 
 
-@pairwise(tokens=LENGTHS, block=(64, 128), runs=(1, 2))
+@every_pair(tokens=LENGTHS, block=(64, 128), runs=(1, 2))
 def test_runs_of_keys_give_the_symbols_of_their_mask(runs, tokens, block):
     """Equal to the mask's symbols bit by bit; runs may be empty, touch each other and extend beyond the sequence."""
     generator = torch.Generator().manual_seed(tokens)

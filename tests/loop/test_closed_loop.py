@@ -10,6 +10,7 @@ from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.interval import IntervalGap
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset, load_preset
+from tests.pairs import every_pair
 
 LETTERS = {StepMode.FULL: "F", StepMode.UPDATE: "U", StepMode.DISPATCH: "D"}
 
@@ -60,9 +61,7 @@ def test_first_output_also_serves_the_second_step_if_little_change_is_expected(d
     assert control.observe(5, (), 0, math.inf) == 6  # records that were dropped on the way
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
-@pytest.mark.parametrize("gap", [1, 3])
-@pytest.mark.parametrize("error", [1.0, 0.051, 0.021, 0.0051, 0.0006, 1e-6])
+@every_pair(error=(1.0, 0.051, 0.021, 0.0051, 0.0006, 1e-6), gap=(1, 3), order=(0, 1, 2))
 def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
     """The next UPDATE comes after the largest n <= max_interval with ``Σ_(i<n) e · C(i / g + D, D + 1) <= target``.
 

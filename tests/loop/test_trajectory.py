@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dit_accel.loop.trajectory import Trajectory
+from tests.pairs import every_pair
 
 STEPS = 12
 SIGMAS = [1 - step / STEPS for step in range(STEPS + 1)]
@@ -62,12 +63,10 @@ def unedited(step, sigma, latents):
     return latents
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("branches", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("latents, outputs", FORMS.values(), ids=FORMS)
-def test_only_replaced_latents_are_found(latents, outputs, dtype, branches, order):
+@every_pair(form=FORMS, dtype=(torch.float32, torch.bfloat16), branches=(1, 2), order=(1, 2))
+def test_only_replaced_latents_are_found(form, dtype, branches, order):
     """A scheduler's own steps are no replacement; a tenth of the latents that is replaced once is one."""
+    latents, outputs = form
     form = {"latents": latents, "outputs": outputs, "dtype": dtype, "branches": branches, "order": order}
     assert replacements(unedited, **form) == []
     assert replacements(pasted(0.1, [6]), **form) == [7]

@@ -15,6 +15,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import dtype_argument
 from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
+from tests.pairs import every_pair
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
@@ -66,9 +67,7 @@ def hooked(kinds):
     return module
 
 
-@pytest.mark.parametrize("kind", [Around, Behind], ids=["new-forward", "post-forward"])
-@pytest.mark.parametrize("called", [True, False], ids=["called-in-between", "not-called"])
-@pytest.mark.parametrize("order", list(itertools.permutations(["before", "around", "after"])), ids=" ".join)
+@every_pair(order=itertools.permutations(["before", "around", "after"]), called=(True, False), kind=(Around, Behind))
 def test_what_is_left_runs_whatever_goes_first(order, called, kind):
     """diffusers takes its hooks off in any order, called in between or not, and ours goes at any time."""
     for goes_after in range(len(order) + 1):

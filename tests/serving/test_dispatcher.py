@@ -78,13 +78,13 @@ def test_a_queue_takes_as_many_as_it_says(dispatcher, workers, most):
     go_on = threading.Event()
     queue = dispatcher([Hands() for _ in range(workers)], most)
     for _ in range(2):
-        tasks = [Noted(lambda tell: go_on.wait(20)) for _ in range(workers + most)]
+        tasks = [Noted(lambda tell: go_on.wait(60)) for _ in range(workers + most)]
         for task in tasks:
             queue.add(task)
         for _ in range(2):
             with pytest.raises(Busy):
                 queue.add(Noted())
-            assert all(task.begun.wait(20) for task in tasks[:workers])
+            assert all(task.begun.wait(60) for task in tasks[:workers])
         assert (queue.running, queue.waiting) == (workers, most)
         go_on.set()
         until_idle(queue)
@@ -103,7 +103,7 @@ def test_the_estimated_wait_follows_the_tasks(dispatcher, monkeypatch, workers):
             run(queue, lambda tell, seconds=seconds: setattr(clock, "now", clock.now + seconds))
         go_on = threading.Event()
         for _ in range(workers + 3):
-            queue.add(Noted(lambda tell, go_on=go_on: go_on.wait(20)))
+            queue.add(Noted(lambda tell, go_on=go_on: go_on.wait(60)))
         while queue.running < workers:
             time.sleep(0.001)
         with pytest.raises(Busy, match="3 requests are waiting") as busy:
@@ -122,13 +122,13 @@ def test_a_cancelled_task_ends_at_its_step_or_never_begins(dispatcher):
     def steps(tell):
         tell(1, 2)
         stepped.set()
-        go_on.wait(20)
+        go_on.wait(60)
         tell(2, 2)
 
     queue = dispatcher([Hands()], 2)
     running, waiting = Noted(steps, lambda tell: later.append("job")), Noted(lambda tell: later.append("task"))
     queue.add(running), queue.add(waiting)
-    assert stepped.wait(20)
+    assert stepped.wait(60)
     running.cancel(), waiting.cancel()
     assert queue.waiting == 0
     go_on.set()
@@ -144,7 +144,7 @@ def test_a_broken_worker_is_healthy_once_it_restarts_or_makes_a_result(dispatche
     queue = dispatcher([Hands(*reasons)], 1)
     for reason in reasons:
         assert isinstance(run(queue, broken)[0], BatchError)
-        ends = time.monotonic() + 20
+        ends = time.monotonic() + 60
         while queue.failure != reason and time.monotonic() < ends:
             time.sleep(0.001)
         assert queue.failure == reason
@@ -159,9 +159,9 @@ def test_the_end_cancels_the_tasks_that_still_run(dispatcher):
     )
     queue = dispatcher([Hands(), Hands()], 0)
     queue.add(first)
-    assert first.begun.wait(20)
+    assert first.begun.wait(60)
     queue.add(second)
-    assert second.ended.wait(20)
+    assert second.ended.wait(60)
     with queue._changed:
         assert queue._changed.wait_for(lambda: len(queue._running) == 1, 20)
     queue.stop(10.0)
@@ -173,7 +173,7 @@ def test_a_stop_cancels_the_runs_of_all_workers(dispatcher):
     queue = dispatcher([Hands() for _ in tasks], 0)
     for task in tasks:
         queue.add(task)
-        assert task.begun.wait(20)
+        assert task.begun.wait(60)
     queue.stop(10.0)
     assert all(isinstance(task.events[-1], Cancelled) for task in tasks) and queue.running == 0
 
@@ -185,19 +185,19 @@ def test_a_closed_queue_takes_and_restarts_nothing(dispatcher, monkeypatch, end)
     hands, go_on = Hands(), threading.Event()
 
     def work(tell):
-        go_on.wait(20)
+        go_on.wait(60)
         tell(1, 1)
         raise BatchError("the process died")
 
     queue = dispatcher([hands], 2)
     running, waiting = Noted(work), Noted(lambda tell: None)
     queue.add(running), queue.add(waiting)
-    assert running.begun.wait(20)
+    assert running.begun.wait(60)
     queue.close() if end == "close" else queue.stop(0.0)
     assert [type(event) for event in waiting.events] == [Busy] and running.is_cancelled == (end == "stop")
     go_on.set()
     for thread in queue._threads:
-        thread.join(20)
+        thread.join(60)
     assert isinstance(running.events[-1], BatchError if end == "close" else Cancelled)
     assert hands.restarts == 0 and not waiting.begun.is_set() and queue.is_closed
     with pytest.raises(Busy, match="shutting down"):

@@ -12,6 +12,7 @@ from dit_accel.serving.http.api import Limits, RequestError, Served
 from dit_accel.serving.http.requests import EditRequest, VideoRequest
 from dit_accel.serving.http.requests import read as read_fields
 from dit_accel.serving.pipelines import read_image
+from tests.pairs import every_pair
 
 SERVED = Served("m", None, Limits(), VideoForm(8, 4))
 WIDTH, HEIGHT = 24, 16
@@ -39,9 +40,17 @@ def of_command(data, folder):
     return read_image(folder / "given")
 
 
-@pytest.fixture(params=[lambda data, folder: edit(data).image[0], of_video, of_command], ids=["edit", "video", "file"])
-def read(request, tmp_path):
-    return lambda data: request.param(data, tmp_path)
+WAYS = {"edit": lambda data, folder: edit(data).image[0], "video": of_video, "file": of_command}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def read(way, tmp_path):
+    return lambda data: way(data, tmp_path)
 
 
 def turned(orientation):
@@ -50,8 +59,7 @@ def turned(orientation):
     return {"exif": tag}
 
 
-@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@every_pair(way=WAYS, form=("png", "jpeg", "webp"), orientation=range(1, 9))
 def test_a_photo_is_upright(read, form, orientation):
     """Its EXIF orientation is followed as in diffusers' `load_image`."""
     photo = stored(Image.fromarray(COLOURS).convert("RGB"), form, **turned(orientation))

@@ -16,10 +16,10 @@ from dit_accel.sparse.token_order import (
     tiles_order,
     token_order,
 )
+from tests.pairs import every_pair
 
 FULL_SIZE = [(21, 30, 52), (33, 45, 80)]  # 81 frames of 480p, 129 of 720p
 GRIDS = [(1, 1, 1), (1, 1, 7), (1, 5, 1), (2, 1, 3), (1, 6, 9), (3, 6, 8), (5, 16, 16), (4, 7, 11), FULL_SIZE[0]]
-every_grid = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "x".join(map(str, grid)))
 every_full_size = pytest.mark.parametrize("grid", FULL_SIZE, ids=["480p", "720p"])
 every_order = pytest.mark.parametrize("name", ["hilbert", "tiles"])
 
@@ -45,10 +45,7 @@ def spreads(blocks: torch.Tensor) -> torch.Tensor:
     return (blocks - blocks.mean(1, keepdim=True)).square().sum(2).mean(1)
 
 
-@every_grid
-@pytest.mark.parametrize("first_frame_apart", [False, True], ids=["whole", "first-frame-apart"])
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("name", TOKEN_ORDERS)
+@every_pair(name=TOKEN_ORDERS, block=(64, 128), grid=GRIDS, first_frame_apart=(False, True))
 def test_every_token_comes_once(name, block, grid, first_frame_apart):
     """An order is a permutation, and its inverse undoes it."""
     order = token_order(name, grid, block, first_frame_apart=first_frame_apart)

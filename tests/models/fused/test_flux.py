@@ -10,7 +10,7 @@ from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_pipeline
 
 STEPS = 9
 TEXT = 37
-SMALL_PICTURE = {"height": 104, "width": 104}  # 4 blocks as ragged as the 8 of inputs(), for Triton's interpreter
+SMALL_PICTURE = {"height": 88, "width": 88}  # 3 blocks, of both, of image and ragged, for Triton's interpreter
 ATTENTION = 457 / (457 + 6 * 96)  # its share of a block's FLOPs, of 457 tokens and 96 features
 HEADS = {
     "schedule": {"warmup": 2, "interval": 4, "cooldown": 1},

@@ -12,6 +12,7 @@ from dit_accel.kernels.pooling import block_means
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, plan
 from tests.kernels.conftest import DEVICE
+from tests.pairs import every_pair
 
 LAYOUTS = {
     "no-text": TokenLayout(0, 300, 64),
@@ -60,9 +61,7 @@ def keys_by_definition(q, k, layout, mask, threshold, kv_len) -> torch.Tensor:
     return keys | text.repeat_interleave(layout.block)[:tokens]
 
 
-@pytest.mark.parametrize("shortened", [False, True], ids=["all-keys", "kv-len"])
-@every_mask
-@every_layout
+@every_pair(layout=LAYOUTS, mask=("exact", "average_query"), shortened=(False, True))
 def test_keys_stay_by_definition(layout, mask, shortened):
     """Keys above 0.5 / N for a query of the row, or 0.1 / N for its mean; text rows and columns are whole."""
     q, k = queries_and_keys(layout)

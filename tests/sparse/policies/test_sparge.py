@@ -12,6 +12,7 @@ from dit_accel.kernels.packing import unpack_bits
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, plan, policy_of
 from dit_accel.sparse.policies.sparge import tile_bits
+from tests.pairs import every_pair
 
 BLOCK = 64
 NO_TEXT = TokenLayout(0, 800, BLOCK)  # 13 blocks
@@ -170,13 +171,9 @@ SETTINGS = {
     "top-k-judged-sinks": Skip(policy="sparge", top_k=0.3, similarity=0.5, sinks=True),
     "everything-judged-unlike": Skip(policy="sparge", tau_kv=0.5, similarity=1.0),
 }
-every_setting = pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both-ways", "causal"])
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("text", [0, TEXT], ids=["no-text", "text-last"])
-@every_setting
+@every_pair(config=SETTINGS, text=(0, TEXT), block=(64, 128), causal=(False, True))
 def test_tiles_equal_the_papers_equations(qkv, config, text, block, causal):
     """Selective compression by a loop over blocks, with a ragged tail, zero tokens and a sample that ends early."""
     q, k, _ = qkv

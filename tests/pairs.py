@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 
 
-def pairwise(
+def every_pair(
     excluded: Callable[[dict], bool] = lambda case: False, **axes: Mapping[str, object] | Iterable
 ) -> pytest.MarkDecorator:
     """Parametrize a test over ``axes``, values by their ids or values alone, without cases that are ``excluded``."""
