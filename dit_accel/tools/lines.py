@@ -88,7 +88,6 @@ def shell_line(
 
     Args:
         way: value of ``--parallel``; None = one GPU.
-        options: further options.
     """
     inputs = inputs_of(model)
     if set(inputs) - {"image"} or model.is_modular:

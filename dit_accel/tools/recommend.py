@@ -68,7 +68,6 @@ class Recommendation:
 
     Args:
         choices: presets; the first is the recommended one.
-        notes: whole sentences.
         python, shell: lines to copy; ``shell`` is empty if no command can run the pipeline.
     """
 
@@ -99,7 +98,6 @@ def recommend(
         gpu: name of a GPU, such as ``rtx4090`` or ``h100``; None = unknown GPU.
         steps: number of steps; None = the number in a distilled model's name, or the pipeline's default.
         height, width: in pixels.
-        frames: number of frames of a video.
         loras: weights of LoRAs, by folder, file or id on the Hub.
         quantized, distilled: True if the model's own weights are quantised, or if it is distilled for few steps.
         gpus: number of GPUs that share one image or video.
