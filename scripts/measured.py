@@ -2,7 +2,7 @@
 """Write what docs/results says of presets: configs/measured.json, headers, calibrations, and the table of tuning.md.
 
     python -m scripts.measured
-    python -m tests.tools.test_recommend  # afterwards: the tables of docs/guide/choosing.md
+    python -m scripts.choosing  # afterwards: the tables of docs/guide/choosing.md
 
 Presets of the closed loop have the range over all cells of docs/results/conditions.json, for each number of steps.
 Others have the row of the file that measured.json names as their source.

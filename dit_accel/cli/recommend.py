@@ -33,7 +33,7 @@ def command(
     distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled for few steps.")] = False,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs that share one image or video.")] = 1,
 ) -> None:
-    """Recommend a preset, with its measured speed-up if there is one, and the lines to copy. No model is loaded.
+    """Recommend a preset, and print the lines to copy. No model is loaded.
 
     dit-accel recommend --model black-forest-labs/FLUX.1-dev --gpu 4090
 
@@ -42,7 +42,6 @@ def command(
     from rich.console import Console
     from rich.table import Column, Table
 
-    from dit_accel.cli.presets import span
     from dit_accel.tools.recommend import recommend
 
     found = recommend(
@@ -58,11 +57,9 @@ def command(
         gpus=gpus,
     )
     console = Console()
-    heads = ["computed", "PSNR dB"] if any(choice.run for choice in found.choices) else []
-    table = Table(Column("preset", no_wrap=True), *heads, "use it as", box=None, pad_edge=False)
-    for name, use, run in found.choices:
-        figures = ["–"] * len(heads) if run is None else [span(run.computed, 2), span(run.psnr, 0)]
-        table.add_row(name, *figures, use)
+    table = Table(Column("preset", no_wrap=True), "use it as", box=None, pad_edge=False)
+    for choice in found.choices:
+        table.add_row(*choice)
     console.out(f"{found.model.name}: {found.model.title}\n", highlight=False)
     console.print(table)
     typer.echo()

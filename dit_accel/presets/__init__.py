@@ -4,10 +4,11 @@ A preset is a YAML file in ``configs/``, or the user's own. Keys that it leaves 
 starts from another preset, and unknown keys or values out of range are errors that list the valid ones.
 
 Read ``sections.py`` first: it has every key with its default and its meaning, and ``skip.py`` has the keys of section
-``skip``. ``preset.py`` puts the sections together and checks them against each other. ``loading.py`` reads presets by
-name or path and applies overrides, which ``keywords.py`` assigns to sections. ``section.py`` is the base class of
-sections, ``reading.py`` the bounded YAML reader, ``complaints.py`` the wording of errors. ``names.py`` chooses the
-video form of a name, and ``measured.py`` reads the measurements of shipped presets.
+``skip``. ``preset.py`` puts the sections together, checks them against each other, and has the table of keys that have
+no effect with others. ``loading.py`` reads presets by name or path and applies overrides, which ``keywords.py`` assigns
+to sections. ``section.py`` is the base class of sections, ``reading.py`` the bounded YAML reader, ``complaints.py`` the
+wording of errors. ``names.py`` chooses the video form of a name, and ``measured.py`` reads the measurements of shipped
+presets.
 """
 
 from dit_accel.presets.loading import load_preset, preset_names, preset_path, preset_schema

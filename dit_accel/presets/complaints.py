@@ -65,9 +65,9 @@ def _missing(path: list[str], place: Model) -> str:
     if place is None or section is None:
         return f"{'.'.join(path)} is required"
     example = (place.model_fields[path[-1]].examples or [None])[0]
-    return f"{_before(path)}{section.chooser} '{_name(place, section)}' needs {path[-1]}" + (
-        f", e.g. {example}" if example else ""
-    )
+    before = f"{'.'.join(path[:-1])}: " if path[:-1] else ""
+    form = next(name for name, each in section.forms.items() if each is place)
+    return f"{before}{section.chooser} '{form}' needs {path[-1]}" + (f", e.g. {example}" if example else "")
 
 
 def _unknown(path: list[str], place: Model) -> str:
@@ -77,15 +77,6 @@ def _unknown(path: list[str], place: Model) -> str:
 
 def _wrong_value(path: list[str], message: str, given: Any) -> str:
     return f"{'.'.join(path)}: {message}, got {shown(given)}"
-
-
-def _before(path: list[str]) -> str:
-    """Return the sections around a key, the beginning of an error."""
-    return f"{'.'.join(path[:-1])}: " if path[:-1] else ""
-
-
-def _name(form: type[BaseModel], section: type[Formed]) -> str:
-    return next(name for name, each in section.forms.items() if each is form)
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:

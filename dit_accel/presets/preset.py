@@ -25,6 +25,7 @@ from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 # Sections that only level head reads; with `skip.steps: all` other levels read all but reuse.
 _HEAD_SECTIONS = ("reuse", "skip", "blocks")
 LOOP_KEYS = ("beyond", "damping")  # keys of section forecast that only control adaptive reads
+_ASK_FOR_NOTHING: tuple[Any, ...] = (None, False, 0.0, [], "device")  # values that may be given anywhere
 FORMED: dict[str, type[Formed]] = {"schedule": Schedule, "forecast": Forecast, "skip": Skip}  # sections with forms
 
 
@@ -53,28 +54,12 @@ class Preset(Section):
 
     def effective(self) -> dict[str, Any]:
         """Return all values that have an effect, defaults included, as the plain values of a preset file."""
-        values = self.model_dump(mode="json")
-        for key in self.skip.idle_keys():
-            del values["skip"][key]
-        for section in self._unread_sections():
-            del values[section]
-        for key in self._idle_forecast_keys():
-            del values["forecast"][key]
-        for key in self._idle_kernel_keys():
-            del values["kernels"][key]
-        if not values["kernels"]:
-            del values["kernels"]
-        for key in self._idle_memory_keys():
-            del values["memory"][key]
-        if self.linear.dtype is None:
-            del values["linear"]
-        if not self.stages.prompts:
-            del values["stages"]["prompts_mib"]
-        if not self.stages.decode:
-            del values["stages"]["share"]
+        values = self.model_dump(mode="json", exclude=set(self._unread_sections()))
+        for section, key in (*self._idle_keys(), *(("skip", key) for key in self.skip.idle_keys())):
+            values.get(section, {}).pop(key, None)
         if "blocks" in values and self.blocks.token_order == "raster":
             del values["blocks"]["token_order"]
-        return values
+        return {key: value for key, value in values.items() if value != {}}
 
     def _unread_sections(self) -> tuple[str, ...]:
         """Return the sections that have no effect at this level."""
@@ -82,28 +67,48 @@ class Preset(Section):
             return ()
         return ("reuse",) if self.skip.steps == "all" else _HEAD_SECTIONS
 
-    def _idle_forecast_keys(self) -> tuple[str, ...]:
-        """Return the keys of section forecast that have no effect under the preset's control."""
-        return LOOP_KEYS if self.forecast.level == "output" and self.schedule.control != "adaptive" else ()
+    def _idle_keys(self) -> dict[tuple[str, str], str]:
+        """Return the sections and keys that have no effect, each with the reason and the remedy."""
+        level, control, order = self.forecast.level, self.schedule.control, self.forecast.order
+        dense = level != "head" and self.skip.steps != "all"
+        kernels = ("attention", "gemm", "qk_dtype")
+        table = (
+            (dense, "kernels", kernels, f"at level '{level}'", "set forecast.level to head, or skip.steps to all"),
+            (level != "output", "kernels", ["graphs"], f"at level '{level}'", "set forecast.level to output"),
+            (
+                *(level == "output" and control != "adaptive", "forecast", LOOP_KEYS),
+                *("with control 'interval', which measures no errors", "set schedule.control to adaptive"),
+            ),
+            (
+                *(level == "output" and not self.skip.keeps_residuals, "memory", ["history_dtype"]),
+                *("at level 'output', where blocks record nothing", "set forecast.level to layer"),
+            ),
+            (
+                *(level != "head", "memory", ["offload"]),
+                *("as attention outputs are recorded at level 'head' only", "set forecast.level to head"),
+            ),
+            (level == "head" and order == 0, "memory", ["offload"], "with order 0", "set forecast.order to 1"),
+            (
+                *(self.linear.dtype is None, "linear", ("dtype", "exclude", "weights")),
+                *("without a dtype", "set linear.dtype to int8 or float8"),
+            ),
+            (not self.stages.prompts, "stages", ["prompts_mib"], "without prompts", "set stages.prompts to true"),
+            (not self.stages.decode, "stages", ["share"], "without decode", "set stages.decode to true"),
+        )
+        return {
+            (section, key): f"{where}: remove it, or {remedy}"
+            for holds, section, keys, where, remedy in table
+            if holds
+            for key in keys
+        }
 
-    def _idle_kernel_keys(self) -> dict[str, str]:
-        """Return the keys of section kernels that have no effect, each with the setting that would give it one."""
-        level, idle = self.forecast.level, {}
-        if level != "head" and self.skip.steps != "all":
-            chosen = [key for key in Kernels.model_fields if key != "graphs"]
-            idle = dict.fromkeys(chosen, "set forecast.level to head, or skip.steps to all")
-        return idle if level == "output" else idle | {"graphs": "set forecast.level to output"}
-
-    def _idle_memory_keys(self) -> dict[str, str]:
-        """Return the keys of section memory that have no effect, with the reason."""
-        idle = {}
-        if self.forecast.level == "output" and not self.skip.keeps_residuals:
-            idle["history_dtype"] = "at level 'output' blocks record nothing"
-        if self.forecast.level != "head":
-            idle["offload"] = "attention outputs are recorded at level 'head' only"
-        elif self.forecast.order == 0:
-            idle["offload"] = "with order 0 no attention outputs are recorded"
-        return idle
+    def _why_not_given(self) -> str | None:
+        """Return the error of the first given key without effect, or None."""
+        for (name, key), why in self._idle_keys().items():
+            section = getattr(self, name)
+            if key in section.model_fields_set and getattr(section, key) not in _ASK_FOR_NOTHING:
+                return f"{name}.{key} has no effect {why}"
+        return None
 
     def _kernels_refuse(self) -> str | None:
         """Return why no kernel supports sections skip and kernels together, or None."""
@@ -126,9 +131,6 @@ class Preset(Section):
                 "schedule.per_prompt works on the transformer's output, which only level 'output' forecasts, and "
                 f"forecast.level is '{self.forecast.level}': remove schedule.per_prompt"
             )
-        for key in self._idle_forecast_keys():
-            if getattr(self.forecast, key):
-                return f"forecast.{key} needs the errors that control 'adaptive' measures, got 'interval': remove it"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
             return "schedule.per_prompt changes the batch between steps, so masks can't be kept: set skip.refresh to 1"
         return None
@@ -148,15 +150,6 @@ class Preset(Section):
                 f"linear.dtype '{self.linear.dtype}' rounds whole layers, and level 'head' multiplies parts of them: "
                 "remove one of them"
             )
-        if (refused := self._kernels_refuse()) is not None:
+        if refused := self._kernels_refuse() or self._outputs_refuse() or self._why_not_given():
             raise ValueError(refused)
-        if (refused := self._outputs_refuse()) is not None:
-            raise ValueError(refused)
-        for key, remedy in self._idle_kernel_keys().items():
-            if key in self.kernels.model_fields_set:
-                level = self.forecast.level
-                raise ValueError(f"kernels.{key} has no effect at level '{level}': remove it, or {remedy}")
-        for key, reason in self._idle_memory_keys().items():
-            if getattr(self.memory, key):
-                raise ValueError(f"memory.{key} has no effect, because {reason}: remove it")
         return self

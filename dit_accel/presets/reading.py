@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +14,7 @@ from dit_accel.errors import PresetError, shortened
 LONGEST_FILE = 2**16  # bytes of YAML; a preset tuned block by block has 10,000
 MOST_LEVELS = 20  # nested lists and mappings
 MOST_VALUES = 5_000  # keys included
-LONGEST_VALUE = 1_000  # characters
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_STRINGS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")
 
 
 def read_text(path: Path, most: int = LONGEST_FILE) -> str:
@@ -33,16 +32,18 @@ def read_text(path: Path, most: int = LONGEST_FILE) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """Return plain values from YAML without tags, dates as strings. Aliases are written out, and count as copies.
+    """Return plain values from YAML, dates as strings. Aliases and merges are written out, and count as copies.
 
     Raises:
         PresetError: the text is not valid YAML, has a key twice, or exceeds a bound.
     """
     try:
-        return _written_out(_loaded(text))
+        return _Copy().of(_loaded(text))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise PresetError(f"not valid YAML: {shortened(str(error.problem))}{line}") from None
+    except RecursionError:
+        raise PresetError(f"not valid YAML: more than {MOST_LEVELS} nested levels") from None
     except (yaml.YAMLError, ValueError) as error:
         raise PresetError(f"not valid YAML: {shortened(' '.join(str(error).split()))}") from None
 
@@ -53,63 +54,46 @@ def _loaded(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def _written_out(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _written_out(each) for key, each in value.items()}
-    return [_written_out(each) for each in value] if isinstance(value, list) else value
-
-
 class _Loader(yaml.SafeLoader):
+    """Keeps dates and merge keys as strings, and refuses a key that occurs twice."""
+
     yaml_implicit_resolvers: ClassVar = {
-        first: [rule for rule in rules if rule[0] != _TIMESTAMP]
+        first: [rule for rule in rules if rule[0] not in _STRINGS]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._level = 0
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each complete node
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose the next value; check its depth before, and its size afterwards."""
-        event = self.peek_event()
-        if getattr(event, "tag", None) is not None:
-            raise _refusal(f"tags such as {shortened(event.tag)} are not allowed", event)
-        if self._level == MOST_LEVELS:
-            raise _refusal(f"more than {MOST_LEVELS} nested levels", event)
-        self._level += 1
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        if isinstance(event, yaml.AliasEvent):
-            if node not in self._extents:
-                raise _refusal(f"alias {shortened(event.anchor)} contains itself", event)
-            return node
-        if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST_VALUE:
-            raise _refusal(f"a value has {len(event.value):,} characters, of {LONGEST_VALUE:,} at most", event)
-        if isinstance(node, yaml.MappingNode):
-            _refuse_repeated_keys(node)
-        self._extents[node] = values, levels = self._extent(node)
-        if levels > MOST_LEVELS:
-            raise _refusal(f"more than {MOST_LEVELS} nested levels, aliases written out", event)
-        if values > MOST_VALUES:
-            raise _refusal(f"more than {MOST_VALUES:,} values, aliases written out", event)
-        return node
-
-    def _extent(self, node: yaml.Node) -> tuple[int, int]:
-        parts = () if isinstance(node, yaml.ScalarNode) else node.value
-        extents = [self._extents[part] for part in (chain(*parts) if isinstance(node, yaml.MappingNode) else parts)]
-        values, levels = zip(*extents, strict=True) if extents else ((), (0,))
-        return 1 + sum(values), 1 + max(levels)
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge nothing: a few nested merges would take all memory; ``_Copy`` counts what it merges."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and keys[key.value] > 1:
+                problem = f"key {shortened(key.value)!r} occurs twice in one mapping"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
 
 
-def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
-    seen = set()
-    for key, _ in mapping.value:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                raise _refusal(f"key {shortened(key.value)!r} occurs twice in one mapping", key)
-            seen.add(key.value)
+class _Copy:
+    """A copy of YAML's values with aliases and merges written out, within the bounds."""
 
+    def __init__(self) -> None:
+        self._left = MOST_VALUES
 
-def _refusal(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+    def of(self, value: Any, level: int = 1) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"more than {MOST_VALUES:,} values, aliases written out")
+        if level > MOST_LEVELS:
+            raise ValueError(f"more than {MOST_LEVELS} nested levels, aliases written out")
+        if isinstance(value, list):
+            return [self.of(each, level + 1) for each in value]
+        if not isinstance(value, dict):
+            if value is not None and not isinstance(value, (str, int, float)):
+                raise ValueError(f"tags are not allowed, got a {type(value).__name__}")
+            return value
+        self._left -= len(value)
+        copied = {key: self.of(each, level + 1) for key, each in value.items()}
+        merged = copied.pop("<<", [])
+        for each in reversed(merged if isinstance(merged, list) else [merged]):
+            if not isinstance(each, dict):
+                raise ValueError(f"<< must name mappings, got {type(each).__name__}")
+            copied = each | copied
+        return copied

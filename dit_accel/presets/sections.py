@@ -219,14 +219,6 @@ class Linear(Section):
     weights: Literal["device", "host"] = "device"
     """Place of the original weights. host: only rounded weights are on the device, and stay there between runs."""
 
-    @model_validator(mode="after")
-    def _applies_to_something(self) -> Linear:
-        if self.dtype is None:
-            for name in ("exclude", "weights"):
-                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(f"{name} has no effect without a dtype: set dtype to int8 or float8")
-        return self
-
 
 class Memory(Section):
     """Memory of a run's caches, and their storage."""
@@ -255,11 +247,3 @@ class Stages(Section):
     not moved to the GPU if it is offloaded."""
     prompts_mib: float = Field(default=512.0, gt=0.0, allow_inf_nan=False)
     """Most MiB of kept outputs, for each pipeline. The least recently used are dropped first."""
-
-    @model_validator(mode="after")
-    def _bounds_something(self) -> Stages:
-        if not self.prompts and "prompts_mib" in self.model_fields_set:
-            raise ValueError("prompts_mib has no effect without prompts: remove it, or set prompts to true")
-        if self.share and not self.decode:
-            raise ValueError("share has no effect without decode: remove it, or set decode to true")
-        return self

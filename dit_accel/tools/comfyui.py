@@ -66,7 +66,6 @@ class SampledModel:
             guider: calls the model for the sampler.
             sigmas: noise levels before each step and after the last, float ``[steps + 1]``.
             extra_args: passed by the sampler to the guider with each call.
-            others: further arguments of the sampler.
         """
         sampled = partial(executor, guider, sigmas, extra_args, *others)
         if len(sigmas) < 2 or self._clock is not None:  # nothing to do, or a run inside of a run

@@ -202,8 +202,6 @@ def frontier_plot(
 
     Args:
         highlight: the method with the thickest line.
-        x_label: label of the fractions.
-        y_label: label of the quality.
         plain: quality of plain runs, a dashed line; None = no line.
 
     Raises:
@@ -266,7 +264,6 @@ def tuning_figure(
     Args:
         tried: computed fraction and quality of each setting, means over the tuning prompts.
         confirmed: computed fraction and quality of the chosen setting, means over the held-out prompts.
-        target: required quality.
         quality: label of the quality, with its unit.
         layers: curves, from the first layer to the last.
         bound: maximum error of a layer; None without layers.

@@ -33,7 +33,7 @@ def inputs_of(model: Identity) -> tuple[str, ...]:
 def call_of(
     model: Identity, *, steps: int | None, size: tuple[int | None, int | None, int | None], few: bool
 ) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call that the figures assume, without prompt and inputs.
+    """Return the arguments of the pipeline's call, without prompt and inputs.
 
     Args:
         size: height, width and number of frames.
@@ -88,7 +88,6 @@ def shell_line(
 
     Args:
         way: value of ``--parallel``; None = one GPU.
-        options: further options.
     """
     inputs = inputs_of(model)
     if set(inputs) - {"image"} or model.is_modular:

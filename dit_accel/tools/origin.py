@@ -16,11 +16,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def describe_run(device: str | torch.device) -> dict[str, Any]:
-    """Return device, driver, versions, commit and command of this process; missing values are None.
-
-    Args:
-        device: device of the computation.
-    """
+    """Return device, driver, versions, commit and command of this process; missing values are None."""
     on_gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU",

@@ -110,7 +110,6 @@ class Previewer:
         """Return a ``callback_on_step_end`` that keeps the latents and shows images.
 
         Args:
-            show: takes an image.
             is_due: takes a step's index; True if it shows an image. None = at most once a second.
         """
         shown_at = time.monotonic()
@@ -134,12 +133,8 @@ class Previewer:
 
 
 def _tokens(latents: torch.Tensor, size: tuple[int, int], channels: int | None) -> torch.Tensor | None:
-    """Return latents of the first sample, of its middle frame, as float32 ``[rows, columns, channels]`` on the CPU.
-
-    Args:
-        size: width and height of an image of the same shape.
-        channels: number of a video's channels; None = unknown.
-    """
+    """Return latents of the first sample, of its middle frame, as float32 ``[rows, columns, channels]`` on the CPU;
+    ``size`` is the width and height of an image of the same shape."""
     latents = latents.detach()[0]
     if latents.ndim == 2:
         rows = round(math.sqrt(len(latents) * size[1] / size[0]))

@@ -1,22 +1,15 @@
-"""Recommend a preset and a command for a model, GPU and number of steps.
-
-A speed-up, and the seconds of a whole call, are printed only if the same model, steps, GPUs and size were measured.
-``recommend.json`` names the file of each figure, and tests compare it with ``docs/results``.
-"""
+"""Recommend a preset and a command for a model, GPU and number of steps."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
-from dit_accel.presets import Run, default_preset, load_preset, measured, preset_names
+from dit_accel.presets import load_preset, preset_names
 from dit_accel.tools.cards import CARDS, FLOAT8_SINCE, Card, known_card
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.identify import Identity, identify
@@ -25,112 +18,11 @@ from dit_accel.tools.lines import IMAGE, call_of, inputs_of, python_lines, shell
 LONG_CLIP = 13_312  # tokens of the longest video of a trained model that tiles were measured on
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
-GUIDED = "The printed lines run guidance, which calls the transformer twice a step; the timed run called it once."
-WHOLE_NOT_MEASURED = (
-    "Seconds of a whole call, with text encoding and decoding, were not measured for this case; --compare prints them."
+MEASURED = (
+    "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosing.md, What was measured. For your model, use "
+    "--compare."
 )
 QUANTIZED = 0.65  # of the peak memory, at most: weights are most of it, and quantisation halves them
-
-
-class Timed(NamedTuple):
-    """A timed run of a full-size transformer with random weights in bf16; a fixed schedule computed 14 of its steps.
-
-    Args:
-        model: last part of the id, in lower case.
-        size: height, width and frames; None = an image.
-        steps: number of steps of the schedule.
-        gpus, card: number and type of GPUs.
-        way: value of ``--parallel`` on several GPUs.
-        times: speed-up over diffusers for one GPU; over the same run on one GPU for several GPUs.
-        source: file in ``docs/results`` with the measurement.
-    """
-
-    model: str
-    size: tuple[int, int, int | None]
-    steps: int
-    gpus: int
-    card: str
-    way: str
-    times: float
-    source: str
-
-    @property
-    def sentence(self) -> str:
-        than = "diffusers" if self.gpus == 1 else f"the same run on one GPU, by {self.way}"
-        calls = "twice" if "branches" in self.way else "once"
-        return (
-            f"With 14 of {self.steps} steps computed the transformer is {self.times:.2f} times as fast as {than}: "
-            f"{self.gpus} x {CARDS[self.card].title}, {_sides(self.size)}, called {calls} a step, bf16, random weights "
-            f"(docs/results/{self.source}.json). A preset decides in each run how many steps it computes."
-        )
-
-
-class Whole(NamedTuple):
-    """A timed whole call of a full-size pipeline with random weights in bf16, with a fixed schedule.
-
-    Args:
-        model, size, steps, gpus, card, source: as in :class:`Timed`.
-        guidance: whether the transformer runs twice a step.
-        way: value of ``--parallel`` on several GPUs.
-        preset, computed: preset, and number of computed steps.
-        plain: seconds of diffusers on one GPU.
-        seconds: seconds of the call, and of its text encoding, denoising and decoding.
-    """
-
-    model: str
-    size: tuple[int, int, int | None]
-    steps: int
-    guidance: bool
-    gpus: int
-    card: str
-    way: str
-    preset: str
-    computed: int
-    plain: float
-    seconds: tuple[float, float, float, float]
-    source: str
-
-    @property
-    def sentence(self) -> str:
-        whole, text, denoising, decoding = self.seconds
-        guided = " with guidance" if self.guidance else ""
-        return (
-            f"A whole call{guided} takes {whole:.2f} s (text encoding {text:.2f} s, denoising {denoising:.2f} s, "
-            f"decoding {decoding:.2f} s) instead of diffusers' {self.plain:.2f} s on one GPU: {self.gpus} x "
-            f"{CARDS[self.card].title}, {_sides(self.size)}, {self.preset} with {self.computed} of {self.steps} steps "
-            f"computed, bf16, random weights (docs/results/{self.source}.json)."
-        )
-
-
-class Decoded(NamedTuple):
-    """Timed decoding of latents.
-
-    Args:
-        title: the model whose autoencoder was timed.
-        family: models with such an autoencoder.
-        size, card, source: as in :class:`Timed`.
-        dtype: of the autoencoder.
-        plain, fused: seconds of diffusers, and with fused kernels.
-        without: models whose ids contain this part have another autoencoder; empty = none.
-    """
-
-    title: str
-    family: str
-    size: tuple[int, int, int | None]
-    card: str
-    dtype: str
-    plain: float
-    fused: float
-    source: str
-    without: str = ""
-
-    @property
-    def sentence(self) -> str:
-        return (
-            f"Decoding latents of {self.title} takes {self.fused:.2f} s instead of diffusers' {self.plain:.2f} s: "
-            f"{CARDS[self.card].title}, {_sides(self.size)}, {self.dtype}, random weights "
-            f"(docs/results/{self.source}.json)."
-        )
 
 
 class Peak(NamedTuple):
@@ -150,26 +42,24 @@ class Peak(NamedTuple):
     source: str
 
 
-_MEASURED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-TIMED, WHOLE, DECODED = (
-    tuple(kind(**row | {"size": tuple(row["size"])}) for row in _MEASURED[name])
-    for name, kind in (("timed", Timed), ("calls", Whole), ("decoded", Decoded))
+PEAKS = (
+    Peak("flux", "flux.1-dev", 1, 22.7, "speed-flux"),
+    Peak("flux", "flux.1-schnell", 1, 22.7, "speed-flux"),
+    Peak("qwen_image", "qwen-image", 1, 38.5, "speed-qwen-image"),
+    Peak("flux2", "klein-4b", 1, 7.8, "speed-flux2-klein-4b"),
+    Peak("flux2", "flux.2-dev", 1, 61.2, "speed-flux2"),
+    Peak("hunyuan_video", "hunyuanvideo", 1, 27.4, "speed-hunyuan"),
+    Peak("wan", "1.3b", 1, 4.2, "speed-wan-1.3b"),
+    Peak("wan", "a14b", 2, 34.2, "speed-wan-i2v-14b"),
+    Peak("wan", "14b", 1, 34.2, "speed-wan-i2v-14b"),
 )
-PEAKS = tuple(Peak(**row) for row in _MEASURED["peaks"])
 
 
 class Choice(NamedTuple):
-    """A preset for ``accelerate_pipeline``.
-
-    Args:
-        preset: its name.
-        use: when to use it.
-        run: what it does on demo models with about as many steps; None = not measured.
-    """
+    """A preset for ``accelerate_pipeline``, and when to use it."""
 
     preset: str
     use: str
-    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -178,14 +68,11 @@ class Recommendation:
 
     Args:
         choices: presets; the first is the recommended one.
-        timed: the measured run of the transformer that matches the request exactly; None = not measured.
-        notes: whole sentences.
         python, shell: lines to copy; ``shell`` is empty if no command can run the pipeline.
     """
 
     model: Identity
     choices: tuple[Choice, ...]
-    timed: Timed | None
     notes: tuple[str, ...]
     python: str
     shell: str
@@ -204,14 +91,13 @@ def recommend(
     distilled: bool = False,
     gpus: int = 1,
 ) -> Recommendation:
-    """Recommend a preset for a model and the command that runs it, with the speed-up if this run was measured.
+    """Recommend a preset for a model, and the command that runs it.
 
     Args:
         model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
         gpu: name of a GPU, such as ``rtx4090`` or ``h100``; None = unknown GPU.
         steps: number of steps; None = the number in a distilled model's name, or the pipeline's default.
         height, width: in pixels.
-        frames: number of frames of a video.
         loras: weights of LoRAs, by folder, file or id on the Hub.
         quantized, distilled: True if the model's own weights are quantised, or if it is distilled for few steps.
         gpus: number of GPUs that share one image or video.
@@ -232,37 +118,11 @@ def recommend(
     steps = steps or identity.steps or _default_steps(identity, few=few, inputs=inputs)
     card = None if name is None else CARDS[name]
     size = (height, width, frames)
-    kinds = [word for word, is_so in (("LoRA", bool(loras)), ("quantised", quantized), ("distilled", few)) if is_so]
     way, on_sharing = _shared(identity, gpus, few=few)
-    asked = (model.lower().rsplit("/", 1)[-1], gpus, name, steps, way or "")
-    is_same = not loras and not quantized and (identity.is_distilled or not distilled)
-    timed, calls = (
-        [run for run in runs if is_same and asked == (run.model, run.gpus, run.card, run.steps, run.way)]
-        for runs in (_of_size(TIMED, size), _of_size(WHOLE, size))
-    )
-    branches = 1 if few or identity.facts is None else identity.facts.branches
-    calls = [run for run in calls if run.guidance == (branches == 2)]
-    if timed or calls:
-        size = (*timed, *calls)[0].size
-    decoded = [
-        run
-        for run in DECODED
-        if (run.family, run.card, run.size) == (identity.family, name, size)
-        and not (run.without and run.without in model.lower())
-    ]
-    choices = tuple(
-        choice._replace(run=_nearest(choice.preset, steps, is_video=identity.is_video))
-        for choice in _choices(identity, size, steps)
-    )
+    choices = _choices(identity, size, steps)
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
     notes = [
-        _on_figures(choices),
-        *(run.sentence for run in timed),
-        *([GUIDED] if timed and branches == 2 and "branches" not in timed[0].way else []),
-        *(run.sentence for run in calls),
-        *([WHOLE_NOT_MEASURED] if timed and not calls else []),
-        *([] if timed or calls else [_not_measured(identity, card, steps, size, gpus, kinds)]),
-        *(run.sentence for run in decoded),
+        MEASURED,
         *_notes_on_steps(steps, few=few),
         *on_sharing,
         *on_memory,
@@ -290,7 +150,6 @@ def recommend(
     return Recommendation(
         model=identity,
         choices=choices,
-        timed=timed[0] if timed else None,
         notes=tuple(notes),
         python=python_lines(identity, preset, call, way, loras),
         shell=shell,
@@ -302,35 +161,6 @@ def _default_steps(model: Identity, *, few: bool, inputs: Sequence[str]) -> int 
     if folder := demo_path(model.name):
         return demo_arguments(folder).get("num_inference_steps")
     return None if few or model.facts is None or set(inputs) - {"image"} else model.facts.steps
-
-
-def _of_size(runs: Sequence[Any], size: tuple[int | None, ...]) -> list[Any]:
-    """Return the runs of a size; sides that are not given match."""
-    return [run for run in runs if all(side in (None, own or 1) for side, own in zip(size, run.size, strict=True))]
-
-
-def _sides(size: tuple[int, int, int | None]) -> str:
-    height, width, frames = size
-    return f"{height} x {width}" + (f", {frames} frames" if frames else "")
-
-
-def _not_measured(
-    model: Identity,
-    card: Card | None,
-    steps: int | None,
-    size: tuple[int | None, ...],
-    gpus: int,
-    kinds: list[str],
-) -> str:
-    where = "your GPU" if card is None else f"the {card.title}"
-    where = where if gpus == 1 else f"{gpus} GPUs ({where})"
-    length = "" if steps is None else f" at {steps} steps"
-    asked = " and this size" if any(size) else ""
-    kind = f" ({', '.join(kinds)})" if kinds else ""
-    return (
-        f"Speed was not measured{length} for {model.name}{kind} on {where}{asked}; --compare prints the transformer's "
-        "and the whole call's."
-    )
 
 
 def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -> tuple[Choice, ...]:
@@ -352,26 +182,6 @@ def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -
     own = [preset for preset in presets if preset.model == model.family and preset.schedule.control == "adaptive"]
     sparge = [preset.name for preset in own if preset.skip.policy == "sparge"]
     return (*choices, *(Choice(name, "for long videos, if turbo is too slow") for name in sparge[:1]))
-
-
-def _nearest(preset: str, steps: int | None, *, is_video: bool) -> Run | None:
-    """Return a preset's measured run whose number of steps is nearest, within a third; None = there is none."""
-    if steps is None:
-        return None
-    runs = measured(str(default_preset(preset, is_video=is_video)))
-    near = [run for run in runs if 3 / 4 <= run.steps / steps <= 4 / 3]
-    return min(near, key=lambda run: abs(math.log(run.steps / steps)), default=None)
-
-
-def _on_figures(choices: Sequence[Choice]) -> str:
-    """Return a note on the figures of presets: on which models they were measured, and with how many steps."""
-    of_steps: dict[int, set[str]] = {}
-    for run in (choice.run for choice in choices if choice.run is not None):
-        of_steps.setdefault(run.steps, set()).update(run.models)
-    if not of_steps:
-        return "Shares of the FLOPs and PSNR on small models: docs/guide/choosing.md. For your model, use --compare."
-    where = "; ".join(f"{', '.join(sorted(models))} at {steps} steps" for steps, models in of_steps.items())
-    return f"Shares of the FLOPs and PSNR are of {where} (docs/guide/choosing.md). For your model, use --compare."
 
 
 def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:

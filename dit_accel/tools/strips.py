@@ -28,7 +28,6 @@ def comparison_strip(
     """Both images side by side with their amplified absolute difference; its label states the factor.
 
     Args:
-        labels: captions of the two images.
         factor: amplification of the difference; None = see :func:`amplification`.
 
     Raises:
@@ -45,12 +44,7 @@ def comparison_strip(
 def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) -> np.ndarray:
     """Both videos side by side with their labels above, frame by frame.
 
-    Args:
-        plain, fast: uint8 ``[frames, height, width, 3]``.
-        labels: captions of the two videos.
-
-    Returns:
-        uint8 ``[frames, …, …, 3]``.
+    Videos are uint8 ``[frames, height, width, 3]``.
 
     Raises:
         ShapeError: the videos differ in shape.

@@ -47,7 +47,6 @@ def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
     """Check that imageio-ffmpeg is installed if ``path`` needs it; a gif or a folder of frames does not.
 
     Args:
-        path: path of the video.
         what: name of the option or argument, for the message.
         folder: whether the path is a folder of frames even if it has a suffix.
 

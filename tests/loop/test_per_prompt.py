@@ -274,7 +274,11 @@ def test_rows_taken_and_joined_are_the_batch():
         ("flux-taylorseer", {"forecast.corrector": True}, "corrector belongs to level 'output', and level is 'layer'"),
         ("flux-taylorseer", {"forecast.damping": True}, "damping belongs to level 'output', and level is 'layer'"),
         ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond belongs to level 'output', and level is 'layer'"),
-        ("exact", {"forecast.damping": True}, "damping needs the errors that control 'adaptive' measures"),
+        (
+            "exact",
+            {"forecast.damping": True},
+            "damping has no effect with control 'interval', which measures no errors",
+        ),
     ],
     ids=["interval", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-interval"],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from dit_accel.cli.presets import span
 from dit_accel.presets import measured, preset_names, preset_path
+from scripts import choosing
 from scripts import measured as generator
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -60,6 +61,11 @@ def test_figures_are_those_of_the_results():
     """`python -m scripts.measured` would change nothing."""
     texts = generator.files()
     assert [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text] == []
+
+
+def test_the_tables_of_the_guide_are_those_of_the_results():
+    """`python -m scripts.choosing` would change nothing."""
+    assert choosing.page() == choosing.PAGE.read_text(encoding="utf-8")
 
 
 def test_files_get_the_figures_of_other_results(monkeypatch):

@@ -28,6 +28,5 @@ FAMILY = Family(
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
     words=("chroma1",),
     steps=35,
-    branches=2,
     unguided=1.0,
 )

@@ -29,6 +29,5 @@ FAMILY = Family(
     frames_per_second=lambda _: 8.0,
     words=("cogvideox",),
     steps=50,
-    branches=2,
     unguided=1.0,
 )

@@ -30,7 +30,6 @@ FAMILY = Family(
     parts=("self_attention", "mlp"),
     words=("ernieimage",),
     steps=50,
-    branches=2,
     unguided=1.0,
     distilled={"ernieimageturbo": 8},
 )

@@ -192,7 +192,6 @@ class Family:
         distilled: parts of ids, in the same form, of models that are distilled to few steps, with the number of steps
             if it is the same for all. A longer part among ``words`` names a model that is not distilled.
         steps: default number of steps of its pipeline.
-        branches: calls in a step; 2 = guidance that the pipeline runs by default or with ``guided``.
         guided: arguments of a pipeline's call that switch guidance on.
         unguided: ``guidance_scale`` that switches guidance off, for distilled models; None = nothing to switch off.
         sharing: tested ways in which several GPUs share a call, by the argument of ``parallelize_pipeline``.
@@ -232,7 +231,6 @@ class Family:
     words: tuple[str, ...] = ()
     distilled: Mapping[str, int | None] = field(default_factory=dict)
     steps: int | None = None
-    branches: int = 1
     guided: Mapping[str, Any] = field(default_factory=dict)
     unguided: float | None = None
     sharing: tuple[str, ...] = ()

@@ -27,7 +27,6 @@ FAMILY = Family(
     parts=("attn", "ff"),
     words=("flux3", "flux3imagekleinbase"),
     steps=50,
-    branches=2,
     distilled={"flux3imageklein": 16},
     is_modular=True,
 )

@@ -48,6 +48,5 @@ FAMILY = Family(
     calls={"ff": 2},
     words=("glmimage",),
     steps=50,
-    branches=2,
     unguided=1.0,
 )

@@ -61,6 +61,5 @@ FAMILY = Family(
     makes="videos",
     words=("heliosbase",),  # other checkpoints have another pipeline, which takes no number of steps
     steps=50,
-    branches=2,
     unguided=1.0,
 )

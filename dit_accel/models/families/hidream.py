@@ -46,7 +46,6 @@ FAMILY = Family(
     parts=("block.attn1", "block.ff_i", "block.ff_t"),
     words=("hidream",),
     steps=50,
-    branches=2,
     unguided=0.0,
     distilled={"hidreami1dev": 28, "hidreami1fast": 16},
 )

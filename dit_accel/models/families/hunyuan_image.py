@@ -31,6 +31,5 @@ FAMILY = Family(
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
     words=("hunyuanimage",),
     steps=50,
-    branches=2,
     distilled={"hunyuanimage21distilled": 8, "hunyuanimage21refiner": 4},
 )

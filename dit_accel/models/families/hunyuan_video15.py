@@ -31,5 +31,4 @@ FAMILY = Family(
     makes="videos",
     words=("hunyuanvideo15",),
     steps=50,
-    branches=2,
 )

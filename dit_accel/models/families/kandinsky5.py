@@ -51,7 +51,6 @@ FAMILY = Family(
     makes="both",
     words=("kandinsky5",),
     steps=50,
-    branches=2,
     unguided=1.0,
     distilled={"distilled16steps": 16},
 )

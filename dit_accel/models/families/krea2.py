@@ -53,7 +53,6 @@ FAMILY = Family(
     cut=cut,
     words=("krea2",),
     steps=28,
-    branches=2,
     unguided=0.0,
     distilled={"krea2turbo": 8},
     fused="head",

@@ -28,6 +28,5 @@ FAMILY = Family(
     used=used,
     words=("longcatimage",),
     steps=50,
-    branches=2,
     unguided=1.0,
 )

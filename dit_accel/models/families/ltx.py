@@ -39,7 +39,6 @@ FAMILY = Family(
     makes="videos",
     words=("ltxvideo",),
     steps=50,
-    branches=2,
     unguided=1.0,
     sharing=("ulysses",),
 )

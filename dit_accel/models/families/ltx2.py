@@ -37,7 +37,6 @@ FAMILY = replace(
     ),
     words=("ltx2",),
     steps=30,
-    branches=2,
     unguided=1.0,
     sharing=(),
     fused="layer",

@@ -41,6 +41,5 @@ FAMILY = Family(
     parts=("attn", "feed_forward"),
     words=("luminaimage2",),
     steps=30,
-    branches=2,
     unguided=1.0,
 )

@@ -53,6 +53,5 @@ FAMILY = Family(
     frames_per_second=lambda _: 30.0,
     words=("mochi",),
     steps=64,
-    branches=2,
     unguided=1.0,
 )

@@ -45,6 +45,5 @@ FAMILY = Family(
     feeds={"down_proj": ("gate_proj", "up_proj")},
     words=("prx",),
     steps=28,
-    branches=2,
     unguided=1.0,
 )

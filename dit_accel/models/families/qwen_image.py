@@ -35,7 +35,6 @@ FAMILY = Family(
     words=("qwenimage",),
     steps=50,
     guided={"negative_prompt": " "},
-    branches=2,
     sharing=("ulysses",),
     several_images=("QwenImageEditPlusPipeline",),
     fused="head",

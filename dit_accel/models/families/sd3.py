@@ -24,7 +24,6 @@ FAMILY = Family(
     parts=("attn", "attn2", "ff", "ff_context"),
     words=("stablediffusion3", "sd3"),
     steps=28,
-    branches=2,
     unguided=0.0,
     distilled={"35largeturbo": 4},
 )

@@ -51,7 +51,6 @@ ANIMATE = replace(
     names_transformer=False,
     words=("wan22animate", "wananimate"),
     steps=20,
-    branches=1,
 )
 SKYREELS_V2 = replace(
     RELATIVE,

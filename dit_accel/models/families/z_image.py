@@ -54,7 +54,6 @@ FAMILY = Family(
     parts=("attention", "feed_forward"),
     words=("zimage",),
     steps=50,
-    branches=2,
     unguided=0.0,
     distilled={"zimageturbo": 8},
     fused="head",

@@ -32,7 +32,6 @@ def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
     Args:
         falls: changes of sigma in the steps of the window, and in the steps that the mean velocity replaces until the
             next computed step; the window's last step belongs to both.
-        window: number of velocities.
     """
     own = falls[:window]
     weights = own / own.sum()

@@ -65,8 +65,6 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
     """Make methods from presets, and from a sweep of one closed-loop preset's target.
 
     Args:
-        pipe: pipeline that the presets must fit.
-        presets: names, paths or presets.
         target_of: closed-loop preset whose ``target_error`` is swept; None = none.
 
     Raises:

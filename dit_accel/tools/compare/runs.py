@@ -66,7 +66,6 @@ class Bench:
     Args:
         load: loads the plain pipeline onto its device; called again if a method changes the pipeline permanently.
         arguments: of the pipeline's call, without prompt and generator.
-        prompts: prompts of the compared runs.
         tuning_prompt: prompt for calibration; not in ``prompts``.
         begin: called before each run with its name, and its share of all runs of a setting.
         repeats: minimum number of timed runs per method; runs for quality count too.

@@ -23,7 +23,6 @@ class Sheet:
 
     Args:
         stem: images go to the folder ``STEM-images``, the sheet is ``STEM-sheet.png``.
-        prompts: number of prompts.
     """
 
     def __init__(self, stem: Path, prompts: int) -> None:
@@ -32,13 +31,7 @@ class Sheet:
         self._prompts = prompts
 
     def add(self, setting: str, prompt: int, frames: torch.Tensor) -> None:
-        """Save one run's image.
-
-        Args:
-            setting: name of the setting, or `PLAIN`.
-            prompt: index of the prompt.
-            frames: ``[frames, 3, height, width]``, values in 0..1.
-        """
+        """Save the image of a run with a setting or `PLAIN`, from frames ``[frames, 3, height, width]`` in 0..1."""
         with explained_writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         save_image(middle_frame(frames), self._path(setting, prompt))

@@ -25,9 +25,6 @@ LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class WorkCounter:
     """Counter of the FLOPs of transformers' blocks in module lists; of the whole transformer without such lists.
 
-    Args:
-        transformers: by name.
-
     Attributes:
         plain_flops: FLOPs of the blocks in a whole plain run, set by :meth:`calibrating`.
     """

@@ -64,7 +64,6 @@ class Recorder:
 
     Args:
         preset: gives the first step, the blocks and the token order.
-        steps: number of steps of a run.
         prompts: number of runs, over which the recorded steps are spread.
         memory: maximum size of all records in bytes.
     """

@@ -125,7 +125,6 @@ class TuneResult:
         preset: ready for ``accelerate_pipeline``.
         base: name or path of the tuned preset's base; None if it was an object.
         changes: dotted keys that differ from the base.
-        target: required quality.
         met: whether the held-out prompts meet the target.
         setting: the run-level thresholds, with the bounds of the layers' errors.
         held_out: results of the held-out prompts' runs.

@@ -12,27 +12,11 @@ TEST_TOOLS = "tests/tools"
 
 MUTANTS = [
     Mutant(
-        "seconds-without-guidance",
-        f"{TOOLS}/recommend.py",
-        "    calls = [run for run in calls if run.guidance == (branches == 2)]\n",
-        "",
-        "a guided model gets no seconds of an unguided call",
-        f"{TEST_TOOLS}/test_recommend.py",
-    ),
-    Mutant(
         "a-square-video",
         f"{TOOLS}/recommend.py",
         "* (height // 16) * (width // 16)",
         "* (height // 16) * (height // 16)",
         "a video's length counts both sides",
-        f"{TEST_TOOLS}/test_recommend.py",
-    ),
-    Mutant(
-        "the-nearest-difference",
-        f"{TOOLS}/recommend.py",
-        "key=lambda run: abs(math.log(run.steps / steps))",
-        "key=lambda run: abs(run.steps - steps)",
-        "the nearest number of steps is that of the nearest ratio",
         f"{TEST_TOOLS}/test_recommend.py",
     ),
     Mutant(

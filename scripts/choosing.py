@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Write the tables of docs/guide/choosing.md from docs/results and configs/measured.json.
+
+python -m scripts.choosing
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from dit_accel.cli.presets import span
+from dit_accel.presets import measured
+from scripts.bench.call_speed.table import fastest, name_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "guide" / "choosing.md"
+LEVELS = ("quality", "balanced", "turbo")
+RUN = "14 of 50 steps"
+IMAGE, VIDEO = "1024 × 1024", "480 × 832 × 81"
+TIMED = (  # model, size, file and row of one GPU, file and row of two GPUs, and how these share the work
+    ("flux.1-dev", IMAGE, "speed-flux", "", "parallel-images", "flux", "ulysses=2"),
+    ("qwen-image", IMAGE, "speed-qwen-image", "", "parallel-images", "qwen-image", "ulysses=2"),
+    ("flux.2-dev", IMAGE, "speed-flux2", "", "parallel", "flux2", "ulysses=2"),
+    ("hunyuanvideo", VIDEO, "parallel", "hunyuan", "parallel", "hunyuan", "ulysses=2"),
+    ("wan2.1-t2v-1.3b-diffusers", VIDEO, "parallel", "wan-1.3b", "parallel", "wan-1.3b", "branches=2"),
+)
+STAGES = ("denoising", "decoding")  # the others take less than a tenth of a second, or as long as before
+OTHERS = {
+    **{"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"},
+    **{"int8": "int8", "float8": "float8"},
+}
+
+
+def figures() -> str:
+    """Figures of presets on small models, and speed-ups of full-size transformers."""
+    lines = ["| small models | steps | `quality`: computed, PSNR dB | `balanced` | `turbo` |", "|---|---|---|---|---|"]
+    for kind, form in (("images", ""), ("videos", "video-")):
+        for runs in zip(*(measured(form + name) for name in LEVELS), strict=True):
+            (steps,) = {run.steps for run in runs}
+            cells = [f"{span(run.computed, 2)}, {span(run.psnr, 0)}" for run in runs]
+            lines.append(f"| {kind} | {steps} | {' | '.join(cells)} |")
+    lines += ["", "| model | size | steps | GPUs | speed-up | over | file |", "|---|---|---|---|---|---|---|"]
+    for model, size, file, row, shared_file, shared_row, way in TIMED:
+        single = _gain(file, f"{row}, 1 device", "over_plain") if row else _gain(file, None, "speedup_over_plain")
+        shared = _gain(shared_file, f"{shared_row}, 2 devices", "over_one", two_branches="branches" in way)
+        for gpus, (gain, device), over, source in (
+            (1, single, "diffusers", file),
+            (2, shared, f"one GPU, by `{way}`", shared_file),
+        ):
+            link = f"[{source}](../results/{source}.json)"
+            lines.append(f"| {model} | {size} | 50 | {gpus} × {_card(device)} | {gain:.2f}× | {over} | {link} |")
+    return "\n".join(lines)
+
+
+def _gain(file: str, of: str | None, key: str, *, two_branches: bool = False) -> tuple[float, str]:
+    """Return the speed-up of a file's run with 14 computed steps, and its device; None as ``of`` = the only model."""
+    document = _document(file)
+    run = f"{'two branches, ' * two_branches}{RUN}{' computed' if of is None else ''}"
+    (row,) = (row for row in document["rows"] if (row.get("of"), row["run"]) == (of, run))
+    return row[key], document["device"]
+
+
+def calls() -> str:
+    """Seconds of whole calls, and of their stages."""
+    titles = ("call", "GPUs", "computed", *(f"{name}, s" for name in (*STAGES, "whole call", *OTHERS.values())))
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    found, best = fastest(_document("calls")), {}  # of the cards that a call was timed on, the one with most other ways
+    for row in sorted(found, key=lambda row: len(row["others"])):
+        best[name_of(row), row["gpus"]] = row
+    for row in (row for row in found if row in best.values()):
+        cells = [name_of(row), f"{row['gpus']} × {_card(row['device'])}", f"{row['computed_steps']} of {row['steps']}"]
+        cells += [f"{row['plain']['stages'][name]:.2f} → {row['stages'][name]:.2f}" for name in STAGES]
+        cells.append(f"{row['plain']['seconds']:.2f} → **{row['seconds']:.2f}**")
+        cells += [f"{row['others'][way]:.2f}" if way in row["others"] else "" for way in OTHERS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "Source: [calls, on other cards too](../results/calls.json)."])
+
+
+def _card(device: str) -> str:
+    """Return the short name of a GPU: ``NVIDIA H100 80GB HBM3`` is an H100."""
+    return device.removeprefix("NVIDIA ").split()[0]
+
+
+def _document(name: str) -> dict[str, Any]:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def page() -> str:
+    """The page with the tables of today between its marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in (("figures", figures()), ("calls", calls())):
+        begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- end of {name} -->"
+        text = re.sub(f"{begin}.*{end}", lambda _, whole=f"{begin}{table}{end}": whole, text, flags=re.DOTALL)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
