@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -42,17 +44,7 @@ class Peak(NamedTuple):
     source: str
 
 
-PEAKS = (
-    Peak("flux", "flux.1-dev", 1, 22.7, "speed-flux"),
-    Peak("flux", "flux.1-schnell", 1, 22.7, "speed-flux"),
-    Peak("qwen_image", "qwen-image", 1, 38.5, "speed-qwen-image"),
-    Peak("flux2", "klein-4b", 1, 7.8, "speed-flux2-klein-4b"),
-    Peak("flux2", "flux.2-dev", 1, 61.2, "speed-flux2"),
-    Peak("hunyuan_video", "hunyuanvideo", 1, 27.4, "speed-hunyuan"),
-    Peak("wan", "1.3b", 1, 4.2, "speed-wan-1.3b"),
-    Peak("wan", "a14b", 2, 34.2, "speed-wan-i2v-14b"),
-    Peak("wan", "14b", 1, 34.2, "speed-wan-i2v-14b"),
-)
+PEAKS = tuple(Peak(**row) for row in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))
 
 
 class Choice(NamedTuple):
