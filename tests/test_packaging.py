@@ -229,8 +229,9 @@ def test_the_release_builds_what_the_extra_names():
     build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
     commands = "\n".join(step.get("run", "") for step in build["steps"])
     assert "dist/library ." in commands and "dist/demos demos" in commands and "twine check" in commands
-    assert publish["needs"] == ["build", "classes"] and publish["permissions"] == {"id-token": "write"}
+    assert publish["needs"] == ["build", "test", "classes"] and publish["permissions"] == {"id-token": "write"}
     assert any("scripts.checks.every_class" in step.get("run", "") for step in workflow["jobs"]["classes"]["steps"])
+    assert any("scripts/test --release" in step.get("run", "") for step in workflow["jobs"]["test"]["steps"])
     uploaded = {step["with"]["packages-dir"] for step in publish["steps"] if "pypi-publish" in step["uses"]}
     assert uploaded == {"dist/library/", "dist/demos/"}
 
