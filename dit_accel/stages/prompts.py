@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from dit_accel.errors import headline
 from dit_accel.loop.accounts import distinct_bytes
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_on
+from dit_accel.loop.torch_modes import kernel_settings, watches_all_calls
 from dit_accel.stages.stamps import PLAIN, read_stamp
 
 ENTRY = "_compiled_call_impl"  # torch leaves it out of copies and pickles of a module
@@ -303,7 +303,7 @@ def _why_not_now() -> str | None:
     """Return why encoders must run in this state of torch, or None."""
     if torch.is_grad_enabled():
         return "gradients are on"
-    if _has_any_global_hook() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+    if watches_all_calls():
         return "torch watches all modules or operations"
     is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return "it is captured as a CUDA graph" if is_capturing else None
@@ -311,19 +311,12 @@ def _why_not_now() -> str | None:
 
 def _modes(tensors: list[torch.Tensor]) -> tuple:
     """Return the settings of torch that change outputs, and the streams: a copy waits for no other stream."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     kinds = sorted({"cpu", "cuda", *(tensor.device.type for tensor in tensors)})
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     streams = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return (
         *autocast,
-        getattr(cuda.matmul, "fp32_precision", None) or cuda.matmul.allow_tf32,  # the first since torch 2.9
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
-        (cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()),
-        torch.get_default_dtype(),
-        torch.nn.functional.scaled_dot_product_attention,  # SageAttention's readme has users replace it
+        *kernel_settings(),
         *(torch.cuda.current_stream(device).cuda_stream for device in range(streams)),
     )
 

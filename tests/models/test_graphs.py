@@ -1,12 +1,14 @@
 """CUDA graphs of computed steps: when they are captured, replayed and dropped; on the CPU, with a faked graph."""
 
 import functools
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
+from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
@@ -137,6 +139,17 @@ def test_arguments_in_another_order_are_captured_again(graph):
         order.reverse()
 
 
+def test_equal_numbers_of_other_types_are_captured_again(graph):
+    """A model may compute with 1 and 1.0 in other dtypes."""
+    pipe, flags = accelerated("flux", "exact"), [False]
+    before = stateless(lambda module, args, kwargs: (args, {**kwargs, "return_dict": flags[-1]}))
+    pipe.transformer.register_forward_pre_hook(before, with_kwargs=True)
+    tiny_output(pipe, "flux", steps=STEPS)
+    flags.append(0)
+    tiny_output(pipe, "flux", steps=STEPS)
+    assert graph.captures == 2
+
+
 def test_another_size_takes_the_place_of_the_one_before(graph):
     """Each size gives the same result as without graphs, and only one size has graphs at a time."""
     plain, pipe = with_and_without("flux", "turbo")
@@ -217,13 +230,14 @@ def test_settings_of_a_lora_are_captured_again(graph):
     assert graph.captures == 3
 
 
-def test_a_strength_in_a_tensor_of_the_cpu_is_captured_again(graph):
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["number", "list"])
+def test_a_strength_in_a_tensor_of_the_cpu_is_captured_again(graph, shape):
     """A launch on a GPU takes the strength as a number; peft puts it there if adapters are to be hot-swapped."""
     pipe = accelerated("flux", "exact")
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "style")
     layers = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
     for layer in layers:
-        layer.scaling["style"] = torch.tensor(layer.scaling["style"])
+        layer.scaling["style"] = torch.full(shape, layer.scaling["style"])
     tiny_output(pipe, "flux", steps=3)
     for layer in layers:
         layer.scaling["style"].fill_(0.5)
@@ -289,6 +303,43 @@ def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, ch
     assert torch.equal(*outputs)
     (note,) = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
     assert reason in note
+
+
+def watching():
+    return FlopCounterMode(display=False)
+
+
+@contextmanager
+def hooking():
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("mode", [watching, hooking])
+def test_calls_that_a_user_watches_are_not_captured(graph, mode):
+    """A counter of FLOPs and a hook of all modules see each computed step."""
+    pipe = accelerated("flux", "exact")
+    with mode():
+        tiny_output(pipe, "flux", steps=STEPS)
+    assert graph.captures == 0
+    assert any("watches the call" in note for note in pipe.dit_accel.report().notes)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older setting")
+def test_a_newer_setting_of_precision_is_captured_again(graph):
+    """Torch's older getters raise after it is set."""
+    pipe, matmul = accelerated("flux", "exact"), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    tiny_output(pipe, "flux", steps=STEPS)
+    try:
+        matmul.fp32_precision = "tf32"
+        tiny_output(pipe, "flux", steps=STEPS)
+    finally:
+        matmul.fp32_precision = before
+    assert graph.captures == 2
 
 
 @pytest.mark.parametrize("mode", ["gradients", "autocast"])

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
 from dit_accel.loop.conditioning import PLAIN_TENSORS
+from dit_accel.loop.torch_modes import watches_all_calls
 from dit_accel.models.hooks import (
     LINEAR_HOOK,
     Hook,
@@ -54,6 +55,8 @@ def why_not_call(call: Call, leaves: Sequence) -> str | None:
         return "prompts of a batch are computed apart"
     if torch.is_grad_enabled():
         return "gradients are enabled; call the transformer under torch.no_grad()"
+    if watches_all_calls():
+        return "a hook of all modules or a mode of all operations watches the call"
     return "autocast" if torch.is_autocast_enabled(tensors[0].device.type) else None
 
 

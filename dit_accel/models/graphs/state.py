@@ -55,7 +55,7 @@ class ModelState:
         weights = self._weights_now()
         self._refs = [type(None) if each is None else weakref.ref(each) for each in weights]
         self._tensors = [weakref.ref(each) for each in (*weights, *found) if type(each) in PLAIN_TENSORS]
-        self._numbers = [each for each in found if type(each) in PLAIN_TENSORS and _is_read_by_host(each)]
+        self._numbers = [each for each in found if type(each) in PLAIN_TENSORS and each.device.type == "cpu"]
         self._places, self._versions = self._placed(), self._written()
         self._paths = [*self._named()]
 
@@ -111,7 +111,7 @@ class ModelState:
         return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
 
     def _written(self) -> list[int | None]:
-        """Version of each CPU tensor that the host reads as a number."""
+        """Version of each CPU tensor, whose numbers the host may read, such as peft's strengths."""
         return [*map(version_of, self._numbers)]
 
     def _named(self) -> Iterator[str]:
@@ -184,11 +184,6 @@ class ModelState:
         """Store a class's code and its numbers."""
         for each in cls.__mro__[:-1]:
             self._classes[f"{each.__module__}.{each.__qualname__}"] = each.__dict__
-
-
-def _is_read_by_host(tensor: torch.Tensor) -> bool:
-    """Return True if a launch on a GPU takes the value of a tensor as a number, such as peft's strengths."""
-    return tensor.device.type == "cpu" and not tensor.dim()
 
 
 def _is_followed(value: Any) -> bool:

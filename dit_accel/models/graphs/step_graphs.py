@@ -23,6 +23,7 @@ from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Blocks, Call
+from dit_accel.loop.torch_modes import kernel_settings
 from dit_accel.models.graphs.announcement import Announcement
 from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial, Turns
 from dit_accel.models.graphs.limits import (
@@ -251,9 +252,11 @@ class StepGraphs:
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
         """Key of a kind of call: branch and shapes, then everything else on the host that calls may differ in."""
-        forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        forms = tuple(  # with types, because 1 == 1.0 == True
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
+        )
         backend, _ = _AttentionBackendRegistry.get_active_backend()
-        modes = call.skips, backend, torch.is_inference_mode_enabled(), *_global_modes(), *self._driver.decisions()
+        modes = call.skips, backend, torch.is_inference_mode_enabled(), *kernel_settings(), *self._driver.decisions()
         shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
         return call.branch.name, shapes, self._device(leaves), structure, forms, modes
 
@@ -277,24 +280,3 @@ def _has(transformer: nn.Module, name: str, module: nn.Module) -> bool:
         return transformer.get_submodule(name) is module
     except AttributeError:
         return False
-
-
-def _global_modes() -> tuple:
-    """Settings of the whole process that decide which kernels torch launches."""
-    backends = torch.backends
-    return (
-        nn.functional.scaled_dot_product_attention,  # SageAttention's readme has users replace it
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        backends.cudnn.enabled,
-        backends.cudnn.benchmark,
-        backends.cudnn.deterministic,
-        backends.cudnn.allow_tf32,
-        backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        backends.cuda.flash_sdp_enabled(),
-        backends.cuda.mem_efficient_sdp_enabled(),
-        backends.cuda.math_sdp_enabled(),
-        backends.cuda.cudnn_sdp_enabled(),
-    )
