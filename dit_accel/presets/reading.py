@@ -12,6 +12,7 @@ import yaml
 from dit_accel.errors import PresetError, shortened
 
 LONGEST_FILE = 2**16  # bytes of YAML; a preset tuned block by block has 10,000
+LONGEST_VALUE = 1_000  # characters
 MOST_LEVELS = 20  # nested lists and mappings
 MOST_VALUES = 5_000  # keys included
 _STRINGS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")
@@ -55,12 +56,19 @@ def _loaded(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Keeps dates and merge keys as strings, and refuses a key that occurs twice."""
+    """Keeps dates and merge keys as strings, and refuses long values and a key that occurs twice."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [rule for rule in rules if rule[0] not in _STRINGS]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if len(node.value) > LONGEST_VALUE:
+            problem = f"a value has {len(node.value):,} characters, of {LONGEST_VALUE:,} at most"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Merge nothing: a few nested merges would take all memory; ``_Copy`` counts what it merges."""
