@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.request
 from functools import cache
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,14 +153,23 @@ def test_a_visitor_can_cancel(visitor, site):
     assert not any(values[0].startswith("Done") for values in job.outputs()) and not site.playground._runs
 
 
-def test_two_visitors_each_get_their_own(visitor):
+def test_two_visitors_each_get_their_own(visitor, monkeypatch):
     """The second visitor waits, and gradio says so; histories are separate."""
+    begun, waits, change = Event(), Event(), playground.Run.change
+
+    def held(run, **given):
+        begun.set()
+        assert waits.wait(60)
+        change(run, **given)
+
+    monkeypatch.setattr(playground.Run, "change", held)
     first, second = visitor(), visitor()
     one = begin(first, "two whales", seed=1, steps=20)
-    until(lambda: one.outputs())
+    assert begun.wait(60)
     other = begin(second, "a green frog", seed=2)
     until(lambda: other.status().rank == 0)
     assert not one.done()
+    waits.set()
     pages, others = shown(other), shown(one)
     for page, prompt, seed in ((others[-1], "two whales", 1), (pages[-1], "a green frog", 2)):
         plain = np.asarray(Image.open(page["beside"]["value"][0]))

@@ -141,7 +141,7 @@ def test_parts_that_are_others_are_taken_as_they_are(change, as_on_a_gpu, monkey
 
 def test_versions_of_diffusers_that_pass_other_arguments_run_their_own_blocks():
     """diffusers 0.36 gave FLUX.2's blocks their modulations in another form."""
-    hook = flux2.Flux2DoubleBlockHook("transformer_blocks.0", SimpleNamespace(controller=None))
+    hook = flux2.Flux2DoubleBlockHook("transformer_blocks.0", SimpleNamespace(preset=None))
     hook.initialize_hook(type("Older", (torch.nn.Module,), {"forward": lambda self, hidden_states, temb: None})())
     assert hook._why_other == "in this version of diffusers the block takes no temb_mod_img"
 
@@ -149,7 +149,7 @@ def test_versions_of_diffusers_that_pass_other_arguments_run_their_own_blocks():
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "joint"])
 def test_a_single_block_takes_both_streams_too(apart):
     """The transformer gives it the joint sequence; a caller may give it both, and have them back."""
-    hook = flux2.Flux2SingleBlockHook("single_transformer_blocks.0", SimpleNamespace(controller=None))
+    hook = flux2.Flux2SingleBlockHook("single_transformer_blocks.0", SimpleNamespace(preset=None))
     hook.initialize_hook(tiny.pipeline("flux2").transformer.single_transformer_blocks[0])
     image, text = torch.randn(1, 5, 64), torch.randn(1, 3, 64)
     given = hook._bind((image, text), {"split_hidden_states": apart})

@@ -113,7 +113,7 @@ def test_where_devices_share_layers_nothing_is_fused(as_on_a_gpu, monkeypatch):
 def test_tokens_are_shared_by_diffusers_where_that_is_not_tested_here():
     """Under context parallelism attention needs the tokens of all devices, in the places that the family knows."""
     shared = SimpleNamespace(tensor_parallel_config=None, context_parallel_config=object())
-    driver = SimpleNamespace(transformer=SimpleNamespace(_parallel_config=shared), family=ltx2.FAMILY)
+    driver = SimpleNamespace(transformer=SimpleNamespace(_parallel_config=shared), family=ltx2.FAMILY, preset=None)
     reason = LTX2BlockHook("transformer_blocks.0", driver)._why_not_shared()
     assert reason == "several devices share tokens, which is not tested with its blocks"
 
