@@ -191,7 +191,7 @@ class Playground:
                 while not wait([work], REFRESH).done:
                     yield run
                 with suppress(Cancelled):
-                    work.result()
+                    run.comparison = work.result()  # now: the worker has put everything back
             finally:
                 self._runs.remove(run)
                 run.stop()
@@ -202,7 +202,7 @@ class Playground:
         for run in list(self._runs):
             run.stop()
 
-    def _compare(self, run: Run) -> None:
+    def _compare(self, run: Run) -> Comparison:
         with self._lock:
             wish = run.wish
             run.change()  # it may have been stopped while it waited
@@ -220,7 +220,7 @@ class Playground:
                 fast = self._side("accelerated", worker, run)
                 speedup = plain.denoising_seconds / fast.denoising_seconds
                 report = worker.pipe.dit_accel.report()
-                run.comparison = Comparison(preset, psnr(plain.results[0], fast.results[0]), speedup, report)
+                return Comparison(preset, psnr(plain.results[0], fast.results[0]), speedup, report)
             finally:
                 worker.use(None)
 

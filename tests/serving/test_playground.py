@@ -96,6 +96,25 @@ def test_a_run_shows_both_sides_step_by_step(kitchen):
     assert end.psnr == psnr(image(run, "plain"), image(run, "accelerated")) and end.speedup > 0
 
 
+def test_the_comparison_comes_with_the_last_state_alone(kitchen, monkeypatch):
+    """The page adds it to the history; before, the worker puts the pipeline back, which may take a while."""
+    ended, put_back, seen, use = threading.Event(), threading.Event(), [], worker.Worker.use
+
+    def slow_use(self, preset):
+        if preset is None and kitchen.calls == 2:
+            ended.set()
+            put_back.wait(60)
+        use(self, preset)
+
+    monkeypatch.setattr(worker.Worker, "use", slow_use)
+    for run in kitchen.playground.compare(WISH):
+        if ended.is_set() and not put_back.is_set():
+            assert run.comparison is None
+            put_back.set()
+        seen.append(run.comparison is not None)
+    assert put_back.is_set() and seen == [False] * (len(seen) - 1) + [True]
+
+
 def test_numbers_of_a_wish_are_whole():
     """Part of a step or a pixel is an error that names the argument."""
     for name in ("steps", "height", "num_frames"):
