@@ -27,7 +27,7 @@ LEVELS = ("quality", "balanced", "turbo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class CompareOptions(RunOptions):
     """All options of the command."""
 
     prompt: str | None = option("Text prompt; this or --prompts.", "--prompt", "-p")
@@ -61,7 +61,7 @@ class Options(RunOptions):
 
 
 @takes_options(without=("preset", "overrides", "offload"))
-def command(given: Options) -> None:
+def command(options: CompareOptions) -> None:
     """Compare presets with other acceleration methods on the same pipeline, prompts and seeds.
 
     dit-accel compare --prompt "a red star over the sea"
@@ -74,44 +74,51 @@ def command(given: Options) -> None:
     from dit_accel.tools.compare import Bench, Prompt, Sheet, Sweep
     from dit_accel.tools.origin import describe_run
 
-    console = Console(quiet=given.quiet)
-    if (given.prompt is None) == (given.prompts is None):
-        both = "can't be combined with --prompts; give one of them" if given.prompts else "must be given, or --prompts"
+    console = Console(quiet=options.quiet)
+    if (options.prompt is None) == (options.prompts is None):
+        both = (
+            "can't be combined with --prompts; give one of them" if options.prompts else "must be given, or --prompts"
+        )
         raise ArgumentError("prompt", both)
-    _require_output(given.output, given.force)
+    _require_output(options.output, options.force)
     require_extra("matplotlib", "dit-accel compare, which plots its results,")
-    named_peers, presets = _peers(given.peers), _names(given.presets)
-    if given.presets is not None and not presets:
+    named_peers, presets = _peers(options.peers), _names(options.presets)
+    if options.presets is not None and not presets:
         raise ArgumentError("presets", "is empty; give names or paths, separated by commas, or leave it out")
     for name in presets:
         load_preset(name)  # reports a misspelt preset before the model loads
-    texts = [given.prompt] if given.prompts is None else read_prompts(given.prompts)
-    loading, picture, others = given.loading(), read_image(given.image), parse_call(given.call)
+    texts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    loading, picture, others = options.loading(), read_image(options.image), parse_call(options.call)
 
     def load(console: Console) -> Any:
-        return load_pipeline(given.model, loading, console)
+        return load_pipeline(options.model, loading, console)
 
     pipe = load(console)
     loaded = [pipe]
-    arguments = call_arguments(pipe, given.model, {**given.sizes, "image": picture}, others)
-    facts = {**given.sizes, "image": given.image and str(given.image), "dtype": str(pipe.dtype), "model": given.model}
-    facts |= {"seed": given.seed} | ({"call": others} if others else {}) | loading.facts
-    sweep = Sweep(given.output, {**facts, "prompts": texts})
-    sheet = Sheet(given.output, len(texts)) if given.images else None
+    arguments = call_arguments(pipe, options.model, {**options.sizes, "image": picture}, others)
+    facts = {
+        **options.sizes,
+        "image": options.image and str(options.image),
+        "dtype": str(pipe.dtype),
+        "model": options.model,
+    }
+    facts |= {"seed": options.seed} | ({"call": others} if others else {}) | loading.facts
+    sweep = Sweep(options.output, {**facts, "prompts": texts})
+    sheet = Sheet(options.output, len(texts)) if options.images else None
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(
             lambda: progress.watch(loaded.pop() if loaded else load(Console(quiet=True))),
             arguments,
-            [Prompt(text, given.seed + index) for index, text in enumerate(texts)],
-            Prompt(next(text for text in tuning_prompts(given.model) if text not in texts), given.seed),
+            [Prompt(text, options.seed + index) for index, text in enumerate(texts)],
+            Prompt(next(text for text in tuning_prompts(options.model) if text not in texts), options.seed),
             progress.begin,
-            given.repeats,
+            options.repeats,
             *([] if sheet is None else [sheet.add]),
         )
         if sheet is not None and not bench.makes_images:
             raise ArgumentError("images", f"{type(pipe).__name__} makes sound alone; leave the option out")
         del pipe  # so that the bench can free it before it loads another
-        methods, left_out = _methods(bench, presets, given.model, named_peers, given.settings)
+        methods, left_out = _methods(bench, presets, options.model, named_peers, options.settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         missing = sweep.missing(methods)
         for left, method in zip(range(len(missing), 0, -1), missing, strict=True):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class GenerateOptions(RunOptions):
     """All options of the command."""
 
     prompt: str | None = option("Text prompt of the image or video; this or --prompts.", "--prompt", "-p")
@@ -124,7 +124,7 @@ class Request:
 
 
 @takes_options()
-def command(given: Options) -> None:
+def command(options: GenerateOptions) -> None:
     """Generate images or videos with an accelerated pipeline.
 
     dit-accel generate --prompt "a red star over the sea" --compare
@@ -135,118 +135,124 @@ def command(given: Options) -> None:
     """
     from rich.console import Console
 
-    _require_consistent(given)
+    _require_consistent(options)
     if not leads():  # the first process writes and prints
-        given = replace(given, output=None, plot=None, json_path=None, quiet=True)
-    console = Console(quiet=given.quiet)
-    request = _check(given)
-    _note_unknown_words(console, given.model, given.prompt or " ".join(job.settings["prompt"] for job in request.jobs))
-    if given.output_dir is not None:
-        _make_lines(given, request, console)
+        options = replace(options, output=None, plot=None, json_path=None, quiet=True)
+    console = Console(quiet=options.quiet)
+    request = _check(options)
+    _note_unknown_words(
+        console, options.model, options.prompt or " ".join(job.settings["prompt"] for job in request.jobs)
+    )
+    if options.output_dir is not None:
+        _make_lines(options, request, console)
         return
     pipe, medium, preset = open_pipeline(request.setup, console)
-    named = {"prompt": given.prompt, **request.arguments, "image": request.image}
-    named |= {"num-images": given.num_images, "fps": given.fps}
-    arguments = call_arguments(pipe, given.model, named, request.setup.call)
-    files = _files(given, medium)
+    named = {"prompt": options.prompt, **request.arguments, "image": request.image}
+    named |= {"num-images": options.num_images, "fps": options.fps}
+    arguments = call_arguments(pipe, options.model, named, request.setup.call)
+    files = _files(options, medium)
     if note := long_run_note(pipe, arguments):
         console.print(f"note: {note}", markup=False)
-    sides = _make(pipe, arguments, preset, given, console)
+    sides = _make(pipe, arguments, preset, options, console)
     if leads():
-        _write(given, request, medium, sides, files, preset, console)
+        _write(options, request, medium, sides, files, preset, console)
 
 
-def _require_consistent(given: Options) -> None:
+def _require_consistent(options: GenerateOptions) -> None:
     """Check combinations of options."""
-    many, on_ray = given.prompts is not None, given.engine == "ray"
-    single = {"output": given.output, "json": given.json_path, "plot": given.plot, "compare": given.compare}
-    if not many and given.prompt is None:
+    many, on_ray = options.prompts is not None, options.engine == "ray"
+    single = {"output": options.output, "json": options.json_path, "plot": options.plot, "compare": options.compare}
+    if not many and options.prompt is None:
         raise ArgumentError("prompt", "must be given; or give a file of prompts with --prompts")
-    if many and given.prompt is not None:
+    if many and options.prompt is not None:
         raise ArgumentError("prompts", "can't be combined with --prompt; give one of them")
-    if many and given.output_dir is None:
+    if many and options.output_dir is None:
         raise ArgumentError("output_dir", "must name a folder for the outputs of --prompts")
-    if not many and given.output_dir is not None:
+    if not many and options.output_dir is not None:
         raise ArgumentError("output_dir", "needs --prompts; name the file for one --prompt with --output")
-    for name in (each for each, value in {**single, "num_images": given.num_images}.items() if value and many):
+    for name in (each for each, value in {**single, "num_images": options.num_images}.items() if value and many):
         raise ArgumentError(name, "needs --prompt; --prompts writes its outputs to --output-dir")
-    if given.batch_size > 1 and not many:
+    if options.batch_size > 1 and not many:
         raise ArgumentError("batch_size", "needs --prompts; for several images of one --prompt use --num-images")
     # FLUX img2img would get other noise, and FLUX.2 uses all images for each prompt
-    if given.batch_size > 1 and given.image is not None:
+    if options.batch_size > 1 and options.image is not None:
         raise ArgumentError("batch_size", "can't be used with --image: pipelines treat an image in a batch differently")
-    require_engine(given.engine, given.actors, given.device)
+    require_engine(options.engine, options.actors, options.device)
     if on_ray and not many:
         raise ArgumentError("engine", "ray needs --prompts; one --prompt runs in this process")
-    if on_ray and given.parallel is not None:
+    if on_ray and options.parallel is not None:
         raise ArgumentError("parallel", "can't be used with --engine ray, where each device works on its own lines")
 
 
-def _check(given: Options) -> Request:
+def _check(options: GenerateOptions) -> Request:
     """Check the options without the model; read the image and the prompts."""
-    degrees = parse_degrees(given.parallel, {"compare": given.compare, "offload": given.offload != "none"})
-    if given.json_path is not None:
-        require_writable(given.json_path, "json", force=given.force)
-    if given.plot is not None:
-        require_plot(given.plot, "plot", force=given.force)
+    degrees = parse_degrees(options.parallel, {"compare": options.compare, "offload": options.offload != "none"})
+    if options.json_path is not None:
+        require_writable(options.json_path, "json", force=options.force)
+    if options.plot is not None:
+        require_plot(options.plot, "plot", force=options.force)
         require_extra("matplotlib", "--plot")
-    if given.output is not None:
-        for file in numbered(given.output, given.num_images or 1):
-            require_plausible_output(file, compare=given.compare, force=given.force)
-    if given.preset == "none" and (given.compare or given.plot or given.overrides):
-        used = "compare" if given.compare else "plot" if given.plot else "set"
+    if options.output is not None:
+        for file in numbered(options.output, options.num_images or 1):
+            require_plausible_output(file, compare=options.compare, force=options.force)
+    if options.preset == "none" and (options.compare or options.plot or options.overrides):
+        used = "compare" if options.compare else "plot" if options.plot else "set"
         raise ArgumentError(used, "needs an accelerated run, but --preset none runs the plain pipeline")
-    if given.preset == "none" and degrees.get("branches", 1) > 1:
+    if options.preset == "none" and degrees.get("branches", 1) > 1:
         raise ArgumentError("parallel", "branches need an accelerated run; use --preset exact instead of none")
-    preset, overrides, loading = given.preset_and_loading()
-    image, call = read_image(given.image), parse_call(given.call)
-    setup = Setup(given.model, preset, overrides, given.fps, loading, degrees, call, given.batch_size)
-    arguments = {"negative-prompt": given.negative_prompt, **given.sizes, "guidance": given.guidance}
-    jobs = [] if given.prompts is None else read_jobs(given.prompts, arguments | {"seed": given.seed})
+    preset, overrides, loading = options.preset_and_loading()
+    image, call = read_image(options.image), parse_call(options.call)
+    setup = Setup(options.model, preset, overrides, options.fps, loading, degrees, call, options.batch_size)
+    arguments = {"negative-prompt": options.negative_prompt, **options.sizes, "guidance": options.guidance}
+    jobs = [] if options.prompts is None else read_jobs(options.prompts, arguments | {"seed": options.seed})
     return Request(setup, image, arguments, jobs)
 
 
-def _make_lines(given: Options, request: Request, console: Console) -> None:
+def _make_lines(options: GenerateOptions, request: Request, console: Console) -> None:
     """Generate every line of --prompts into --output-dir."""
-    make_folder(given.output_dir)
+    make_folder(options.output_dir)
     setup = request.setup
-    facts: dict[str, Any] = {"model": given.model, "image": given.image and str(given.image)}
+    facts: dict[str, Any] = {"model": options.model, "image": options.image and str(options.image)}
     facts |= ({"call": setup.call} if setup.call else {}) | setup.loading.facts
-    facts |= {name: value for name, value in (("dtype", given.dtype), ("fps", given.fps)) if value}
+    facts |= {name: value for name, value in (("dtype", options.dtype), ("fps", options.fps)) if value}
     what = setup, request.image, request.jobs
-    on_ray, size = given.engine == "ray", given.batch_size
-    with ray_engine(*what, given.actors, console) if on_ray else nullcontext(Worker(*what, console)) as engine:
-        run_jobs(engine, request.jobs, given.output_dir, facts, console, batch_size=size, force=given.force)
+    on_ray, size = options.engine == "ray", options.batch_size
+    with ray_engine(*what, options.actors, console) if on_ray else nullcontext(Worker(*what, console)) as engine:
+        run_jobs(engine, request.jobs, options.output_dir, facts, console, batch_size=size, force=options.force)
 
 
-def _files(given: Options, medium: Pictures | Clips) -> list[Path]:
+def _files(options: GenerateOptions, medium: Pictures | Clips) -> list[Path]:
     """Return the file of each image, after checking that all can be written."""
-    count = given.num_images or 1
-    files = numbered(given.output or medium.default_output, count)
-    if given.output is None and not given.force:
-        files = unused(medium.default_output, count, partial(medium.files, compare=given.compare))
+    count = options.num_images or 1
+    files = numbered(options.output or medium.default_output, count)
+    if options.output is None and not options.force:
+        files = unused(medium.default_output, count, partial(medium.files, compare=options.compare))
     for file in files if leads() else ():
-        medium.require_output(file, compare=given.compare, force=given.force)
-    written = [("output", each) for file in files for each in medium.files(file, compare=given.compare)]
-    others = [(field, path) for field, path in (("plot", given.plot), ("json", given.json_path)) if path]
+        medium.require_output(file, compare=options.compare, force=options.force)
+    written = [("output", each) for file in files for each in medium.files(file, compare=options.compare)]
+    others = [(field, path) for field, path in (("plot", options.plot), ("json", options.json_path)) if path]
     require_distinct([*written, *others])
     return files
 
 
-def _make(pipe: Any, arguments: dict[str, Any], preset: Preset | None, given: Options, console: Console) -> Sides:
+def _make(
+    pipe: Any, arguments: dict[str, Any], preset: Preset | None, options: GenerateOptions, console: Console
+) -> Sides:
     """Run the pipeline: both sides with --compare, otherwise accelerated, or plain without a preset."""
-    if given.compare:
+    if options.compare:
         from dit_accel import restore_pipeline
 
-        whole = given.offload != "none"
-        return both_sides(restore_pipeline(pipe), arguments, given.seed, preset, given.repeats, console, whole=whole)
-    start_pipeline(pipe, preset, given.quiet)
-    made = Side.of(timed_call(pipe, arguments, given.seed))
+        whole = options.offload != "none"
+        return both_sides(
+            restore_pipeline(pipe), arguments, options.seed, preset, options.repeats, console, whole=whole
+        )
+    start_pipeline(pipe, preset, options.quiet)
+    made = Side.of(timed_call(pipe, arguments, options.seed))
     return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)
 
 
 def _write(
-    given: Options,
+    options: GenerateOptions,
     request: Request,
     medium: Pictures | Clips,
     sides: Sides,
@@ -260,16 +266,21 @@ def _write(
     if note := size_note(request.arguments, (sides.fast or sides.plain).output.results[0]):
         console.out(f"note: {note}", highlight=False)
     summary = summary_of(medium, sides)
-    if given.plot:
+    if options.plot:
         from dit_accel.tools.figures import timeline_figure
 
-        timeline_figure(sides.report, given.plot)
-    if given.json_path:
-        facts = {"model": given.model, "preset": preset and preset.name, "prompt": given.prompt, "seed": given.seed}
+        timeline_figure(sides.report, options.plot)
+    if options.json_path:
+        facts = {
+            "model": options.model,
+            "preset": preset and preset.name,
+            "prompt": options.prompt,
+            "seed": options.seed,
+        }
         facts |= {"call": request.setup.call} if request.setup.call else {}
-        write_whole(given.json_path, json.dumps({**facts, **summary}, indent=2) + "\n")
+        write_whole(options.json_path, json.dumps({**facts, **summary}, indent=2) + "\n")
     print_summary(console, summary, preset, sides)
-    for path in filter(None, (given.plot, given.json_path)):
+    for path in filter(None, (options.plot, options.json_path)):
         console.out(f"wrote {path}", highlight=False)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class InspectOptions(RunOptions):
     """All options of the command."""
 
     preset: str | None = preset_option()  # `none` is refused
@@ -37,7 +37,7 @@ class Options(RunOptions):
 
 
 @takes_options()
-def command(given: Options) -> None:
+def command(options: InspectOptions) -> None:
     """Run once and plot the computed steps, layers and parts of the image.
 
     Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
@@ -49,12 +49,12 @@ def command(given: Options) -> None:
     from dit_accel.pipeline import preset_for
     from dit_accel.tools.figures import density_figure, timeline_figure
 
-    console = Console(quiet=given.quiet)
+    console = Console(quiet=options.quiet)
     require_extra("matplotlib", "dit-accel inspect, which writes plots,")
     plain = "a plain run has nothing to inspect; choose a preset"
-    preset, overrides, loading = given.preset_and_loading(plain)
-    output, named = given.output, {"prompt": given.prompt, **given.sizes, "image": read_image(given.image)}
-    others = parse_call(given.call)
+    preset, overrides, loading = options.preset_and_loading(plain)
+    output, named = options.output, {"prompt": options.prompt, **options.sizes, "image": read_image(options.image)}
+    others = parse_call(options.call)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -62,18 +62,18 @@ def command(given: Options) -> None:
         raise ArgumentError("output", f"{shortened(str(output))} can't be created: {reason}") from None
     figures = [output / name for name in ("timeline.png", "density.png", "report.json")]
     for path in (*figures, *output.glob("symbols-*.png")):
-        require_writable(path, "output", force=given.force)
+        require_writable(path, "output", force=options.force)
 
-    pipe = load_pipeline(given.model, loading, console)
-    medium = medium_of(pipe, model_fps(given.model))
+    pipe = load_pipeline(options.model, loading, console)
+    medium = medium_of(pipe, model_fps(options.model))
     file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
-    medium.require_output(file, compare=False, force=given.force)
-    arguments = call_arguments(pipe, given.model, named, others)
+    medium.require_output(file, compare=False, force=options.force)
+    arguments = call_arguments(pipe, options.model, named, others)
     accelerate_pipeline(pipe, preset_for(pipe, preset, **overrides))
-    run = timed_call(pipe, arguments, given.seed)
+    run = timed_call(pipe, arguments, options.seed)
     made, report = run.results[0], pipe.dit_accel.report()
-    if given.layer is not None:
-        _require_symbols(pipe, given.layer)
+    if options.layer is not None:
+        _require_symbols(pipe, options.layer)
 
     with console.status("plotting"):
         medium.write(made, file, run.sound(0))
@@ -81,7 +81,7 @@ def command(given: Options) -> None:
         timeline_figure(report, timeline)
         density_figure(report, density)
         write_whole(facts, json.dumps(report.to_json(), indent=2) + "\n")
-        _draw_symbols(pipe, made, given.layer, output, console)
+        _draw_symbols(pipe, made, options.layer, output, console)
     console.out(str(report), highlight=False)
     if note := size_note(named, made):
         console.out(f"note: {note}", highlight=False)

@@ -38,7 +38,7 @@ SHORTEST_KEY = 16  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class ServeOptions(RunOptions):
     """All options of the command."""
 
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
@@ -109,7 +109,7 @@ class Options(RunOptions):
 
 
 @takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
-def command(given: Options) -> None:
+def command(options: ServeOptions) -> None:
     """Serve images or videos over HTTP, with OpenAI's interface.
 
     dit-accel serve --model black-forest-labs/FLUX.1-dev --api-key-file keys.txt --host 0.0.0.0
@@ -125,73 +125,73 @@ def command(given: Options) -> None:
     from dit_accel.serving.http.api import Served
     from dit_accel.serving.http.videos import VideoStore
 
-    _require_consistent(given)
-    keys, hosts, limits = read_keys(given.api_key_file), given.hosts, given.limits()
-    preset, overrides, loading = given.preset_and_loading()
-    setup = Setup(given.model, preset, overrides, loading=loading, call=parse_call(given.call))
-    bound = server.bound_socket(given.host, given.port)
-    console = Console(quiet=given.quiet)
-    if given.host not in LOOPBACK and not keys:
-        console.out(f"note: {given.host} needs no API key; --api-key-file restricts access", highlight=False)
-    where = f"[{given.host}]" if ":" in given.host else given.host
-    ready = f"ready at http://{where}:{given.port} (stop with Ctrl-C)"
-    with _places(given, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
+    _require_consistent(options)
+    keys, hosts, limits = read_keys(options.api_key_file), options.hosts, options.limits()
+    preset, overrides, loading = options.preset_and_loading()
+    setup = Setup(options.model, preset, overrides, loading=loading, call=parse_call(options.call))
+    bound = server.bound_socket(options.host, options.port)
+    console = Console(quiet=options.quiet)
+    if options.host not in LOOPBACK and not keys:
+        console.out(f"note: {options.host} needs no API key; --api-key-file restricts access", highlight=False)
+    where = f"[{options.host}]" if ":" in options.host else options.host
+    ready = f"ready at http://{where}:{options.port} (stop with Ctrl-C)"
+    with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
         workers = []
         for own in setups:
-            workers.append(RemoteWorker(own, given.max_step_seconds, start))
+            workers.append(RemoteWorker(own, options.max_step_seconds, start))
             closing.callback(workers[-1].close)
-        with console.status(f"loading {shortened(given.model)}"):
+        with console.status(f"loading {shortened(options.model)}"):
             opened = [worker.wait() for worker in workers]
         form, in_use = opened[0]
         videos = None
         if form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
             videos = closing.enter_context(VideoStore(limits))
-        dispatcher = Dispatcher(workers, given.queue)
-        app = server.build_app(dispatcher, Served(_name(given.model), in_use, limits, form), keys, hosts, videos)
+        dispatcher = Dispatcher(workers, options.queue)
+        app = server.build_app(dispatcher, Served(_name(options.model), in_use, limits, form), keys, hosts, videos)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 
-def _require_consistent(given: Options) -> None:
+def _require_consistent(options: ServeOptions) -> None:
     """Check combinations of options."""
-    require_engine(given.engine, given.actors, given.device)
-    if given.engine == "ray" and given.gpus is not None:
+    require_engine(options.engine, options.actors, options.device)
+    if options.engine == "ray" and options.gpus is not None:
         raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
 
 
 @contextmanager
 def _places(
-    given: Options, setup: Setup, console: Console
+    options: ServeOptions, setup: Setup, console: Console
 ) -> Iterator[tuple[list[Setup], Callable[[Setup], WorkerProcess]]]:
     """Yield the setup of each worker, and the function that starts its process.
 
     Ray sets its own handler of SIGTERM, so the server's must be set after this.
     """
-    if given.engine == "process":
-        yield [replace(setup, loading=replace(setup.loading, device=each)) for each in _devices(given)], LocalProcess
+    if options.engine == "process":
+        yield [replace(setup, loading=replace(setup.loading, device=each)) for each in _devices(options)], LocalProcess
         return
     from dit_accel.serving.ray_actor import RayActor
     from dit_accel.serving.ray_cluster import joined_cluster
 
-    with joined_cluster(setup, given.actors, console) as (setup, count, needs):
+    with joined_cluster(setup, options.actors, console) as (setup, count, needs):
         yield [setup] * count, partial(RayActor, needs)
 
 
-def _devices(given: Options) -> list[str | None]:
+def _devices(options: ServeOptions) -> list[str | None]:
     """Return the device of each worker on this machine."""
     there = 0
-    if given.device in (None, "cuda"):
+    if options.device in (None, "cuda"):
         import torch  # takes seconds, and another device needs it in its own process only
 
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there == 0:
-        if given.gpus is not None:
-            found = "there is none" if given.device in (None, "cuda") else f"--device is {given.device}"
+        if options.gpus is not None:
+            found = "there is none" if options.device in (None, "cuda") else f"--device is {options.device}"
             raise ArgumentError("gpus", f"needs CUDA GPUs, but {found}")
-        return [given.device]
-    if given.gpus is not None and given.gpus > there:
-        raise ArgumentError("gpus", f"must be at most {there}, the number of GPUs here, got {given.gpus}")
-    return [f"cuda:{index}" for index in range(given.gpus or there)]
+        return [options.device]
+    if options.gpus is not None and options.gpus > there:
+        raise ArgumentError("gpus", f"must be at most {there}, the number of GPUs here, got {options.gpus}")
+    return [f"cuda:{index}" for index in range(options.gpus or there)]
 
 
 def _name(model: str) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class TuneOptions(RunOptions):
     """All options of the command."""
 
     preset: str | None = preset_option()  # `none` is refused
@@ -54,7 +54,7 @@ class Options(RunOptions):
 
 
 @takes_options()
-def command(given: Options) -> None:
+def command(options: TuneOptions) -> None:
     """Search a preset's thresholds for a quality that you set, and confirm it on prompts that the search did not use.
 
     dit-accel tune --target-psnr 40
@@ -67,26 +67,26 @@ def command(given: Options) -> None:
     from dit_accel.presets.keywords import nested
     from dit_accel.tools.tune import Target, split_prompts, tune
 
-    console = Console(quiet=given.quiet)
-    output = given.output
-    target = Target.of(given.target_psnr, given.target_error, given.coverage)
+    console = Console(quiet=options.quiet)
+    output = options.output
+    target = Target.of(options.target_psnr, options.target_error, options.coverage)
     if output.suffix not in (".yaml", ".yml"):
         raise ArgumentError("output", f"{output} must end in .yaml: the output is a preset")
-    if given.preset is not None and os.path.realpath(given.preset) == os.path.realpath(output):
+    if options.preset is not None and os.path.realpath(options.preset) == os.path.realpath(output):
         raise ArgumentError("output", f"{output} is the preset to start from; name another file")
     plot, state = output.with_suffix(".png"), output.with_name(f"{output.stem}-tuning")
     goes_on = os.path.isdir(state)  # a resumed tuning replaces its own files
     for path in (output, plot):
-        require_writable(path, "output", force=given.force or goes_on)
+        require_writable(path, "output", force=options.force or goes_on)
     require_extra("matplotlib", "dit-accel tune, which plots its results,")
     plain = "a plain run has no thresholds; choose a preset"
-    preset, overrides, loading = given.preset_and_loading(plain)
-    listed = tuning_prompts(given.model) if given.prompts is None else read_prompts(given.prompts)
-    target.require_prompts(*map(len, split_prompts(listed, given.tuning_count, given.held_out_count)))
-    named, others = {**given.sizes, "image": read_image(given.image)}, parse_call(given.call)
+    preset, overrides, loading = options.preset_and_loading(plain)
+    listed = tuning_prompts(options.model) if options.prompts is None else read_prompts(options.prompts)
+    target.require_prompts(*map(len, split_prompts(listed, options.tuning_count, options.held_out_count)))
+    named, others = {**options.sizes, "image": read_image(options.image)}, parse_call(options.call)
 
-    pipe = load_pipeline(given.model, loading, console)
-    arguments = call_arguments(pipe, given.model, named, others)
+    pipe = load_pipeline(options.model, loading, console)
+    arguments = call_arguments(pipe, options.model, named, others)
     base = preset or preset_for(pipe).name
     with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as progress:
 
@@ -98,14 +98,14 @@ def command(given: Options) -> None:
             progress.watch(pipe),
             base,
             prompts=listed,
-            target_psnr=given.target_psnr,
-            target_error=given.target_error,
-            coverage=given.coverage,
-            tuning_prompts=given.tuning_count,
-            held_out_prompts=given.held_out_count,
+            target_psnr=options.target_psnr,
+            target_error=options.target_error,
+            coverage=options.coverage,
+            tuning_prompts=options.tuning_count,
+            held_out_prompts=options.held_out_count,
             arguments=arguments,
-            seed=given.seed,
-            evaluations=given.evaluations,
+            seed=options.seed,
+            evaluations=options.evaluations,
             state=state,
             progress=tell,
             **nested(overrides),

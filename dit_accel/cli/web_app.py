@@ -16,7 +16,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(LoadingOptions):
+class AppOptions(LoadingOptions):
     """All options of the command."""
 
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
@@ -27,7 +27,7 @@ class Options(LoadingOptions):
 
 
 @takes_options()
-def command(given: Options) -> None:
+def command(options: AppOptions) -> None:
     """Open a browser page: enter a prompt, see the plain and the accelerated output, and each step as it runs.
 
     dit-accel app
@@ -42,7 +42,7 @@ def command(given: Options) -> None:
     from dit_accel.cli.web_page import Page
     from dit_accel.serving.playground import Playground
 
-    console, loading, model = Console(), given.loading(), given.model
+    console, loading, model = Console(), options.loading(), options.model
 
     def open_worker(name: str) -> Worker:
         own = loading if name == model else replace(loading, loras={})
@@ -55,12 +55,12 @@ def command(given: Options) -> None:
     playground = Playground(open_worker)
     playground.load(model)
     offered = list(dict.fromkeys([model, *demo_names()]))
-    page = Page(playground, model, offered, any_model=given.host in LOOPBACK and not given.share).blocks
+    page = Page(playground, model, offered, any_model=options.host in LOOPBACK and not options.share).blocks
     try:
         _, local, public = page.launch(
-            server_name=given.host,
-            server_port=given.port,
-            share=given.share,
+            server_name=options.host,
+            server_port=options.port,
+            share=options.share,
             quiet=True,
             ssr_mode=False,
             css=CSS,
@@ -69,7 +69,7 @@ def command(given: Options) -> None:
             prevent_thread_lock=True,
         )
     except OSError:
-        message = f"can't listen on {given.host}:{given.port}; give another --host or --port"
+        message = f"can't listen on {options.host}:{options.port}; give another --host or --port"
         raise ArgumentError("port", message) from None
     console.out(f"open {public or local} (stop with Ctrl-C)", highlight=False)
     try:

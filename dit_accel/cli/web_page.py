@@ -27,7 +27,7 @@ from dit_accel.errors import DitAccelError
 from dit_accel.presets import Preset
 from dit_accel.presets.names import DEFAULT
 from dit_accel.serving.loading import resolve_model
-from dit_accel.serving.playground import LONGEST_PROMPT, Playground, Run, Wish
+from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playground, Wish
 
 if TYPE_CHECKING:
     import gradio
@@ -210,7 +210,7 @@ class Page:
             yield {self._status: f"**Failed.** {_as_text(error)}"}
             raise gr.Error(_as_text(error), print_exception=not isinstance(error, DitAccelError)) from error
 
-    def _finished(self, run: Run, history: list[tuple[Any, str]], folder: Path) -> dict[Any, Any]:
+    def _finished(self, run: ComparisonRun, history: list[tuple[Any, str]], folder: Path) -> dict[Any, Any]:
         images, video = web_view.images(run), web_view.video(run, folder)
         history[:] = [(images[1], web_view.caption(run)), *history][:REMEMBERED]
         label = "Plain | accelerated" if video is None else "Middle frame: plain | accelerated"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.web_form import target_of
 from dit_accel.serving.media import Clips, size_note
-from dit_accel.serving.playground import Comparison, Run
+from dit_accel.serving.playground import Comparison, ComparisonRun
 from dit_accel.tools.timeline import EXPLANATION, timeline
 
 if TYPE_CHECKING:
     from PIL import Image
 
 
-def status(run: Run) -> str:
+def status(run: ComparisonRun) -> str:
     """Return the activity of a run, or its result."""
     end = run.comparison
     if end is None:
@@ -28,7 +28,7 @@ def status(run: Run) -> str:
     return "  \n".join([f"Done: {_settings(end)}.", result, *map(html.escape, notes)])
 
 
-def figures(run: Run) -> str:
+def figures(run: ComparisonRun) -> str:
     """Return a table with the seconds of each stage; empty before the end."""
     end = run.comparison
     if end is None:
@@ -46,19 +46,19 @@ def figures(run: Run) -> str:
     return f"{table}{decoded}"
 
 
-def timelines(run: Run) -> str:
+def timelines(run: ComparisonRun) -> str:
     """Return timelines of both sides as HTML, with an explanation; empty before the first step."""
     drawn = [timeline(side.capitalize(), steps, run.total) for side, steps in run.steps.items() if steps]
     return "".join([*drawn, f"<p>{EXPLANATION}</p>"] if drawn else [])
 
 
-def images(run: Run) -> tuple[Image.Image, Image.Image]:
+def images(run: ComparisonRun) -> tuple[Image.Image, Image.Image]:
     """Return the plain and the accelerated image of a finished run; of videos, their middle frames."""
     plain, fast = map(run.medium.still, _results(run))
     return plain, fast
 
 
-def video(run: Run, folder: Path) -> str | None:
+def video(run: ComparisonRun, folder: Path) -> str | None:
     """Write both videos side by side with the accelerated sound, and return the file; None for images."""
     from dit_accel.tools.strips import comparison_clip
 
@@ -71,7 +71,7 @@ def video(run: Run, folder: Path) -> str | None:
     return str(file)
 
 
-def caption(run: Run) -> str:
+def caption(run: ComparisonRun) -> str:
     """Return the text below a result in the history."""
     end = run.comparison
     return f"{end.speedup:.2f}×, {_quality(end)}, {_settings(end)}. {run.wish.model}: {run.wish.prompt}"
@@ -86,5 +86,5 @@ def _settings(end: Comparison) -> str:
     return end.preset.name if target is None else f"{end.preset.name}, target_error {target:g}"
 
 
-def _results(run: Run) -> list[Any]:
+def _results(run: ComparisonRun) -> list[Any]:
     return [run.outputs[side].results[0] for side in ("plain", "accelerated")]

@@ -57,7 +57,7 @@ class Description:
         return {}
 
 
-class Memory(Protocol):
+class SiteMemory(Protocol):
     """Records of one transformer block in one branch; the loop keeps them and does not read them."""
 
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
@@ -73,7 +73,7 @@ class Memory(Protocol):
         """Yield the tensors in host memory."""
 
 
-Kind = TypeVar("Kind", bound=Memory)
+Kind = TypeVar("Kind", bound=SiteMemory)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class BranchState:
     size: ModelSize
     memory: MemoryPlan
     loops: list[ClosedLoop | LoopPerOutput]
-    sites: dict[str, Memory] = field(default_factory=dict)
+    sites: dict[str, SiteMemory] = field(default_factory=dict)
     updated: bool = False
     structure: Any = None
     plain: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class BranchState:
 
 
 @dataclass
-class Blocks:
+class BlockCall:
     """Records of the blocks of one call, which the loop does not read, except for the symbols of a run's report.
 
     Args:
@@ -197,9 +197,9 @@ class Call:
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)
 
     @cached_property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockCall:
         """Records of the blocks in this call."""
-        return Blocks()
+        return BlockCall()
 
     @cached_property
     def computing(self) -> list[int]:

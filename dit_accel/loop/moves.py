@@ -42,7 +42,7 @@ def euler_moves(sigmas: Sequence[float]) -> Moves:
     return [changes[:step] + [0.0] * (len(changes) - step) for step in range(len(sigmas))]
 
 
-class Trial(NamedTuple):
+class SchedulerTrial(NamedTuple):
     """Steps of a scheduler as a trial run shows them.
 
     Args:
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
     noise: float = 0.0
 
 
-def try_out(scheduler: Any, first: int = 0) -> Trial:
+def try_out(scheduler: Any, first: int = 0) -> SchedulerTrial:
     """Return the moves and the noise of a scheduler's steps, by a trial run of about one millisecond a step.
 
     Args:
@@ -69,7 +69,7 @@ def try_out(scheduler: Any, first: int = 0) -> Trial:
         for step, rank in product(steps, RANKS):
             with suppress(Exception):  # the step takes other arguments, or latents of another rank
                 return _try_out(scheduler, step, first, rank)
-    return Trial()
+    return SchedulerTrial()
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
     return moves
 
 
-def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> Trial:
+def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> SchedulerTrial:
     """Run a ``step`` of the scheduler to its end over latents ``[1, N, …]`` of this rank.
 
     Entries of zeros stay zeros under a linear scheduler. If they do not, the steps add something: a second trial
@@ -135,7 +135,7 @@ def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> Trial:
         noise, level = map(sum, zip((0.0, 0.0), *added, strict=True))
         noise /= max(level, TOLERANCE)
     moves = _moves_of(course, factors) if len(course) > len(timesteps) else None
-    return Trial(moves, noise if noise > TOLERANCE else 0.0)
+    return SchedulerTrial(moves, noise if noise > TOLERANCE else 0.0)
 
 
 def _course(

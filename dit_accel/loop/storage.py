@@ -36,7 +36,7 @@ class Storage:
         offload: pinned host memory, copied on a separate stream; tensors on a CPU stay there.
         rows: tokens ``start, stop`` of ``[B, S, …]`` that will be read; the other tokens are undefined after a read.
             None = all tokens.
-        stacked: tensors are stacks ``[M, …]`` of similar values; see :class:`KeptFloat8Stack`.
+        stacked: tensors are stacks ``[M, …]`` of similar values; see :class:`StoredFloat8Stack`.
     """
 
     float8: bool = False
@@ -44,13 +44,13 @@ class Storage:
     rows: tuple[int, int] | None = None
     stacked: bool = False
 
-    def keep(self, tensor: torch.Tensor) -> Kept:
-        return self._keep_whole(tensor) if self.rows is None else KeptRows(tensor, *self.rows, self._keep_whole)
+    def keep(self, tensor: torch.Tensor) -> StoredTensor:
+        return self._keep_whole(tensor) if self.rows is None else StoredRows(tensor, *self.rows, self._keep_whole)
 
-    def _keep_whole(self, tensor: torch.Tensor) -> Kept:
-        form = (KeptFloat8Stack if self.stacked else KeptFloat8) if self.float8 else Kept
+    def _keep_whole(self, tensor: torch.Tensor) -> StoredTensor:
+        form = (StoredFloat8Stack if self.stacked else StoredFloat8) if self.float8 else StoredTensor
         kept = form(tensor)
-        return KeptOnHost(kept) if self.offload else kept
+        return StoredOnHost(kept) if self.offload else kept
 
     def bytes(self, elements: int, itemsize: int) -> int:
         """Return the bytes of this number of elements; the caller leaves out elements outside of ``rows``."""
@@ -60,7 +60,7 @@ class Storage:
 PLAIN = Storage()
 
 
-class Kept:
+class StoredTensor:
     """A tensor that is stored unchanged; base class of the other forms. ``parts`` are the tensors that hold it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class Kept:
         return ()
 
 
-class KeptFloat8(Kept):
+class StoredFloat8(StoredTensor):
     """e4m3 ``[n, 128]``, padded with zeros, and scales ``[n, 1]`` that map each line's largest value to 448."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class KeptFloat8(Kept):
         return values.flatten()[: self._shape.numel()].view(self._shape)
 
 
-class KeptFloat8Stack(KeptFloat8):
+class StoredFloat8Stack(StoredFloat8):
     """The first value of a stack ``[M, …]``, and the differences of the others from it.
 
     The differences are small, and because the weights of a forecast sum to 1 the rounding error of the first value
@@ -123,14 +123,16 @@ class KeptFloat8Stack(KeptFloat8):
         return stack
 
 
-class KeptRows(Kept):
+class StoredRows(StoredTensor):
     """Some tokens of a tensor ``[B, S, …]``, in another storage form.
 
     Args:
         keep: stores the tokens in that form.
     """
 
-    def __init__(self, tensor: torch.Tensor, start: int, stop: int, keep: Callable[[torch.Tensor], Kept]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, start: int, stop: int, keep: Callable[[torch.Tensor], StoredTensor]
+    ) -> None:
         self._shape, self._rows = tensor.shape, slice(start, stop)
         self._kept = keep(tensor[:, self._rows].clone())  # a view would keep all rows
 
@@ -150,7 +152,7 @@ class KeptRows(Kept):
         return self._kept.host_tensors()
 
 
-class KeptOnHost(Kept):
+class StoredOnHost(StoredTensor):
     """The parts of another form in pinned host memory; parts on a CPU stay as they are.
 
     Copies overlap the computation, on one separate stream. All device memory belongs to the computation's stream, which
@@ -161,7 +163,7 @@ class KeptOnHost(Kept):
     _arriving: tuple[torch.Tensor, ...] | None = None
     _leaving: tuple[torch.Tensor, ...] | None = None
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: StoredTensor) -> None:
         self._kept, self._device = kept, kept.parts[0].device
         if self._device.type == "cuda":
             self._leaving, copies = kept.parts, _copies(self._device)
@@ -241,7 +243,7 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._latest: Callable[[], KeptOnHost | None] = lambda: None
+        self._latest: Callable[[], StoredOnHost | None] = lambda: None
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.cuda.Event:
         """Copy after all kernels launched so far; return an event for the end of the copies."""
@@ -251,7 +253,7 @@ class _Copies:
                 target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
-    def let_go(self, kept: KeptOnHost) -> None:
+    def let_go(self, kept: StoredOnHost) -> None:
         """Register a tensor that leaves the device, and free the device memory of the previous one."""
         if (previous := self._latest()) is not None:
             previous.wait()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dit_accel.errors import UnsupportedError, shown
-from dit_accel.loop.moves import Moves, Trial, try_out
+from dit_accel.loop.moves import Moves, SchedulerTrial, try_out
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
@@ -387,7 +387,7 @@ def _has_steps(scheduler: Any, count: int) -> bool:
     return keeps_timesteps(scheduler) and len(scheduler.timesteps) == count
 
 
-def _why_plain(scheduler: Any, trial: Trial, levels: Sequence[float]) -> str | None:
+def _why_plain(scheduler: Any, trial: SchedulerTrial, levels: Sequence[float]) -> str | None:
     """Return why no output of a scheduler's run can be forecast from earlier outputs, or None.
 
     Args:

@@ -29,11 +29,11 @@ RIDGE, TINY = 1e-9, 1e-30  # make the fit solvable if outputs are equal, or zero
 
 
 class Trajectory:
-    """Latents and outputs of the latest steps of a run; one :class:`Stream` for each output that has latents."""
+    """Latents and outputs of the latest steps of a run; one :class:`LatentStream` for each output that has latents."""
 
     def __init__(self) -> None:
         self._step = -1
-        self._streams: list[Stream] = []
+        self._streams: list[LatentStream] = []
 
     def is_replaced(self, step: int, latents: Sequence[torch.Tensor], response: float) -> bool:
         """Record the latents of a step, and return True if they were replaced since the step before.
@@ -45,7 +45,7 @@ class Trajectory:
         follows = step == self._step + 1 and [each.shape for each in self._streams] == [each.shape for each in latents]
         self._step = step
         if not follows:
-            self._streams = [Stream(each) for each in latents]
+            self._streams = [LatentStream(each) for each in latents]
             return False
         is_replaced = False
         for stream, each in zip(self._streams, latents, strict=True):
@@ -58,7 +58,7 @@ class Trajectory:
             stream.add(output)
 
 
-class Stream:
+class LatentStream:
     """Latents of one output of the transformer, and the outputs of a step's calls, as samples ``[B, entries]``."""
 
     def __init__(self, latents: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ presets.
 """
 
 from dit_accel.presets.loading import load_preset, preset_names, preset_path, preset_schema
-from dit_accel.presets.measured import Run, measured
+from dit_accel.presets.measured import MeasuredRun, measured
 from dit_accel.presets.names import default_preset
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule, Stages
@@ -23,10 +23,10 @@ __all__ = [
     "Forecast",
     "Kernels",
     "Linear",
+    "MeasuredRun",
     "Memory",
     "Preset",
     "Reuse",
-    "Run",
     "Schedule",
     "Skip",
     "Stages",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dit_accel.presets.loading import preset_path
 
 
-class Run(NamedTuple):
+class MeasuredRun(NamedTuple):
     """Measured runs of one number of steps, over models and schedules.
 
     Args:
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     source: str
 
 
-def measured(name: str) -> tuple[Run, ...]:
+def measured(name: str) -> tuple[MeasuredRun, ...]:
     """Return the measured runs of a shipped preset, from most to fewest steps; empty if none was measured.
 
     Raises:
@@ -36,4 +36,4 @@ def measured(name: str) -> tuple[Run, ...]:
     """
     runs = json.loads(preset_path(name).with_name("measured.json").read_text(encoding="utf-8")).get(name, [])
     ranges = ("computed", "psnr", "models")
-    return tuple(Run(**{**run, **{key: tuple(run[key]) for key in ranges}}) for run in runs)
+    return tuple(MeasuredRun(**{**run, **{key: tuple(run[key]) for key in ranges}}) for run in runs)

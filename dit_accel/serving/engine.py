@@ -61,7 +61,7 @@ class Failure:
     reason: str
 
 
-class Progress(Protocol):
+class JobProgress(Protocol):
     """Display of an engine's progress."""
 
     def begin(self, what: str, share: float = 0.0) -> None:
@@ -80,7 +80,7 @@ class Engine(Protocol):
     suffix: str
     preset: dict[str, Any] | None
 
-    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made | Failure]]:
         """Yield the result of each job, in any order. If a batch fails, its jobs run one at a time."""
 
 

@@ -107,7 +107,7 @@ class Comparison:
 
 
 @dataclass(eq=False)
-class Run:
+class ComparisonRun:
     """State of a comparison, which grows while it runs.
 
     Args:
@@ -152,7 +152,7 @@ class Playground:
 
     def __init__(self, open_worker: Callable[[str], Worker]) -> None:
         self._open, self._lock = open_worker, Lock()
-        self._runs: list[Run] = []  # unfinished
+        self._runs: list[ComparisonRun] = []  # unfinished
         self._model: str | None = None
         self._worker: Worker | None = None
         self._plain: dict[tuple[Any, ...], Output] = {}
@@ -174,7 +174,7 @@ class Playground:
         worker = self._worker  # another run may replace it
         return worker.pipe if worker is not None and model == self._model else None
 
-    def compare(self, wish: Wish) -> Iterator[Run]:
+    def compare(self, wish: Wish) -> Iterator[ComparisonRun]:
         """Run both sides, and yield the state several times a second, in the end with the comparison.
 
         An iterator that is closed ends the run after its current step.
@@ -183,7 +183,7 @@ class Playground:
             ArgumentError: a value is out of bounds, or the preset does not fit the pipeline.
         """
         wish.require_bounds()
-        run = Run(wish)
+        run = ComparisonRun(wish)
         self._runs.append(run)
         with ThreadPoolExecutor(1, "playground") as thread:
             work = thread.submit(self._compare, run)
@@ -202,7 +202,7 @@ class Playground:
         for run in list(self._runs):
             run.stop()
 
-    def _compare(self, run: Run) -> Comparison:
+    def _compare(self, run: ComparisonRun) -> Comparison:
         with self._lock:
             wish = run.wish
             run.change()  # it may have been stopped while it waited
@@ -224,7 +224,7 @@ class Playground:
             finally:
                 worker.use(None)
 
-    def _plain_side(self, worker: Worker, run: Run) -> Output:
+    def _plain_side(self, worker: Worker, run: ComparisonRun) -> Output:
         """Run the plain side, or take its output from an earlier run."""
         key = run.wish.model, *run.wish.job().settings.items()
         if key in self._plain:
@@ -242,7 +242,7 @@ class Playground:
         return plain
 
     def _side(
-        self, side: Side, worker: Worker, run: Run, at_step_end: Callable[..., dict[str, Any]] | None = None
+        self, side: Side, worker: Worker, run: ComparisonRun, at_step_end: Callable[..., dict[str, Any]] | None = None
     ) -> Output:
         def tell(done: int, total: int) -> None:
             records = worker.pipe.dit_accel.report().steps[:done] if side == "accelerated" else []
@@ -255,7 +255,7 @@ class Playground:
         run.change(outputs={**run.outputs, side: output})
         return output
 
-    def _warm_up(self, worker: Worker, run: Run, preset: Preset) -> None:
+    def _warm_up(self, worker: Worker, run: ComparisonRun, preset: Preset) -> None:
         """Warm up before the first call of a form: two plain steps and, if kernels are compiled, a whole accelerated
         run, since only a whole run uses every kernel.
         """

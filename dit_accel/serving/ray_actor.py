@@ -32,7 +32,7 @@ class RayActor:
     def __init__(self, needs: dict[str, int], setup: Setup) -> None:
         import ray
 
-        self._actor = ray.remote(**needs)(_Actor).remote()
+        self._actor = ray.remote(**needs)(_WorkerActor).remote()
         self._message = self._actor.open.remote(setup, os.getcwd())  # future of the next one
 
     def send(self, message: Any) -> None:
@@ -56,7 +56,7 @@ class RayActor:
         ray.kill(self._actor)
 
 
-class _Actor:
+class _WorkerActor:
     """Jobs of :func:`serve_jobs`, with a method call for each message."""
 
     def open(self, setup: Setup, folder: str) -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
-from dit_accel.serving.engine import Failure, Made, Progress, made_alone, reason_of
+from dit_accel.serving.engine import Failure, JobProgress, Made, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.ray_cluster import enter_folder, joined_cluster
@@ -78,7 +78,7 @@ class RayEngine:
             while not self._idle:
                 self._opened(self._next())
 
-    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made | Failure]]:
         waiting, attempts = deque(batches), Counter[int]()
         while waiting or self._busy:
             self._hand_out(waiting)

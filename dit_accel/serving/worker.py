@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
-from dit_accel.serving.engine import Made, Progress, VideoForm, made_alone
+from dit_accel.serving.engine import JobProgress, Made, VideoForm, made_alone
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
@@ -150,7 +150,7 @@ class Worker:
             self.pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
             raise
 
-    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made]]:
         """Run all batches. If a batch fails, its jobs run one at a time; then the first error is raised."""
         progress.watch(self.pipe)
         for batch in batches:
@@ -167,7 +167,7 @@ class Worker:
                 continue
             yield from self._make_alone(batch, progress)
 
-    def _make_alone(self, batch: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made]]:
+    def _make_alone(self, batch: Sequence[Job], progress: JobProgress) -> Iterator[tuple[Job, Made]]:
         errors = []
         for job in batch:
             progress.begin(job.name(self.suffix), 1.0)

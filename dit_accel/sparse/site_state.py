@@ -12,7 +12,7 @@ import torch
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.memory import MemoryPlan, ModelSize
-from dit_accel.loop.storage import Kept, StoredHistory
+from dit_accel.loop.storage import StoredHistory, StoredTensor
 from dit_accel.presets import Preset
 from dit_accel.sparse.policies import policy_of
 from dit_accel.sparse.probe import adjusted
@@ -68,7 +68,7 @@ class TileState:
     measured_step: int = -1
     kept: SparseSymbols | None = None
     drawn_step: int = -1
-    residual: Kept | None = None
+    residual: StoredTensor | None = None
     growth: float = 1.0
     drawn_growth: float = 1.0
     probe_turn: int = 0
@@ -95,7 +95,7 @@ class HeadState:
 
     attention: StoredHistory | None = None
     plan: AttentionPlan | None = None
-    bias_stack: Kept | None = None
+    bias_stack: StoredTensor | None = None
     bias_coordinates: tuple[float, ...] = ()
     bias_mask64: torch.Tensor | None = None
     degraded: bool = False

@@ -50,7 +50,7 @@ class KeptOutput:
         return _copied(self._output, self._tensors, self._devices)[0]
 
 
-class Store:
+class PromptStore:
     """Kept outputs of the text encoders of a pipeline. It forgets the least recently used first.
 
     Args:
@@ -100,7 +100,7 @@ class KeepingEntry:
         stages: pipelines' stages that use the entry; replaced when these change, because other threads may iterate.
     """
 
-    def __init__(self, encoder: nn.Module, store: Store) -> None:
+    def __init__(self, encoder: nn.Module, store: PromptStore) -> None:
         self.stages: weakref.WeakSet[KeptPrompts] = weakref.WeakSet()
         self.store = store
         self._encoder = weakref.ref(encoder)
@@ -191,7 +191,7 @@ class KeptPrompts:
 
     def __init__(self, pipe: Any, parts: CallParts, most: int) -> None:
         self._pipe, self.parts = weakref.ref(pipe), parts
-        self._store = Store(most)
+        self._store = PromptStore(most)
         self._entries: dict[str, KeepingEntry] = {}
         self._begun = 0
         self._calls: list[tuple[str, str | None, bool]] = []  # name of the encoder, why not kept, is kept

@@ -155,14 +155,14 @@ def test_a_visitor_can_cancel(visitor, site):
 
 def test_two_visitors_each_get_their_own(visitor, monkeypatch):
     """The second visitor waits, and gradio says so; histories are separate."""
-    begun, waits, change = Event(), Event(), playground.Run.change
+    begun, waits, change = Event(), Event(), playground.ComparisonRun.change
 
     def held(run, **given):
         begun.set()
         assert waits.wait(60)
         change(run, **given)
 
-    monkeypatch.setattr(playground.Run, "change", held)
+    monkeypatch.setattr(playground.ComparisonRun, "change", held)
     first, second = visitor(), visitor()
     one = begin(first, "two whales", seed=1, steps=20)
     assert begun.wait(60)
@@ -189,9 +189,11 @@ def test_videos_come_in_one_file_and_a_frame(visitor):
 
 def test_previews_of_the_plain_side_come_between_its_steps(visitor, monkeypatch):
     """Coarse images that lead to the final one, which is as without them."""
-    change = playground.Run.change
+    change = playground.ComparisonRun.change
     monkeypatch.setattr(preview, "INTERVAL", 0.0)
-    monkeypatch.setattr(playground.Run, "change", lambda run, **given: time.sleep(0.1) or change(run, **given))
+    monkeypatch.setattr(
+        playground.ComparisonRun, "change", lambda run, **given: time.sleep(0.1) or change(run, **given)
+    )
     pages = shown(begin(visitor(), "a red hen", seed=3))
     labels = [page.get("preview", {}).get("label", "") for page in pages]
     assert any("coarse" in label for label in labels) and "Plain; the accelerated side follows" in labels

@@ -7,7 +7,7 @@ import pytest
 from dit_accel.cli import web_app, web_page
 from dit_accel.errors import UnsupportedError
 from dit_accel.serving import playground
-from dit_accel.serving.playground import Run, Wish
+from dit_accel.serving.playground import ComparisonRun, Wish
 from tests.cli.test_web_view import BLACK, WHITE, finished
 
 
@@ -22,9 +22,9 @@ class Playing:
             raise self.error
         self.wishes.append(wish)
         try:
-            yield Run(wish, "plain", preview=WHITE)
+            yield ComparisonRun(wish, "plain", preview=WHITE)
             for _ in range(2):
-                yield Run(wish, "accelerated", outputs={"plain": None}, preview=BLACK)
+                yield ComparisonRun(wish, "accelerated", outputs={"plain": None}, preview=BLACK)
             yield finished()
         finally:
             self.ended += 1

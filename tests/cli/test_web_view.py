@@ -9,7 +9,7 @@ from PIL import Image
 from dit_accel.cli import web_view
 from dit_accel.presets import load_preset
 from dit_accel.serving.media import Clips, Pictures
-from dit_accel.serving.playground import Comparison, Run, Wish
+from dit_accel.serving.playground import Comparison, ComparisonRun, Wish
 from dit_accel.tools.timing import Output
 
 BLACK, WHITE = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
@@ -24,7 +24,7 @@ def finished(plain=BLACK, fast=WHITE, medium=None, psnr=30.0, notes=(), preset="
     report = SimpleNamespace(computed_fraction=0.25, notes=list(notes), decoding="with fused kernels")
     end = Comparison(load_preset(preset), psnr, 3.0, report)
     wish = Wish("a <b>fox</b>", "some/model", **size)
-    return Run(wish, outputs=outputs, is_kept=kept, medium=medium or Pictures(), comparison=end)
+    return ComparisonRun(wish, outputs=outputs, is_kept=kept, medium=medium or Pictures(), comparison=end)
 
 
 def test_figures_are_of_both_sides():
@@ -43,7 +43,7 @@ def test_figures_are_of_both_sides():
 
 
 def test_a_model_that_is_loading_keeps_its_name():
-    assert web_view.status(Run(None, "loading owner/Model <b>")) == "Loading owner/Model &lt;b&gt; …"
+    assert web_view.status(ComparisonRun(None, "loading owner/Model <b>")) == "Loading owner/Model &lt;b&gt; …"
 
 
 def test_notes_are_text():
@@ -69,8 +69,8 @@ def test_timelines_are_as_long_as_the_whole_run(monkeypatch):
     lengths = []
     monkeypatch.setattr(web_view, "timeline", lambda *bars: lengths.append(bars) or "")
     steps = [("full", None)] * 3
-    assert "forecast" in web_view.timelines(Run(None, steps={"plain": steps, "accelerated": []}, total=10))
-    assert lengths == [("Plain", steps, 10)] and web_view.timelines(Run(None)) == ""
+    assert "forecast" in web_view.timelines(ComparisonRun(None, steps={"plain": steps, "accelerated": []}, total=10))
+    assert lengths == [("Plain", steps, 10)] and web_view.timelines(ComparisonRun(None)) == ""
 
 
 def test_a_rounded_size_is_said():

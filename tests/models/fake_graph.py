@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_accel.kernels import custom_ops
-from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial
+from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph
 
 
 class Pool:
@@ -35,7 +35,7 @@ class RecordedGraph(CudaGraph):
     captures = replays = parts = 0
     refuses: Exception | None = None  # raised where a capture begins
     fails: Exception | None = None  # raised at its end
-    trial = Trial(None, lambda: 0.9, lambda: 1.0)  # result of every watched call
+    trial = CaptureTrial(None, lambda: 0.9, lambda: 1.0)  # result of every watched call
 
     def __init__(self, device, pool):
         super().__init__(device, pool)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dit_accel import accelerate_pipeline, load_preset
-from dit_accel.loop.branch import Blocks
+from dit_accel.loop.branch import BlockCall
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families.family import Attention, BlockWork
@@ -88,7 +88,7 @@ def costs_of(mode, level, sites, dense=(), step=4, two=True):
         attentions.append(Attention("blocks.0.attn2", "blocks.0", "attn2", None, False))
     call = SimpleNamespace(
         mode=mode,
-        blocks=Blocks(dense=set(dense)),
+        blocks=BlockCall(dense=set(dense)),
         tick=SimpleNamespace(step=step),
         branch=SimpleNamespace(sites=sites),
         site=lambda name, kind: sites[name],

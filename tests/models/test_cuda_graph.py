@@ -7,7 +7,7 @@ import torch
 
 from dit_accel.loop import timing
 from dit_accel.models.graphs import cuda_graph
-from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial
+from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph
 
 
 @pytest.fixture
@@ -63,5 +63,5 @@ def test_other_warnings_pass_through(modes):
 )
 def test_steps_are_captured_where_the_gpu_waits_for_the_host(launched, wanted, is_shared, captures):
     """On several GPUs, a GPU's time includes waiting for the other hosts."""
-    trial = Trial(None, lambda: launched, lambda: 1.0)
+    trial = CaptureTrial(None, lambda: launched, lambda: 1.0)
     assert (trial.why_not(wanted, is_shared=is_shared) is None) == captures

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
 from dit_accel.models import transformer
-from dit_accel.models.graphs.cuda_graph import Trial
+from dit_accel.models.graphs.cuda_graph import CaptureTrial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
@@ -384,7 +384,7 @@ def test_a_capture_that_fails_is_not_tried_again(graph):
 
 def test_where_the_host_waits_nothing_is_captured(graph):
     """A capture would fail there; the report says where."""
-    graph.trial = Trial("model.py, line 7", lambda: 1.0, lambda: 1.0)
+    graph.trial = CaptureTrial("model.py, line 7", lambda: 1.0, lambda: 1.0)
     pipe = accelerated("flux", "exact")
     output = tiny_output(pipe, "flux", steps=5)
     notes = [f"{REFUSED}: the host waits for the GPU in model.py, line 7"]
@@ -394,7 +394,7 @@ def test_where_the_host_waits_nothing_is_captured(graph):
 
 @pytest.mark.parametrize("launched, captures", [(0.9, 1), (0.3, 0)], ids=["host-bound", "gpu-bound"])
 def test_auto_captures_where_the_gpu_waits_for_the_host(graph, launched, captures):
-    graph.trial = Trial(None, lambda: launched, lambda: 1.0)
+    graph.trial = CaptureTrial(None, lambda: launched, lambda: 1.0)
     pipe = accelerated("flux", "exact", "auto")
     tiny_output(pipe, "flux", steps=5)
     report = pipe.dit_accel.report()
@@ -405,7 +405,7 @@ def test_auto_captures_where_the_gpu_waits_for_the_host(graph, launched, capture
 
 @pytest.mark.parametrize("wanted, captures", [("auto", 0), ("always", 1)])
 def test_auto_leaves_room_for_what_decodes(graph, wanted, captures):
-    graph.trial = Trial(None, lambda: 1.0, lambda: 1.0, room=0.1)
+    graph.trial = CaptureTrial(None, lambda: 1.0, lambda: 1.0, room=0.1)
     pipe = accelerated("flux", "exact", wanted)
     tiny_output(pipe, "flux", steps=5)
     reason = None if captures else "10% of the GPU's memory is free, and graphs keep a step's activations"

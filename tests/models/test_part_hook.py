@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.loop.branch import Blocks
+from dit_accel.loop.branch import BlockCall
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.hooks import register_hook
 from dit_accel.models.part_hook import FeedHook, PartHook
@@ -63,7 +63,7 @@ def hooked(monkeypatch):
 def call(session, mode, coordinate, records=True):
     branch = SimpleNamespace(memory=None, order=2)
     session.call = SimpleNamespace(
-        mode=mode, coordinate=coordinate, records=records, branch=branch, site=session.site, blocks=Blocks()
+        mode=mode, coordinate=coordinate, records=records, branch=branch, site=session.site, blocks=BlockCall()
     )
 
 

@@ -69,7 +69,7 @@ class Simple:
         return Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5})
 
 
-class Simply(ray_actor._Actor):
+class Simply(ray_actor._WorkerActor):
     def open(self, setup, folder):
         worker_process.Worker = Simple
         return super().open(setup, folder)
@@ -94,7 +94,7 @@ def closing(workers):
 def simple(cluster):
     """Two workers whose actors load nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_actor, "_Actor", Simply)
+        patch.setattr(ray_actor, "_WorkerActor", Simply)
         with closing([start("simple") for _ in range(2)]) as workers:
             assert [worker.wait() for worker in workers] == [(Simple.video_form, Simple.preset_in_use)] * 2
             yield workers
@@ -200,7 +200,7 @@ def test_a_cancelled_run_ends_between_two_steps(simple):
 
 def test_loading_errors_are_those_of_a_process(cluster, monkeypatch):
     """An error of the pipeline has its type and message; a process that dies is named."""
-    monkeypatch.setattr(ray_actor, "_Actor", Simply)
+    monkeypatch.setattr(ray_actor, "_WorkerActor", Simply)
     with closing([start("missing"), start("broken")]) as (missing, broken):
         with pytest.raises(UnsupportedError, match=r"^no such model$"):
             missing.wait()

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.loop.timing import CallParts
-from dit_accel.stages.prompts import ENTRY, KeptPrompts, Store
+from dit_accel.stages.prompts import ENTRY, KeptPrompts, PromptStore
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import encoders, tiny_inputs, tiny_output, tiny_pipeline
 
@@ -426,7 +426,7 @@ def test_memory_is_bounded():
 )
 def test_as_many_outputs_go_as_needed(sizes, most, kept):
     """The bound holds after each output, whatever its size, and what fits exactly stays."""
-    store = Store(most)
+    store = PromptStore(most)
     for key, size in zip("abcd", sizes, strict=False):
         store.put((key,), None, size)
         assert store.size <= most

@@ -9,7 +9,7 @@ import torch
 from dit_accel.models import denoisers
 from dit_accel.tools import timing
 from dit_accel.tools.timing import run_pipeline, timed_output, transformer_clock
-from dit_accel.tools.tune.runs import Runs, Store
+from dit_accel.tools.tune.runs import FigureStore, MeasuredRuns
 from tests.models.tiny import built, pipeline
 from tests.models.tiny.sounds import longcat_audio
 
@@ -78,5 +78,5 @@ def test_sound_alone_has_no_frames():
     pipe = longcat_audio()
     kept = run_pipeline(pipe, RAIN, "rain", 0)
     assert kept.keys() == {"latents", "sound"} and kept["sound"].shape[0] == 1 and kept["sound"].min() < 0
-    (amplitudes,) = Runs(pipe, RAIN, ["rain"], 0, Store(None, {}), lambda: None).plain(0)["frames"]
+    (amplitudes,) = MeasuredRuns(pipe, RAIN, ["rain"], 0, FigureStore(None, {}), lambda: None).plain(0)["frames"]
     assert torch.equal(amplitudes, (127.5 + 127.5 * kept["sound"][0].clamp(-1, 1)).round().byte())

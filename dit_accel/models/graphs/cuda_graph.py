@@ -23,7 +23,7 @@ ROOM = 0.25  # share of the GPU's memory to leave free: graphs keep a step's act
 
 
 @dataclass(frozen=True)
-class Trial:
+class CaptureTrial:
     """Measurement of an uncaptured step.
 
     Args:
@@ -116,7 +116,7 @@ class CudaGraph:
         return torch.cuda.graph_pool_handle()
 
     @staticmethod
-    def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, Trial]:
+    def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, CaptureTrial]:
         """Run ``function``; return its result and a measurement.
 
         A capture fails if the host waits for the GPU, and then corrupts random generators (and, before PyTorch 2.12,
@@ -131,7 +131,7 @@ class CudaGraph:
             output = function()
             launched, took = of_host(), of_gpu()
         where = next(iter(waits.places), None)
-        return output, Trial(where, launched, took, _room(device), waits.is_complete)
+        return output, CaptureTrial(where, launched, took, _room(device), waits.is_complete)
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Capture ``function`` and return its result; its tensors are uninitialised until :meth:`replay` fills them.

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.loop.branch import Blocks, Call
+from dit_accel.loop.branch import BlockCall, Call
 from dit_accel.loop.torch_modes import kernel_settings
 from dit_accel.models.graphs.announcement import Announcement
-from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial, Turns
+from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph, Turns
 from dit_accel.models.graphs.limits import (
     why_not_call,
     why_not_known,
@@ -98,7 +98,7 @@ class StepGraphs:
         self._failed: str | None = None
         self._lock = threading.RLock()  # guards all attributes: several threads may call one transformer
         self._turns = Turns()  # serialises uses of static inputs and of the pool
-        self._kept: dict[tuple, Captured | Trial | str | None] = {}
+        self._kept: dict[tuple, Captured | CaptureTrial | str | None] = {}
         self.clear()
 
     def __len__(self) -> int:
@@ -129,9 +129,9 @@ class StepGraphs:
             if kept is None:
                 key = self._key(call, leaves, structure)
                 kept = self._kept_for(key)
-            if isinstance(kept, (Trial, Captured)):
+            if isinstance(kept, (CaptureTrial, Captured)):
                 with self._turns.turn(self._device(leaves)):
-                    if isinstance(kept, Trial):
+                    if isinstance(kept, CaptureTrial):
                         kept = self._kept[key] = self._decide(kept, original, call, leaves, structure)
                     if isinstance(kept, Captured):
                         return self._replay(kept, leaves)
@@ -153,7 +153,9 @@ class StepGraphs:
             return NEW
         return self._kept[key]
 
-    def _decide(self, trial: Trial, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
+    def _decide(
+        self, trial: CaptureTrial, original: Callable, call: Call, leaves: list, structure: Any
+    ) -> Captured | str:
         """Capture a measured call, or return why not."""
         is_shared = parallel_degree(self._driver.transformer) > 1
         return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
@@ -190,7 +192,7 @@ class StepGraphs:
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
         aside = replace(call, work={}, measured=[])
-        aside.blocks = Blocks(call.blocks.facts, turns=call.blocks.turns)
+        aside.blocks = BlockCall(call.blocks.facts, turns=call.blocks.turns)
 
         def compute() -> tuple:
             before = session.call, report.fallbacks

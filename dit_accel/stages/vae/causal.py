@@ -69,7 +69,7 @@ def decode(
     layers: Layers,
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
-    run, x = _Call(feat_cache, feat_idx, layers), layers.own(x)
+    run, x = _CausalRun(feat_cache, feat_idx, layers), layers.own(x)
     x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
     for stage in decoder.up_blocks:
         before = x if getattr(stage, "avg_shortcut", None) is not None else None
@@ -86,7 +86,7 @@ def encode(
     encoder: nn.Module, x: torch.Tensor, *, feat_cache: list, feat_idx: list[int], layers: Layers
 ) -> torch.Tensor:
     """Return moments of latents ``[B, 2c, t, h, w]`` of frames ``[B, C, T, H, W]``; update both lists."""
-    run = _Call(feat_cache, feat_idx, layers)
+    run = _CausalRun(feat_cache, feat_idx, layers)
     x = run.convolved(encoder.conv_in, run.behind(x), padding=1)
     for part in encoder.down_blocks:
         before = x
@@ -102,7 +102,7 @@ def encode(
     return run.convolved(encoder.conv_out, run.normed(encoder.norm_out, x))
 
 
-class _Call:
+class _CausalRun:
     """One call of a decoder or an encoder, which walks through the kept frames of its convolutions."""
 
     def __init__(self, feat_cache: list, feat_idx: list[int], layers: Layers) -> None:

@@ -50,7 +50,7 @@ def decode(
     Args:
         conv_cache: frames before each convolution, by the names of modules; None = this call is the first one.
     """
-    run, past, kept = _Call(latents, layers), conv_cache or {}, {}
+    run, past, kept = _CogVideoXRun(latents, layers), conv_cache or {}, {}
     x, kept["conv_in"] = run.convolved(decoder.conv_in, pad_video(latents, before=PAST), past.get("conv_in"))
     for name, stage in (("mid_block", decoder.mid_block), *_numbered("up_block", decoder.up_blocks)):
         earlier, kept[name] = past.get(name) or {}, {}
@@ -62,7 +62,7 @@ def decode(
     return x, kept
 
 
-class _Call:
+class _CogVideoXRun:
     """Parts of the decoder in one call, whose latents are ``[B, C, t, h, w]``."""
 
     def __init__(self, latents: torch.Tensor, layers: Layers) -> None:

@@ -67,7 +67,7 @@ def decode(
         causal: convolutions read no later frames; None = as the decoder says.
     """
     default = decoder.is_causal if hasattr(decoder, "is_causal") else decoder.conv_in.is_causal
-    run = _Call(bool(causal or default), layers)
+    run = _LTXRun(bool(causal or default), layers)
     x = run.convolved(decoder.conv_in.conv, run.padded(latents, decoder.conv_in.conv))
     if decoder.timestep_scale_multiplier is not None:
         temb = temb * decoder.timestep_scale_multiplier
@@ -87,7 +87,7 @@ def decode(
     return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-class _Call:
+class _LTXRun:
     """Parts of the decoder in one call."""
 
     def __init__(self, is_causal: bool, layers: Layers) -> None:

@@ -33,7 +33,7 @@ class Figures:
     tile_sparsity: float  # share of tiles that the latest masks skip in computed rows, over all blocks
 
 
-class Store:
+class FigureStore:
     """Storage of a tuning: a folder with JSON values in ``state.json`` and tensors in other files; writes are atomic.
 
     Args:
@@ -92,14 +92,14 @@ class Store:
 
 
 @dataclass
-class Runs:
+class MeasuredRuns:
     """Runs of one pipeline on fixed prompts, by their index."""
 
     pipe: Any  # plain
     arguments: dict[str, Any]  # of its call, without prompt and generator
     prompts: list[str]  # one per run
     seed: int  # of the first prompt's noise; the next prompt gets the next seed
-    store: Store
+    store: FigureStore
     begin: Callable[[], None]  # called before each run
     _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 

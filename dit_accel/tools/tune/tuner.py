@@ -29,7 +29,7 @@ from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, Axis, Setting, axes_of, overrides_of
 from dit_accel.tools.tune.linears import Kind, LinearTap, excluded, work_left
 from dit_accel.tools.tune.result import Evaluation, Target, TuneResult, computed_fraction
-from dit_accel.tools.tune.runs import Figures, Runs, Store
+from dit_accel.tools.tune.runs import Figures, FigureStore, MeasuredRuns
 from dit_accel.tools.tune.search import Score, Search
 
 TUNING_PROMPTS = 4
@@ -143,9 +143,9 @@ class _Tuner:
     def run(self, axes: Sequence[Axis], evaluations: int, folder: Path | None, progress: Progress | None) -> TuneResult:
         """Run plain runs and layers, then searches and confirmations until a confirmation meets the target."""
         prompts, count = [*self.tuning, *self.held_out], len(self.tuning)
-        store = Store(folder, self._request())
+        store = FigureStore(folder, self._request())
         told = _Told(progress, 2 * len(prompts) + evaluations * count)
-        runs = Runs(self.pipe, self.arguments, prompts, self.seed, store, told.begin_run)
+        runs = MeasuredRuns(self.pipe, self.arguments, prompts, self.seed, store, told.begin_run)
         if self.by_layer:
             self._calibrate(runs, store, told)
         if self.preset.linear.dtype is not None:
@@ -195,7 +195,7 @@ class _Tuner:
             },
         )
 
-    def _calibrate(self, runs: Runs, store: Store, told: _Told) -> None:
+    def _calibrate(self, runs: MeasuredRuns, store: FigureStore, told: _Told) -> None:
         """Measure the thresholds of single layers on plain runs of the tuning prompts."""
         if (stored := store.get("layers")) is None:
             recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
@@ -209,7 +209,7 @@ class _Tuner:
             store.put("layers", stored)
         self.curves = {block: [calibration.Candidate(**each) for each in values] for block, values in stored.items()}
 
-    def _measure_linears(self, runs: Runs, store: Store) -> None:
+    def _measure_linears(self, runs: MeasuredRuns, store: FigureStore) -> None:
         """Measure the errors of linear layers in 8 bits on one plain run."""
         if (stored := store.get("linears")) is None:
             tap = LinearTap(self.pipe, self.preset.linear)

@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "files-of-another-rate",
         f"{CLI}/generate.py",
-        '(("dtype", given.dtype), ("fps", given.fps)) if value}',
-        '(("dtype", given.dtype),) if value}',
+        '(("dtype", options.dtype), ("fps", options.fps)) if value}',
+        '(("dtype", options.dtype),) if value}',
         "a resumed job with another frame rate makes its files again",
         f"{TEST_CLI}/test_manifest.py",
     ),

@@ -234,7 +234,7 @@ def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
     """If the confirmation misses the target the search continues closer to the plain run until it is met."""
     from dit_accel.tools.tune import runs
 
-    measured = runs.Runs.figures
+    measured = runs.MeasuredRuns.figures
 
     def pessimistic(self, preset, indices):
         indices = list(indices)
@@ -243,7 +243,7 @@ def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
 
     call = {"arguments": arguments("flux", steps=12), "evaluations": 18, "target_psnr": 43}
     easy = tuned(**call)
-    monkeypatch.setattr(runs.Runs, "figures", pessimistic)
+    monkeypatch.setattr(runs.MeasuredRuns, "figures", pessimistic)
     hard = tuned(**call)
     assert easy.met and hard.met
     lost = statistics.fmean(each.psnr for each in easy.held_out) - 6 < 43
