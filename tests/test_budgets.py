@@ -1,0 +1,59 @@
+"""The project does not outgrow its readers: a change that needs more lines removes as many in the same place.
+
+Lower a ceiling after a diet; raise none without a reason in the commit.
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CODE = {".py", ".cu", ".cuh", ".yaml"}
+LINES = {  # of code
+    "dit_accel": 43_640,
+    "dit_accel/cli": 2_810,
+    "dit_accel/kernels": 10_810,
+    "dit_accel/loop": 3_670,
+    "dit_accel/models": 9_220,
+    "dit_accel/presets": 1_290,
+    "dit_accel/serving": 4_360,
+    "dit_accel/sla": 400,
+    "dit_accel/sparse": 1_620,
+    "dit_accel/stages": 2_490,
+    "dit_accel/tools": 6_060,
+    "scripts": 18_990,
+    "tests": 46_370,
+}
+WORDS = 38_700  # of all pages
+RESULTS = 2_800_000  # bytes of docs/results
+
+
+def files(folder: str, suffixes: set[str]) -> list[Path]:
+    found = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+def test_code_stays_within_its_lines():
+    counted = {name: sum(path.read_bytes().count(b"\n") for path in files(name, CODE)) for name in LINES}
+    assert {name: lines for name, lines in counted.items() if lines > LINES[name]} == {}
+
+
+def test_a_class_name_stands_once():
+    """A reader who meets a class finds it by its name."""
+    found = Counter(
+        node.name
+        for path in files("dit_accel", {".py"})
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, times in found.items() if times > 1] == []
+
+
+def test_pages_stay_within_their_words():
+    pages = [*files("docs", {".md"}), *files("scripts", {".md"}), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    tracked = [page for page in pages if page.parent.name != "results"]  # tables that scripts write are not kept
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in tracked) <= WORDS
+
+
+def test_results_stay_small():
+    assert sum(path.stat().st_size for path in files("docs/results", {".json", ".png"})) <= RESULTS
