@@ -9,6 +9,7 @@ from tests.models.naive_flux import run_heads, run_layers
 from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_pipeline
 
 STEPS = 9
+FEW = 5  # steps with one of each mode under ``HEADS``
 TEXT = 37
 SMALL_PICTURE = {"height": 88, "width": 88}  # 3 blocks, of both, of image and ragged, for Triton's interpreter
 ATTENTION = 457 / (457 + 6 * 96)  # its share of a block's FLOPs, of 457 tokens and 96 features
@@ -161,7 +162,7 @@ def test_kontext_reference_tokens_are_vision():
     """Reference tokens follow the latents, can be reused, and do not enter the closed loop's error."""
     pipe = tiny_pipeline("flux-kontext")
     accelerate_pipeline(pipe, head_preset())
-    pipe(**tiny_inputs("flux-kontext", steps=STEPS))
+    pipe(**tiny_inputs("flux-kontext", steps=FEW))
     layout = pipe.dit_accel.layout
     assert (layout.text, layout.vision) == (TEXT, 180)
 
@@ -169,9 +170,9 @@ def test_kontext_reference_tokens_are_vision():
 def test_ip_adapter_sites_run_densely_and_say_so():
     """A block with an IP-Adapter's processor is computed as it is; the others run sparsely."""
     pipe = tiny_pipeline("flux-ip-adapter")
-    plain = pipe(**tiny_inputs("flux-ip-adapter", steps=STEPS))[0]
+    plain = pipe(**tiny_inputs("flux-ip-adapter", steps=FEW))[0]
     accelerate_pipeline(pipe, head_preset(**{"reuse.tau_q": 0.0, "skip.tau_kv": 0.0}))
-    result = pipe(**tiny_inputs("flux-ip-adapter", steps=STEPS))[0]
+    result = pipe(**tiny_inputs("flux-ip-adapter", steps=FEW))[0]
     fallbacks = pipe.dit_accel.report().fallbacks
     assert _distance(result, plain) < 1e-5
     assert [entry["site"] for entry in fallbacks] == ["transformer_blocks.0", "transformer_blocks.1"]
@@ -232,9 +233,9 @@ def test_batch_equals_single_pictures(pipe, level):
 def test_autocast_runs_densely(pipe):
     """Autocast casts the modules' inputs, and the sparse path calls no modules: every block runs its own forward."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain = pipe(**inputs())[0]
+        plain = pipe(**inputs(steps=FEW))[0]
         accelerate_pipeline(pipe, head_preset())
-        accelerated = pipe(**inputs())[0]
+        accelerated = pipe(**inputs(steps=FEW))[0]
     assert {entry["reason"] for entry in pipe.dit_accel.report().fallbacks} == {"autocast"}
     assert torch.equal(accelerated, plain)
 

@@ -12,11 +12,13 @@ from dit_accel.models.families.hunyuan_video import FAMILY
 from dit_accel.models.fused import block_hook
 from dit_accel.models.fused import hunyuan_video as hunyuan_video_blocks
 from tests.models.naive_hunyuan_video import run
+from tests.pairs import every_pair
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 8
 BLOCK_KINDS = ("hunyuan", "hunyuan-i2v")  # the latter's first frame has gates of its own
 VARIANTS = (*BLOCK_KINDS, "hunyuan-i2v-concat")
+FEW = 3  # steps of tests in which every step computes
 PROMPTS = ["a fox", "a large dark forest in the snow"]
 SCHEDULE = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1}  # full ×3, update ×2, dispatch ×3
 TILES = {"policy": "sparge", "tau_kv": 0.4}
@@ -134,7 +136,8 @@ def test_fused_projections_change_nothing(pipes, as_on_a_gpu, monkeypatch, name,
 @pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one-prompt", "unequal-prompts"])
 def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monkeypatch, prompt):
     """The op over every tile, which takes each prompt's length, is dense attention without its padding."""
-    plain = pipes("hunyuan")(**inputs(prompt=prompt))[0]
+    few = {"prompt": prompt, "num_inference_steps": FEW}
+    plain = pipes("hunyuan")(**inputs(**few))[0]
     attended = []
     attention = block_hook.attention
 
@@ -145,15 +148,13 @@ def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monke
     monkeypatch.setattr(block_hook, "attention", counted)
     monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda reader, x: True)
     monkeypatch.setattr(FamilyDriver, "attends_by_kernel", lambda driver, q: True)
-    result, report = accelerate(pipes("hunyuan"), "exact", **inputs(prompt=prompt))
+    result, report = accelerate(pipes("hunyuan"), "exact", **inputs(**few))
     assert _distance(result, plain) < 1e-5
-    assert attended == [prompt == PROMPTS] * 4 * STEPS
+    assert attended == [prompt == PROMPTS] * 4 * FEW
     assert report.fallbacks == []
 
 
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one-prompt", "unequal-prompts"])
-@pytest.mark.parametrize("level", ["output", "head"])
+@every_pair(name=BLOCK_KINDS, prompt={"one-prompt": PROMPTS[0], "unequal-prompts": PROMPTS}, level=["output", "head"])
 def test_nothing_reused_and_nothing_skipped_is_plain(pipes, name, prompt, level):
     """At zero thresholds sites compute everything, in batches of unequal prompts too, and so give the plain result."""
     pipe = pipes(name)
@@ -169,7 +170,7 @@ def test_nothing_reused_and_nothing_skipped_is_plain(pipes, name, prompt, level)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_cpu_keeps_the_padding_where_all_is_computed(pipes, name, preset):
     """With everything computed, a CPU's result is diffusers' own to the bit, before, during and after."""
-    pipe, few = pipes(name), {"prompt": PROMPTS, "num_inference_steps": 3}
+    pipe, few = pipes(name), {"prompt": PROMPTS, "num_inference_steps": FEW}
     plain = pipe(**inputs(name, **few))[0]
     result, report = accelerate(pipe, preset, **inputs(name, **few))
     assert torch.equal(result, plain)
@@ -184,21 +185,21 @@ def test_a_cpu_keeps_the_padding_where_all_is_computed(pipes, name, preset):
 )
 def test_cut_padding_equals_masked_padding(pipes, as_on_a_gpu, name, prompt):
     """Without padding, attention has no mask and no token beyond the longest prompt, and the result is the same."""
-    pipe = pipes(name)
-    plain = pipe(**inputs(name, prompt=prompt))[0]
+    pipe, few = pipes(name), {"prompt": prompt, "num_inference_steps": FEW}
+    plain = pipe(**inputs(name, **few))[0]
     seen = []
     hooks = [
         block.attn.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
         for block in [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
     ]
     try:
-        result, report = accelerate(pipe, "exact", **inputs(name, prompt=prompt))
+        result, report = accelerate(pipe, "exact", **inputs(name, **few))
     finally:
         for hook in hooks:
             hook.remove()
     assert _distance(result, plain) < 1e-6
     assert report.fallbacks == []
-    assert len(seen) >= STEPS * 4
+    assert len(seen) >= FEW * 4
     assert all(kwargs.get("attention_mask") is None for kwargs in seen)
     lengths = {kwargs["encoder_hidden_states"].shape[1] for kwargs in seen}
     assert len(lengths) == (2 if prompt == PROMPTS else 1)
