@@ -10,19 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CODE = {".py", ".cu", ".cuh", ".yaml"}
 LINES = {  # of code
-    "dit_accel": 43_640,
+    "dit_accel": 43_680,
     "dit_accel/cli": 2_810,
     "dit_accel/kernels": 10_810,
     "dit_accel/loop": 3_670,
     "dit_accel/models": 9_220,
     "dit_accel/presets": 1_290,
-    "dit_accel/serving": 4_360,
+    "dit_accel/serving": 4_400,
     "dit_accel/sla": 400,
     "dit_accel/sparse": 1_620,
     "dit_accel/stages": 2_490,
     "dit_accel/tools": 6_060,
     "scripts": 18_990,
-    "tests": 46_370,
+    "tests": 46_390,
 }
 WORDS = 38_700  # of all pages
 RESULTS = 2_800_000  # bytes of docs/results

@@ -140,3 +140,14 @@ def test_sizes_of_image_and_mask_are_those_of_upright_ones():
     photo = stored(Image.new("RGB", (16, 24)), **turned(6))
     with pytest.raises(RequestError, match="size of the first image, 24x16, got 16x24"):
         edit(photo, stored(Image.new("L", (16, 24))))
+
+
+def test_former_functions_read_requests():
+    """Programs that import them from their former places go on."""
+    from dit_accel.serving.api import Limits as limits_of_before
+    from dit_accel.serving.requests import read_edit, read_request, read_video
+
+    photo = stored(Image.new("RGB", (WIDTH, HEIGHT), "blue"), "png")
+    assert read_edit([("prompt", "a"), ("image", photo)], limits_of_before(), "m").image[0].size == (WIDTH, HEIGHT)
+    assert read_request(b'{"prompt": "a"}', limits_of_before(), "m").prompt == "a"
+    assert read_video(b'{"prompt": "a"}', limits_of_before(), "m", VideoForm(8, 4)).prompt == "a"
