@@ -174,12 +174,11 @@ class Session:
         if driver.graphs is not None:
             compute = partial(driver.graphs.run, original, call, args, kwargs)
         if driver.linears is not None:
+            rows = len(call.computed_rows or ())
+            driver.linears.begin(call.report, (call.branch.name, call.branch.shapes, call.mode, call.skips, rows))
             compute = partial(driver.linears.timed, call.report, compute)
         if run.may_forecast:
             compute = partial(driver.foreign.watch, call.branch, compute)
-        if driver.linears is not None:
-            rows = len(call.computed_rows or ())
-            driver.linears.begin(call.report, (call.branch.name, call.branch.shapes, call.mode, call.skips, rows))
         try:
             output = driver.branches.run(self, call, given, compute, partial(self._observe, run, call, arguments))
         finally:
