@@ -3,7 +3,7 @@
 
     python -m scripts.checks.gpu --output gpu_check.json [--quick]
     compute-sanitizer --tool memcheck python -m scripts.checks.gpu --small
-    compute-sanitizer --tool racecheck --kernel-name kernel_name=gemm_q \
+    compute-sanitizer --tool racecheck --kernel-name kernel_name=attention \
         python -m scripts.checks.gpu --small --racecheck --checks attention --backends cuda
     compute-sanitizer --tool racecheck --kernel-name kernel_name=slices \
         python -m scripts.checks.gpu --racecheck --tests tests/kernels/test_slices.py

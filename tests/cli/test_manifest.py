@@ -276,7 +276,7 @@ def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(m
 
 @pytest.mark.parametrize("dtype, fps", [(None, None), ("bfloat16", None), (None, 12.0), ("float16", 24.0)])
 def test_every_setting_of_the_command_is_in_the_manifest(monkeypatch, tmp_path, dtype, fps):
-    """Those that change a file and stand in no line: with another one, files of an earlier run do not count."""
+    """Files of an earlier run do not count if an option differs that changes them and stands in no line."""
     seen, image = [], tmp_path / "in.png"
     monkeypatch.setattr(generate, "Worker", lambda *_: "worker")
     monkeypatch.setattr(generate, "run_jobs", lambda *given, **_: seen.append(given[3]))
