@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 
 from dit_accel import accelerated
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.measure.metrics import psnr
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=50)

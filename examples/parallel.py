@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 
 from dit_accel import accelerate_pipeline, parallelize_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path, model_fps
-from dit_accel.tools.video import as_clip, write_clip
+from dit_accel.tools.media.video import as_clip, write_clip
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=30)

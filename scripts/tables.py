@@ -31,7 +31,7 @@ RENDERERS = {  # stem of the JSON: module, function, and the arguments taken fro
         ["results"],
     ),
     r"parallel.*": ("scripts.bench.ranks", "markdown", []),
-    r"pareto-.+": ("dit_accel.tools.compare.report", "table", []),
+    r"pareto-.+": ("dit_accel.tools.measure.compare.report", "table", []),
     r"sla-(features-)?demo-.+": ("scripts.research.finetuning.table", "table", ["rows"]),
     r"small-cards.*": ("scripts.bench.card_memory.table", "markdown", []),
 }

@@ -21,7 +21,7 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.tools.compare import Bench, Method, Sweep
+    from dit_accel.tools.measure.compare import Bench, Method, Sweep
 
 LEVELS = ("quality", "balanced", "turbo")
 
@@ -71,8 +71,8 @@ def command(options: CompareOptions) -> None:
     from rich.console import Console
 
     from dit_accel.models.presets import load_preset
-    from dit_accel.tools.compare import Bench, Prompt, Sheet, Sweep
-    from dit_accel.tools.origin import describe_run
+    from dit_accel.tools.measure.compare import Bench, Prompt, Sheet, Sweep
+    from dit_accel.tools.measure.origin import describe_run
 
     console = Console(quiet=options.quiet)
     if (options.prompt is None) == (options.prompts is None):
@@ -149,7 +149,7 @@ def _names(listed: str | None) -> list[str]:
 
 def _peers(listed: str) -> list[str] | None:
     """Parse the names of other methods; None = all."""
-    from dit_accel.tools.compare import PEERS
+    from dit_accel.tools.measure.compare import PEERS
 
     if listed in ("all", "none"):
         return None if listed == "all" else []
@@ -164,7 +164,7 @@ def _methods(
 ) -> tuple[list[Method], dict[str, str]]:
     """Return the methods to compare, and reasons why other methods can't run, by name."""
     from dit_accel.pipeline import preset_for
-    from dit_accel.tools.compare import our_methods, peer_methods, spread
+    from dit_accel.tools.measure.compare import our_methods, peer_methods, spread
 
     targets: list[Method] = []
     if not presets:
@@ -178,7 +178,7 @@ def _methods(
 def _print_summary(console: Console, sweep: Sweep) -> None:
     from rich.table import Table
 
-    from dit_accel.tools.compare.report import remarks, settings_table
+    from dit_accel.tools.measure.compare.report import remarks, settings_table
 
     head, lines = settings_table(sweep.document)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -13,14 +13,14 @@ from dit_accel.cli.progress import progress_bar
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.pipelines import timed_call
-from dit_accel.tools.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
+from dit_accel.tools.measure.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
-    from dit_accel.tools.timing import Output
+    from dit_accel.tools.measure.timing import Output
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def both_sides(
         whole: run all plain repeats to the end, because a run's start takes time too, e.g. with offloading.
     """
     from dit_accel import accelerated
-    from dit_accel.tools.timing import denoise, transformer_clock
+    from dit_accel.tools.measure.timing import denoise, transformer_clock
 
     with accelerated(pipe, preset):
         pass  # raises now, before a plain run of minutes, if the preset does not fit the pipeline
@@ -148,7 +148,7 @@ def _sound_quality(plain: Output, fast: Output) -> dict[str, float | None]:
     """Compute the metrics of the video's sound, None if it holds values that are not finite; empty without sound."""
     if not plain.sounds:
         return {}
-    from dit_accel.tools.audio_metrics import audio_quality
+    from dit_accel.tools.measure.audio_metrics import audio_quality
 
     found = audio_quality(fast.sounds[0], plain.sounds[0])
     return {name: value if math.isfinite(value) else None for name, value in found.items()}

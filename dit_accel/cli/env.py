@@ -13,7 +13,7 @@ from dit_accel.tools.extras import EXTRAS
 if TYPE_CHECKING:
     import torch
 
-    from dit_accel.tools.timing import Output
+    from dit_accel.tools.measure.timing import Output
 
 PACKAGES = ("torch", "diffusers", "transformers", "triton", *EXTRAS)
 CALL = {"prompt": "two pink stars over the sea at sunset", "height": 256, "width": 256, "num_inference_steps": 8}
@@ -80,8 +80,8 @@ def _images(device: str, dtype: torch.dtype) -> Iterator[str]:
 
     from dit_accel import accelerated
     from dit_accel.tools.demo import DEFAULT_MODEL, demo_path
-    from dit_accel.tools.metrics import psnr
-    from dit_accel.tools.timing import timed_output
+    from dit_accel.tools.measure.metrics import psnr
+    from dit_accel.tools.measure.timing import timed_output
 
     pipe = DiffusionPipeline.from_pretrained(demo_path(DEFAULT_MODEL), dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)

@@ -267,7 +267,7 @@ def _write(
         console.out(f"note: {note}", highlight=False)
     summary = summary_of(medium, sides)
     if options.plot:
-        from dit_accel.tools.figures import timeline_figure
+        from dit_accel.tools.media.figures import timeline_figure
 
         timeline_figure(sides.report, options.plot)
     if options.json_path:

@@ -47,7 +47,7 @@ def command(options: InspectOptions) -> None:
 
     from dit_accel import accelerate_pipeline
     from dit_accel.pipeline import preset_for
-    from dit_accel.tools.figures import density_figure, timeline_figure
+    from dit_accel.tools.media.figures import density_figure, timeline_figure
 
     console = Console(quiet=options.quiet)
     require_extra("matplotlib", "dit-accel inspect, which writes plots,")
@@ -100,7 +100,7 @@ def _require_symbols(pipe: Any, layer: str) -> None:
 
 
 def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:
-    from dit_accel.tools.figures import symbol_map
+    from dit_accel.tools.media.figures import symbol_map
 
     symbols = pipe.dit_accel.symbols()
     if not symbols:

@@ -21,7 +21,7 @@ from dit_accel.serving.loading import Loading
 from dit_accel.serving.loras import parse_loras, with_projections
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
 from dit_accel.tools.extras import require_extra
-from dit_accel.tools.repeats import REPEATS as REPEATS
+from dit_accel.tools.measure.repeats import REPEATS as REPEATS
 
 # Generous bounds, which catch typing mistakes before any work.
 MOST_STEPS = 10_000

@@ -29,7 +29,7 @@ def list_command(
 ) -> None:
     """List presets with their computed fraction and PSNR on small models at 50 steps."""
     from dit_accel.presets import load_preset, measured, preset_names
-    from dit_accel.tools.identify import identify
+    from dit_accel.tools.advise.identify import identify
 
     identity = None if model is None else identify(model)
     typer.echo(ROW.format("name", "model", "computed", "PSNR dB"))

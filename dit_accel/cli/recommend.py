@@ -42,7 +42,7 @@ def command(
     from rich.console import Console
     from rich.table import Column, Table
 
-    from dit_accel.tools.recommend import recommend
+    from dit_accel.tools.advise.recommend import recommend
 
     found = recommend(
         model,
@@ -72,6 +72,6 @@ def _present_gpu() -> str | None:
     """Return the known name of this machine's GPU; None = another GPU, or none."""
     import torch
 
-    from dit_accel.tools.cards import known_card
+    from dit_accel.tools.advise.cards import known_card
 
     return known_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

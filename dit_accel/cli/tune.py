@@ -23,7 +23,7 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.tools.tune import TuneResult
+    from dit_accel.tools.measure.tune import TuneResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def command(options: TuneOptions) -> None:
 
     from dit_accel.pipeline import preset_for
     from dit_accel.presets.keywords import nested
-    from dit_accel.tools.tune import Target, split_prompts, tune
+    from dit_accel.tools.measure.tune import Target, split_prompts, tune
 
     console = Console(quiet=options.quiet)
     output = options.output

@@ -13,8 +13,8 @@ from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, default_preset, load_preset, preset_names
 from dit_accel.presets.names import PLAIN
+from dit_accel.tools.advise.identify import identify
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts, unknown_words
-from dit_accel.tools.identify import identify
 
 EXAMPLES = 3
 CANDIDATES = 12  # prompts of a model; the shortest are examples

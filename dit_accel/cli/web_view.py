@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dit_accel.cli.web_form import target_of
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.playground import Comparison, ComparisonRun
-from dit_accel.tools.timeline import EXPLANATION, timeline
+from dit_accel.tools.media.timeline import EXPLANATION, timeline
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -60,7 +60,7 @@ def images(run: ComparisonRun) -> tuple[Image.Image, Image.Image]:
 
 def video(run: ComparisonRun, folder: Path) -> str | None:
     """Write both videos side by side with the accelerated sound, and return the file; None for images."""
-    from dit_accel.tools.strips import comparison_clip
+    from dit_accel.tools.media.strips import comparison_clip
 
     end = run.comparison
     if end is None or not isinstance(run.medium, Clips):

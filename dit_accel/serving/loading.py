@@ -105,7 +105,7 @@ def _require_float8(place: torch.device, precision: torch.dtype) -> None:
     """Check that the device supports float8 matrix products."""
     import torch
 
-    from dit_accel.tools.cards import FLOAT8_SINCE
+    from dit_accel.tools.advise.cards import FLOAT8_SINCE
 
     if place.type != "cuda" or torch.cuda.get_device_capability(place) < FLOAT8_SINCE:
         raise ArgumentError(

@@ -37,7 +37,7 @@ SAMPLING_RATES = (  # components that make sound, and the key of their configura
 
 def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     """Check, without the model, that an image, a video or a folder of frames can be written to ``path``."""
-    from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
+    from dit_accel.tools.media.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
 
     if is_folder_of_frames(path):
         return
@@ -93,7 +93,7 @@ class Pictures:
         self, plain: Image.Image, fast: Image.Image, labels: Labels, path: Path, sounds: Sounds = (None, None)
     ) -> list[Path]:
         """Write NAME-plain and NAME-compare, and return their paths."""
-        from dit_accel.tools.strips import comparison_strip
+        from dit_accel.tools.media.strips import comparison_strip
 
         _, *beside = _with_comparison(path)
         for picture, file in zip((plain, comparison_strip(plain, fast, labels)), beside, strict=True):
@@ -122,7 +122,7 @@ class Clips:
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
         """Check that a video can be written to ``path``, and its comparison to the same folder in the same form."""
-        from dit_accel.tools.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
+        from dit_accel.tools.media.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
 
         is_folder = is_folder_of_frames(path)
         if not is_folder and path.suffix.lower() not in FILE_SUFFIXES:
@@ -154,7 +154,7 @@ class Clips:
 
     def _others(self, path: Path, compare: bool) -> list[Path]:
         """Return the files that are no videos."""
-        from dit_accel.tools.video import is_folder_of_frames, sound_file
+        from dit_accel.tools.media.video import is_folder_of_frames, sound_file
 
         clips = _with_comparison(path, compare) if self.sampling_rate else []
         sounds = [sound_file(clip, folder=is_folder_of_frames(path)) for clip in clips]
@@ -168,7 +168,7 @@ class Clips:
 
     def write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
         """Write a video with its sound; return the paths."""
-        from dit_accel.tools.video import is_folder_of_frames
+        from dit_accel.tools.media.video import is_folder_of_frames
 
         return self._write(clip, path, sound, folder=is_folder_of_frames(path))
 
@@ -180,8 +180,8 @@ class Clips:
         Args:
             sounds: of both sides; NAME-compare has the accelerated side's.
         """
-        from dit_accel.tools.strips import comparison_clip, frame_strip
-        from dit_accel.tools.video import is_folder_of_frames
+        from dit_accel.tools.media.strips import comparison_clip, frame_strip
+        from dit_accel.tools.media.video import is_folder_of_frames
 
         _, *beside = _with_comparison(path)
         clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
@@ -190,7 +190,7 @@ class Clips:
         return [*chain(*written), _strip(path)]
 
     def _write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None, *, folder: bool) -> list[Path]:
-        from dit_accel.tools.video import Sound, sound_file, write_clip
+        from dit_accel.tools.media.video import Sound, sound_file, write_clip
 
         if sound is not None and self.sampling_rate is None:
             warnings.warn("dit-accel: sound is left out, because its sampling rate is unknown", stacklevel=2)
@@ -288,7 +288,7 @@ def _strip(path: Path) -> Path:
 
 
 def _quality(plain: np.ndarray, fast: np.ndarray) -> dict[str, Any]:
-    from dit_accel.tools.metrics import clip_ssim, psnr
+    from dit_accel.tools.measure.metrics import clip_ssim, psnr
 
     decibels = psnr(plain, fast)
     identical = math.isinf(decibels)

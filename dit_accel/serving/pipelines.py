@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dit_accel.presets import Preset
-    from dit_accel.tools.timing import Output
+    from dit_accel.tools.measure.timing import Output
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def read_image(path: Path | None) -> Image.Image | None:
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
-    """Call :func:`~dit_accel.tools.timing.timed_output` within :func:`explained_failures`."""
-    from dit_accel.tools.timing import timed_output
+    """Call :func:`~dit_accel.tools.measure.timing.timed_output` within :func:`explained_failures`."""
+    from dit_accel.tools.measure.timing import timed_output
 
     with explained_failures(type(pipe)):
         return timed_output(pipe, arguments, seed)

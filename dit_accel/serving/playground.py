@@ -23,14 +23,14 @@ from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import model_preset
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.measure.metrics import psnr
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
-    from dit_accel.tools.timing import Output
+    from dit_accel.tools.measure.timing import Output
 
 Side = Literal["plain", "accelerated"]
 

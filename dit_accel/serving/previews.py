@@ -1,4 +1,4 @@
-"""Partial images of a request: coarse images of unfinished steps, from :mod:`dit_accel.tools.preview`."""
+"""Partial images of a request: coarse images of unfinished steps, from :mod:`dit_accel.tools.media.preview`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 if TYPE_CHECKING:
     from PIL import Image
 
-    from dit_accel.tools.preview import Previewer
+    from dit_accel.tools.media.preview import Previewer
 
 KEPT = 16  # sizes whose previewers are kept
 
@@ -25,7 +25,7 @@ class Previews:
 
     def previewer(self, job: Job) -> Previewer | None:
         """Return the previewer of a job's size; None if the pipeline takes none."""
-        from dit_accel.tools.preview import Previewer, takes_previews
+        from dit_accel.tools.media.preview import Previewer, takes_previews
 
         if not takes_previews(self._pipe):
             return None

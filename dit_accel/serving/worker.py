@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from dit_accel.presets import Preset
-    from dit_accel.tools.preview import Previewer
-    from dit_accel.tools.timing import Output
+    from dit_accel.tools.measure.timing import Output
+    from dit_accel.tools.media.preview import Previewer
 
 
 class Worker:

@@ -34,7 +34,7 @@ from dit_accel.models.families import known_family
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.models.parallel.context_parallel import config_of
 from dit_accel.models.parallel.parallelize import parallelize_pipeline
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.call_speed.pipelines import CASES, Call, build, size, steps
 from scripts.bench.call_speed.table import KEY, markdown
 from scripts.bench.call_speed.ways import WAYS, measure, ways_of

@@ -40,7 +40,7 @@ from diffusers import (
 from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.ranks import join
 from scripts.tables import as_json
 

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import TIMED_STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.runs import RUNS

@@ -22,9 +22,9 @@ from dit_accel import accelerate_pipeline
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.prompts import batches, read_jobs
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.metrics import psnr
-from dit_accel.tools.origin import describe_run
-from dit_accel.tools.timing import timed_output
+from dit_accel.tools.measure.metrics import psnr
+from dit_accel.tools.measure.origin import describe_run
+from dit_accel.tools.measure.timing import timed_output
 from scripts.tables import as_json
 
 MODEL = "demo-flux"

@@ -27,7 +27,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from dit_accel.loop.timing import CallParts
 from dit_accel.stages.prompts import KeptPrompts
 from dit_accel.stages.stamps import read_stamp
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.tables import as_json
 
 CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}

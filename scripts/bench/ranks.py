@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from dit_accel import Preset, load_preset
 from dit_accel.models.parallel.branches import GROUP
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens

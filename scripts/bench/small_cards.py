@@ -32,7 +32,7 @@ import torch
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import headline
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.calls import names_in
 from scripts.bench.card_memory.table import markdown
 from scripts.bench.card_memory.ways import STARTS, WAYS, start, why_not_together

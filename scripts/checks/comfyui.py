@@ -23,8 +23,8 @@ import torch
 from diffusers import FluxPipeline
 
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
-from dit_accel.tools.metrics import psnr
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.metrics import psnr
+from dit_accel.tools.measure.origin import describe_run
 from scripts.tables import as_json
 
 NODES = Path(__file__).parents[2] / "integrations" / "comfyui"

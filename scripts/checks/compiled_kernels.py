@@ -20,7 +20,7 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported
 
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.checks.compile_study.compiling import GPUS, compiled
 from scripts.checks.compile_study.ops import OPS, SINCE
 from scripts.checks.compile_study.report import fits, table

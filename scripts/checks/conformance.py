@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.checks import stand_ins
 from scripts.checks.conformance_plugin import KINDS
 from scripts.tables import as_json, write_table

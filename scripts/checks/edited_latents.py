@@ -21,7 +21,7 @@ import torch
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.demo_training.loading import load_demo
 from scripts.tables import as_json, write_table
 

@@ -37,7 +37,7 @@ import torch
 from dit_accel import load_preset
 from dit_accel.errors import DitAccelError, UnsupportedError, shortened
 from dit_accel.models.transformer import TransformerDriver
-from dit_accel.tools.origin import commit_of, describe_run
+from dit_accel.tools.measure.origin import commit_of, describe_run
 from scripts.checks import stand_ins
 from scripts.checks.class_study import cases, modular
 from scripts.checks.class_study.blocks import MODULAR

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from dit_accel.kernels import backend_status
 from dit_accel.kernels._cuda import runtime
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.kernels.cases import make_inputs
 from scripts.bench.kernels.gate import (
     ALL_CHECKS,

@@ -32,7 +32,7 @@ import diffusers
 import torch
 
 from dit_accel import Preset, accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import Bench, busy_and_span
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens

@@ -47,7 +47,7 @@ from dit_accel.serving.http.videos import VideoStore
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.checks.hostile_requests import CLOSED, EDITS, GOOD, IMAGES, VIDEOS, Attacks, Hostile
 from scripts.tables import as_json
 from tests.tiny import tiny_pipeline

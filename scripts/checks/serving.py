@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 import psutil
 
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.tables import as_json
 
 OUTCOMES = {"ok": "200", "busy": "503"}  # of the server's metrics, and the status of their answers

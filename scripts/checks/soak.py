@@ -36,7 +36,7 @@ import torch
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import preset_names
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.tables import as_json
 from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
 

@@ -9,7 +9,7 @@ import torch
 
 from dit_accel import Preset, RunReport
 from dit_accel.pipeline import accelerated
-from dit_accel.tools.timing import run_pipeline
+from dit_accel.tools.measure.timing import run_pipeline
 
 from .prompts import HeldOutPrompt
 

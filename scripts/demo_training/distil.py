@@ -24,7 +24,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from dit_accel.tools.demo import demo_path
-from dit_accel.tools.metrics import IDENTICAL, psnr
+from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from scripts.demo_training.drawing import draw_bank
 from scripts.demo_training.exporting import paint, write_folder
 from scripts.demo_training.flow import PromptedFlow, compile_blocks, image_positions

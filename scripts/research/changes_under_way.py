@@ -21,8 +21,8 @@ import torch
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
-from dit_accel.tools.metrics import psnr
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.metrics import psnr
+from dit_accel.tools.measure.origin import describe_run
 from scripts.demo_training.loading import held_out, load_demo, study_parser
 from scripts.tables import as_json, write_table
 

@@ -34,14 +34,14 @@ import torch
 from dit_accel import accelerated
 from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
 from dit_accel.models import denoisers
-from dit_accel.tools.compare import PEERS, spread
-from dit_accel.tools.compare.methods import Subject
-from dit_accel.tools.compare.snapshot import Snapshot
-from dit_accel.tools.compare.solvers import SOLVERS
-from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_path
-from dit_accel.tools.metrics import IDENTICAL, psnr
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.compare import PEERS, spread
+from dit_accel.tools.measure.compare.methods import Subject
+from dit_accel.tools.measure.compare.snapshot import Snapshot
+from dit_accel.tools.measure.compare.solvers import SOLVERS
+from dit_accel.tools.measure.compare.work import WorkCounter
+from dit_accel.tools.measure.metrics import IDENTICAL, psnr
+from dit_accel.tools.measure.origin import describe_run
 from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
 from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
 from scripts.tables import as_json, write_table

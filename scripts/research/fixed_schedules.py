@@ -7,7 +7,7 @@ from typing import Any
 
 from dit_accel import load_preset
 from dit_accel.models.families import family_of
-from dit_accel.tools.compare import Method, of_preset
+from dit_accel.tools.measure.compare import Method, of_preset
 
 
 def fixed_schedules(pipe: Any) -> list[Method]:

@@ -23,8 +23,8 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from dit_accel.loop import growth
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.figures import new_figure, tidy_axes
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
+from dit_accel.tools.media.figures import new_figure, tidy_axes
 from scripts.research.conditions_study.cells import HELD_OUT
 from scripts.tables import as_json
 

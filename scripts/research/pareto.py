@@ -31,10 +31,10 @@ import diffusers
 import torch
 
 from dit_accel import preset_names
-from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, our_methods, peer_methods
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.origin import describe_run
-from dit_accel.tools.repeats import REPEATS
+from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, Sweep, our_methods, peer_methods
+from dit_accel.tools.measure.origin import describe_run
+from dit_accel.tools.measure.repeats import REPEATS
 from scripts.demo_training.loading import held_out, load_demo
 from scripts.research.fixed_schedules import fixed_schedules
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dit_accel.presets import load_preset
 from dit_accel.presets.names import default_preset
-from dit_accel.tools.tune.result import conformal
+from dit_accel.tools.measure.tune.result import conformal
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "conditions.json"
 VIDEOS = ("demo-wan", "demo-hunyuan")

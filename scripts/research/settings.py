@@ -25,8 +25,8 @@ import torch
 
 from dit_accel.presets import Preset
 from dit_accel.tools.demo import demo_arguments
-from dit_accel.tools.metrics import IDENTICAL, clip_ssim, psnr
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.metrics import IDENTICAL, clip_ssim, psnr
+from dit_accel.tools.measure.origin import describe_run
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, held_out, load_demo
 from scripts.research.setting_lists import bits, papers, tiles

@@ -17,8 +17,8 @@ import torch
 
 from dit_accel import load_preset
 from dit_accel.tools.demo import demo_arguments
-from dit_accel.tools.metrics import IDENTICAL, psnr
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.metrics import IDENTICAL, psnr
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.calls import names_in
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
 from scripts.demo_training.against_plain import AgainstPlain

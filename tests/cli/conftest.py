@@ -14,10 +14,11 @@ from dit_accel.cli.comparison import Side, Sides
 from dit_accel.serving import dispatcher, pipelines, playground
 from dit_accel.serving.http import server
 from dit_accel.serving.worker import Worker
-from dit_accel.tools import compare as comparing
-from dit_accel.tools import figures, recommend, video
-from dit_accel.tools import tune as tuning
-from dit_accel.tools.timing import Output
+from dit_accel.tools.advise import recommend
+from dit_accel.tools.measure import compare as comparing
+from dit_accel.tools.measure import tune as tuning
+from dit_accel.tools.measure.timing import Output
+from dit_accel.tools.media import figures, video
 from tests.tiny import tiny_pipeline
 
 CLIPS = "some/clips"  # name of a model that makes videos; all others make images

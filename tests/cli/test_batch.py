@@ -17,7 +17,7 @@ from dit_accel.serving import worker
 from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.tools.timing import Output, timed_output
+from dit_accel.tools.measure.timing import Output, timed_output
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 COUNT = 8  # images

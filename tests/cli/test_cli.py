@@ -13,7 +13,7 @@ from PIL import Image
 
 import dit_accel
 from dit_accel.presets import load_preset, preset_names
-from dit_accel.tools.metrics import psnr, ssim
+from dit_accel.tools.measure.metrics import psnr, ssim
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_pipeline
 

@@ -12,8 +12,8 @@ from PIL import Image
 from dit_accel.cli import compare
 from dit_accel.errors import UnsupportedError
 from dit_accel.serving.loading import load_pipeline
-from dit_accel.tools.compare import Method
 from dit_accel.tools.demo import tuning_prompts
+from dit_accel.tools.measure.compare import Method
 from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_pipeline
 
@@ -78,7 +78,7 @@ def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeyp
         seen.extend([prompts, warmup])
         raise UnsupportedError("enough")
 
-    monkeypatch.setattr("dit_accel.tools.compare.Bench", bench)
+    monkeypatch.setattr("dit_accel.tools.measure.compare.Bench", bench)
     (tmp_path / "prompts.txt").write_text("a fox\ntwo whales\na lighthouse\n")
     result = run("compare", "-m", model, "--prompts", "prompts.txt", "--peers", "none", "--seed", 5, *SMALL)
     assert "enough" in result.stderr
@@ -157,8 +157,8 @@ def test_methods_are_those_that_were_asked_for(monkeypatch):
         asked["theirs"] = steps, names, settings
         return ["peer"], {"other": "missing"}
 
-    monkeypatch.setattr("dit_accel.tools.compare.our_methods", ours)
-    monkeypatch.setattr("dit_accel.tools.compare.peer_methods", theirs)
+    monkeypatch.setattr("dit_accel.tools.measure.compare.our_methods", ours)
+    monkeypatch.setattr("dit_accel.tools.measure.compare.peer_methods", theirs)
     assert compare._methods(bench, ["turbo", "exact"], "some/model", ["dbcache"], 3) == (
         ["turbo", "exact", "peer"],
         {"other": "missing"},

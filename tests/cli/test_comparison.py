@@ -13,9 +13,9 @@ from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.progress import Progress
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
-from dit_accel.tools import timing
-from dit_accel.tools.repeats import PLAIN_STEPS
-from dit_accel.tools.timing import Output
+from dit_accel.tools.measure import timing
+from dit_accel.tools.measure.repeats import PLAIN_STEPS
+from dit_accel.tools.measure.timing import Output
 from tests.tiny import tiny_pipeline
 
 STEPS = 6
@@ -108,8 +108,8 @@ def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
         yield SimpleNamespace(loop_seconds=3.0, calls=10)
 
     monkeypatch.setattr(comparison, "timed_call", call)
-    monkeypatch.setattr("dit_accel.tools.timing.transformer_clock", clock)
-    monkeypatch.setattr("dit_accel.tools.timing.denoise", lambda pipe, arguments, seed, steps: denoised.append(steps))
+    monkeypatch.setattr(timing, "transformer_clock", clock)
+    monkeypatch.setattr(timing, "denoise", lambda pipe, arguments, seed, steps: denoised.append(steps))
     monkeypatch.setattr(Progress, "expect", lambda self, total, done: expected.append(total))
     console = Console(file=io.StringIO(), quiet=True)
     made = both_sides(pipe, {"num_inference_steps": 20}, 5, load_preset("exact"), 3, console, whole=whole)

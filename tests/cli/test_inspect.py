@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dit_accel.cli import inspect
 from dit_accel.errors import ArgumentError, ShapeError
-from dit_accel.tools import figures
+from dit_accel.tools.media import figures
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dit_accel.serving.engine import Failure, Made
 from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.tools.timing import Output
+from dit_accel.tools.measure.timing import Output
 
 FACTS = {"model": "some/model", "lora": {"owner/name": 0.5}, "call": {"sigmas": [1.0, 0.5]}}
 PRESET = {"name": "balanced", "schedule": {"order": 1}}

@@ -11,8 +11,8 @@ from dit_accel.pipeline import preset_for
 from dit_accel.serving.media import medium_of
 from dit_accel.serving.pipelines import call_arguments
 from dit_accel.tools import demo
-from dit_accel.tools.metrics import clip_ssim, psnr
-from dit_accel.tools.video import as_clip
+from dit_accel.tools.measure.metrics import clip_ssim, psnr
+from dit_accel.tools.media.video import as_clip
 from tests.clips import read_clip
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_output, tiny_pipeline

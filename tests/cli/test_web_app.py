@@ -19,7 +19,7 @@ from dit_accel.serving import pipelines, playground
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.playground import Playground
 from dit_accel.serving.worker import Worker
-from dit_accel.tools import preview
+from dit_accel.tools.media import preview
 from tests.tiny import tiny_pipeline
 
 STEPS = 6

@@ -10,7 +10,7 @@ from dit_accel.cli import web_view
 from dit_accel.presets import load_preset
 from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.playground import Comparison, ComparisonRun, Wish
-from dit_accel.tools.timing import Output
+from dit_accel.tools.measure.timing import Output
 
 BLACK, WHITE = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
 

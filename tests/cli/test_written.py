@@ -16,7 +16,7 @@ from dit_accel.cli import comparison, generate
 from dit_accel.cli.comparison import Side, Sides
 from dit_accel.presets import load_preset
 from dit_accel.tools import files
-from dit_accel.tools.timing import Output
+from dit_accel.tools.measure.timing import Output
 
 PICTURES = "some/pictures"
 TUNE, COMPARE = ("tune", "--target-psnr", 30), ("compare", "--prompt", "a")

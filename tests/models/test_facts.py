@@ -20,7 +20,7 @@ from dit_accel.models.hooks import ATTENTION_HOOK, parameter_names, register_hoo
 from dit_accel.models.interceptor import MISSED, OTHER_KEYS, OWN_TILES, WEIGHED, AttentionHook, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.sla.swap import restore_attention, swap_attention
-from dit_accel.tools.capture import AttentionTap
+from dit_accel.tools.measure.capture import AttentionTap
 from tests.models import tiny
 from tests.models.naive_flux import Remembered, Schedule
 from tests.models.naive_tiles import NaiveTiles, Sequence, forecast_outputs

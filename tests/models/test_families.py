@@ -40,7 +40,7 @@ import torch
 from dit_accel import accelerated, load_preset
 from dit_accel.errors import PresetError
 from dit_accel.models.presets import preset_schema
-from dit_accel.tools.identify import identify
+from dit_accel.tools.advise.identify import identify
 from tests.models import tiny
 from tests.models.test_transformer_table import classes, inside, rows
 

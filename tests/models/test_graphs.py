@@ -18,7 +18,7 @@ from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
 from dit_accel.models.hooks import stateless
-from dit_accel.tools.timing import transformer_clock
+from dit_accel.tools.measure.timing import transformer_clock
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import same_weights, tiny_output, tiny_pipeline
 

@@ -8,7 +8,7 @@ from diffusers import FluxPipeline
 
 from dit_accel import accelerate_pipeline, load_preset, preset_names, restore_pipeline
 from dit_accel.tools.demo import demo_path
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.measure.metrics import psnr
 
 TRIOS = [(name, name.removesuffix("-quality"), name.replace("-quality", "-turbo")) for name in preset_names()]
 TRIOS = [trio for trio in TRIOS if trio[0].endswith("-quality") and not trio[0].startswith("video-")]

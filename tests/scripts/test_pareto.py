@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dit_accel.tools.compare import Method, Sweep
-from dit_accel.tools.compare.report import table
+from dit_accel.tools.measure.compare import Method, Sweep
+from dit_accel.tools.measure.compare.report import table
 from scripts.research import pareto
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from PIL import Image
 from dit_accel.errors import ArgumentError, UnsupportedError
 from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, sampling_rate, unused
 from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
-from dit_accel.tools import video
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.measure.metrics import psnr
+from dit_accel.tools.media import video
 from tests.clips import read_sound
 from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_pipeline

@@ -11,8 +11,8 @@ from dit_accel.errors import ArgumentError, PresetError
 from dit_accel.serving import pipelines, playground, worker
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.playground import LIMITS, Playground, Wish
-from dit_accel.tools.metrics import psnr
-from dit_accel.tools.timing import timed_output
+from dit_accel.tools.measure.metrics import psnr
+from dit_accel.tools.measure.timing import timed_output
 from tests.models.tiny import pipeline
 from tests.tiny import same_weights, tiny_inputs
 

@@ -15,7 +15,7 @@ from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 from dit_accel.serving.worker import Worker
-from dit_accel.tools.timing import Output
+from dit_accel.tools.measure.timing import Output
 
 
 class Pipe:

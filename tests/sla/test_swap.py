@@ -13,7 +13,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sla.swap import load_swapped, restore_attention, save_swapped, swap_attention, swapped_attention
 from dit_accel.sparse import projections
-from dit_accel.tools.capture import AttentionTap
+from dit_accel.tools.measure.capture import AttentionTap
 from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = pytest.mark.parametrize("name", ["wan", "flux", "hunyuan"])

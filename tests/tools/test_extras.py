@@ -8,9 +8,9 @@ from PIL import Image
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools.extras import EXTRAS, require_extra
-from dit_accel.tools.figures import frontier_plot
-from dit_accel.tools.strips import comparison_clip, comparison_strip
-from dit_accel.tools.video import write_clip
+from dit_accel.tools.media.figures import frontier_plot
+from dit_accel.tools.media.strips import comparison_clip, comparison_strip
+from dit_accel.tools.media.video import write_clip
 from tests.clips import read_clip
 
 MATPLOTLIB = r"needs matplotlib, which is not installed: pip install 'dit-accel\[plots\]'"

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from dit_accel import Preset, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.pipeline import preset_for
-from dit_accel.tools.compare.dbcache import DBCACHES
-from dit_accel.tools.compare.methods import Subject
-from dit_accel.tools.compare.snapshot import Snapshot
-from dit_accel.tools.timing import Output, timed_output
+from dit_accel.tools.measure.compare.dbcache import DBCACHES
+from dit_accel.tools.measure.compare.methods import Subject
+from dit_accel.tools.measure.compare.snapshot import Snapshot
+from dit_accel.tools.measure.timing import Output, timed_output
 from scripts.bench.model_speed.bench import OF_REPORT, compiled_blocks
 from scripts.bench.model_speed.forced import forced_density
 from scripts.bench.model_speed.measures import peak_memory

@@ -19,7 +19,7 @@ import torch
 
 from dit_accel.errors import DitAccelError
 from dit_accel.kernels import backend_status
-from dit_accel.tools.origin import describe_run
+from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.kernels import gate
 from scripts.bench.kernels.attention import bench_attention, bench_quantised
 from scripts.bench.kernels.cases import Case, make_inputs

@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "laptops-are-cards",
-        "dit_accel/tools/cards.py",
+        "dit_accel/tools/advise/cards.py",
         '{"laptop", "ti",',
         '{"ti",',
         "a laptop's GPU is not the desktop card of the same name",

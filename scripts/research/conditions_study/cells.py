@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline
 
-from dit_accel.tools.compare.methods import Subject
-from dit_accel.tools.compare.solvers import solver_over
 from dit_accel.tools.demo import demo_arguments
+from dit_accel.tools.measure.compare.methods import Subject
+from dit_accel.tools.measure.compare.solvers import solver_over
 from scripts.demo_training import clips
 from scripts.demo_training import prompts as pictures
 from scripts.demo_training.exporting import paint
@@ -33,7 +33,7 @@ class Cell:
     """Conditions of a run; None = the model's own.
 
     Args:
-        scheduler: Euler's, or one of `dit_accel.tools.compare.solvers.SOLVERS`.
+        scheduler: Euler's, or one of `dit_accel.tools.measure.compare.solvers.SOLVERS`.
         guidance: true classifier-free guidance of an image model, with an empty negative prompt.
         strength: image-to-image, starting from the images of other prompts.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dit_accel.tools.figures import new_figure, tidy_axes
+from dit_accel.tools.media.figures import new_figure, tidy_axes
 
 from .cells import Cell
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.measure.metrics import psnr
 from scripts.demo_training.prompts import HeldOutPrompt
 
 from .calls import CallRecorder, Calls, velocity_error

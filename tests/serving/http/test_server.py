@@ -26,7 +26,7 @@ from dit_accel.serving.engine import Made
 from dit_accel.serving.http.api import Limits
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
-from dit_accel.tools import preview
+from dit_accel.tools.media import preview
 from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")

@@ -19,7 +19,7 @@ from dit_accel.presets import Preset, Skip, load_preset
 from dit_accel.sparse.policies import POLICIES, plan
 from dit_accel.sparse.policies.policy import Policy, every_row
 from dit_accel.sparse.site_state import symbol_bytes
-from dit_accel.tools.tune import axes, calibration
+from dit_accel.tools.measure.tune import axes, calibration
 from tests.models import tiny
 from tests.models.naive_flux import Schedule
 from tests.models.naive_tiles import NaiveTiles, Sequence

@@ -1,0 +1,252 @@
+"""The caches of diffusers, each with a sweep of settings.
+
+Settings follow each cache's documentation. Improvements beyond it, which give each cache its best results, are
+explained at the code and in docs/notes/comparisons.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.hooks import HookRegistry
+
+from dit_accel.models import denoisers
+from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+from dit_accel.tools.measure.timing import removed_after
+
+# Layers whose outputs TaylorSeer forecasts "per layer", as in its paper, and layers that it then skips.
+_LAYERS = [
+    r"(transformer_)?blocks\.\d+\.(attn|attn1|attn2|ff|ffn|ff_context)",
+    r"single_transformer_blocks\.\d+\.proj_out",
+]
+_IDLE_LAYERS = [r"single_transformer_blocks\.\d+\.(attn|proj_mlp)"]
+_ATTENTIONS = [r"((single_)?transformer_)?blocks\.\d+\.(attn|attn1|attn2)"]
+
+# Warm-up, order and interval.
+_TAYLOR_SETTINGS = [(3, 1, 3), (3, 1, 4), (3, 1, 6), (3, 2, 2), (3, 2, 3), (3, 2, 4), (3, 2, 6), (3, 2, 8)]
+_TAYLOR_SETTINGS += [(8, 1, 3), (8, 1, 6)]
+# Threshold, most skipped steps and retention; threshold and most reuses in a row.
+_MAG_SETTINGS = [(0.02, 1, 0.2), (0.06, 2, 0.2), (0.06, 3, 0.2), (0.12, 4, 0.2), (0.12, 4, 0.1), (0.24, 6, 0.1)]
+_MAG_SETTINGS += [(0.5, 5, 0.2), (0.5, 8, 0.1), (2.0, 4, 0.1), (2.0, 6, 0.1)]
+_SEA_SETTINGS = [(0.05, 1), (0.1, 1), (0.1, 2), (0.15, 2), (0.25, 2), (0.25, 3), (0.4, 4), (0.6, 5), (1.0, 6), (2.0, 8)]
+# Warm-up and interval of attention caches.
+_INTERVALS = [(3, 2), (3, 3), (3, 4), (3, 6), (3, 10), (8, 4)]
+
+
+def _cache(
+    cache: str,
+    name: str,
+    settings: Sequence[tuple],
+    arguments: Callable[..., dict[str, Any]],
+    *,
+    series: str | None = None,
+    by_branch: bool = False,
+    needs_steps: bool = False,
+) -> Peer:
+    """Make a method from a cache of diffusers.
+
+    Args:
+        cache: name of the configuration class without ``Config``.
+        name: format string for the name of a setting.
+        arguments: returns the arguments of the configuration for a subject and a setting's values.
+        series: None = the cache's name.
+        by_branch: the cache keeps one state for all branches; each branch gets its own here.
+        needs_steps: the cache needs step and sigma in the cache context.
+    """
+    config = f"{cache}Config"
+
+    @contextmanager
+    def put_on(subject: Subject, setting: tuple) -> Iterator[dict[str, Any]]:
+        with contextlib.ExitStack() as stack:
+            if needs_steps:
+                stack.enter_context(_with_steps(subject))
+            make = getattr(diffusers, config)
+            stack.enter_context(_enabled(subject.pipe, lambda: make(**arguments(subject, *setting))))
+            if by_branch:
+                stack.enter_context(_state_by_branch(subject))
+            yield {}
+
+    def why_not(pipe: Any) -> str | None:
+        if not hasattr(diffusers, config):
+            return f"diffusers {diffusers.__version__} has no {config}"
+        uncached = [type(module).__name__ for module in denoisers(pipe).values() if not hasattr(module, "enable_cache")]
+        return f"{uncached[0]} does not support caches" if uncached else None
+
+    def of(*setting: Any) -> Method:
+        return Method(series or cache, name.format(*setting), partial(put_on, setting=setting))
+
+    methods = [of(*each) for each in settings]
+    return Peer(lambda steps: methods, why_not, of)
+
+
+def _taylorseer(variant: str, label: str, settings: Sequence[tuple[int, int, int]], **parts: Any) -> Peer:
+    def arguments(subject: Subject, warmup: int, order: int, interval: int) -> dict[str, Any]:
+        return {
+            "cache_interval": interval,
+            "disable_cache_before_step": warmup,
+            "disable_cache_after_step": subject.steps - 1,
+            "max_order": order,
+            "taylor_factors_dtype": next(iter(denoisers(subject.pipe).values())).dtype,
+            **parts,
+        }
+
+    name = f"TaylorSeer {label} W={{0}} N={{2}} D={{1}}"
+    return _cache("TaylorSeerCache", name, settings, arguments, series=f"TaylorSeer{variant} (diffusers)")
+
+
+def _mag(subject: Subject, threshold: float, skipped: int, retained: float) -> dict[str, Any]:
+    """Arguments of MagCache. Its calibration on the tuning prompt prints magnitude ratios; their mean over branches."""
+    if "mag_cache" not in subject.calibrations:
+        config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=subject.steps)
+        with _enabled(subject.pipe, lambda: config), contextlib.redirect_stdout(io.StringIO()) as printed:
+            subject.tuning_run()
+        lists = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("[1.0")]
+        subject.calibrations["mag_cache"] = torch.tensor(lists).mean(0).tolist()
+    return {
+        "threshold": threshold,
+        "max_skip_steps": skipped,
+        "retention_ratio": retained,
+        "num_inference_steps": subject.steps,
+        "mag_ratios": subject.calibrations["mag_cache"],
+    }
+
+
+def _sea(subject: Subject, threshold: float, consecutive: int) -> dict[str, Any]:
+    return {
+        "threshold": threshold,
+        "max_consecutive_cached": consecutive,
+        "retention_steps": 3,
+        "raw_vision_callback": _vision_latents,
+    }
+
+
+def _vision_latents(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Return latents ``[C, T, H, W]`` of each sample, or None if their shape is unknown; then all steps are computed.
+
+    FLUX's tokens ``[B, S, C]`` are unpacked to their image shape.
+    """
+    latents = kwargs["hidden_states"]
+    if latents.ndim == 4:
+        latents = latents.unsqueeze(2)
+    if latents.ndim == 3:
+        if "img_ids" not in kwargs:
+            return None
+        rows, columns = (int(last) + 1 for last in kwargs["img_ids"][:, 1:].amax(0))
+        latents = latents.transpose(1, 2).unflatten(2, (1, rows, columns))
+    return list(latents.unbind(0))
+
+
+def _pab(subject: Subject, warmup: int, interval: int) -> dict[str, Any]:
+    skipped = (1, subject.steps - warmup + 1)
+    return {
+        "spatial_attention_block_skip_range": interval,
+        "cross_attention_block_skip_range": interval,
+        "spatial_attention_timestep_skip_range": skipped,
+        "cross_attention_timestep_skip_range": skipped,
+        "current_timestep_callback": partial(_steps_left, subject),
+    }
+
+
+def _faster(subject: Subject, warmup: int, interval: int) -> dict[str, Any]:
+    return {
+        "spatial_attention_block_skip_range": interval,
+        "spatial_attention_timestep_skip_range": (1, subject.steps - warmup + 1),
+        # It can skip the unconditional branch only if both branches run in one batch, which no tested pipeline does.
+        "is_guidance_distilled": True,
+        # The paper's weight grows from 0 to 1 over the run.
+        "attention_weight_callback": lambda _: 1 - _steps_left(subject) / subject.steps,
+        "current_timestep_callback": partial(_steps_left, subject),
+    }
+
+
+def _steps_left(subject: Subject) -> int:
+    """Steps left, 1 at the last step. Replaces the timestep, whose values are uneven under shifted schedules."""
+    return subject.steps - (subject.pipe.scheduler.step_index or 0)
+
+
+CACHES = {
+    # Forecasts attentions, the default. Its own patterns don't match Wan's attentions; these do.
+    "taylorseer": _taylorseer(
+        "", "attention", [(3, 1, 2), (3, 1, 4), (3, 1, 8), (3, 2, 4), (8, 1, 6)], cache_identifiers=_ATTENTIONS
+    ),
+    # Forecasts attentions and MLPs, as the paper does.
+    "taylorseer-layers": _taylorseer(
+        " per layer", "layers", _TAYLOR_SETTINGS, cache_identifiers=_LAYERS, skip_predict_identifiers=_IDLE_LAYERS
+    ),
+    # Forecasts the transformer's output; no block runs.
+    "taylorseer-lite": _taylorseer(" lite", "lite", _TAYLOR_SETTINGS, use_lite_mode=True),
+    "first-block-cache": _cache(
+        "FirstBlockCache",
+        "FirstBlockCache {:g}",
+        [(threshold,) for threshold in (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5)],
+        lambda _, threshold: {"threshold": threshold},
+    ),
+    "mag-cache": _cache("MagCache", "MagCache {:g} K={} R={:g}", _MAG_SETTINGS, _mag),
+    # Only diffusers' Wan pipeline passes step and sigma; for others they are added to the cache context here.
+    "sea-cache": _cache("SeaCache", "SeaCache {:g} K={}", _SEA_SETTINGS, _sea, needs_steps=True),
+    "pab": _cache("PyramidAttentionBroadcast", "PAB W={} N={}", _INTERVALS, _pab, by_branch=True),
+    "faster-cache": _cache("FasterCache", "FasterCache W={} N={}", _INTERVALS, _faster, by_branch=True),
+}
+
+
+@contextmanager
+def _enabled(pipe: Any, config: Callable[[], Any]) -> Iterator[None]:
+    transformers = denoisers(pipe).values()
+    try:
+        for transformer in transformers:
+            transformer.enable_cache(config())
+        yield
+    finally:
+        for transformer in transformers:
+            if transformer.is_cache_enabled:
+                transformer.disable_cache()
+
+
+@contextmanager
+def _with_steps(subject: Subject) -> Iterator[None]:
+    """Within the block, add step, sigma and number of steps to cache contexts if the pipeline does not."""
+    scheduler = subject.pipe.scheduler
+
+    def with_steps(plain: Callable[..., Any], name: str, **given: Any) -> Any:
+        step = scheduler.step_index or 0
+        known = {"step_index": step, "sigma": float(scheduler.sigmas[step]), "num_inference_steps": subject.steps}
+        return plain(name, **{**known, **given})
+
+    transformers = denoisers(subject.pipe).values()
+    for transformer in transformers:
+        transformer.cache_context = partial(with_steps, transformer.cache_context)
+    try:
+        yield
+    finally:
+        for transformer in transformers:
+            del transformer.cache_context
+
+
+def _state_by_branch(subject: Subject) -> contextlib.AbstractContextManager[None]:
+    """Within the block, give each branch of guidance its own state for every hook with ``hook.state``.
+
+    These hooks expect both branches in one batch. If the branches run one after the other, the second would get the
+    outputs of the first.
+    """
+    handles = []
+    for transformer in denoisers(subject.pipe).values():
+        registries = [HookRegistry.check_if_exists_or_initialize(transformer)]
+        registries += [part._diffusers_hook for part in transformer.modules() if hasattr(part, "_diffusers_hook")]
+        hooks = [hook for registry in registries for hook in registry.hooks.values() if hasattr(hook, "state")]
+        turns = itertools.cycle([{hook: type(hook.state)() for hook in hooks} for _ in range(subject.branches)])
+
+        def take_turn(*_: Any, turns: Iterator[dict[Any, Any]] = turns) -> None:
+            for hook, state in next(turns).items():
+                hook.state = state
+
+        handles.append(transformer.register_forward_pre_hook(take_turn))
+    return removed_after(handles)

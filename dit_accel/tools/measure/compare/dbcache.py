@@ -1,0 +1,121 @@
+"""cache-dit, if installed: DBCache alone and with its calibrators, and its step masks (SCM)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+
+# Warm-up and threshold.
+_SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
+MASKS = ("slow", "medium", "fast", "ultra")
+CALIBRATORS = {
+    "TaylorSeer": "D=1",
+    "DMD": "DMD",
+    "FoCa": "FoCa",
+}  # labels of the calibrators, which run with their defaults
+
+
+def _why_not(pipe: Any, calibrator: str = "TaylorSeer") -> str | None:
+    """Return the reason why cache-dit can't run on a pipeline, or None."""
+    if find_spec("cache_dit") is None:
+        return "cache-dit is not installed"
+    import cache_dit
+
+    _quieten()
+    if not hasattr(cache_dit, f"{calibrator}CalibratorConfig"):
+        return f"cache-dit {cache_dit.__version__} has no calibrator {calibrator}"
+    known = cache_dit.BlockAdapterRegister.is_supported(pipe)
+    return None if known else f"cache-dit {cache_dit.__version__} does not know {type(pipe).__name__}"
+
+
+def _method(series: str, **setting: Any) -> Method:
+    letters = {"mask": "", "warmup": "W=", "interval": "N=", "threshold": "R=", "policy": "", "calibrator": ""}
+    shown = setting | ({"calibrator": CALIBRATORS[setting["calibrator"]]} if "calibrator" in setting else {})
+    label = " ".join(f"{letter}{shown[key]}" for key, letter in letters.items() if key in shown)
+    kind = "SCM" if "policy" in setting else "DBCache"
+    return Method(series, f"{kind} {label}", partial(_put_on, **setting))
+
+
+@contextmanager
+def _put_on(
+    subject: Subject,
+    warmup: int,
+    threshold: float = 0.08,
+    calibrator: str | None = None,
+    mask: str | None = None,
+    interval: int | None = None,
+    policy: str = "dynamic",
+) -> Iterator[dict[str, Any]]:
+    import cache_dit
+
+    _quieten()
+    steps, masked = subject.steps, None
+    if mask is not None:
+        masked = cache_dit.steps_mask(total_steps=steps, mask_policy=mask)
+    elif interval is not None:
+        masked = [int(step < warmup or step % interval == 0 or step == steps - 1) for step in range(steps)]
+    cache_dit.enable_cache(
+        subject.pipe,
+        cache_config=cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1,  # the default 8 (of 57 in a full-size model) exceeds a demo model's blocks
+            Bn_compute_blocks=0,
+            max_warmup_steps=warmup,
+            residual_diff_threshold=threshold,
+            enable_separate_cfg=subject.branches == 2,
+            num_inference_steps=steps,
+            steps_computation_mask=masked,
+            steps_computation_policy=policy,
+        ),
+        calibrator_config=calibrator and getattr(cache_dit, f"{calibrator}CalibratorConfig")(),
+    )
+    try:
+        yield {}
+    finally:
+        cache_dit.disable_cache(subject.pipe)
+
+
+def _quieten() -> None:
+    """Silence cache-dit, which logs every setting, and a warning for every removal."""
+    for name in logging.root.manager.loggerDict:
+        if name.lower().startswith(("cache_dit", "cache-dit")):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _dbcache(series: str, **common: str) -> Peer:
+    def of(warmup: int, threshold: float) -> Method:
+        return _method(series, warmup=warmup, threshold=threshold, **common)
+
+    methods = [of(*each) for each in _SETTINGS]
+    return Peer(lambda steps: methods, partial(_why_not, **common), of)
+
+
+def _calibrated(calibrator: str) -> Peer:
+    return _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator=calibrator)
+
+
+def _masks(methods: list[Method]) -> Peer:
+    return Peer(lambda steps: methods, _why_not, lambda w, n: _scm(warmup=w, interval=n, policy="static"))
+
+
+_scm = partial(_method, "SCM + TaylorSeer (cache-dit)", calibrator="TaylorSeer")
+DBCACHES = {
+    "dbcache": _dbcache("DBCache (cache-dit)"),
+    "dbcache-taylorseer": _calibrated("TaylorSeer"),
+    "dbcache-dmd": _calibrated("DMD"),
+    "dbcache-foca": _calibrated("FoCa"),
+    # Masks of skippable steps: the ready-made masks and, since those compute more than 0.35, one step in N.
+    # Under policy `dynamic` some masked steps are computed anyway.
+    "scm": _masks(
+        [
+            *(_scm(warmup=8, mask=mask, policy="static") for mask in MASKS),
+            *(_scm(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
+            *(_scm(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
+        ]
+    ),
+}

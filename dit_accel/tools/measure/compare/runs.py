@@ -1,0 +1,277 @@
+"""Run methods and compare them with plain runs; check after each method that the pipeline is unchanged."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.models import denoisers
+from dit_accel.tools.measure.audio_metrics import audio_quality
+from dit_accel.tools.measure.compare.methods import Method, Subject
+from dit_accel.tools.measure.compare.snapshot import Snapshot
+from dit_accel.tools.measure.compare.work import WorkCounter
+from dit_accel.tools.measure.metrics import (
+    IDENTICAL,
+    MS_SSIM_SIDE,
+    clip_ssim,
+    flip_error,
+    latent_error,
+    lpips_distance,
+    mean_over_frames,
+    ms_ssim,
+    psnr,
+)
+from dit_accel.tools.measure.repeats import PLAIN_STEPS, REPEATS
+from dit_accel.tools.measure.text_metrics import text_kept
+from dit_accel.tools.measure.timing import denoise, run_pipeline, transformer_clock
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text prompt, and the seed of its noise."""
+
+    prompt: str
+    seed: int
+
+
+@dataclass
+class _Trace:
+    """Times of one method's runs, each followed by plain steps, and changes that the method left on the pipeline."""
+
+    share: float  # share of the setting that one run is
+    seconds: list[float] = field(default_factory=list)
+    plain_seconds: list[float] = field(default_factory=list)  # estimated for a whole plain run
+    left_behind: dict[str, int] = field(default_factory=dict)
+    distance: float = 0.0  # largest difference of plain steps
+
+    def times(self) -> dict[str, Any]:
+        """Return the times as columns of a row."""
+        each = {"seconds_each": self.seconds, "plain_seconds_each": self.plain_seconds}
+        return {"seconds": statistics.median(self.seconds), **each}
+
+
+class Bench:
+    """A pipeline with its plain runs, on which methods are measured.
+
+    Args:
+        load: loads the plain pipeline onto its device; called again if a method changes the pipeline permanently.
+        arguments: of the pipeline's call, without prompt and generator.
+        tuning_prompt: prompt for calibration; not in ``prompts``.
+        begin: called before each run with its name, and its share of all runs of a setting.
+        repeats: minimum number of timed runs per method; runs for quality count too.
+        show: called with ``plain`` or a method's name, a prompt's index and the frames ``[frames, 3, height, width]``.
+
+    Raises:
+        UnsupportedError: the pipeline takes no ``callback_on_step_end``, or has no transformer.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        arguments: dict[str, Any],
+        prompts: Sequence[Prompt],
+        tuning_prompt: Prompt,
+        begin: Callable[[str, float], None] = lambda what, share: None,
+        repeats: int = REPEATS,
+        show: Callable[[str, int, torch.Tensor], None] = lambda name, prompt, frames: None,
+    ) -> None:
+        self._load = load
+        self._show = show
+        self._prompts = prompts
+        self._begin = begin
+        self._repeats = repeats
+        pipe = load()
+        parameters = inspect.signature(pipe.__call__).parameters
+        if not denoisers(pipe) or "callback_on_step_end" not in parameters:
+            raise UnsupportedError(
+                f"{type(pipe).__name__} can't be compared: its call must take callback_on_step_end, and it "
+                "must have a transformer"
+            )
+        steps = arguments.get("num_inference_steps") or parameters["num_inference_steps"].default
+        self._arguments = {**arguments, "num_inference_steps": steps}
+        self._tuning_prompt = tuning_prompt
+        self._warm: set[str] = set()
+        self.subject = Subject(pipe, steps, 1, self._tuning_run)
+        self._counter = WorkCounter(denoisers(pipe))
+        with self._counter.calibrating(), transformer_clock(pipe) as clock:
+            self._plain = [self._run(prompts[0], "plain")]
+        self._calls = clock.calls
+        self.subject.branches = max(1, clock.calls // steps)
+        self._plain += [self._run(prompt, "plain") for prompt in prompts[1:]]
+        for index, plain in enumerate(self._plain if self.makes_images else ()):
+            show("plain", index, plain["frames"])
+        self._first_steps, _ = self._run_first_steps()
+        self._tolerance = self._distance_to_plain()[0]  # 0 except on devices with nondeterministic results
+        self._snapshot = Snapshot(pipe)
+        self._optional = {}
+        if self.makes_images:
+            self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device), "text_kept": text_kept()}
+
+    @property
+    def pipe(self) -> Any:
+        return self.subject.pipe
+
+    @property
+    def repeatable(self) -> bool:
+        """Return True if plain runs are equal bit for bit."""
+        return self._tolerance == 0.0
+
+    @property
+    def makes_images(self) -> bool:
+        """Return True if the pipeline makes images or videos, False if it makes sound alone."""
+        return "frames" in self._plain[0]
+
+    @property
+    def unavailable(self) -> dict[str, str | None]:
+        """Reason why a metric is unavailable, or None, for each metric that needs a package."""
+        return {name: None if callable(metric) else metric for name, metric in self._optional.items()}
+
+    def measure(self, method: Method) -> dict[str, Any]:
+        """Measure a method; return its metrics as means over prompts, or ``error`` if it fails.
+
+        Further keys: ``psnr_db_each`` and ``computed_fraction_each`` by prompt; ``fraction_from`` (``leaves``, or the
+        ``report`` of our own kernels); ``left_behind`` (attributes that the method left on the transformers, removed
+        here); ``reloaded`` (whether the pipeline was reloaded to restore plain runs). ``seconds`` is the median time,
+        ``seconds_each`` holds every timed run, and ``plain_seconds_each`` the time of a plain run, estimated from its
+        first steps after each of these runs.
+        """
+        row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
+        trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))
+        try:
+            with method.put_on(self.subject):
+                pass  # calibrate now, outside the counted runs
+            figures = [self._compared(method, trace, index) for index in range(len(self._prompts))]
+            self._time(method, trace)
+            keys = dict.fromkeys(chain.from_iterable(figures))  # a prompt without text has no text_kept
+            row |= {key: statistics.fmean(each[key] for each in figures if key in each) for key in keys}
+            each_kept = {"psnr_db", "computed_fraction"} & figures[0].keys()
+            row |= {f"{key}_each": [each[key] for each in figures] for key in sorted(each_kept)}
+            row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
+        except Exception as error:  # one failing method must not stop the others
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._plain_steps(trace)
+        reloaded = trace.distance > self._tolerance
+        if reloaded:
+            self._reload()
+        return row | {"left_behind": trace.left_behind, "reloaded": reloaded}
+
+    def retime(self, method: Method) -> dict[str, Any]:
+        """Measure only the times of :meth:`measure`; attributes that the method leaves are removed."""
+        trace = _Trace(1 / (self._repeats + self._is_cold(method)))
+        try:
+            self._time(method, trace)
+        finally:
+            self._snapshot.restore()
+        return trace.times()
+
+    def time_plain(self) -> float:
+        """Estimate the seconds inside the transformers of a plain run: the median over repeats of its first steps."""
+        return statistics.median(self._run_first_steps()[1] for _ in range(self._repeats))
+
+    def _time(self, method: Method, trace: _Trace) -> None:
+        """Run the method on one prompt after the other until it has enough times."""
+        while len(trace.seconds) < self._repeats:
+            prompt = self._prompts[len(trace.seconds) % len(self._prompts)]
+            with self._timed(method, trace) as (changes, _):
+                self._begin(method.name, trace.share)
+                denoise(self.pipe, {**self._arguments, **changes, "prompt": prompt.prompt}, prompt.seed)
+
+    @contextmanager
+    def _timed(
+        self, method: Method, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Within the block, apply the method for one run; time it and the plain steps after it.
+
+        Args:
+            beneath: context around the run and around the plain steps; its value is yielded with the changes to the
+                call's arguments.
+        """
+        with beneath() as entered, method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
+            yield changes, entered
+        seconds, plain_seconds = clock.seconds, self._plain_steps(trace, beneath)
+        if not self._is_cold(method):
+            trace.seconds.append(seconds)
+            trace.plain_seconds.append(plain_seconds)
+        self._warm.add(method.name)
+
+    def _is_cold(self, method: Method) -> bool:
+        """Return True if the method's next run may compile kernels, so that it is not timed."""
+        return bool(self.pipe.device.type == "cuda" and method.name not in self._warm)
+
+    def _compared(self, method: Method, trace: _Trace, index: int) -> dict[str, float]:
+        """Run a prompt by a method, and return the metrics."""
+        prompt, plain = self._prompts[index], self._plain[index]
+        counting = nullcontext if method.reports_work else self._counter.counting
+        with self._timed(method, trace, counting) as (changes, counted):
+            made = self._run(prompt, method.name, trace.share, **changes)
+            fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
+        figures = {"computed_fraction": fraction, "latent_error": latent_error(made["latents"], plain["latents"])}
+        if self.makes_images:
+            self._show(method.name, index, made["frames"])
+            figures |= self._image_quality(made["frames"], plain["frames"])
+        if "sound" in plain:
+            figures |= audio_quality(made["sound"], plain["sound"])
+        if not math.isfinite(sum(figures.values())):
+            raise ValueError("the output contains values that are not finite")
+        return figures
+
+    def _image_quality(self, made: torch.Tensor, plain: torch.Tensor) -> dict[str, float]:
+        """Compare the frames of two runs by each metric that is available."""
+        figures = {"psnr_db": min(psnr(made, plain), IDENTICAL), "ssim": clip_ssim(made, plain)}
+        if min(plain.shape[-2:]) >= MS_SSIM_SIDE:
+            figures["ms_ssim"] = mean_over_frames(ms_ssim, made, plain)
+        found = {name: metric(made, plain) for name, metric in self._optional.items() if callable(metric)}
+        return figures | {name: value for name, value in found.items() if value is not None}
+
+    def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
+        """Remove attributes that the method left; repeat the plain run's first steps and compare them.
+
+        Returns the estimated seconds of a whole plain run.
+        """
+        trace.left_behind |= self._snapshot.restore()
+        with beneath():
+            distance, seconds = self._distance_to_plain()
+        trace.distance = max(trace.distance, distance)
+        return seconds
+
+    def _reload(self) -> None:
+        """Reload the pipeline after freeing the old one, since a device may not hold two."""
+        del self.subject.pipe, self._snapshot
+        self._counter.move_to({})
+        gc.collect()  # modules and hooks form reference cycles
+        self.subject.pipe = self._load()
+        self._counter.move_to(denoisers(self.pipe))
+        self._snapshot = Snapshot(self.pipe)
+        # If a freshly loaded pipeline differs too, the device is nondeterministic.
+        self._tolerance = max(self._tolerance, self._distance_to_plain()[0])
+
+    def _distance_to_plain(self) -> tuple[float, float]:
+        """Return the largest difference of the latents after the first steps from the initial ones, and the seconds."""
+        latents, seconds = self._run_first_steps()
+        distance = float((latents - self._first_steps).abs().max())
+        return (math.inf if math.isnan(distance) else distance), seconds
+
+    def _run_first_steps(self) -> tuple[torch.Tensor, float]:
+        """Return the latents after the plain run's first steps, and the seconds of a whole run at the same pace."""
+        self._begin("plain", 0.0)
+        prompt = self._prompts[0]
+        with transformer_clock(self.pipe) as clock:
+            latents = denoise(self.pipe, {**self._arguments, "prompt": prompt.prompt}, prompt.seed, PLAIN_STEPS)
+        return latents.float().cpu(), clock.seconds * self._calls / clock.calls
+
+    def _run(self, prompt: Prompt, what: str, share: float = 0.0, **changes: Any) -> dict[str, torch.Tensor]:
+        self._begin(what, share)
+        return run_pipeline(self.pipe, {**self._arguments, **changes}, prompt.prompt, prompt.seed)
+
+    def _tuning_run(self) -> None:
+        self._run(self._tuning_prompt, "calibration")

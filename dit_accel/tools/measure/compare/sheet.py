@@ -1,0 +1,58 @@
+"""Images of a comparison, in a folder, and a contact sheet of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from dit_accel.tools.files import explained_writing, save_image
+from dit_accel.tools.media.strips import captioned_row
+from dit_accel.tools.media.video import middle_frame
+
+PLAIN = "plain"
+PANEL = 256  # pixels; larger images are shrunk
+MOST_PROMPTS = 12  # rows of the sheet
+
+
+class Sheet:
+    """Images of the plain runs and of each setting; of a video the frame in its middle.
+
+    Args:
+        stem: images go to the folder ``STEM-images``, the sheet is ``STEM-sheet.png``.
+    """
+
+    def __init__(self, stem: Path, prompts: int) -> None:
+        self._folder = stem.with_name(f"{stem.name}-images")
+        self.file = stem.with_name(f"{stem.name}-sheet.png")
+        self._prompts = prompts
+
+    def add(self, setting: str, prompt: int, frames: torch.Tensor) -> None:
+        """Save the image of a run with a setting or `PLAIN`, from frames ``[frames, 3, height, width]`` in 0..1."""
+        with explained_writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        save_image(middle_frame(frames), self._path(setting, prompt))
+
+    def write(self, settings: Sequence[str]) -> Path:
+        """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings.
+
+        Settings without images, which an earlier run measured without a sheet, are left out.
+        """
+        shown = [name for name in (PLAIN, *settings) if self._path(name, 0).is_file()]
+        rows = []
+        for prompt in range(min(self._prompts, MOST_PROMPTS)):
+            panels = [Image.open(self._path(name, prompt)).convert("RGB") for name in shown]
+            for panel in panels:
+                panel.thumbnail((PANEL, PANEL))
+            rows.append(captioned_row(panels, shown, scale=1))
+        sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
+        for index, row in enumerate(rows):
+            sheet.paste(row, (0, index * row.height))
+        save_image(sheet, self.file)
+        return self.file
+
+    def _path(self, setting: str, prompt: int) -> Path:
+        return self._folder / f"{prompt:03d}-{re.sub(r'[^A-Za-z0-9.=-]+', '-', setting)}.png"

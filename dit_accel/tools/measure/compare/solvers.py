@@ -1,0 +1,102 @@
+"""Fewer steps, with the model's own solver or a higher-order solver on its noise levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+
+SHARES = (0.16, 0.2, 0.26, 0.3, 0.36, 0.4, 0.5, 0.6)  # of the plain run's steps
+
+
+class _FlowSchedule:
+    """Mixin for a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded.
+
+    If a pipeline does not set the levels (Wan), Euler's default ends in a step too large for higher orders. Then the
+    levels are even before the shift, as in the FLUX and HunyuanVideo pipelines and as these solvers choose themselves.
+    """
+
+    own: Any
+
+    def set_timesteps(
+        self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, mu: float | None = None
+    ) -> None:
+        if sigmas is None:
+            sigmas = np.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]
+        self.own.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
+        super().set_timesteps(len(self.own.timesteps), device=device)
+        self.timesteps = self.own.timesteps.clone()
+        self.sigmas = self.own.sigmas.cpu().clamp(max=1 - 1e-6)  # at sigma 1 the logarithm of the signal is −∞
+
+    def _sigma_to_alpha_sigma_t(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of image and noise."""
+        return 1 - sigma, sigma
+
+
+class _DPM(_FlowSchedule, diffusers.DPMSolverMultistepScheduler):
+    pass
+
+
+class _UniPC(_FlowSchedule, diffusers.UniPCMultistepScheduler):
+    pass
+
+
+SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}
+SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+
+
+def fewer_steps(solver: str | None, steps: int) -> list[Method]:
+    """Return settings with shares of ``steps``; for one of `SOLVERS` also with all steps.
+
+    With all steps, a higher-order solver is close to its own limit, which differs from the plain output. Another
+    setting comes closer to the plain output only if its error resembles Euler's.
+    """
+    counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
+    return [with_steps(solver, count) for count in (counts if solver is None else (*counts, steps))]
+
+
+def with_steps(solver: str | None, count: int) -> Method:
+    """Make a method of ``count`` steps, with the model's own solver or one of `SOLVERS`."""
+    if solver is None:
+        return Method("fewer steps", f"{count} steps", lambda _: nullcontext({"num_inference_steps": count}))
+    put_on = partial(_solved, solver=solver, count=count)
+    return Method(f"fewer steps, {solver}", f"{solver} {count} steps", put_on)
+
+
+def _why_not(pipe: Any) -> str | None:
+    """Return the reason why flow solvers can't run a pipeline, or None."""
+    name = type(pipe.scheduler).__name__
+    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not FlowMatchEulerDiscreteScheduler"
+
+
+FEWER_STEPS = {
+    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None, partial(with_steps, None)),
+    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not, partial(with_steps, "DPM++ 2M")),
+    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not, partial(with_steps, "UniPC")),
+}
+
+
+def solver_over(own: Any, solver: str) -> Any:
+    """Make one of `SOLVERS` that uses the noise levels and timesteps of a flow model's scheduler ``own``."""
+    scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
+    scheduler.own = own
+    shift = {key: own.config[key] for key in SHIFT if key in own.config}
+    scheduler.register_to_config(**shift)  # pipelines read the shift of the noise levels from it
+    return scheduler
+
+
+@contextmanager
+def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any]]:
+    own = subject.pipe.scheduler
+    subject.pipe.scheduler = solver_over(own, solver)
+    try:
+        yield {"num_inference_steps": count}
+    finally:
+        subject.pipe.scheduler = own

@@ -1,0 +1,105 @@
+"""A comparison in progress: a JSON file with one row per method, saved after each measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dit_accel.errors import ComparisonError
+from dit_accel.tools.files import difference_of, write_whole
+from dit_accel.tools.measure.compare.methods import Method
+from dit_accel.tools.measure.compare.report import approximations, figures, frontier_table, margins, table
+from dit_accel.tools.measure.compare.runs import Bench
+
+
+class Sweep:
+    """Rows of a comparison, in a file from which an interrupted sweep resumes.
+
+    Args:
+        stem: stem of ``STEM.json`` and of the files that :meth:`publish` writes.
+        settings: settings of all rows, JSON values; a file with other settings is rejected.
+
+    Raises:
+        ComparisonError: the file holds a comparison with other settings, or no comparison.
+    """
+
+    def __init__(self, stem: Path, settings: dict[str, Any]) -> None:
+        self._file = stem.with_name(f"{stem.name}.json")
+        self.document: dict[str, Any] = {"settings": settings, "origin": {}, "plain": {}, "left_out": {}, "results": []}
+        if self._file.is_file():
+            self.document |= _read(self._file, settings)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.document["results"]
+
+    def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str], retime: bool = False) -> None:
+        """Record the origin, the plain run and the unavailable methods of this process.
+
+        The seconds of the plain run in the file are kept, because its rows were timed with them, unless the device has
+        changed or ``retime`` is set.
+        """
+        moved = self.document["origin"].get("device") != origin.get("device")
+        known = None if retime or moved else self.document["plain"].get("seconds")
+        seconds = bench.time_plain() if known is None else known
+        plain = {"seconds": seconds, "repeats": bench.repeatable, **bench.unavailable}
+        self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
+        self._save()
+
+    def missing(self, methods: Sequence[Method], again: Sequence[str] = ()) -> list[Method]:
+        """Return methods without results, methods with a changed preset, and methods named in ``again``."""
+        known = {(row["name"], row.get("digest", "")) for row in self.rows if "error" not in row}
+        return [method for method in methods if method.name in again or (method.name, method.digest) not in known]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Replace the row of the same name, or append the row."""
+        places = {known["name"]: place for place, known in enumerate(self.rows)}
+        place = places.get(row["name"], len(self.rows))
+        self.rows[place : place + 1] = [row]
+        self._save()
+
+    def merge(self, other: Path, order: Sequence[str]) -> None:
+        """Merge the rows of another file with the same settings, and sort all rows by ``order``, a list of names.
+
+        Known seconds of the plain run are kept.
+
+        Raises:
+            ComparisonError: the other file holds a comparison with other settings.
+        """
+        found = _read(other, self.document["settings"])
+        rows = {row["name"]: row for row in (*self.rows, *found["results"])}
+        places = {name: place for place, name in enumerate(order)}
+        known = self.document["plain"].get("seconds")
+        plain = found["plain"] | ({} if known is None else {"seconds": known})
+        self.document |= {"origin": found["origin"], "plain": plain, "left_out": found["left_out"]}
+        self.document["results"] = sorted(rows.values(), key=lambda row: places.get(row["name"], len(places)))
+        self._save()
+
+    def publish(self) -> list[Path]:
+        """Update the margins in the JSON file, and write tables and plots to its folder; return all paths."""
+        self.document["margins"] = margins(self.rows)
+        self.document["frontiers"] = frontier_table(self.rows)
+        self._save()
+        markdown = self._file.with_suffix(".md")
+        write_whole(markdown, table(self.document) + "\n")
+        plots = figures(self.document, self._file.with_suffix(".png")) if approximations(self.rows) else []
+        return [self._file, markdown, *plots]
+
+    def _save(self) -> None:
+        write_whole(self._file, json.dumps(self.document, indent=1) + "\n")
+
+
+def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        difference = difference_of(document["settings"], settings)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ComparisonError(f"{file} holds no comparison: name another output, or remove the file") from None
+    if difference is not None:
+        raise ComparisonError(
+            f"{file} holds a comparison that differs in {difference}: use the same settings to resume, name "
+            "another output, or remove the file"
+        )
+    return document

@@ -1,0 +1,207 @@
+"""Target and result of a tuning: a preset file with the measured values, and a plot."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dit_accel.errors import TuningError
+from dit_accel.presets import Preset
+from dit_accel.presets.keywords import nested
+from dit_accel.tools.files import write_whole
+from dit_accel.tools.measure.tune.axes import BOUND, Setting
+from dit_accel.tools.measure.tune.calibration import Candidate, Curves
+from dit_accel.tools.measure.tune.runs import Figures
+
+PROMISED = 0.9  # share of the prompts in a preset's calibration
+
+
+@dataclass(frozen=True)
+class Target:
+    """Required quality, as a mean over prompts or of a share of prompts that were not seen."""
+
+    metric: str  # psnr (higher is better) or latent_error (lower is better)
+    value: float
+    coverage: float | None = None  # share of the prompts that must reach it; None = the mean must
+
+    @classmethod
+    def of(cls, psnr: float | None, latent_error: float | None, coverage: float | None = None) -> Target:
+        """The target from two arguments, of which one is None, and the share of prompts that must reach it.
+
+        Raises:
+            TuningError: both or none are given, the target is not a positive number, or the share is not in (0, 1).
+        """
+        if coverage is not None and not 0 < coverage < 1:
+            raise TuningError(f"coverage must be above 0 and below 1, e.g. 0.9, got {coverage:g}")
+        if (psnr is None) == (latent_error is None):
+            raise TuningError("tuning needs one target: target_psnr (dB), e.g. 40, or target_error, e.g. 0.05")
+        metric, value = ("psnr", psnr) if psnr is not None else ("latent_error", latent_error)
+        target = cls(metric, value, coverage)
+        if not 0 < target.value < math.inf:
+            name = "target_error" if psnr is None else "target_psnr"
+            raise TuningError(f"{name} must be positive and finite, got {target.value}")
+        return target
+
+    @property
+    def least(self) -> float:
+        """Smallest noticeable slack."""
+        return 0.25 if self.metric == "psnr" else 0.02
+
+    @property
+    def calibrates(self) -> bool:
+        """Return True if a preset that meets it can promise its PSNR for ``target_psnr``."""
+        return self.metric == "psnr" and (self.coverage or 0.0) >= PROMISED
+
+    def require_prompts(self, tuning: int, held_out: int) -> None:
+        """Raise a TuningError if there are too few prompts to say what an unseen one reaches."""
+        least = 1 if self.coverage is None else math.ceil(round(self.coverage / (1 - self.coverage), 9))
+        if min(tuning, held_out) < least:
+            raise TuningError(
+                f"coverage={self.coverage:g} needs {least} prompts for tuning and {least} held out, got {tuning} and "
+                f"{held_out}: list more prompts, and raise tuning_prompts and held_out_prompts"
+            )
+
+    def level(self, figures: Sequence[Figures]) -> float:
+        """Return the mean, or the bound that an unseen prompt reaches with probability ``coverage``."""
+        values = [getattr(each, self.metric) for each in figures]
+        if self.coverage is None:
+            return statistics.fmean(values)
+        return conformal(values, self.coverage, is_lower=self.metric == "psnr")
+
+    def slack(self, figures: Sequence[Figures], *, cautious: bool = False) -> float:
+        """Return the margin, in dB or as a share of the allowed error; negative = the target is missed.
+
+        Args:
+            cautious: subtract the standard error of a mean, so that other prompts are likely to meet the target too.
+        """
+        values = [getattr(each, self.metric) for each in figures]
+        is_mean = self.coverage is None and len(values) > 1
+        doubt = statistics.stdev(values) / len(values) ** 0.5 if cautious and is_mean else 0.0
+        level = self.level(figures)
+        return level - doubt - self.value if self.metric == "psnr" else 1 - (level + doubt) / self.value
+
+    def __str__(self) -> str:
+        bound = f"PSNR ≥ {self.value:g} dB" if self.metric == "psnr" else f"latent error ≤ {self.value:g}"
+        return bound if self.coverage is None else f"{bound} for {self.coverage:.0%} of prompts"
+
+
+def conformal(values: Sequence[float], coverage: float, *, is_lower: bool = True) -> float:
+    """Return the bound of split conformal prediction: an exchangeable further value is on its good side with a
+    probability of at least ``coverage`` (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005).
+
+    Args:
+        values: n values; below coverage / (1 − coverage) of them there is no such bound, and their worst is returned.
+        is_lower: True = a lower bound; False = an upper bound.
+    """
+    place = math.floor(round((len(values) + 1) * (1 - coverage), 9))
+    return sorted(values, reverse=not is_lower)[max(0, place - 1)]
+
+
+def computed_fraction(figures: Sequence[Figures]) -> float:
+    """Return the mean over runs."""
+    return statistics.fmean(each.computed_fraction for each in figures)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One setting of the run-level thresholds, and results of its runs on the tuning prompts."""
+
+    setting: Setting
+    figures: list[Figures]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """A tuned preset.
+
+    Args:
+        preset: ready for ``accelerate_pipeline``.
+        base: name or path of the tuned preset's base; None if it was an object.
+        changes: dotted keys that differ from the base.
+        met: whether the held-out prompts meet the target.
+        setting: the run-level thresholds, with the bounds of the layers' errors.
+        held_out: results of the held-out prompts' runs.
+        evaluations: settings that the search tried, in order.
+        curves: sparsity and error of each layer over its thresholds; empty if no tiles are skipped.
+        chosen: the preset's point on each block's curve; None = the block computes all tiles.
+        circumstances: pipeline, device and versions of the measurement.
+    """
+
+    preset: Preset
+    base: str | Path | None
+    changes: dict[str, Any]
+    target: Target
+    met: bool
+    setting: Setting
+    held_out: list[Figures]
+    evaluations: list[Evaluation]
+    curves: Curves
+    chosen: dict[str, Candidate | None]
+    circumstances: dict[str, str]
+
+    def figures(self) -> dict[str, str]:
+        """Return the results on the held-out prompts as text."""
+        means = {
+            key: statistics.fmean(getattr(each, key) for each in self.held_out) for key in Figures.__dataclass_fields__
+        }
+        psnrs, errors = [each.psnr for each in self.held_out], [each.latent_error for each in self.held_out]
+        return {
+            "computed fraction": f"{means['computed_fraction']:.3f}",
+            "tile sparsity": f"{means['tile_sparsity']:.2f}",
+            "PSNR": f"{means['psnr']:.1f} dB mean, {min(psnrs):.1f} dB worst",
+            "latent error": f"{means['latent_error']:.4f} mean, {max(errors):.4f} worst",
+            "held-out prompts": str(len(self.held_out)),
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write the preset as YAML, with the measured values in its header; the write is atomic."""
+        path = Path(path)
+        facts = {**self.figures(), **self.circumstances}
+        width = max(map(len, facts))
+        verdict = f"Tuned for {self.target} by dit-accel tune; confirmed on prompts that the search did not use."
+        if not self.met:
+            verdict = f"MISSES its target, {self.target}: the closest setting that dit-accel tune found."
+        lines = [f"# {verdict}", *(f"# {key:{width}}  {value}" for key, value in facts.items())]
+        text = "\n".join(lines) + "\n" + yaml.safe_dump(self._values(path), sort_keys=False, allow_unicode=True)
+        write_whole(path, text)
+
+    def plot(self, path: str | Path) -> None:
+        """Plot all tried settings and, if layers have thresholds, each layer's error against its sparsity."""
+        from dit_accel.tools.media.figures import LayerCurve, tuning_figure
+
+        def place(figures: list[Figures]) -> tuple[float, float]:
+            return computed_fraction(figures), self.target.level(figures)
+
+        layers = [
+            LayerCurve(
+                block,
+                [(each.sparsity, each.error) for each in candidates if not each.skips_values],
+                taken and (taken.sparsity, taken.error),
+            )
+            for (block, candidates), taken in zip(self.curves.items(), self.chosen.values(), strict=True)
+        ]
+        tuning_figure(
+            [place(each.figures) for each in self.evaluations],
+            place(self.held_out),
+            self.target.value,
+            {"psnr": "PSNR (dB)", "latent_error": "relative error of the latents"}[self.target.metric],
+            layers,
+            self.setting.get(BOUND),
+            path,
+        )
+
+    def _values(self, path: Path) -> dict[str, Any]:
+        """Return the values of the file."""
+        if self.base is None:
+            return self.preset.effective()
+        base = str(self.base)
+        if isinstance(self.base, Path) or base.endswith((".yaml", ".yml")):
+            base = os.path.relpath(self.base, path.resolve().parent)
+        return {"base": base, "description": self.changes["description"], **nested(self.changes)}

@@ -1,0 +1,161 @@
+"""Pipeline runs of a tuning. Results are stored, so that an interrupted tuning repeats no run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from dit_accel.errors import TuningError
+from dit_accel.kernels import lower
+from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.pipeline import accelerated
+from dit_accel.presets import Preset
+from dit_accel.tools.files import difference_of, explained_writing, write_whole
+from dit_accel.tools.measure.metrics import IDENTICAL, latent_error, psnr
+from dit_accel.tools.measure.timing import run_pipeline
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Results of one accelerated run compared with the plain run."""
+
+    psnr: float  # dB, over all values of the image or video in 8 bits; equal outputs count as `IDENTICAL`
+    latent_error: float  # relative L2 error of the last latents
+    computed_fraction: float  # FLOPs of the blocks over the FLOPs of the plain run
+    tile_sparsity: float  # share of tiles that the latest masks skip in computed rows, over all blocks
+
+
+class FigureStore:
+    """Storage of a tuning: a folder with JSON values in ``state.json`` and tensors in other files; writes are atomic.
+
+    Args:
+        folder: created if missing; None = nothing is stored.
+        request: settings of the tuning, JSON values; a folder of another request is rejected.
+
+    Raises:
+        TuningError: the folder belongs to another request; the message says what differs.
+    """
+
+    def __init__(self, folder: Path | None, request: dict[str, Any]) -> None:
+        self._folder = folder
+        self._values: dict[str, Any] = {"request": request}
+        if folder is None:
+            return
+        with explained_writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        if self._file.is_file():
+            try:
+                self._values = json.loads(self._file.read_text(encoding="utf-8"))
+                difference = difference_of(self._values["request"], request)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise TuningError(f"{self._file} holds no tuning: name another output, or remove the folder") from None
+            if difference is not None:
+                raise TuningError(
+                    f"{folder} holds another tuning, which differs in {difference}: use the same settings to resume, "
+                    "name another output, or remove the folder"
+                )
+        self._save()
+
+    def get(self, name: str) -> Any:
+        """Return the JSON value of this name, or None."""
+        return self._values.get(name)
+
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        self._save()
+
+    def get_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of this name on the CPU, or None."""
+        file = self._folder and self._folder / f"{name}.safetensors"
+        return load_file(file) if file and file.is_file() else None
+
+    def put_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if self._folder is not None:
+            contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            write_whole(self._folder / f"{name}.safetensors", save(contiguous))
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "state.json"
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            write_whole(self._file, json.dumps(self._values, indent=1) + "\n")
+
+
+@dataclass
+class MeasuredRuns:
+    """Runs of one pipeline on fixed prompts, by their index."""
+
+    pipe: Any  # plain
+    arguments: dict[str, Any]  # of its call, without prompt and generator
+    prompts: list[str]  # one per run
+    seed: int  # of the first prompt's noise; the next prompt gets the next seed
+    store: FigureStore
+    begin: Callable[[], None]  # called before each run
+    _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
+
+    def plain(self, index: int, tap: AbstractContextManager | None = None) -> dict[str, torch.Tensor]:
+        """Return ``latents`` (float32) and ``frames`` (uint8 ``[frames, 3, height, width]``) of the plain run.
+
+        Args:
+            tap: context of the run; with a tap the run is always repeated.
+        """
+        name = f"plain-{index:02d}"
+        known = None if tap else self._plain.get(index) or self.store.get_tensors(name)
+        if known is None:
+            with tap or nullcontext():
+                known = self._call(index)
+            self.store.put_tensors(name, known)
+        self._plain[index] = known
+        return known
+
+    def figures(self, preset: Preset, indices: Iterable[int]) -> list[Figures]:
+        """Return the results of the preset's runs on these prompts."""
+        return [self._measured(preset, index) for index in indices]
+
+    def _measured(self, preset: Preset, index: int) -> Figures:
+        known = self.store.get("runs") or {}
+        values = preset.model_dump(mode="json", exclude={"description"})
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        key = f"{digest} {index}"
+        if key not in known:
+            plain = self.plain(index)
+            with accelerated(self.pipe, preset):
+                made = self._call(index)
+                acceleration = self.pipe.dit_accel
+                report, symbols = acceleration.report(), acceleration.symbols()
+            sparsity = sum(left_out(lower(each)) for each in symbols.values()) / len(report.layers)
+            figures = Figures(
+                psnr=min(psnr(made["frames"], plain["frames"]), IDENTICAL),
+                latent_error=latent_error(made["latents"], plain["latents"]),
+                computed_fraction=report.computed_fraction,
+                tile_sparsity=sparsity,
+            )
+            known[key] = asdict(figures)
+            self.store.put("runs", known)
+        return Figures(**known[key])
+
+    def _call(self, index: int) -> dict[str, torch.Tensor]:
+        self.begin()
+        made = run_pipeline(self.pipe, self.arguments, self.prompts[index], self.seed + index)
+        shown = made["frames"] if "frames" in made else (1 + made["sound"]) / 2  # amplitudes are in −1..1
+        frames = (255 * shown.clamp(0, 1)).round().to(torch.uint8)
+        return {"latents": made["latents"], "frames": frames}
+
+
+def left_out(plan: AttentionPlan) -> float:
+    """Return the share of computed rows that a plan skips: skipped tiles, minus their single kept keys."""
+    rows = plan.work_count.sum().clamp(min=1)
+    kept = plan.kv_count.sum() / (rows * plan.blocks)
+    if plan.slices is not None:
+        kept = kept + plan.slices.count.sum() / (rows * plan.tokens)
+    return 1 - kept.item()

@@ -1,0 +1,298 @@
+"""Methods measured on a tiny pipeline: each runs and leaves nothing behind; a method that does is detected."""
+
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.presets import load_preset
+from dit_accel.tools.measure.compare import (
+    PEERS,
+    Bench,
+    Method,
+    Prompt,
+    our_methods,
+    peer_methods,
+    runs,
+    spread,
+)
+from dit_accel.tools.measure.compare.report import approximations, margins, speedup_of, table
+from dit_accel.tools.measure.metrics import IDENTICAL
+from dit_accel.tools.measure.timing import transformer_clock
+from scripts.research.fixed_schedules import fixed_schedules
+from tests.models.tiny import built
+from tests.models.tiny.sounds import longcat_audio
+from tests.tiny import tiny_inputs, tiny_pipeline
+
+STEPS = 6
+OWN = ("prompt", "generator", "output_type")
+
+
+def make_bench(
+    name: str = "flux", load=None, prompts=("a red fox",), repeats=1, begin=lambda what, share: None, **changes
+) -> Bench:
+    call = tiny_inputs(name, **{"steps": STEPS, "height": 32, "width": 32, **changes})
+    arguments = {key: value for key, value in call.items() if key not in OWN}
+    drawn = [Prompt(prompt, 0) for prompt in prompts]
+    return Bench(load or (lambda: tiny_pipeline(name)), arguments, drawn, Prompt("snow", 1), begin, repeats)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return make_bench()
+
+
+@pytest.fixture(scope="module")
+def guided_bench():
+    return make_bench("wan")
+
+
+@contextmanager
+def nothing(subject):
+    yield {}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_runs_and_leaves_nothing_behind(bench, peer):
+    """It computes no more than a plain run, and the pipeline need not be loaded again afterwards."""
+    methods, left_out = peer_methods(bench.pipe, STEPS, [peer])
+    if left_out:
+        pytest.skip(left_out[peer])
+    assert len(methods) >= 3 and len({method.name for method in methods}) == len(methods)
+    pipe = bench.pipe
+    row = bench.measure(methods[0])
+    assert "error" not in row and not row["reloaded"], row
+    assert 0 < row["computed_fraction"] <= 1 and row["seconds"] > 0 and row["fraction_from"] == "leaves"
+    assert bench.pipe is pipe and isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
+
+
+@pytest.mark.parametrize("peer", ["pab", "faster-cache", "sea-cache", "mag-cache", "meancache", "dmd"])
+def test_a_peer_takes_guidance_in_two_branches(guided_bench, peer):
+    """If branches run one after the other, methods with one state keep one state per branch."""
+    assert guided_bench.subject.branches == 2
+    row = guided_bench.measure(spread(peer_methods(guided_bench.pipe, STEPS, [peer])[0], 1)[0])
+    assert "error" not in row and not row["reloaded"], row
+
+
+def test_a_plain_run_is_its_own_equal(bench):
+    """A method that does nothing computes everything and gives the same image."""
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert (row["computed_fraction"], row["psnr_db"], row["latent_error"]) == (1.0, IDENTICAL, 0.0)
+    assert row["left_behind"] == {} and bench.repeatable
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("ltx2", None), ("cosmos3", "a red fox")], ids=["ltx2", "cosmos3"])
+def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
+    """A plain run has the same sound, fewer steps have another, and a sound of NaN is an error."""
+    pipe, arguments = built(name)
+    arguments = {**arguments, "num_inference_steps": STEPS, "num_frames": 5}
+    arguments.pop("prompt", None)
+    bench = Bench(lambda: pipe, arguments, [Prompt(prompt, 0)], Prompt(prompt, 1), repeats=1)
+    assert len(bench._plain[0]["frames"]) == 5
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert (row["si_sdr_db"], row["rms_ratio_db"]) == (IDENTICAL, 0.0)
+
+    @contextmanager
+    def shorter(subject):
+        yield {"num_inference_steps": STEPS // 2}
+
+    row = bench.measure(Method("shorter", "shorter", shorter))
+    assert row["si_sdr_db"] < 80 and 0 < abs(row["rms_ratio_db"]) < 20
+    monkeypatch.setattr(runs, "audio_quality", lambda made, plain: {"si_sdr_db": float("nan")})
+    assert "not finite" in bench.measure(Method("nothing", "nothing", nothing))["error"]
+
+
+def test_sound_alone_is_compared():
+    """Rows have no metrics of images, nothing is shown, and the table has dashes instead."""
+    bench = Bench(
+        longcat_audio,
+        {"num_inference_steps": 2 * STEPS, "audio_duration_s": 3.0},
+        [Prompt("rain", 0)],
+        Prompt("snow", 1),
+        repeats=1,
+        show=lambda *_: pytest.fail("there is nothing to see"),
+    )
+    methods = [*our_methods(bench.pipe, ["turbo"]), Method("nothing", "nothing", nothing)]
+    fast, same = rows = [bench.measure(method) for method in methods]
+    assert (same["si_sdr_db"], same["rms_ratio_db"]) == (IDENTICAL, 0.0) and fast["si_sdr_db"] < IDENTICAL
+    assert fast["computed_fraction"] < 1 and not {"psnr_db", "psnr_db_each", "ssim", "flip"} & fast.keys()
+    document = {"results": rows, "plain": {"seconds": 1.0, **bench.unavailable}, "left_out": {}}
+    head, _, *lines = table(document).splitlines()
+    assert head.endswith("| PSNR dB | worst dB | SSIM | SI-SDR dB | RMS ratio dB |") and not approximations(rows)
+    assert not any("No column" in line for line in lines)
+    assert lines[1].endswith("| – | – | – | 100.0 | 0.00 |")
+    assert margins(rows) == [{"name": "turbo", "rival_db": None, "lead_db": None}]
+
+
+def test_text_counts_where_the_plain_image_has_some(monkeypatch):
+    """Prompts without text are left out of the mean; without any text a row has no value."""
+    found = iter([0.5, None, None, None])
+    monkeypatch.setattr(runs, "text_kept", lambda: lambda made, plain: next(found))
+    bench = make_bench(prompts=("a sign", "a red fox"))
+    assert bench.unavailable["text_kept"] is None
+    method = Method("nothing", "nothing", nothing)
+    assert bench.measure(method)["text_kept"] == 0.5 and "text_kept" not in bench.measure(method)
+
+
+def test_what_a_method_leaves_is_taken_off(bench):
+    """An attribute that stays on a block is named, and plain runs are as before without a reload."""
+
+    @contextmanager
+    def careless(subject):
+        block = subject.pipe.transformer.transformer_blocks[0]
+        block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
+        yield {}
+
+    row = bench.measure(Method("careless", "careless", careless))
+    assert row["left_behind"] == {"forward": 1} and not row["reloaded"]
+    assert row["computed_fraction"] < 1
+
+
+@pytest.mark.parametrize("factor", [2.0, float("nan")], ids=["other", "nan"])
+def test_changed_weights_make_the_pipeline_load_again(factor):
+    """Repeated first steps show changes that no attribute shows; the old pipeline is freed before the new one loads."""
+    loaded = []
+
+    def load():
+        assert all(transformer() is None for transformer in loaded)
+        pipe = tiny_pipeline("flux")
+        loaded.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    bench = make_bench(load=load)
+
+    @contextmanager
+    def vandal(subject):
+        with torch.no_grad():
+            subject.pipe.transformer.proj_out.weight.mul_(factor)
+        yield {}
+
+    assert bench.measure(Method("vandal", "vandal", vandal))["reloaded"]
+    assert len(loaded) == 2
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert (row["computed_fraction"], row["psnr_db"], row["reloaded"]) == (1.0, IDENTICAL, False)
+
+
+def test_a_method_that_fails_is_a_row_with_its_error(bench):
+    """The comparison continues after it."""
+
+    @contextmanager
+    def failing(subject):
+        yield {"height": "tall"}
+
+    row = bench.measure(Method("failing", "failing", failing))
+    assert "TypeError" in row["error"] and "psnr_db" not in row and not row["reloaded"]
+
+
+def test_our_presets_and_a_sweep_of_the_target(bench):
+    """Closed-loop presets are ours, fixed schedules on our engine are other methods.
+
+    Head levels and layers in 8 bits report their work.
+    """
+    methods = our_methods(bench.pipe, ["turbo", "flux-flashomni-paper", "flux-taylorseer"], "balanced")
+    assert [method.ours for method in methods[:3]] == [True, False, False]
+    assert [method.reports_work for method in methods[:3]] == [False, True, True]
+    (narrow,) = our_methods(bench.pipe, [load_preset("exact", linear={"dtype": "int8"})])
+    assert narrow.reports_work
+    assert all(method.ours and "target_error=" in method.name for method in methods[3:])
+    assert not any(method.ours for method in fixed_schedules(bench.pipe))
+    row = bench.measure(methods[1])
+    assert row["fraction_from"] == "report" and "error" not in row
+    with pytest.raises(UnsupportedError, match="is for wan models"):
+        our_methods(bench.pipe, ["wan21-sparge"])
+
+
+def test_fixed_schedules_of_a_family_that_has_no_preset_of_its_own():
+    """Level layer by facts runs under them; without facts there is no such level."""
+    series = {name: {method.series for method in fixed_schedules(tiny_pipeline(name))} for name in ("ltx", "framepack")}
+    assert series["ltx"] - series["framepack"] == {"TaylorSeer, our engine", "FORA, our engine"}
+
+
+def test_a_digest_tells_what_a_preset_holds(bench):
+    """Any value that has an effect changes it, name and description do not; rows carry it."""
+
+    def digest(**changes):
+        return our_methods(bench.pipe, [load_preset("balanced", **changes)])[0].digest
+
+    assert digest(description="another") == digest() != digest(**{"schedule.warmup": 7})
+    assert len({method.digest for method in our_methods(bench.pipe, [], "balanced")}) > 3
+    assert bench.measure(Method("nothing", "nothing", nothing, digest="held"))["digest"] == "held"
+
+
+@pytest.fixture
+def paces(monkeypatch):
+    """Seconds of a transformer's call, which a fake clock takes from this list, run by run."""
+    paces: list[float] = []
+
+    @contextmanager
+    def fake_clock(pipe):
+        with transformer_clock(pipe) as clock:
+            fake = SimpleNamespace(calls=0, seconds=0.0)
+            yield fake
+        fake.calls, fake.seconds = clock.calls, clock.calls * paces.pop(0)
+
+    monkeypatch.setattr(runs, "transformer_clock", fake_clock)
+    return paces
+
+
+@pytest.mark.parametrize(
+    ("own", "plain"),
+    [((0.5, 40.0, 0.5), (1.0, 1.0, 1.0)), ((0.5, 0.5, 0.5), (1.0, 40.0, 1.0)), ((0.5, 1.0, 2.0), (1.0, 2.0, 4.0))],
+    ids=["run-disturbed", "plain-disturbed", "machine-slows-down"],
+)
+@pytest.mark.parametrize("prompts", [("a red fox",), ("a red fox", "snow", "a boat")], ids=["one-prompt", "three"])
+def test_a_speedup_is_of_runs_in_turn(paces, own, plain, prompts):
+    """Plain steps follow each run, which all count, those for quality too; one disturbed time changes no speed-up."""
+    told = []
+    paces += [1.0] * 3  # of the plain run and its first steps
+    bench = make_bench(prompts=prompts, repeats=3, begin=lambda what, share: told.append((what, share)))
+    paces += [pace for pair in zip(own, plain, strict=True) for pace in pair]
+    told.clear()
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert told == [("nothing", 1 / 3), ("plain", 0.0)] * 3
+    assert row["seconds_each"] == [STEPS * pace for pace in own] and row["seconds"] == STEPS * sorted(own)[1]
+    assert row["plain_seconds_each"] == [STEPS * pace for pace in plain]
+    assert speedup_of(row, {"plain": {"seconds": 99.0}}).median == 2.0
+
+
+def test_a_run_that_compiles_kernels_is_not_timed(paces, monkeypatch):
+    """The first of a setting, as on a GPU; later runs make up for it, and a setting that is warm needs none more."""
+    monkeypatch.setattr(Bench, "_is_cold", lambda bench, method: method.name not in bench._warm)
+    shares = []
+    paces += [1.0] * 3
+    bench = make_bench(repeats=2, begin=lambda what, share: shares.append(share))
+    paces += [99.0, 1.0, *(0.5, 1.0) * 2]
+    shares.clear()
+    method = Method("nothing", "nothing", nothing)
+    assert bench.measure(method)["seconds_each"] == [3.0, 3.0] and shares == [1 / 3, 0.0] * 3
+    paces += (0.5, 1.0) * 2
+    assert bench.retime(method)["seconds_each"] == [3.0, 3.0] and not paces
+
+
+def test_times_anew_are_repeats_too(paces):
+    """Plain steps are repeated too, and their median is the plain run's time."""
+    paces += [1.0] * 3
+    bench = make_bench(repeats=3)
+    paces += [0.5, 1.0, 40.0, 1.0, 0.5, 1.0]
+    times = bench.retime(Method("nothing", "nothing", nothing))
+    assert times == {"seconds": 3.0, "seconds_each": [3.0, 240.0, 3.0], "plain_seconds_each": [6.0, 6.0, 6.0]}
+    paces += [1.0, 40.0, 1.0]
+    assert bench.time_plain() == 6.0
+
+
+def test_settings_are_spread_over_a_sweep():
+    """The first and the last are among them; one is from the middle."""
+    sweep = [Method("s", str(i), nothing) for i in range(10)]
+    assert [method.name for method in spread(sweep, 4)] == ["0", "3", "6", "9"]
+    assert [method.name for method in spread(sweep, 1)] == ["5"]
+    assert spread(sweep, None) == spread(sweep, 12) == sweep
+
+
+def test_an_unknown_peer_is_refused(bench):
+    """The message lists the valid ones."""
+    with pytest.raises(UnsupportedError, match="'magic' is unknown; methods are taylorseer, "):
+        peer_methods(bench.pipe, STEPS, ["magic"])

@@ -1,0 +1,80 @@
+"""The file of a comparison: rows as they come, going on, and putting shards together."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dit_accel.errors import ComparisonError
+from dit_accel.tools.measure.compare import Method, Sweep
+
+SETTINGS = {"model": "demo-flux", "steps": 50}
+
+
+def row(name, **more):
+    return {"series": "s", "name": name, "ours": False, "psnr_db": 1.0, "left_behind": {}, "reloaded": False, **more}
+
+
+def test_rows_outlive_the_process_and_are_not_measured_again(tmp_path):
+    """A second sweep knows them; a row of the same name takes the first one's place."""
+    sweep = Sweep(tmp_path / "all", SETTINGS)
+    for name in "abc":
+        sweep.add(row(name))
+    again = Sweep(tmp_path / "all", SETTINGS)
+    methods = [Method("s", name, None) for name in "abcd"]
+    assert [method.name for method in again.missing(methods)] == ["d"]
+    assert [method.name for method in again.missing(methods, ["b"])] == ["b", "d"]
+    again.add(row("b", psnr_db=2.0))
+    assert [(each["name"], each["psnr_db"]) for each in again.rows] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]
+    again.add(row("c", error="out of memory"))  # which may be another time
+    assert [method.name for method in again.missing(methods)] == ["c", "d"]
+
+
+def test_a_preset_that_was_edited_is_measured_again(tmp_path):
+    """A row counts only for its recorded preset content, and a row without it for none; the new row replaces it."""
+    sweep = Sweep(tmp_path / "all", SETTINGS)
+    for known in (row("mine", digest="old"), row("kept", digest="same"), row("unsaid"), row("peer")):
+        sweep.add(known)
+    methods = [Method("s", name, None, digest=digest) for name, digest in (("mine", "new"), ("kept", "same"))]
+    methods += [Method("s", "unsaid", None, digest="any"), Method("s", "peer", None)]
+    assert [method.name for method in sweep.missing(methods)] == ["mine", "unsaid"]
+    sweep.add(row("mine", digest="new"))
+    assert [method.name for method in sweep.missing(methods)] == ["unsaid"]
+    assert [each["name"] for each in sweep.rows] == ["mine", "kept", "unsaid", "peer"]
+
+
+def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
+    """A resumed sweep, or a merged shard, keeps them; new times, or another device's, replace them."""
+
+    def describe(stem, seconds, device="first", **changes):
+        bench = SimpleNamespace(time_plain=lambda: seconds, repeatable=True, unavailable={"lpips": None})
+        Sweep(tmp_path / stem, SETTINGS).describe(bench, {"device": device}, {}, **changes)
+        return json.loads((tmp_path / f"{stem}.json").read_text())["plain"]["seconds"]
+
+    assert [describe("all", 1.0), describe("all", 2.0), describe("shard", 3.0)] == [1.0, 1.0, 3.0]
+    whole = Sweep(tmp_path / "all", SETTINGS)
+    whole.merge(tmp_path / "shard.json", [])
+    assert whole.document["plain"]["seconds"] == 1.0
+    assert describe("all", 4.0, retime=True) == 4.0
+    assert [describe("all", 5.0, device="second"), describe("all", 6.0, device="second")] == [5.0, 5.0]
+
+
+def test_a_file_of_other_settings_is_refused(tmp_path):
+    """The message names the differences, and the solution."""
+    Sweep(tmp_path / "all", SETTINGS).add(row("a"))
+    with pytest.raises(ComparisonError, match=r"differs in steps \(steps: 50 there, 20 now\)"):
+        Sweep(tmp_path / "all", {**SETTINGS, "steps": 20})
+
+
+def test_shards_are_put_together_in_order(tmp_path):
+    """Rows stand in the order asked for, whichever file they came from, and the document can be published."""
+    for name in "ba":
+        shard = Sweep(tmp_path / name, SETTINGS)
+        shard.document["plain"] = {"seconds": 1.0, "repeats": True, "lpips": None}
+        shard.add(row(name, error="x"))
+    whole = Sweep(tmp_path / "all", SETTINGS)
+    for name in "ba":
+        whole.merge(tmp_path / f"{name}.json", ["a", "b"])
+    assert [each["name"] for each in whole.rows] == ["a", "b"]
+    assert [path.name for path in whole.publish()] == ["all.json", "all.md"]
+    assert json.loads((tmp_path / "all.json").read_text())["plain"]["seconds"] == 1.0

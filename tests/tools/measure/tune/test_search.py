@@ -1,0 +1,99 @@
+"""The search over run-level thresholds, on functions whose best setting is known."""
+
+import itertools
+import math
+
+import pytest
+
+from dit_accel.tools.measure.tune.axes import Axis
+from dit_accel.tools.measure.tune.search import LEAST_GAIN, Score, Search
+
+
+def axis(key: str, count: int, start: int) -> Axis:
+    return Axis(key, tuple(float(value) for value in range(count)), start)
+
+
+def logged(function):
+    """The function, and the settings that it was asked for."""
+    asked = []
+
+    def evaluate(setting):
+        asked.append(tuple(setting.values()))
+        return function(*setting.values())
+
+    return evaluate, asked
+
+
+@pytest.mark.parametrize("threshold", [-1, 0, 5, 11])
+def test_one_axis_gives_the_cheapest_value_that_meets_the_target(threshold):
+    """From every start, in about as many evaluations as bisection needs, and without repetition."""
+    for start in range(12):
+        evaluate, asked = logged(lambda value: Score(threshold - value, 0.9 - value / 20))
+        found = Search([axis("a", 12, start)], evaluate, evaluations=99).run()
+        assert found.places == ((threshold,) if threshold >= 0 else (0,)), start
+        assert found.score.meets is (threshold >= 0), start
+        assert len(asked) == len(set(asked)) <= 2 * math.log2(12) + 1, start
+
+
+def slack_of_sum(budget, *weights):
+    """Errors add up, and so do savings, which fall off at different rates."""
+
+    def function(*values):
+        error = sum(weight * value**2 for weight, value in zip(weights, values, strict=True))
+        return Score(budget - error, 0.99 - sum(value / (20 + value) for value in values) / len(values))
+
+    return function
+
+
+@pytest.mark.parametrize("starts", list(itertools.product((0, 3, 7), (0, 4, 7), (0, 2))), ids=str)
+def test_no_neighbour_is_cheaper(starts):
+    """From every start the result meets the target, and a threshold moved by one place gains nothing or misses it."""
+    function = slack_of_sum(60, 1.0, 2.0, 5.0)
+    counts = (8, 8, 3)
+    axes = [axis(key, count, start) for key, count, start in zip("abc", counts, starts, strict=True)]
+    found = Search(axes, logged(function)[0], evaluations=999).run()
+    assert found.score == function(*found.places)
+    assert found.score.meets
+    for number, step in itertools.product(range(3), (1, -1)):
+        place = found.places[number] + step
+        if 0 <= place < counts[number]:
+            moved = function(*found.places[:number], place, *found.places[number + 1 :])
+            assert not moved.meets or moved.cost > found.score.cost - LEAST_GAIN
+
+
+def test_other_axes_are_traded_against_the_first():
+    """If the second axis saves more for its error than the first, the first axis is relaxed."""
+    evaluate, _ = logged(lambda a, b: Score(10 - a - b, 1 - 0.01 * a - 0.05 * b))
+    found = Search([axis("a", 11, 10), axis("b", 11, 0)], evaluate, evaluations=99).run()
+    assert found.places == (0, 10)
+
+
+def test_a_plateau_is_crossed():
+    """Values that change nothing do not stop the search."""
+    evaluate, _ = logged(lambda a, b: Score(1.0, 0.5 if b == 5 else 1.0))
+    assert Search([axis("a", 2, 1), axis("b", 6, 0)], evaluate, evaluations=99).run().places == (1, 5)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_no_more_evaluations_than_allowed(limit):
+    """When none is left the best so far is returned."""
+    evaluate, asked = logged(slack_of_sum(60, 1.0, 2.0))
+    found = Search([axis("a", 8, 2), axis("b", 8, 2)], evaluate, evaluations=limit).run()
+    assert len(asked) == limit
+    assert tuple(float(place) for place in found.places) in asked
+
+
+def test_an_unreachable_target_gives_the_closest():
+    """Nothing meets it: the setting with the least missing is returned."""
+    evaluate, _ = logged(lambda value: Score(-1 - value, 0.5))
+    found = Search([axis("a", 6, 4)], evaluate, evaluations=99).run()
+    assert found.places == (0,)
+    assert not found.score.meets
+
+
+def test_what_computes_everything_is_no_answer():
+    """The closest place is close enough but saves nothing: the next best is returned, and said to miss."""
+    evaluate, _ = logged(lambda value: Score(0.5 - value, 1 - value / 20))
+    found = Search([axis("a", 6, 4)], evaluate, evaluations=99).run()
+    assert found.places == (1,)
+    assert not found.score.meets
