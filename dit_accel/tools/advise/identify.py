@@ -32,32 +32,23 @@ _UNET = "model must be a diffusion transformer, got {}, which denoises with a UN
 
 @dataclass(frozen=True)
 class Identity:
-    """Facts about a model from its name or folder.
+    """Facts about a model from its name or folder."""
 
-    Args:
-        name: as given by the caller.
-        family: name of the family in presets; ``any`` for an unknown family.
-        is_video: whether the model makes videos.
-        is_distilled: whether its name says that it is distilled for few steps.
-        is_loadable: whether the name can be loaded; False for a family's name and an id without its owner.
-        steps: number of steps that the model is distilled for, if its name says so.
-    """
-
-    name: str
-    family: str
+    name: str  # as given by the caller
+    family: str  # in presets; `any` for an unknown family
     is_video: bool
-    is_distilled: bool = False
-    is_loadable: bool = True
-    steps: int | None = None
-
-    @property
-    def title(self) -> str:
-        return "a model whose blocks are not known here" if self.facts is None else self.facts.title
+    is_distilled: bool = False  # for few steps, as its name says
+    is_loadable: bool = True  # False for a family's name and an id without its owner
+    steps: int | None = None  # that the model is distilled for, if its name says so
 
     @property
     def facts(self) -> Family | None:
         """Facts of the family; None for an unknown family."""
         return _families().get(self.family)
+
+    @property
+    def title(self) -> str:
+        return "a model whose blocks are not known here" if self.facts is None else self.facts.title
 
     @property
     def is_modular(self) -> bool:
@@ -92,22 +83,17 @@ def identify(model: str) -> Identity:
     if model in ("any", *families):
         return Identity(model, model, _makes_videos(model), is_loadable=False)
     squeezed = model.lower().translate(SEPARATORS)
-    distilled = {word: steps for family in families.values() for word, steps in family.distilled.items()}
-    bases = [word for family in families.values() for word in family.words if word in squeezed]
-    found = (word for word in (*distilled, *DISTILLED) if word in squeezed)
-    word = max((word for word in found if not any(word in base for base in bases)), key=len, default=None)
-    is_distilled, steps = word is not None, distilled.get(word or "")
+    is_distilled, steps = _distillation(squeezed)
     folder = demo_path(model) or Path(model)
-    index = folder / "model_index.json"
     if not folder.exists() and any(word in squeezed for word in WITH_UNET):
         raise UnsupportedError(_UNET.format(shown(model)))
-    if index.is_file():
-        classes = [value[1] for value in json.loads(index.read_text(encoding="utf-8")).values() if _is_class(value)]
-        if any("UNet" in each for each in classes):
+    if (index := folder / "model_index.json").is_file():
+        classes = _classes_in(index)
+        if any("UNet" in name for name in classes):
             raise UnsupportedError(_UNET.format(shown(model)))
-        name = next((name for name, family in families.items() if family.model in classes), "any")
-        is_video = _makes_videos(name) or any("Video" in each for each in classes)
-        return Identity(model, name, is_video, is_distilled, steps=steps)
+        family = next((name for name, family in families.items() if family.model in classes), "any")
+        is_video = _makes_videos(family) or any("Video" in name for name in classes)
+        return Identity(model, family, is_video, is_distilled, steps=steps)
     words = {
         word: name
         for name, family in families.items()
@@ -124,9 +110,9 @@ def identify(model: str) -> Identity:
             + _meant(squeezed, [*demo_names(), *families])
         )
     # The longest word wins; for equal lengths the last family, which is the most specific.
-    name = words[max(reversed(words), key=len)] if words else "any"
-    is_video = _makes_videos(name) or "video" in squeezed or "Transformer3D" in of_class
-    return Identity(model, name, is_video, is_distilled, is_loadable=has_owner, steps=steps)
+    family = words[max(reversed(words), key=len)] if words else "any"
+    is_video = _makes_videos(family) or "video" in squeezed or "Transformer3D" in of_class
+    return Identity(model, family, is_video, is_distilled, is_loadable=has_owner, steps=steps)
 
 
 @cache
@@ -137,34 +123,38 @@ def _families() -> dict[str, Family]:
     return {family.name: family for family in FAMILIES}
 
 
-@cache
-def _classes() -> dict[str, str]:
-    """Return diffusers' transformer classes by the part of their names that a model has, such as `auraflow`."""
-    import diffusers
+def _makes_videos(name: str) -> bool:
+    """Return True if all models of a family make videos."""
+    return (family := _families().get(name)) is not None and family.makes == "videos"
 
-    names = {name.partition("Transformer")[0].lower(): name for name in dir(diffusers) if "Transformer" in name}
-    return {word: name for word, name in names.items() if len(word) >= SHORTEST_WORD and word != "prior"}
+
+def _distillation(squeezed: str) -> tuple[bool, int | None]:
+    """Return True if a name says that the model is distilled, and the number of steps if the name determines it."""
+    families = _families().values()
+    steps = {word: count for family in families for word, count in family.distilled.items()}
+    bases = [word for family in families for word in family.words if word in squeezed]
+    found = [word for word in (*steps, *DISTILLED) if word in squeezed and not any(word in base for base in bases)]
+    return (True, steps.get(max(found, key=len))) if found else (False, None)
+
+
+def _classes_in(index: Path) -> list[str]:
+    """Return the classes of a pipeline's components, which are pairs of library and class."""
+    values = json.loads(index.read_text(encoding="utf-8")).values()
+    return [pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str)]
 
 
 def _class_of(squeezed: str) -> str:
-    """Return the transformer class whose name a model's name begins with; empty = none."""
-    words = [word for word in _classes() if squeezed.startswith(word)]
-    return _classes()[max(words, key=len)] if words else ""
+    """Return diffusers' transformer class whose name a model's name begins with, such as auraflow; empty = none."""
+    import diffusers
+
+    names = {name.partition("Transformer")[0].lower(): name for name in dir(diffusers) if "Transformer" in name}
+    words = [word for word in names if len(word) >= SHORTEST_WORD and word != "prior" and squeezed.startswith(word)]
+    return names[max(words, key=len)] if words else ""
 
 
 def _meant(squeezed: str, names: Sequence[str]) -> str:
     """Return a question with the names that look like a misspelt or shortened one, or nothing."""
     plain = {name: name.translate(SEPARATORS) for name in names}
     near = get_close_matches(squeezed, plain.values(), n=3, cutoff=0.7)
-    found = [name for name, own in plain.items() if own in near or (len(squeezed) > 2 and squeezed in own)]
+    found = [name for name, bare in plain.items() if bare in near or (len(squeezed) > 2 and squeezed in bare)]
     return f"; did you mean {' or '.join(found)}?" if found else ""
-
-
-def _makes_videos(name: str) -> bool:
-    """Return True if all models of a family make videos."""
-    return (family := _families().get(name)) is not None and family.makes == "videos"
-
-
-def _is_class(value: object) -> bool:
-    """Return True if a value of a pipeline's index is a component (library and class)."""
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)

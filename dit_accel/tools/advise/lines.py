@@ -35,9 +35,7 @@ def call_of(
 ) -> dict[str, Any]:
     """Return the arguments of the pipeline's call, without prompt and inputs.
 
-    Args:
-        size: height, width and number of frames.
-        few: True for a distilled model, which runs without guidance.
+    ``size`` is height, width and number of frames; a model distilled for few steps runs without guidance.
     """
     height, width, frames = size
     if "pose_video" in inputs_of(model):
@@ -68,9 +66,9 @@ def python_lines(
     if way:
         lines.append(f"parallelize_pipeline(pipe, {way.replace(',', ', ')})")
     folder = demo_path(model.name)
-    given = {**(demo_arguments(folder) if folder else {}), **call}
+    values = {"prompt": _prompt(model), **(demo_arguments(folder) if folder else {}), **call}
     arguments = [f"{name}={name}" for name in inputs_of(model)]
-    arguments += [f"{name}={_literal(value)}" for name, value in {"prompt": _prompt(model), **given}.items()]
+    arguments += [f"{name}={_literal(value)}" for name, value in values.items()]
     return "\n".join([*lines, f"result = pipe({', '.join(arguments)})"])
 
 
@@ -84,11 +82,7 @@ def shell_line(
     gpus: int,
     options: Sequence[str],
 ) -> str:
-    """Return the command that loads the pipeline and calls it; empty if no command can.
-
-    Args:
-        way: value of ``--parallel``; None = one GPU.
-    """
+    """Return the command that loads the pipeline and calls it; empty if no command can."""
     inputs = inputs_of(model)
     if set(inputs) - {"image"} or model.is_modular:
         return ""
@@ -98,10 +92,8 @@ def shell_line(
     words += ["--model", model.name if model.is_loadable else "MODEL", "--prompt", _prompt(model), "--preset", preset]
     words += [word for name in inputs for word in (f"--{name}", IMAGE)]
     for name, value in call.items():
-        words += [
-            OPTIONS.get(name, f"--{name.replace('_', '-')}"),
-            f"{value:g}" if isinstance(value, float) else str(value),
-        ]
+        words.append(OPTIONS.get(name, f"--{name.replace('_', '-')}"))
+        words.append(f"{value:g}" if isinstance(value, float) else str(value))
     for source, weight in loras.items():
         words += ["--lora", source if weight == 1 else f"{source}:{weight:g}"]
     return shlex.join([*words, *options])

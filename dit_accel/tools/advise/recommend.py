@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,20 +28,13 @@ QUANTIZED = 0.65  # of the peak memory, at most: weights are most of it, and qua
 
 
 class Peak(NamedTuple):
-    """Peak memory of a plain transformer in bf16, which decides on ``--offload``.
-
-    Args:
-        family, part: models of this family whose ids contain this part.
-        transformers: number of transformers in a pipeline.
-        gib: peak memory of one transformer, in GiB.
-        source: file in ``docs/results`` with the measurement.
-    """
+    """Peak memory of a plain transformer in bf16, which decides on ``--offload``."""
 
     family: str
-    part: str
-    transformers: int
-    gib: float
-    source: str
+    part: str  # of the ids of the family's models that have this peak
+    transformers: int  # in a pipeline
+    gib: float  # of one transformer
+    source: str  # file in docs/results with the measurement
 
 
 PEAKS = tuple(Peak(**row) for row in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))
@@ -56,12 +49,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Recommended presets and commands.
-
-    Args:
-        choices: presets; the first is the recommended one.
-        python, shell: lines to copy; ``shell`` is empty if no command can run the pipeline.
-    """
+    """Presets, the recommended one first, and lines to copy; ``shell`` is empty if no command can run the pipeline."""
 
     model: Identity
     choices: tuple[Choice, ...]
@@ -99,60 +87,34 @@ def recommend(
     """
     counts = {"steps": steps, "height": height, "width": width, "frames": frames}
     require_counts(gpus=gpus, **{name: count for name, count in counts.items() if count is not None})
-    name = None if gpu is None else known_card(gpu)
-    if gpu is not None and name is None:
-        raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
+    card = None if gpu is None else _card(gpu)
     identity = identify(model)
     if (frames or 1) > 1 and (identity.makes_images_alone or re.search("[ti]2i", identity.name.lower())):
         raise UnsupportedError(f"frames must be left out: {identity.title} makes images, got frames={frames}")
     few = distilled or identity.is_distilled
-    inputs = inputs_of(identity)
-    steps = steps or identity.steps or _default_steps(identity, few=few, inputs=inputs)
-    card = None if name is None else CARDS[name]
+    steps = steps or identity.steps or _default_steps(identity, few=few)
     size = (height, width, frames)
-    way, on_sharing = _shared(identity, gpus, few=few)
     choices = _choices(identity, size, steps)
+    way, on_sharing = _shared(identity, gpus, few=few)
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
-    notes = [
-        MEASURED,
-        *_notes_on_steps(steps, few=few),
-        *on_sharing,
-        *on_memory,
-        *_notes_on_weights(lora=bool(loras), quantized=quantized or "--quantize" in options),
-    ]
-    if card is not None and card.capability < (8, 0):
-        notes.append("Fused kernels need compute capability 8.0, so computed steps run without them.")
-    if identity.family == "any":
-        notes.append(
-            "These presets run on any transformer that takes a timestep (docs/reference/transformers.md lists tested "
-            "ones), but not on a UNet."
-        )
-    if len(choices) > 3:
-        notes.append(f"{choices[-1].preset} keeps one attention output per block and branch in GPU memory.")
-    if not identity.is_loadable:
-        notes.append("Replace MODEL by the model's id on the Hub, or its folder.")
     call, preset = call_of(identity, steps=steps, size=size, few=few), choices[0].preset
     shell = shell_line(identity, preset, call, way, loras, gpus=gpus, options=options)
-    if identity.is_modular:
-        notes.append("diffusers has this model as a modular pipeline, which dit-accel generate can't load: use Python.")
-    elif inputs:
-        notes.append(
-            f"Replace {IMAGE} by your image." if shell else f"dit-accel generate takes no {inputs[-1]}, so use Python."
-        )
-    return Recommendation(
-        model=identity,
-        choices=choices,
-        notes=tuple(notes),
-        python=python_lines(identity, preset, call, way, loras),
-        shell=shell,
-    )
+    notes = (MEASURED, *_on_steps(steps, few=few), *on_sharing, *on_memory, *_on_model(identity, card, shell))
+    return Recommendation(identity, choices, notes, python_lines(identity, preset, call, way, loras), shell)
 
 
-def _default_steps(model: Identity, *, few: bool, inputs: Sequence[str]) -> int | None:
+def _card(gpu: str) -> Card:
+    name = known_card(gpu)
+    if name is None:
+        raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
+    return CARDS[name]
+
+
+def _default_steps(model: Identity, *, few: bool) -> int | None:
     """Return the number of steps that a demo model or the pipeline has by default; None = unknown."""
     if folder := demo_path(model.name):
         return demo_arguments(folder).get("num_inference_steps")
-    return None if few or model.facts is None or set(inputs) - {"image"} else model.facts.steps
+    return None if few or model.facts is None or set(inputs_of(model)) - {"image"} else model.facts.steps
 
 
 def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -> tuple[Choice, ...]:
@@ -170,13 +132,13 @@ def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -
     height, width, frames = (side or 0 for side in size)
     if not model.is_video or ((frames - 1) // 4 + 1) * (height // 16) * (width // 16) < LONG_CLIP:
         return choices
-    presets = map(load_preset, preset_names())
-    own = [preset for preset in presets if preset.model == model.family and preset.schedule.control == "adaptive"]
-    sparge = [preset.name for preset in own if preset.skip.policy == "sparge"]
-    return (*choices, *(Choice(name, "for long videos, if turbo is too slow") for name in sparge[:1]))
+    for preset in map(load_preset, preset_names()):
+        if preset.model == model.family and preset.schedule.control == "adaptive" and preset.skip.policy == "sparge":
+            return (*choices, Choice(preset.name, "for long videos, if turbo is too slow"))
+    return choices
 
 
-def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
+def _on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
@@ -186,6 +148,27 @@ def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps <= FEW_STEPS:
         return [f"Most or all of {steps} steps are computed, so forecasts save little: {rest}"]
     return []
+
+
+def _on_model(model: Identity, card: Card | None, shell: str) -> list[str]:
+    """Return notes on running this model on this GPU."""
+    notes, inputs = [], inputs_of(model)
+    if card is not None and card.capability < (8, 0):
+        notes.append("Fused kernels need compute capability 8.0, so computed steps run without them.")
+    if model.family == "any":
+        notes.append(
+            "These presets run on any transformer that takes a timestep (docs/reference/transformers.md lists tested "
+            "ones), but not on a UNet."
+        )
+    if not model.is_loadable:
+        notes.append("Replace MODEL by the model's id on the Hub, or its folder.")
+    if model.is_modular:
+        notes.append("diffusers has this model as a modular pipeline, which dit-accel generate can't load: use Python.")
+    elif inputs:
+        notes.append(
+            f"Replace {IMAGE} by your image." if shell else f"dit-accel generate takes no {inputs[-1]}, so use Python."
+        )
+    return notes
 
 
 def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: bool) -> tuple[list[str], list[str]]:
@@ -212,15 +195,9 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
 
 def _peak(model: Identity) -> Peak | None:
     """Return the measured peak of a model; of a family's name only if all its measured models have the same."""
-    own, name = [peak for peak in PEAKS if peak.family == model.family], model.name.lower()
-    found = next((peak for peak in own if peak.part in name), None)
-    return found or (own[0] if not model.is_loadable and len({peak.gib for peak in own}) == 1 else None)
-
-
-def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:
-    page = "docs/reference/concepts.md, What works with it"
-    notes = [f"A LoRA may be loaded, fused or swapped before or after ({page})."] if lora else []
-    return [*notes, f"Quantised layers run unchanged ({page}); their speed was not measured."] if quantized else notes
+    peaks, name = [peak for peak in PEAKS if peak.family == model.family], model.name.lower()
+    known = next((peak for peak in peaks if peak.part in name), None)
+    return known or (peaks[0] if not model.is_loadable and len({peak.gib for peak in peaks}) == 1 else None)
 
 
 def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[str]]:
