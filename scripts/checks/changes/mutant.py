@@ -1,8 +1,10 @@
-"""One change of the code, a row of the table."""
+"""One change of the code, a row of the tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+Row = tuple[str, str, str, str, str]  # name, property that breaks, nearest test files, old text, new text
 
 
 @dataclass(frozen=True)
@@ -12,18 +14,18 @@ class Mutant:
     Args:
         name: for ``--only`` and the table.
         file: path from the checkout's root.
-        old: text that occurs exactly once in the file.
-        new: replacement.
         breaks: property that no longer holds.
         tests: nearest test files, separated by spaces, as for pytest.
+        old: text that occurs exactly once in the file.
+        new: replacement.
     """
 
     name: str
     file: str
-    old: str
-    new: str
     breaks: str
     tests: str
+    old: str
+    new: str
 
     def of(self, source: str) -> str:
         """Return the changed source.
@@ -37,3 +39,8 @@ class Mutant:
                 f"{self.name}: the old text must occur once in {self.file}, got {count} times: {self.old!r}"
             )
         return source.replace(self.old, self.new)
+
+
+def table(files: dict[str, list[Row]]) -> list[Mutant]:
+    """Return the changes of rows by file."""
+    return [Mutant(name, file, *row) for file, rows in files.items() for name, *row in rows]
