@@ -131,6 +131,17 @@ def test_arrows_point_one_way():
     assert {str(path): wrong for path in FILES if (wrong := wrong_arrows(path))} == {}
 
 
+def test_kernels_stand_on_their_ground():
+    """Implementations import no page of an op, and pages only those of their own room or of plans."""
+    rooms = {"plans", "attention", "blocks", "decoder"}
+    wrong = set()
+    for path in (path for path in FILES if unit_of(path) == "kernels" and path.parent.name != "kernels"):
+        allowed = set() if path.parent.name.startswith("_") else {path.parent.name, "plans"}
+        names = (module.split(".") for module, _ in imports(path) if module.startswith("dit_accel.kernels."))
+        wrong |= {(module_of(path), parts[2]) for parts in names if parts[2] in rooms - allowed}
+    assert wrong == set()
+
+
 def test_no_circles():
     """No file imports itself through others; imports inside functions and for type checking count too."""
     modules = {module_of(path): path for path in FILES}

@@ -12,6 +12,7 @@ from dit_accel.errors import BackendError, UnsupportedError
 
 MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)  # bf16 matrix units and asynchronous copies
+FP8_CAPABILITY = (8, 9)
 TRITON_ONLY: Mapping[str, str | None] = {"triton": None}
 
 

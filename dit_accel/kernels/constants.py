@@ -17,3 +17,12 @@ SHARE_BITS = 30  # shares are multiples of 2^-30, so that all backends get the s
 
 # select_keys
 BEST_SHARE = 0.999  # share of a query's largest probability; 1 - 0.999 exceeds the rounding error between two products
+
+# attention in 8 bits, and linear layers in 8 bits
+EXACT_CHANNELS = 15  # channels in float16; with the one that masks keys 16, the smallest size of a matrix unit
+SAMPLING = 4  # one of this many tokens is in the statistics of q and k
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+FP16_SAFE = 32768.0  # bound of the float16 channels, in units of the int8 scale
+SMALLEST_SCALE = 1e-12  # of a block of zeros
+LARGEST_FACTOR = 1024.0

@@ -4,7 +4,7 @@ Bits are 1 for *compute* and packed least significant bit first, so bit ``i`` of
 ``(bytes[i // 8] >> (i % 8)) & 1`` (FlashOmni, section 3.4, decode formula with n = 1). FlashOmni's example prints the
 same masks with the most significant bit first.
 
-Symbols are canonical and small; :func:`dit_accel.kernels.lowering.lower` turns them into an :class:`AttentionPlan`.
+Symbols are canonical and small; :func:`dit_accel.kernels.lower` turns them into an :class:`AttentionPlan`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class AttentionPlan(_Tensors):
         row_index: int32 ``[B, H, Tq]``; these row-blocks, ascending.
         work_count: int32 ``[1]``; number of rows that compute, over all batches and heads.
         work: int32 ``[B * H * Tq]``; these rows as ``(b * H + h) * Tq + i``, longest first and rows of equal length by
-            index, either head by head or over all heads (:func:`dit_accel.kernels.lowering.lower`'s ``order``).
+            index, either head by head or over all heads (:func:`dit_accel.kernels.lower`'s ``order``).
         tokens: length of the sequence.
         block: tokens in a block.
         full_count: int32 ``[B, H, Tq]``; number of the row's FULL tiles. Only with masks: a row's ``kv_index`` then

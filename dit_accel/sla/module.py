@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.attention import attention
-from dit_accel.kernels.attention_backward import differentiable_attention
-from dit_accel.kernels.classification import require_shares
+from dit_accel.kernels.attention.attention import attention
+from dit_accel.kernels.attention.attention_backward import differentiable_attention
+from dit_accel.kernels.attention.linear_attention import FEATURE_MAPS, linear_attention
+from dit_accel.kernels.attention.linear_attention_backward import differentiable_linear_attention
 from dit_accel.kernels.layout import BLOCK_SIZES, TokenLayout
-from dit_accel.kernels.linear_attention import FEATURE_MAPS, linear_attention
-from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention
-from dit_accel.kernels.lowering import lower
+from dit_accel.kernels.plans.classification import require_shares
+from dit_accel.kernels.plans.lowering import lower
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.sparse.policies.sla import classified
 

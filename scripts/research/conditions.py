@@ -32,7 +32,7 @@ import diffusers
 import torch
 
 from dit_accel import accelerated
-from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
+from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES
 from dit_accel.models import denoisers
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.measure.compare import PEERS, spread

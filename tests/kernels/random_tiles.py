@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.plans.tile_masks import symbols_of_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
-from dit_accel.kernels.tile_masks import symbols_of_tiles
 
 CODES = {"full": FULL_TILE, "causal": CAUSAL_TILE, "partial": FIRST_PARTIAL_TILE}
 RANDOM = {"full/partial": ("full", "partial"), "full/causal/partial": ("full", "causal", "partial")}

@@ -7,7 +7,8 @@ import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import attention, lower, pack_bits
-from dit_accel.kernels.quantize import EXACT_CHANNELS, QK_DTYPES, SAMPLING, sampled_tokens, simulate
+from dit_accel.kernels.attention import quantize
+from dit_accel.kernels.attention.quantize import EXACT_CHANNELS, QK_DTYPES, SAMPLING, sampled_tokens, simulate
 from dit_accel.kernels.symbols import SparseSymbols, TileMasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
@@ -98,7 +99,7 @@ def test_the_kernel_stays_within_its_bound(qk_dtype, outliers, make_tensor):
 def test_exact_channels_are_needed(make_tensor, monkeypatch):
     """Without exact channels, channels that are large in q and in k exceed the bound, even after levelling."""
     q, k, v = with_outliers(*(make_tensor(1, 1024, 2, 128).cpu() for _ in range(3)), OUTLIERS["same-channels"])
-    monkeypatch.setattr("dit_accel.kernels.quantize.EXACT_CHANNELS", 0)
+    monkeypatch.setattr(quantize, "EXACT_CHANNELS", 0)
     out = attention(q, k, v, everything(q), qk_dtype="int8", backend="reference")
     assert relative_error(out, exact_attention(q, k, v)) > 2 * BOUNDS["int8"]
 

@@ -9,7 +9,7 @@ import torch
 
 from dit_accel.kernels import attention, backend_status, lower
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask
+from dit_accel.kernels.plans.tile_masks import mask_from_plan, plan_from_mask
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import plan as draw_plan
 from dit_accel.sparse.policies import static

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import quantize_rows, quantized_linear
-from dit_accel.kernels.quantized_linear import LINEAR_DTYPES, turn
+from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES, turn
 
 BACKENDS = ["reference", "triton"]
 MOST = {"int8": 0.012, "float8": 0.045}  # relative error of a row

@@ -5,8 +5,8 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, unpack_bits
+from dit_accel.kernels.plans.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
-from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from tests.pairs import every_pair
 
 LENGTHS = (1, 63, 64, 65, 129, 200, 256, 300)

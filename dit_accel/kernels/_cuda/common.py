@@ -8,7 +8,6 @@ import torch
 
 from dit_accel.kernels._cuda.runtime import Defines
 from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
-from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import AttentionPlan
 
 BLOCK = 128
@@ -18,9 +17,7 @@ THREADS = 384
 
 
 def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan) -> str | None:
-    """Return why the kernels do not support an op's main argument ``x`` with this head dimension, or None."""
-    if problem := hopper_limit(x):
-        return problem
+    """Return why the kernels on Hopper do not support an op's main argument ``x`` with this head dimension, or None."""
     if x.numel() == 0:
         return f"{name} must not be empty, got {list(x.shape)}"
     if x.dtype not in DTYPES:

@@ -24,7 +24,6 @@ from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_des
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import masks_of
-from dit_accel.kernels.transpose import transpose_lists
 
 TOKENS = 64  # queries or keys of a program
 LONG = 16
@@ -265,8 +264,10 @@ def _config(q: torch.Tensor, by_descriptor: bool) -> dict[str, int]:
     return {"TILE": 64 if by_descriptor else 32, "STAGES": 2, "num_warps": 4}
 
 
-def attention_backward(q, k, v, o, lse, do, plan, scale, kv_len) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    by_key = transpose_lists(plan, order="head", backend="triton")
+def attention_backward(
+    q, k, v, o, lse, do, plan, by_key, scale, kv_len
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv; ``by_key`` lists the plan's tiles by key block."""
     dq = q.new_zeros(q.shape)  # rows that do not compute
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shift, delta = (lse.new_empty(plan.batch, plan.heads, plan.blocks * plan.block) for _ in range(2))

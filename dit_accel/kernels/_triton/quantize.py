@@ -1,4 +1,4 @@
-"""Eight-bit queries, keys and values for attention, by the formulas in ``dit_accel/kernels/quantize.py``.
+"""Eight-bit queries, keys and values for attention, by the formulas in ``dit_accel/kernels/attention/quantize.py``.
 
 First the kernels sum each block per channel (q and k over a quarter of the tokens, v over all). Then one program per
 key head computes means, factors and the list of exact channels from the sums. Then q, k and v are quantised.
@@ -16,18 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels import quantize as formulas
+from dit_accel.kernels import constants
 from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels.symbols import AttentionPlan
 
 SLOTS = 16  # the exact channels and the one that masks
-EXACT_CHANNELS = tl.constexpr(formulas.EXACT_CHANNELS)
-SAMPLING = tl.constexpr(formulas.SAMPLING)
-INT8_MAX = tl.constexpr(formulas.INT8_MAX)
-FP8_MAX = tl.constexpr(formulas.FP8_MAX)
-FP16_SAFE = tl.constexpr(formulas.FP16_SAFE)
-SMALLEST_SCALE = tl.constexpr(formulas.SMALLEST_SCALE)
-LARGEST_FACTOR = tl.constexpr(formulas.LARGEST_FACTOR)
+EXACT_CHANNELS = tl.constexpr(constants.EXACT_CHANNELS)
+SAMPLING = tl.constexpr(constants.SAMPLING)
+INT8_MAX = tl.constexpr(constants.INT8_MAX)
+FP8_MAX = tl.constexpr(constants.FP8_MAX)
+FP16_SAFE = tl.constexpr(constants.FP16_SAFE)
+SMALLEST_SCALE = tl.constexpr(constants.SMALLEST_SCALE)
+LARGEST_FACTOR = tl.constexpr(constants.LARGEST_FACTOR)
 LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK, CHUNK_WARPS = 128, 16  # blocks that a head's program sums at once; it computes little and waits for memory
 

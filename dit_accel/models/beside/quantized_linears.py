@@ -22,10 +22,10 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import quantize_rows, quantized_linear
+from dit_accel.kernels.backends import FP8_CAPABILITY
+from dit_accel.kernels.blocks.quantized_linear import EVEN
 from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.kernels.kept import hold, is_capturing
-from dit_accel.kernels.quantize import FP8_CAPABILITY
-from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.loop.report import RunReport
 from dit_accel.models.beside.host_weights import HostWeights, is_same_state, state_of

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair, swiglu
-from dit_accel.kernels.quantized_linear import EVEN
+from dit_accel.kernels.blocks.quantized_linear import EVEN
 from dit_accel.models.beside.quantized_linears import QuantizedLinears, in_8_bits, project_together
 from dit_accel.models.hooks import ATTENTION_HOOK
 

@@ -16,8 +16,8 @@ import torch
 
 from dit_accel.errors import UnsupportedError, shown
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.lowering import lower
-from dit_accel.kernels.pooling import PooledMap
+from dit_accel.kernels.plans.lowering import lower
+from dit_accel.kernels.plans.pooling import PooledMap
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.sparse.policies import dense, fg_attn, sla, sparge, static
 from dit_accel.sparse.policies.policy import Policy

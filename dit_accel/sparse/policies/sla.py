@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dit_accel.kernels.classification import classify_tiles
+from dit_accel.kernels.attention.linear_attention import linear_attention
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.linear_attention import linear_attention
-from dit_accel.kernels.pooling import PooledMap, pooled_map
+from dit_accel.kernels.plans.classification import classify_tiles
+from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.sparse.policies.policy import Policy, every_row
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.pooling import PooledMap, pooled_map
-from dit_accel.kernels.selection import select_tiles
+from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
+from dit_accel.kernels.plans.selection import select_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
 from dit_accel.sparse.policies.policy import Policy, every_row
 

@@ -18,8 +18,8 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.kept import Kept
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.plans.tile_masks import symbols_from_intervals
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.kernels.tile_masks import symbols_from_intervals
 from dit_accel.sparse.policies.policy import Policy
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.plans.tile_masks import symbols_from_mask
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
-from dit_accel.kernels.tile_masks import symbols_from_mask
 
 Attends = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (query, key) positions, broadcast -> bool
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -18,8 +18,8 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.errors import BackendError, UnsupportedError
-from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
-from dit_accel.kernels.selection import select_rows, select_tiles
+from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES
+from dit_accel.kernels.plans.selection import select_rows, select_tiles
 from scripts.bench.kernels import verify
 from scripts.bench.kernels.cases import Case, Inputs, causal, documents, make_inputs, masked_inputs
 from scripts.bench.kernels.verify import Verdict

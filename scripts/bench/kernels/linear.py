@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel import kernels
-from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
+from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES
 from scripts.bench.kernels.cases import Projection, make_inputs
 from scripts.bench.kernels.clock import median_ms
 from scripts.bench.kernels.recorder import Recorder

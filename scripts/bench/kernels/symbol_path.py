@@ -14,7 +14,7 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.selection import select_rows, select_tiles
+from dit_accel.kernels.plans.selection import select_rows, select_tiles
 from dit_accel.kernels.symbols import SparseSymbols
 from scripts.bench.kernels import verify
 from scripts.bench.kernels.attention import time_baselines

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dit_accel import load_preset
-from dit_accel.kernels.quantize import QK_DTYPES
-from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
+from dit_accel.kernels.attention.quantize import QK_DTYPES
+from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES
 
 from .setting import BALANCED, Setting
 

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel.kernels import attention, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.pooling import block_means
+from dit_accel.kernels.plans.pooling import block_means
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, plan
 from tests.kernels.conftest import DEVICE

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel.kernels import attention
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.packing import unpack_bits
+from dit_accel.kernels.plans.packing import unpack_bits
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, plan, policy_of
 from dit_accel.sparse.policies.sparge import tile_bits

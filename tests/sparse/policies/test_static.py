@@ -8,8 +8,8 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.plans.tile_masks import mask_from_plan, symbols_from_mask
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE
-from dit_accel.kernels.tile_masks import mask_from_plan, symbols_from_mask
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, static
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 import torch
 
 from dit_accel.kernels import checks
-from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op, like
-from dit_accel.kernels.linear_attention import (
+from dit_accel.kernels.attention.linear_attention import (
     by_block,
     keys_and_values,
     linear_attention,
@@ -29,6 +27,8 @@ from dit_accel.kernels.linear_attention import (
     require_linear_arguments,
     row_sums,
 )
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op, like
 from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -49,7 +49,7 @@ def linear_attention_backward(
     """Gradients of ``linear_attention(q, k, v, plan, feature_map=feature_map, kv_len=kv_len)`` for q, k and v.
 
     Args:
-        q, k, v, plan, feature_map, kv_len: as in :func:`~dit_accel.kernels.linear_attention.linear_attention`.
+        q, k, v, plan, feature_map, kv_len: as in :func:`~dit_accel.kernels.linear_attention`.
         do: ``[B, S, H, D]`` like q, gradient of its output. Rows that do not compute may hold anything.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 

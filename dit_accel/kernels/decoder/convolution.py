@@ -17,7 +17,7 @@ from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
-from dit_accel.kernels.group_norm import add_residual
+from dit_accel.kernels.decoder.group_norm import add_residual
 
 LAST = torch.channels_last_3d
 SPATIAL = ("T", "H", "W")

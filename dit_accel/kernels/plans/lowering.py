@@ -9,8 +9,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
-from dit_accel.kernels.packing import unpack_bits
-from dit_accel.kernels.slices import count_slices_into
+from dit_accel.kernels.plans.packing import unpack_bits
 from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
 
 ORDERS = ("auto", "head", "length")
@@ -58,19 +57,14 @@ def _lower(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int, ba
     backend = resolve_backend(backend, symbols.cache_bits)
     if backend == "triton":
         from dit_accel.kernels._triton.lowering import lower_into
+        from dit_accel.kernels._triton.slices import count_slices_into
     else:
-        lower_into = _lower_reference
+        lower_into, count_slices_into = _lower_reference, _count_slices_reference
     lower_into(symbols, plan, ranked_together)
-    if plan.slices is not None:
-        _lower_slices(plan, backend)
-
-
-def _lower_slices(plan: AttentionPlan, backend: str) -> None:
-    """Count each row's single keys, and list the rows that have any."""
-    slices = plan.slices
-    count_slices_into(plan, backend)
-    _list_longest_first(slices.work, slices.count.flatten(0, 1), shortest=1)
-    slices.work_count.copy_((slices.count > 0).sum()[None])
+    if (slices := plan.slices) is not None:
+        count_slices_into(plan)
+        _list_longest_first(slices.work, slices.count.flatten(0, 1), shortest=1)
+        slices.work_count.copy_((slices.count > 0).sum()[None])
 
 
 def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
@@ -96,6 +90,14 @@ def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_togethe
     length = torch.where(rows, plan.kv_count, -1).reshape(-1, ranked_together)  # reused rows come after empty ones
     _list_longest_first(plan.work, length, shortest=0)
     plan.work_count.copy_(rows.sum()[None])
+
+
+def _count_slices_reference(plan: AttentionPlan) -> None:
+    for b in range(plan.batch):
+        for h in range(plan.heads):
+            keys = unpack_bits(plan.slices.bits[b, h], plan.blocks * plan.block, backend="reference")[:, : plan.tokens]
+            computes = plan.mask64[b] >> h & 1
+            plan.slices.count[b, h] = keys.sum(-1) * computes
 
 
 def _list_longest_first(work: torch.Tensor, length: torch.Tensor, shortest: int) -> None:

@@ -29,18 +29,20 @@ from typing import NamedTuple
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import FP8_CAPABILITY
+from dit_accel.kernels.constants import (
+    EXACT_CHANNELS,
+    FP8_MAX,
+    FP16_SAFE,
+    INT8_MAX,
+    LARGEST_FACTOR,
+    SAMPLING,
+    SMALLEST_SCALE,
+)
 from dit_accel.kernels.symbols import AttentionPlan
 
 QK_DTYPES = ("int8", "int8+fp8")
 HEAD_DIMS = (32, 64, 128)  # int8 matrix units multiply 32 channels at once
-FP8_CAPABILITY = (8, 9)
-EXACT_CHANNELS = 15  # channels in float16; with the one that masks keys 16, the smallest size of a matrix unit
-SAMPLING = 4  # one of this many tokens is in the statistics of q and k
-INT8_MAX = 127.0
-FP8_MAX = 448.0
-FP16_SAFE = 32768.0  # bound of the float16 channels, in units of the int8 scale
-SMALLEST_SCALE = 1e-12  # of a block of zeros
-LARGEST_FACTOR = 1024.0
 
 
 class Simulated(NamedTuple):

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import torch
 
-from dit_accel.kernels.packing import unpack_bits
-from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.plans.packing import unpack_bits
 
 
 def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
     """Continue the softmax over a plan's tiles with its single keys, in place.
 
-    Arguments are those of :func:`dit_accel.kernels.attention.attention`, already checked, with its results for the
+    Arguments are those of :func:`dit_accel.kernels.attention`, already checked, with its results for the
     tiles: ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``. ``backend`` is the backend of the tiles. After
     "reference" and "triton" the same backend runs the single keys; after others "cuda", or "triton" if "cuda" can't.
     """
@@ -29,27 +29,9 @@ def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
         return
     from dit_accel.kernels._cuda.attention import add_slices_into, slices_limit
 
-    if backend == "triton" or slices_limit(q, k, v, plan, out) is not None:
+    if backend == "triton" or hopper_limit(q) or slices_limit(q, k, v, plan, out):
         from dit_accel.kernels._triton.slices import add_slices_into
     add_slices_into(q, k, v, plan, scale, kv_len, out, lse)
-
-
-def count_slices_into(plan: AttentionPlan, backend: str) -> None:
-    """Fill ``plan.slices.count`` from its bits; ``backend`` is "reference" or "triton"."""
-    if backend == "triton":
-        from dit_accel.kernels._triton.slices import count_slices_into as count_into
-
-        count_into(plan)
-    else:
-        _count_slices_reference(plan)
-
-
-def _count_slices_reference(plan: AttentionPlan) -> None:
-    for b in range(plan.batch):
-        for h in range(plan.heads):
-            keys = unpack_bits(plan.slices.bits[b, h], plan.blocks * plan.block, backend="reference")[:, : plan.tokens]
-            computes = plan.mask64[b] >> h & 1
-            plan.slices.count[b, h] = keys.sum(-1) * computes
 
 
 def _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse) -> None:

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
-from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.backends import FP8_CAPABILITY, resolve_backend
+from dit_accel.kernels.blocks.norm_modulate import MAX_WIDTH_TRITON
 from dit_accel.kernels.custom_ops import custom_op
-from dit_accel.kernels.norm_modulate import MAX_WIDTH_TRITON
-from dit_accel.kernels.quantize import FP8_CAPABILITY
 
 LINEAR_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

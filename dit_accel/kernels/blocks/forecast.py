@@ -14,7 +14,7 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import BLOCK_SIZES
-from dit_accel.kernels.regions import regions
+from dit_accel.kernels.plans.regions import regions
 from dit_accel.kernels.symbols import AttentionPlan
 
 DTYPES = (*checks.FLOAT_DTYPES, torch.float64)  # float64 in the reference alone

@@ -6,7 +6,7 @@ by blocks, as in PISA, arXiv 2602.01077):
     sum_i e^(q k_i) -> n_j e^(q k_j)     sum_i e^(q k_i) v_i -> n_j e^(q k_j) v_j
 
 Attention over the listed tiles returned the output O and the log-sum-exp L of the scaled scores; the softmax then
-continues, as over the single keys of :mod:`dit_accel.kernels.slices`. A row has at most one such key per block, so this
+continues, as over the single keys of ``slices.py``. A row has at most one such key per block, so this
 costs about ``1 / block`` of dense attention. By Jensen's inequality the mean weighs less than its block. Correcting
 this with a second moment overshoots, because keys of a block are not normally distributed.
 """
@@ -17,7 +17,7 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.pooling import block_means
+from dit_accel.kernels.plans.pooling import block_means
 from dit_accel.kernels.symbols import AttentionPlan
 
 
@@ -31,7 +31,7 @@ def require_whole_tiles(plan: AttentionPlan) -> None:
 def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
     """Continue the softmax over a plan's tiles with the means of all other tiles, in place.
 
-    Arguments are those of :func:`dit_accel.kernels.attention.attention`, already checked, with its results for the
+    Arguments are those of :func:`dit_accel.kernels.attention`, already checked, with its results for the
     tiles: ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``; ``backend`` is the backend of the tiles.
     """
     means = [_block_means(x, plan.block, kv_len) for x in (k, v)]

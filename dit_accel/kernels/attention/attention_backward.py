@@ -6,7 +6,7 @@ For a row with key blocks J, scaled scores S, output O and the gradient dO of O:
     dS = P * (dP - delta)  dQ  = scale * dS K                 dK += scale * dS^T Q
 
 No gradient flows through the choice of the tiles. dQ sums along the plan's lists, dK and dV along the transposed ones
-(:func:`~dit_accel.kernels.transpose.transpose_lists`), so each result has one writer and runs repeat bit by bit.
+(:func:`~dit_accel.kernels.transpose_lists`), so each result has one writer and runs repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import checks
-from dit_accel.kernels.attention import attention, require_arguments
+from dit_accel.kernels.attention.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
-from dit_accel.kernels.regions import rows_alike, take, tile_mask, token_index
+from dit_accel.kernels.plans.regions import rows_alike, take, tile_mask, token_index
+from dit_accel.kernels.plans.transpose import transpose_lists
 from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -41,7 +42,7 @@ def attention_backward(
     """Gradients of ``attention(q, k, v, plan, scale=scale, kv_len=kv_len)`` for q, k and v.
 
     Args:
-        q, k, v: ``[B, S, H, D]`` as in :func:`~dit_accel.kernels.attention.attention`, with as many key heads as query
+        q, k, v: ``[B, S, H, D]`` as in :func:`~dit_accel.kernels.attention`, with as many key heads as query
             heads.
         o: ``[B, S, H, D]`` like q, the output of attention. Rows that do not compute may hold anything.
         lse: float32 ``[B, H, S]``, natural logarithm, as attention returns it with ``return_lse``.
@@ -61,12 +62,13 @@ def attention_backward(
     _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len)
     chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if chosen == "triton":
-        from dit_accel.kernels._triton.attention_backward import attention_backward as implementation
-    else:
-        implementation = _attention_backward_reference
+    if chosen == "reference":
+        return _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len)
+    from dit_accel.kernels._triton.attention_backward import attention_backward as attention_backward_triton
+
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
-    return implementation(q, k, v, o, lse, do, plan, scale, kv_len)
+    by_key = transpose_lists(plan, order="head", backend=chosen)
+    return attention_backward_triton(q, k, v, o, lse, do, plan, by_key, scale, kv_len)
 
 
 def differentiable_attention(
@@ -83,7 +85,7 @@ def differentiable_attention(
 
     Args:
         q, k, v, plan, scale, kv_len: as in :func:`attention_backward`.
-        backend: as in :func:`~dit_accel.kernels.attention.attention`. "reference" and "triton" also run the gradients;
+        backend: as in :func:`~dit_accel.kernels.attention`. "reference" and "triton" also run the gradients;
             with any other backend these run with "auto".
 
     Returns:

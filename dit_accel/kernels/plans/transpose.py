@@ -6,8 +6,8 @@ import torch
 
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.lowering import lower
-from dit_accel.kernels.packing import pack_bits
+from dit_accel.kernels.plans.lowering import lower
+from dit_accel.kernels.plans.packing import pack_bits
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 
@@ -24,7 +24,7 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
 
     Args:
         plan: B, H, T as in :class:`~dit_accel.kernels.symbols.AttentionPlan`.
-        order: order of the work list, as in :func:`~dit_accel.kernels.lowering.lower`.
+        order: order of the work list, as in :func:`~dit_accel.kernels.lower`.
         backend: "auto", "reference" or "triton".
     """
     chosen = resolve_backend(backend, plan.kv_index)

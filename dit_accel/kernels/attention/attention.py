@@ -19,13 +19,13 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
-from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.attention.quantize import qk_dtype_limit, require_qk_dtype, simulate
+from dit_accel.kernels.attention.slices import add_slices
+from dit_accel.kernels.attention.tile_means import add_tile_means, require_whole_tiles
+from dit_accel.kernels.backends import hopper_limit, resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
-from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulate
-from dit_accel.kernels.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
-from dit_accel.kernels.slices import add_slices
+from dit_accel.kernels.plans.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.symbols import AttentionPlan
-from dit_accel.kernels.tile_means import add_tile_means, require_whole_tiles
 
 PV_QUERIES = 64  # queries that decide together which tiles ``pv_threshold`` skips
 
@@ -51,7 +51,7 @@ def attention(
         q: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         k, v: ``[B, S, H_kv, D]`` like q, with H a multiple of H_kv; query head h reads key head ``h // (H / H_kv)``.
         plan: rows and tiles that compute, for B, H and S tokens, masks inside tiles, and single keys, which
-            :mod:`dit_accel.kernels.slices` adds in q's dtype.
+            ``slices.py`` adds in q's dtype.
         scale: factor of the scores, positive; None = ``1 / sqrt(D)``.
         kv_len: int32 ``[B]``, number of valid keys of each sample; later keys are ignored, and tiles with only such
             keys count as not listed. None = all.
@@ -60,9 +60,9 @@ def attention(
             best key. A row's last tile is never skipped. None = no tile is skipped.
         qk_dtype: None = q and k are multiplied in their dtype. "int8" = in 8 bits, with the few largest channels in
             float16; "int8+fp8" = also probabilities and v in float8 e4m3. The errors are 1% and 4% of the output's
-            norm; see :mod:`dit_accel.kernels.quantize`.
+            norm; see ``quantize.py``.
         tile_means: tiles that the plan does not list join the softmax by the means of their keys and values
-            (:mod:`dit_accel.kernels.tile_means`). The plan then has no masks, linear attention or single keys.
+            (``tile_means.py``). The plan then has no masks, linear attention or single keys.
         return_lse: also return the log-sum-exp of the scaled scores.
         out: ``[B, S, H, D]`` like q, written in place. Reused rows keep their values; with None it is allocated
             **uninitialised**, so its reused rows hold garbage.
@@ -141,7 +141,7 @@ def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> dict[str, str
     from dit_accel.kernels._cuda.attention import limit as cuda_limit
 
     limits = {
-        "cuda": cuda_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out),
+        "cuda": hopper_limit(q) or cuda_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out),
         "triton": checks.triton_limit(q.shape[-1], plan)
         or _threshold_limit(q, pv_threshold)
         or qk_dtype_limit(q, plan, qk_dtype),

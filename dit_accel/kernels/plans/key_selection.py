@@ -19,7 +19,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import BEST_SHARE
 from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
-from dit_accel.kernels.packing import pack_bits
+from dit_accel.kernels.plans.packing import pack_bits
 
 
 def _empty(q: torch.Tensor, k: torch.Tensor, group: int, block: int, **_) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
-from dit_accel.kernels.regions import Region, regions, take
+from dit_accel.kernels.plans.regions import Region, regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
 

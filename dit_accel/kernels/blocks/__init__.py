@@ -1,0 +1,1 @@
+"""Ops of a transformer's blocks around attention: norms, gates, rotary embeddings and linear layers."""
