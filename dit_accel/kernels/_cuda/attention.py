@@ -6,12 +6,14 @@ import ctypes
 
 import torch
 
-from dit_accel.kernels._cuda.common import BLOCK, THREADS, element_defines, hopper_kernel_limit, tensor_maps_limit
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters, why_not
-from dit_accel.kernels._cuda.tensor_map import tensor_map
+from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import masks_of
 
+BLOCK, THREADS = 128, 384  # as in the CUDA sources
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
 TILES = 7  # tiles in shared memory: 2 of queries, 3 of keys and 2 of values
 SHARED_BEYOND_TILES = 3072
 MAX_PROGRAMS = 192
@@ -34,8 +36,16 @@ def slices_limit(q, k, v, plan, out) -> str | None:
 
 
 def _tensor_limit(q, k, v, plan, out) -> str | None:
-    problem = hopper_kernel_limit(q, "q", q.shape[-1], plan)
-    return problem or tensor_maps_limit((("q", q), ("k", k), ("v", v), ("out", out)))
+    if q.numel() == 0:
+        return f"q must not be empty, got {list(q.shape)}"
+    if q.dtype not in DTYPES:
+        return f"q must be float16 or bfloat16, got {q.dtype}"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}, got {q.shape[-1]}"
+    if plan.block != BLOCK:
+        return f"the plan's block must be {BLOCK}, got {plan.block}"
+    named = {"q": q, "k": k, "v": v, "out": out}
+    return next((reason for name, x in named.items() if x is not None and (reason := tensor_map_limit(name, x))), None)
 
 
 def attention_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
@@ -64,7 +74,10 @@ def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
 def _launch(name, q, k, plan, scale, kv_len, arguments, has_masks=False) -> None:
     """Launch a kernel with ``arguments``, followed by the sizes that both kernels take last."""
     tokens, heads, head_dim = q.shape[1:]
-    defines = *element_defines(q, head_dim), ("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))
+    defines = (
+        *(("HEAD_DIM", head_dim), ("ELEMENT_BF16", int(q.dtype == torch.bfloat16))),
+        *(("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))),
+    )
     kernel(f"{name}.cu", name, q.device, defines).launch(
         min(multiprocessors(q.device), MAX_PROGRAMS),
         THREADS,
