@@ -1,9 +1,8 @@
 """``generate --prompts``: a file a line, a manifest, and nothing made twice or lost where a run was interrupted."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,30 +17,10 @@ from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.tools.measure.timing import Output, timed_output
+from tests.forked import fork_server, run_command
 from tests.tiny import tiny_inputs, tiny_pipeline
 
-COUNT = 8  # images
-# The command line, which is killed while it makes the fourth image.
-DIES = """
-import os
-import signal
-
-from dit_accel.cli import main
-from dit_accel.serving import worker
-
-call, made = worker.timed_call, []
-
-
-def killed(*given):
-    made.append(given)
-    if len(made) == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return call(*given)
-
-
-worker.timed_call = killed
-main()
-"""
+COUNT = 6  # images
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
 
 
@@ -104,12 +83,28 @@ def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0 and made == []
 
 
+def die_in_the_fourth_call():
+    """Kill the process while it makes the fourth image."""
+    call, calls = worker.timed_call, []
+
+    def killed(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments)
+
+    worker.timed_call = killed
+
+
 def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monkeypatch):
     """After SIGKILL midway and Ctrl-C later, lines of the manifest stay, and the result is an uninterrupted run's."""
     prompts = [f"picture {number}" for number in range(COUNT)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
-    command = [sys.executable, "-c", DIES, "generate", "-m", model, "--prompts", "prompts.txt", *SMALL]
-    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == -signal.SIGKILL
+    command = ("generate", "-m", model, "--prompts", "prompts.txt", *SMALL)
+    process = fork_server().Process(target=run_command, args=(tmp_path, command, die_in_the_fourth_call))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     whole = [row["file"] for row in manifest(tmp_path)]
     assert whole == ["0000.png", "0001.png", "0002.png"]
     stamps = {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole}

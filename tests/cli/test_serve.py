@@ -1,11 +1,7 @@
 """``dit-accel serve`` as its own process, with curl's requests and OpenAI's client, and its options."""
 
 import base64
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +10,8 @@ import pytest
 import torch
 
 from dit_accel.cli import serve
+from dit_accel.serving import pipelines
+from tests.forked import fork_server, run_command
 from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
@@ -21,45 +19,47 @@ pytest.importorskip("fastapi")
 
 KEY = "a-long-enough-key"
 GOOD = {"prompt": "a fox", "size": "32x32", "steps": 4, "seed": 3}
-LONG = GOOD | {"size": "64x64", "steps": 100, "preset": "none"}
+LONG = GOOD | {"size": "64x64", "steps": 40, "preset": "none"}
 
 
-def start(folder, *options):
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def start(folder, *options, change=None):
     """A server of the folder's model in its own process, and its port."""
+    tiny_pipeline("flux").save_pretrained(folder / "flux")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dit_accel", "serve", "--model", "flux", "--port", str(port), *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        stderr=(folder / "errors.txt").open("w"),
-        text=True,
-    )
+    command = ("serve", "--model", "flux", "--port", port, *options)
+    process = fork_server().Process(target=run_command, args=(folder, command, change))
+    process.start()
     return process, port
 
 
 def processes_of(server):
     """The processes that load the pipeline."""
-    psutil = pytest.importorskip("psutil")
-    return [each for each in psutil.Process(server.pid).children() if "spawn_main" in str(each.cmdline())]
+    return pytest.importorskip("psutil").Process(server.pid).children()
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A server in its own process; stopped by SIGTERM at the end."""
     folder = tmp_path_factory.mktemp("serving")
-    tiny_pipeline("flux").save_pretrained(folder / "flux")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     process, port = start(folder, "--api-key-file", "keys.txt", "--queue", "1")
+    log, errors = folder / "output.txt", folder / "errors.txt"
     try:
-        lines = [process.stdout.readline()]
-        assert lines == [f"ready at http://127.0.0.1:{port} (stop with Ctrl-C)\n"], (folder / "errors.txt").read_text()
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, errors=folder / "errors.txt")
+        until(lambda: not process.is_alive() or (log.exists() and log.read_text().endswith("\n")))
+        assert log.read_text() == f"ready at http://127.0.0.1:{port} (stop with Ctrl-C)\n", errors.read_text()
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log, errors=errors)
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 @pytest.fixture
@@ -73,11 +73,17 @@ def running(http):
     return state["running"], state["waiting"]
 
 
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def ask_twice(http):
+    """Send a request that runs and one that waits; return their threads and the list of their answers."""
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(http.post("/v1/images/generations", json=LONG)))
+        for _ in range(2)
+    ]
+    for place, thread in enumerate(threads):
+        thread.start()
+        until(lambda place=place: running(http) == (1, place))
+    return threads, answers
 
 
 def test_openais_client_makes_images(site, http):
@@ -112,52 +118,43 @@ def test_a_stream_arrives_step_by_step_and_its_end_cancels(http):
 
 def test_a_process_that_dies_costs_no_request(site, http):
     """The running request and a waiting one get their images from a new process."""
-    answers = []
-    ask = lambda: answers.append(http.post("/v1/images/generations", json=LONG).json())  # noqa: E731
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for place, thread in enumerate(threads):
-        thread.start()
-        until(lambda place=place: running(http) == (1, place))
+    threads, answers = ask_twice(http)
     (worker,) = processes_of(site.process)
     worker.kill()
     for thread in threads:
         thread.join()
-    first, second = (answer["data"][0]["b64_json"] for answer in answers)
+    first, second = (answer.json()["data"][0]["b64_json"] for answer in answers)
     assert first == second and http.get("/health").status_code == 200
     assert "died, attempt 1 of 2" in site.errors.read_text()
 
 
 def test_sigterm_ends_it_after_the_running_request(site, http):
     """The running request gets its image, the waiting one 503; the process ends with 0, and its log shows no key."""
-    answers = {}
-
-    def ask(name):
-        answers[name] = http.post("/v1/images/generations", json=LONG).status_code
-
-    threads = {name: threading.Thread(target=ask, args=(name,)) for name in ("running", "waiting")}
-    for place, thread in enumerate(threads.values()):
-        thread.start()
-        until(lambda place=place: running(http) == (1, place))
-    site.process.send_signal(signal.SIGTERM)
-    for thread in threads.values():
+    threads, answers = ask_twice(http)
+    site.process.terminate()
+    for thread in threads:
         thread.join()
-    assert answers == {"running": 200, "waiting": 503}
-    assert site.process.wait(timeout=60) == 0
-    assert KEY not in site.errors.read_text() + site.process.stdout.read()
+    assert [answer.status_code for answer in answers] == [503, 200]
+    site.process.join(60)
+    assert site.process.exitcode == 0 and KEY not in site.errors.read_text() + site.log.read_text()
+
+
+def hang():
+    """Make the model load forever."""
+    pipelines.load_pipeline = lambda *_: time.sleep(1000)
 
 
 def test_sigterm_ends_it_while_the_model_loads(tmp_path):
     """Both processes end within seconds, with status 0."""
-    tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
-    server, _ = start(tmp_path)
+    server, _ = start(tmp_path, change=hang)
     try:
         until(lambda: processes_of(server))
         (worker,) = processes_of(server)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) == 0
+        server.terminate()
+        server.join(60)
         # An orphan stays a zombie until the system's first process takes notice.
-        assert not worker.is_running() or worker.status() == "zombie"
-        assert server.stdout.read() + (tmp_path / "errors.txt").read_text() == ""
+        assert server.exitcode == 0 and (not worker.is_running() or worker.status() == "zombie")
+        assert (tmp_path / "output.txt").read_text() + (tmp_path / "errors.txt").read_text() == ""
     finally:
         server.kill()
 

@@ -3,13 +3,13 @@
 import asyncio
 import os
 import signal
-from multiprocessing import get_context
 
 import pytest
 
 from dit_accel.serving.engine import Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
+from tests.forked import fork_server
 from tests.tiny import tiny_pipeline
 
 pytest.importorskip("fastapi")
@@ -17,17 +17,13 @@ dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 remote = pytest.importorskip("dit_accel.serving.remote_worker")
 worker_process = pytest.importorskip("dit_accel.serving.worker_process")
 
-IMPORTED = ("diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.auto_pipeline", "dit_accel.serving.worker")
 JOB = Job(0, {"prompt": "a fox", "steps": 3, "height": 32, "width": 32, "seed": 1})
 
 
 @pytest.fixture(scope="module")
 def processes():
-    """Processes start as forks of one that has imported what they need, which takes 14 of the 15 seconds of a start."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "get_context", lambda method: context)
+        patch.setattr(worker_process, "get_context", lambda _: fork_server())
         yield
 
 
