@@ -36,14 +36,6 @@ SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  
 MOST_LABELS = 12  # lines of a legend
 
 
-class FrontierPoint(NamedTuple):
-    """One setting of a method: its computed fraction of FLOPs, and its PSNR in dB."""
-
-    method: str
-    fraction: float
-    psnr: float
-
-
 def timeline_figure(report: RunReport, path: str | Path) -> None:
     """Plot a run: time of each step coloured by mode, and the measured errors of forecasts and, with a probe, of
     attention.
@@ -61,23 +53,23 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     times.set_ylabel("transformer\ntime (ms)")
     times.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, borderaxespad=0.1)
     times.set_title(f"{report.preset}: {report.computed_fraction:.0%} of the blocks' FLOPs", loc="left")
-    judged = {step.index: step.error for step in report.steps if step.error is not None}
+    measured = {step.index: step.error for step in report.steps if step.error is not None}
     probed: dict[int, float] = {}
-    for each in report.attentions:
-        if each.error is not None:
-            probed[each.step] = max(each.error, probed.get(each.step, 0.0))
-    if judged:
+    for record in report.attentions:
+        if record.error is not None:
+            probed[record.step] = max(record.error, probed.get(record.step, 0.0))
+    if measured:
         style = {"color": ERROR_COLOUR, "marker": "o", "markersize": 5, "linewidth": 1.6}
-        errors.plot(*zip(*judged.items(), strict=True), **style, label="forecast")
+        errors.plot(*zip(*measured.items(), strict=True), **style, label="forecast")
     if probed:
         style = {"color": GREY, "marker": "s", "markersize": 4, "linewidth": 1.2}
         errors.plot(*zip(*probed.items(), strict=True), **style, label="attention of the worst block (probe)")
         errors.legend(frameon=False, loc="best", fontsize=8)
-    if not judged and not probed:
+    if not measured and not probed:
         note = "no forecast error was measured in this run"
         errors.text(0.5, 0.5, note, transform=errors.transAxes, ha="center", va="center", color=GREY)
         errors.set_yticks([])
-    if any(error > 0 for error in (*judged.values(), *probed.values())):
+    if any(error > 0 for error in (*measured.values(), *probed.values())):
         _log_scale(errors)
     errors.set_ylabel("measured error\n(relative L2)")
     errors.set_xlabel("denoising step")
@@ -121,9 +113,6 @@ def heads_computed(symbols: SparseSymbols) -> np.ndarray:
 def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) -> tuple[int, int]:
     """Return the rows and columns of the vision tokens of an image, or of each latent frame of a video.
 
-    Args:
-        width, height: in pixels.
-
     Raises:
         ShapeError: the vision tokens don't fill grids of this shape (reference tokens).
     """
@@ -154,9 +143,7 @@ def symbol_map(
     Blocks that hold text count as computed.
 
     Args:
-        picture: the image, or a frame of a video.
-        frame: index of the latent frame of ``picture``.
-        frames: number of latent frames; 1 for an image.
+        picture: the image, or of a video the frame of latent frame ``frame``, of ``frames``.
         order: order of the vision tokens, as :mod:`dit_accel.sparse.token_order` describes it; None = raster order.
 
     Raises:
@@ -187,7 +174,7 @@ def symbol_map(
 
 
 def frontier_plot(
-    points: Sequence[FrontierPoint | tuple[str, float, float]],
+    points: Sequence[tuple[str, float, float]],
     path: str | Path,
     *,
     highlight: str | None = None,
@@ -195,21 +182,17 @@ def frontier_plot(
     y_label: str = "PSNR against all steps computed (dB)",
     plain: float | None = None,
 ) -> None:
-    """Plot quality against computed fraction, one colour per method, in order of first occurrence.
+    """Plot settings, each a method, a computed fraction and a quality, in one colour per method.
 
     A line joins a method's best settings: no setting with a smaller fraction has the same or better quality. Other
-    settings are pale.
-
-    Args:
-        highlight: the method with the thickest line.
-        plain: quality of plain runs, a dashed line; None = no line.
+    settings are pale. The line of ``highlight`` is the thickest, and ``plain``, the quality of plain runs, is dashed.
 
     Raises:
         ShapeError: there are no points.
     """
     if not points:
         raise ShapeError("frontier_plot needs at least one point (method, fraction, psnr), got none")
-    methods = list(dict.fromkeys(point[0] for point in points))
+    methods = list(dict.fromkeys(method for method, _, _ in points))
     crowded = len(methods) > len(SERIES_COLOURS)
     figure = new_figure(10.4 if crowded else 7.2, 5.6 if crowded else 4.8)
     axes = figure.subplots()
@@ -263,13 +246,12 @@ def tuning_figure(
 
     Args:
         tried: computed fraction and quality of each setting, means over the tuning prompts.
-        confirmed: computed fraction and quality of the chosen setting, means over the held-out prompts.
+        confirmed: the same of the chosen setting, over the held-out prompts.
         quality: label of the quality, with its unit.
-        layers: curves, from the first layer to the last.
         bound: maximum error of a layer; None without layers.
     """
     figure = new_figure(11.0 if layers else 6.0, 4.6)
-    axes, *others = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
+    axes, *of_layers = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
     axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label="target")
     axes.plot(*zip(*tried, strict=True), "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
     axes.plot(*confirmed, "*", color=ERROR_COLOUR, markersize=14, label="chosen, held-out prompts")
@@ -277,10 +259,10 @@ def tuning_figure(
     axes.set_ylabel(quality)
     axes.legend(frameon=False, loc="best")
     axes.set_title("Settings", loc="left")
-    for axes_of_layers in others:
-        _draw_layers(axes_of_layers, layers, bound)
-    for each in (axes, *others):
-        tidy_axes(each, grid="both")
+    tidy_axes(axes, grid="both")
+    for panel in of_layers:
+        _draw_layers(panel, layers, bound)
+        tidy_axes(panel, grid="both")
     _save(figure, path)
 
 

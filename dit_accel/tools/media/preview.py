@@ -76,11 +76,11 @@ class Previewer:
         rows, columns, _ = tokens.shape
         small = image.convert("RGB").resize((columns * PIXELS, rows * PIXELS), Image.Resampling.BOX)
         colours = torch.from_numpy(np.array(small)).float().view(rows, PIXELS, columns, PIXELS, 3)
-        wanted = colours.transpose(1, 2).reshape(rows * columns, -1)
-        given = _with_one(tokens)
-        gram = given.T @ given
-        weights = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram)), given.T @ wanted)
-        missed = (given @ weights - wanted).square().mean() / wanted.var(0).mean().clamp_min(1e-6)
+        target = colours.transpose(1, 2).reshape(rows * columns, -1)
+        inputs = _with_one(tokens)
+        gram = inputs.T @ inputs
+        weights = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram)), inputs.T @ target)
+        missed = (inputs @ weights - target).square().mean() / target.var(0).mean().clamp_min(1e-6)
         self._weights = weights if missed < UNEXPLAINED else None
 
     def image(self, sigmas: tuple[float, float] | None = None) -> Image.Image | None:

@@ -27,8 +27,7 @@ def comparison_strip(
 ) -> Image.Image:
     """Both images side by side with their amplified absolute difference; its label states the factor.
 
-    Args:
-        factor: amplification of the difference; None = see :func:`amplification`.
+    ``factor=None`` amplifies as :func:`amplification`.
 
     Raises:
         ShapeError: the images differ in size.
@@ -69,26 +68,27 @@ def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], co
             panel.thumbnail((MINIMUM_PANEL, panel.height))
         captions = [label, *(f"frame {index}" for index in chosen[1:])]
         rows.append(captioned_row(panels, captions, scale=MINIMUM_PANEL // panels[0].width))
-    strip = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
-    for index, row in enumerate(rows):
-        strip.paste(row, (0, index * row.height))
-    return strip
+    return stacked(rows)
+
+
+def stacked(rows: Sequence[Image.Image]) -> Image.Image:
+    """RGB images of one size below each other."""
+    return Image.fromarray(np.concatenate([np.asarray(row) for row in rows]))
 
 
 def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str], scale: int | None = None) -> Image.Image:
     """RGB images of one size in a row, each with its caption above.
 
-    Args:
-        scale: integer enlargement factor; None = panels are at least `MINIMUM_PANEL` wide.
+    ``scale`` enlarges by a whole factor; None = panels are at least `MINIMUM_PANEL` wide.
     """
     scale = scale or -(-MINIMUM_PANEL // panels[0].width)
     width, height = panels[0].width * scale, panels[0].height * scale
-    gap, font = width // 40, ImageFont.load_default(max(16, width // 24))
+    margin, font = width // 40, ImageFont.load_default(max(16, width // 24))
     caption_height = int(font.size * 1.9)
-    strip = Image.new("RGB", (len(panels) * (width + gap) - gap, height + caption_height), "white")
+    strip = Image.new("RGB", (len(panels) * (width + margin) - margin, height + caption_height), "white")
     draw = ImageDraw.Draw(strip)
     for column, (panel, caption) in enumerate(zip(panels, captions, strict=True)):
-        left = column * (width + gap)
+        left = column * (width + margin)
         strip.paste(panel.resize((width, height), Image.Resampling.NEAREST), (left, caption_height))
         draw.text((left + width / 2, caption_height / 2), caption, fill="black", font=font, anchor="mm")
     return strip

@@ -32,26 +32,17 @@ SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter frames much slower
 
 
 class Sound(NamedTuple):
-    """Sound of a video.
+    """Sound of a video."""
 
-    Args:
-        samples: floats in −1..1 ``[samples]`` or ``[channels, samples]``, on the CPU.
-        rate: samples per second.
-    """
-
-    samples: np.ndarray | torch.Tensor
-    rate: int
+    samples: np.ndarray | torch.Tensor  # floats in −1..1 [samples] or [channels, samples], on the CPU
+    rate: int  # samples per second
 
 
 def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
     """Check that imageio-ffmpeg is installed if ``path`` needs it; a gif or a folder of frames does not.
 
-    Args:
-        what: name of the option or argument, for the message.
-        folder: whether the path is a folder of frames even if it has a suffix.
-
     Raises:
-        UnsupportedError: imageio-ffmpeg is missing.
+        UnsupportedError: imageio-ffmpeg is missing; the message begins with ``what``, an option or argument.
     """
     if not folder and not is_folder_of_frames(path) and path.suffix.lower() != ".gif":
         require_extra("imageio-ffmpeg", f"{what} {path}")
@@ -95,7 +86,10 @@ def write_clip(
         ShapeError: ``clip`` has another shape or dtype, or the suffix is unknown.
         UnsupportedError: imageio-ffmpeg is not installed, which an mp4 needs.
     """
-    _require_clip(clip)
+    if clip.dtype != np.uint8 or clip.ndim != 4 or clip.shape[-1] != 3 or not clip.size:
+        raise ShapeError(
+            f"clip must be uint8 [frames, height, width, 3], got {clip.dtype} {list(clip.shape)}; see as_clip"
+        )
     folder = is_folder_of_frames(path) if folder is None else folder
     if folder:
         _write_frames(clip, path)
@@ -192,10 +186,3 @@ def _frame(folder: Path, index: int) -> Path:
 def _frames(folder: Path) -> list[Path]:
     """Return the frames in a folder: 0000.png, 0001.png, … up to the first gap."""
     return list(takewhile(Path.is_file, (_frame(folder, index) for index in count())))
-
-
-def _require_clip(clip: np.ndarray) -> None:
-    if clip.dtype != np.uint8 or clip.ndim != 4 or clip.shape[-1] != 3 or not clip.size:
-        raise ShapeError(
-            f"clip must be uint8 [frames, height, width, 3], got {clip.dtype} {list(clip.shape)}; see as_clip"
-        )

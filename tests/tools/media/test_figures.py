@@ -10,7 +10,6 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
 from dit_accel.tools.media.figures import (
-    FrontierPoint,
     LayerCurve,
     best_settings,
     density_figure,
@@ -67,17 +66,11 @@ def test_token_grid_refuses_tokens_that_do_not_fill_the_picture(vision, frames):
         token_grid(TokenLayout(64, vision), 512, 512, frames)
 
 
-def test_symbol_map_of_a_clip_paints_the_frame_asked_for(tmp_path):
-    """With the first of two latent frames reused and the second computed, each map has its own frame's brightness."""
-    layout = TokenLayout(0, 512, 64)  # 2 frames of 16 × 16 tokens, 4 blocks each
-    symbols = _symbols(np.repeat(np.arange(8)[None, :, None] >= 4, 12, axis=2))
-    brightness = []
-    for frame in (0, 1):
-        path = tmp_path / f"{frame}.png"
-        symbol_map(_picture(), layout, symbols, path, title="blocks.0", frame=frame, frames=2)
-        drawn = np.asarray(Image.open(path).convert("L")).astype(float)
-        brightness.append(drawn[drawn.shape[0] // 2, int(drawn.shape[1] * 0.7)])
-    assert brightness[1] > brightness[0] + 60
+def painted(path, layout, symbols, **options) -> np.ndarray:
+    """Brightness of a map's rows from above, in the middle of its image."""
+    symbol_map(_picture(), layout, symbols, path, title="blocks.0", **options)
+    drawn = np.asarray(Image.open(path).convert("L")).astype(float)
+    return drawn[:, int(drawn.shape[1] * 0.7)]
 
 
 @pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
@@ -86,53 +79,45 @@ def test_symbol_map_paints_the_blocks_where_their_tokens_are(tmp_path, text_firs
     layout = TokenLayout(64, 256, 64, text_first)  # 1 text block, 4 vision blocks of 4 token rows each
     vision = np.array([False, False, True, True])
     rows = np.concatenate([[True], vision] if text_first else [vision, [True]])
-    path = tmp_path / "map.png"
-    symbol_map(_picture(), layout, _symbols(np.repeat(rows[None, :, None], 12, axis=2)), path, title="blocks.0")
-    drawn = np.asarray(Image.open(path).convert("L")).astype(float)
-    height, width = drawn.shape
-    column = drawn[:, int(width * 0.7)]
-    above, below = column[int(height * 0.25)], column[int(height * 0.75)]
-    assert below > above + 60
+    column = painted(tmp_path / "map.png", layout, _symbols(np.repeat(rows[None, :, None], 12, axis=2)))
+    assert column[int(len(column) * 0.75)] > column[int(len(column) * 0.25)] + 60
 
 
-@pytest.mark.parametrize("frame", [0, 1])
-def test_symbol_map_paints_tokens_of_another_order_where_they_are(tmp_path, frame):
-    """With the second frame's tokens first, blocks that the first four reuse are dark in that frame alone."""
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["raster", "second-frame-first"])
+def test_symbol_map_of_a_video_paints_the_frame_asked_for(tmp_path, is_swapped):
+    """With the first of two latent frames reused and the second computed, in raster order or another one."""
     layout = TokenLayout(0, 512, 64)  # 2 frames of 16 × 16 tokens, 4 blocks each
     symbols = _symbols(np.repeat(np.arange(8)[None, :, None] >= 4, 12, axis=2))
-    raster = torch.arange(512)
-    by_order, plain = tmp_path / "order.png", tmp_path / "raster.png"
-    options = {"title": "blocks.0", "frames": 2}
-    symbol_map(
-        _picture(), layout, symbols, by_order, frame=frame, order=torch.cat([raster[256:], raster[:256]]), **options
+    order = torch.arange(512).roll(256) if is_swapped else None
+    dark, bright = (
+        painted(tmp_path / f"{frame}.png", layout, symbols, frame=frame ^ is_swapped, frames=2, order=order)
+        for frame in (0, 1)
     )
-    symbol_map(_picture(), layout, symbols, plain, frame=1 - frame, **options)
-    assert by_order.read_bytes() == plain.read_bytes()
+    assert (bright[len(bright) // 4 : -len(bright) // 4] > dark[len(dark) // 4 : -len(dark) // 4] + 60).all()
 
 
-@pytest.mark.parametrize("layers", [1, 4, 57])
-@pytest.mark.parametrize("errors", [[None], [0.0], [None, 0.1, 0.02]], ids=["unjudged", "exact", "judged"])
+@pytest.mark.parametrize(
+    ("layers", "errors"),
+    [(1, [None]), (4, [0.0]), (57, [None, 0.1, 0.02])],
+    ids=["unmeasured", "exact", "measured"],
+)
 def test_every_run_can_be_drawn(tmp_path, layers, errors):
-    """Runs without a checked step, without any error, with one layer or many all give figures with content."""
+    """Runs without a checked step, without any error, with one layer or many all give figures with content.
+
+    With a probe there is a second line.
+    """
     report = _report(12, layers, errors)
     for draw, name in ((timeline_figure, "timeline.png"), (density_figure, "density.png")):
         draw(report, tmp_path / name)
         assert np.asarray(Image.open(tmp_path / name)).std() > 5
-
-
-def test_timeline_shows_the_probes_errors(tmp_path):
-    """With a probe there is a second line, and steps without an error have no point on it."""
-    report = _report(12, 2, [None])
-    timeline_figure(report, tmp_path / "without.png")
     report.attentions = [AttentionRecord("blocks.0", step, 0.5, 0.01 * step or None) for step in range(0, 12, 2)]
-    timeline_figure(report, tmp_path / "with.png")
-    without, shown = (np.asarray(Image.open(tmp_path / name)) for name in ("without.png", "with.png"))
-    assert without.shape == shown.shape and (without != shown).any()
+    timeline_figure(report, tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").read_bytes() != (tmp_path / "timeline.png").read_bytes()
 
 
-def test_frontier_takes_points_and_plain_tuples(tmp_path):
-    """One line per method, for any kind of tuple; an empty list is an error."""
-    points = [FrontierPoint("closed loop", 0.23, 43.2), ("closed loop", 0.36, 55.2), ("fewer steps", 0.26, 31.2)]
+def test_frontier_draws_its_points(tmp_path):
+    """One line per method; an empty list is an error."""
+    points = [("closed loop", 0.23, 43.2), ("closed loop", 0.36, 55.2), ("fewer steps", 0.26, 31.2)]
     frontier_plot(points, tmp_path / "frontier.png")
     assert np.asarray(Image.open(tmp_path / "frontier.png")).std() > 5
     with pytest.raises(ShapeError, match="at least one point"):

@@ -47,11 +47,11 @@ def test_a_preview_looks_like_the_decoded_image(layout):
     (known, image), (other, expected) = scene(0), scene(1)
     assert seen(previewer, layout(known)) is None
     previewer.learn(image)
-    drawn, wanted = (
-        np.asarray(each.resize((COLUMNS, ROWS), Image.Resampling.BOX), float)
-        for each in (seen(previewer, layout(other)), expected)
+    drawn, decoded = (
+        np.asarray(image.resize((COLUMNS, ROWS), Image.Resampling.BOX), float)
+        for image in (seen(previewer, layout(other)), expected)
     )
-    assert np.abs(drawn - wanted).mean() < 2
+    assert np.abs(drawn - decoded).mean() < 2
 
 
 @pytest.mark.parametrize(
@@ -110,19 +110,24 @@ def test_noise_levels_are_those_before_and_after_a_step(index, levels):
     assert preview._sigmas(SimpleNamespace(), index) is None
 
 
-def test_outputs_that_latents_do_not_explain_give_no_preview():
-    previewer = Previewer()
-    previewer.latents = LAYOUTS["images"](torch.randn(60, 90, CHANNELS))
-    previewer.learn(Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 180, 3), np.uint8)))
-    assert seen(previewer, LAYOUTS["images"](scene(1)[0])) is None
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 180, 3), np.uint8))
 
 
-@pytest.mark.parametrize("latents", [torch.zeros(1, 53, 4), torch.zeros(1, 4), None], ids=["ragged", "flat", "none"])
-def test_other_layouts_give_no_preview(latents):
+@pytest.mark.parametrize(
+    ("latents", "output"),
+    [
+        (torch.zeros(1, 53, 4), scene(0)[1]),
+        (torch.zeros(1, 4), scene(0)[1]),
+        (None, scene(0)[1]),
+        (torch.randn(1, CHANNELS, 60, 90), NOISE),
+    ],
+    ids=["ragged", "flat", "none", "unexplained"],
+)
+def test_other_layouts_and_unexplained_outputs_give_no_preview(latents, output):
     previewer = Previewer()
     previewer.latents = latents
-    previewer.learn(scene(0)[1])
-    assert seen(previewer, latents) is None
+    previewer.learn(output)
+    assert not previewer.has_learned and seen(previewer, latents) is None
 
 
 def test_a_call_whose_latents_change_their_form_goes_on(monkeypatch):

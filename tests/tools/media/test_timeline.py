@@ -22,9 +22,9 @@ def test_each_step_has_a_bar_of_its_kinds_colour(done):
     """Bars keep their places during the run, and the legend counts them."""
     drawn = timeline("Plain", STEPS[:done], total=8)
     bars = parts(drawn, "rect")
-    assert [each.get("fill") for each in bars] == [COLOURS[KINDS[mode]] for mode, _ in STEPS[:done]]
+    assert [bar.get("fill") for bar in bars] == [COLOURS[KINDS[mode]] for mode, _ in STEPS[:done]]
     whole = parts(timeline("Plain", STEPS, total=8), "rect")
-    assert [each.get("x") for each in bars] == [each.get("x") for each in whole[:done]]
+    assert [bar.get("x") for bar in bars] == [bar.get("x") for bar in whole[:done]]
     computed = sum(KINDS[mode] == "computed" for mode, _ in STEPS[:done])
     assert (f"{computed} computed" in text(drawn)) == (computed > 0)
 
@@ -42,7 +42,7 @@ def test_larger_errors_lie_higher():
     """The axis is logarithmic; errors outside of it, and errors of 0, are at its ends."""
     errors = (0.0, 1e-9, 0.02, 0.2, 5.0, float("inf"))
     drawn = timeline("", [("update", error) for error in errors], total=6)
-    heights = [float(each.get("d").partition(",")[2].removesuffix(" h0")) for each in parts(drawn, "path")]
+    heights = [float(bar.get("d").partition(",")[2].removesuffix(" h0")) for bar in parts(drawn, "path")]
     assert heights[0] == heights[1] > heights[2] > heights[3] > heights[4] == heights[5]
     assert all(0 < height < HEIGHT for height in heights)
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from dit_accel.tools.files import explained_writing, save_image
-from dit_accel.tools.media.strips import captioned_row
+from dit_accel.tools.media.strips import captioned_row, stacked
 from dit_accel.tools.media.video import middle_frame
 
 PLAIN = "plain"
@@ -19,10 +19,9 @@ MOST_PROMPTS = 12  # rows of the sheet
 
 
 class Sheet:
-    """Images of the plain runs and of each setting; of a video the frame in its middle.
+    """Images of the plain runs and of each setting, in ``STEM-images``, and ``STEM-sheet.png``.
 
-    Args:
-        stem: images go to the folder ``STEM-images``, the sheet is ``STEM-sheet.png``.
+    The image of a video is the frame in its middle.
     """
 
     def __init__(self, stem: Path, prompts: int) -> None:
@@ -48,10 +47,7 @@ class Sheet:
             for panel in panels:
                 panel.thumbnail((PANEL, PANEL))
             rows.append(captioned_row(panels, shown, scale=1))
-        sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
-        for index, row in enumerate(rows):
-            sheet.paste(row, (0, index * row.height))
-        save_image(sheet, self.file)
+        save_image(stacked(rows), self.file)
         return self.file
 
     def _path(self, setting: str, prompt: int) -> Path:
