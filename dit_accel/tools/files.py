@@ -1,8 +1,9 @@
-"""Write files atomically, and compare settings before interrupted work resumes."""
+"""Write files atomically, and read results of interrupted work if its settings are the same."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,29 @@ def save_image(image: Image.Image, path: Path) -> None:
         image.save(part)
 
 
+def read_results(
+    file: Path, settings: dict[str, Any], *, key: str, kind: str, remove: str, error: type[Exception]
+) -> dict[str, Any]:
+    """Return saved results, a JSON mapping whose ``key`` holds their settings.
+
+    Args:
+        kind, remove: words of the message: the kind of the results, such as "tuning", and what to remove.
+
+    Raises:
+        error: the file holds results of other settings, whose difference the message names, or no results.
+    """
+    fix = f"name another output, or remove {remove}"
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        difference = difference_of(document[key], settings)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise error(f"{file} holds no {kind}: {fix}") from None
+    if difference is not None:
+        fix = f"use the same settings to resume, {fix}"
+        raise error(f"{file} holds another {kind}, which differs in {difference}: {fix}")
+    return document
+
+
 def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
     """Return the keys whose values differ, with both values of the first key; None if all are equal."""
     differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
@@ -85,9 +109,9 @@ def first_difference(found: Any, now: Any) -> tuple[str, str, str]:
     if isinstance(found, dict) and isinstance(now, dict):
         differing = [key for key in {**found, **now} if found.get(key) != now.get(key)]
     if not differing:
-        there, here = (each.get("description", each) if isinstance(each, dict) else each for each in (found, now))
+        there, here = (side.get("description", side) if isinstance(side, dict) else side for side in (found, now))
         return "", shown(there), shown(here)
-    key = min(differing, key=lambda each: each == "description")
+    key = min(differing, key=lambda name: name == "description")
     inside, *both = first_difference(found.get(key), now.get(key))
     return (f"{key}.{inside}" if inside else key, *both)
 

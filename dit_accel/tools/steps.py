@@ -14,36 +14,32 @@ from tqdm import tqdm
 class StepBar(tqdm):
     """Invisible progress bar that reports a pipeline's steps to a callback.
 
-    Args:
-        tell: called with the number of finished steps and of all steps. An exception from it ends the pipeline's call.
+    The callback gets the number of finished steps and of all steps. An exception from it ends the pipeline's call.
     """
 
     monitor_interval = 0  # no monitor thread
 
     def __init__(
-        self, tell: Callable[[int, int], None], iterable: Any = None, total: int | None = None, **_: Any
+        self, report: Callable[[int, int], None], iterable: Any = None, total: int | None = None, **_: Any
     ) -> None:
-        self._tell_steps = tell
+        self._report = report
         super().__init__(iterable, total=total, file=io.StringIO(), mininterval=0, miniters=1)
-        self._tell()
+        self.update(0)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         pass
 
     def update(self, n: float | None = 1) -> bool | None:
         drawn = super().update(n)
-        self._tell()  # not in display, where an exception would leave tqdm's lock held
-        return drawn
-
-    def _tell(self) -> None:
         if self.total:
-            self._tell_steps(self.n, self.total)
+            self._report(self.n, self.total)  # not in display, where an exception would leave tqdm's lock held
+        return drawn
 
 
 @contextmanager
-def watched_steps(pipe: Any, tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Within the block, the pipeline reports its steps to ``tell``; see :class:`StepBar`."""
-    pipe.progress_bar = partial(StepBar, tell)
+def watched_steps(pipe: Any, report: Callable[[int, int], None]) -> Iterator[None]:
+    """Within the block, the pipeline reports its steps to ``report``; see :class:`StepBar`."""
+    pipe.progress_bar = partial(StepBar, report)
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ def test_a_tuned_preset_is_written_and_used(tune, run, model, tmp_path):
     made = run("generate", "-m", model, "-p", "a", "--preset", "mine.yaml", *SMALL[:6])
     assert made.exit_code == 0, made.output
     changed = tune("--target-psnr", 26, "--output", "mine.yaml")
-    assert changed.exit_code == 2 and "mine-tuning holds another tuning, which differs in target" in changed.stderr
+    assert changed.exit_code == 2 and "state.json holds another tuning, which differs in target" in changed.stderr
 
 
 def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):

@@ -37,11 +37,11 @@ def si_sdr(estimate: Sound, reference: Sound) -> float:
     Raises:
         ShapeError: the sounds differ in shape, or hold no floating values.
     """
-    made, plain = _signals(estimate, reference)
-    if not made.any() or not plain.any():
-        return -IDENTICAL if made.any() or plain.any() else IDENTICAL
-    target = (made @ plain) / (plain @ plain) * plain
-    return _decibels(target, made - target)
+    signal, plain = _signals(estimate, reference)
+    if not signal.any() or not plain.any():
+        return -IDENTICAL if signal.any() or plain.any() else IDENTICAL
+    target = (signal @ plain) / (plain @ plain) * plain
+    return _decibels(target, signal - target)
 
 
 def rms_ratio(estimate: Sound, reference: Sound) -> float:

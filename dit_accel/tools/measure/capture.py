@@ -32,30 +32,18 @@ from dit_accel.sparse.token_order import Grid, token_order
 
 @dataclass(frozen=True)
 class Site:
-    """One call of an attention layer.
+    """One call of an attention layer."""
 
-    Args:
-        block: the transformer block's name, as in the report.
-        step: denoising step, from 0. For a bare transformer: number of changes of its timestep since the tap began.
-        layout: tokens of the sequence.
-        kv_len: int32 ``[B]``, number of keys that each sample may attend to; None = all.
-        grid: frames, rows and columns of a video's tokens, in raster order; None for images.
-        first_frame_apart: whether any token order must keep the tokens of a video's first frame first.
-    """
-
-    block: str
-    step: int
-    layout: TokenLayout
-    kv_len: torch.Tensor | None
-    grid: Grid | None
-    first_frame_apart: bool = False
+    block: str  # the transformer block's name, as in the report
+    step: int  # from 0; for a bare transformer the number of changes of its timestep since the tap began
+    layout: TokenLayout  # of the sequence
+    kv_len: torch.Tensor | None  # int32 [B], number of keys that each sample may attend to; None = all
+    grid: Grid | None  # frames, rows and columns of a video's tokens, in raster order; None for images
+    first_frame_apart: bool = False  # whether any token order must keep the tokens of a video's first frame first
 
     def places(self, order: str) -> torch.Tensor:
-        """Return the indices that sort a video's tokens into an order of :mod:`dit_accel.sparse.token_order`.
-
-        Returns:
-            int64 ``[S]``, for ``x[:, places]``.
-        """
+        """Return the indices, int64 ``[S]``, that sort a video's tokens into an order of
+        :mod:`dit_accel.sparse.token_order`, as ``x[:, places]``."""
         places = torch.arange(self.layout.tokens)
         if self.grid is not None:
             start = self.layout.vision_start
@@ -101,8 +89,8 @@ class AttentionTap:
     @property
     def blocks(self) -> list[str]:
         """Names of the visited blocks, in order."""
-        named = ((self._families[name], name, each) for name, each in self._transformers.items())
-        return [layer for family, name, transformer in named for layer in family.blocks(transformer, name)]
+        named = self._transformers.items()
+        return [layer for name, model in named for layer in self._families[name].blocks(model, name)]
 
     def __enter__(self) -> AttentionTap:
         if any(find_hook(transformer) is not None for transformer in self._transformers.values()):
@@ -115,10 +103,10 @@ class AttentionTap:
             self._undo.callback(transformer.register_forward_pre_hook(begin, with_kwargs=True).remove)
             self._undo.callback(transformer.register_forward_hook(self._end, always_call=True).remove)
             apart = family.first_frame_apart(transformer)
-            for each in family.all_attentions(transformer, name):
-                attend, seen = partial(self._attend, each, apart), partial(self._seen, each.sees_text)
-                register_hook(each.module, AttentionHook(seen, attend, partial(_refuse, each.site)), TAP_HOOK)
-                self._undo.callback(remove_hook, each.module, TAP_HOOK)
+            for layer in family.all_attentions(transformer, name):
+                attend, seen = partial(self._attend, layer, apart), partial(self._seen, layer.sees_text)
+                register_hook(layer.module, AttentionHook(seen, attend, partial(_refuse, layer.site)), TAP_HOOK)
+                self._undo.callback(remove_hook, layer.module, TAP_HOOK)
         return self
 
     def __exit__(self, *failure: Any) -> None:

@@ -148,7 +148,7 @@ def flip_error() -> Callable[[Picture, Picture], float] | str:
     import flip_evaluator
 
     def of_frames(first: np.ndarray, second: np.ndarray) -> float:
-        images = (np.ascontiguousarray(_unit_range(each)[..., :3], dtype=np.float32) for each in (first, second))
+        images = (np.ascontiguousarray(_unit_range(x)[..., :3], dtype=np.float32) for x in (first, second))
         return float(flip_evaluator.evaluate(*images, "LDR", applyMagma=False)[1])
 
     return partial(mean_over_frames, of_frames)

@@ -14,7 +14,6 @@ from dit_accel.tools.media.video import middle_frame
 
 if TYPE_CHECKING:
     import torch
-    from PIL import Image
 
 PACKAGES = ("rapidocr", "onnxruntime")
 
@@ -34,23 +33,16 @@ def text_kept() -> Callable[[torch.Tensor, torch.Tensor], float | None] | str:
     read = RapidOCR(params={"Global.log_level": "critical"})
 
     def text_of(frames: torch.Tensor) -> str:
-        return text_in(read, middle_frame(frames))
+        # Detectors split a line at different places, so white space does not count.
+        return "".join("".join(read(middle_frame(frames)).txts or ()).split())
 
     plain_text = lru_cache(maxsize=None)(text_of)  # every setting is compared with the same plain runs
 
-    def kept(made: torch.Tensor, plain: torch.Tensor) -> float | None:
+    def kept(frames: torch.Tensor, plain: torch.Tensor) -> float | None:
         expected = plain_text(plain)
-        return edit_similarity(text_of(made), expected) if expected else None
+        return edit_similarity(text_of(frames), expected) if expected else None
 
     return kept
-
-
-def text_in(read: Callable[[Image.Image], object], image: Image.Image) -> str:
-    """Return the lines that the OCR reads in an image, from top to bottom, without white space.
-
-    Detectors split a line at different places, so spaces don't count.
-    """
-    return "".join("".join(read(image).txts or ()).split())
 
 
 def edit_similarity(text: str, reference: str) -> float:

@@ -52,22 +52,25 @@ class Output:
 
 
 def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
-    """Call the pipeline with noise from ``seed``, generated on the CPU so that it is equal on all devices.
+    """Call the pipeline with noise from ``seed``.
 
-    Args:
-        seed: one seed for the call, or one for each prompt of a batch, for the same noise as in a call of its own.
+    A batch takes a seed for each prompt, and then has the same noise as calls of single prompts.
     """
-    seeds = [seed] if isinstance(seed, int) else seed
-    generators = [torch.Generator("cpu").manual_seed(each) for each in seeds]
+    generator = _noise(seed) if isinstance(seed, int) else list(map(_noise, seed))
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
     parts = CallParts()
     with transformer_clock(pipe) as clock, time_components(pipe, parts):
         started = time.perf_counter()
-        made = pipe(**arguments, **form, generator=generators[0] if isinstance(seed, int) else generators)
+        output = pipe(**arguments, **form, generator=generator)
         seconds = time.perf_counter() - started
-    results = [as_clip(frames) for frames in _batch(made)] if video else made.images
-    return Output(results, seconds, clock.loop_seconds, clock.calls, parts.seconds(), sounds_of(made))
+    results = [as_clip(frames) for frames in _batch(output)] if video else output.images
+    return Output(results, seconds, clock.loop_seconds, clock.calls, parts.seconds(), sounds_of(output))
+
+
+def _noise(seed: int) -> torch.Generator:
+    """Return the source of a run's noise, which is drawn on the CPU, so that it is equal on all devices."""
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
@@ -75,10 +78,6 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
 
     Only the first image or video of a batch is returned. An image is one frame; values are in 0..1. If the pipeline
     makes sound, ``sound`` has it, as in :func:`sounds_of`; if it makes sound alone, there are no ``frames``.
-
-    Args:
-        arguments: of the pipeline's call, without prompt and generator.
-        seed: of the noise, which is generated on the CPU.
     """
     latents: list[torch.Tensor] = []
 
@@ -86,52 +85,47 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
         latents[:] = [tensors["latents"]]
         return tensors
 
-    generator = torch.Generator("cpu").manual_seed(seed)
-    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)
-    kept = {"latents": latents[0].float().cpu()}
-    if not _is_sound_alone(made):
-        frames = _batch(made)[0].float().cpu()
-        kept["frames"] = frames.view(-1, *frames.shape[-3:])
-    return kept | ({"sound": sounds[0]} if (sounds := sounds_of(made)) else {})
+    output = pipe(**arguments, prompt=prompt, generator=_noise(seed), output_type="pt", callback_on_step_end=keep)
+    results = {"latents": latents[0].float().cpu()}
+    if not _is_sound_alone(output):
+        frames = _batch(output)[0].float().cpu()
+        results["frames"] = frames.view(-1, *frames.shape[-3:])
+    return results | ({"sound": sounds[0]} if (sounds := sounds_of(output)) else {})
 
 
-def sounds_of(made: Any) -> list[torch.Tensor]:
+def sounds_of(output: Any) -> list[torch.Tensor]:
     """Return the sound of each result of a call, float32 ``[samples]`` or ``[channels, samples]`` on the CPU.
 
     The list is empty if the pipeline made no sound.
     """
-    sounds = getattr(made, "audios" if _is_sound_alone(made) else "audio", None)
-    if (sound := getattr(made, "sound", None)) is not None:  # Cosmos 3 has no batch
+    sounds = getattr(output, "audios" if _is_sound_alone(output) else "audio", None)
+    if (sound := getattr(output, "sound", None)) is not None:  # Cosmos 3 has no batch
         sounds = [sound]
-    return [] if sounds is None else [torch.as_tensor(each).float().cpu() for each in sounds]
+    return [] if sounds is None else [torch.as_tensor(sound).float().cpu() for sound in sounds]
 
 
-def _is_sound_alone(made: Any) -> bool:
+def _is_sound_alone(output: Any) -> bool:
     """Return True if a call's output is diffusers' `AudioPipelineOutput`."""
-    return hasattr(made, "audios")
+    return hasattr(output, "audios")
 
 
-def _batch(made: Any) -> Any:
+def _batch(output: Any) -> Any:
     """Return the images or videos of a call; Cosmos 3 returns one video without a batch."""
-    return [made.video] if hasattr(made, "video") else made[0]
+    return [output.video] if hasattr(output, "video") else output[0]
 
 
 def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:
     """Return the latents after the first steps of a call, without decoding them.
 
-    Args:
-        arguments: of the pipeline's call, with its prompt.
-        seed: of the noise, which is generated on the CPU.
-        steps: number of steps; None = all. Fewer steps need a pipeline that takes ``callback_on_step_end``.
+    ``steps=None`` runs all steps; fewer steps need a pipeline that takes ``callback_on_step_end``.
     """
 
     def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pipe._interrupt = step + 1 >= steps
         return tensors
 
-    own = {} if steps is None else {"callback_on_step_end": stop}
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return pipe(**arguments, **own, generator=generator, output_type="latent")[0]
+    callback = {} if steps is None else {"callback_on_step_end": stop}
+    return pipe(**arguments, **callback, generator=_noise(seed), output_type="latent")[0]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dit_accel import Preset, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.pipeline import preset_for
-from dit_accel.tools.measure.compare.dbcache import DBCACHES
+from dit_accel.tools.measure.compare.dbcache import DBCACHES, scm
 from dit_accel.tools.measure.compare.methods import Subject
 from dit_accel.tools.measure.compare.snapshot import Snapshot
 from dit_accel.tools.measure.timing import Output, timed_output
@@ -46,12 +46,11 @@ def _compiled(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
 @contextmanager
 def _cache_dit(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
     """DBCache with TaylorSeer and compiled blocks; a mask fixes its computed steps, as the interval fixes ours."""
-    peer = DBCACHES["scm"]
-    reason = "all steps are computed" if call.schedule is None else peer.why_not(pipe)
+    reason = "all steps are computed" if call.schedule is None else DBCACHES["scm"].why_not(pipe)
     if reason is not None:
         raise UnsupportedError(reason)
     warmup, interval = call.schedule
-    method = peer.of(warmup, interval)
+    method = scm(warmup=warmup, interval=interval, policy="static")
 
     def describe() -> Row:
         import cache_dit

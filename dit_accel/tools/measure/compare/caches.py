@@ -20,7 +20,7 @@ import torch
 from diffusers.hooks import HookRegistry
 
 from dit_accel.models import denoisers
-from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+from dit_accel.tools.measure.compare.methods import Peer, Subject, peer_of
 from dit_accel.tools.measure.timing import removed_after
 
 # Layers whose outputs TaylorSeer forecasts "per layer", as in its paper, and layers that it then skips.
@@ -55,17 +55,15 @@ def _cache(
     """Make a method from a cache of diffusers.
 
     Args:
-        cache: name of the configuration class without ``Config``.
-        name: format string for the name of a setting.
+        cache: name of the configuration class without ``Config``; also the default of ``series``.
         arguments: returns the arguments of the configuration for a subject and a setting's values.
-        series: None = the cache's name.
         by_branch: the cache keeps one state for all branches; each branch gets its own here.
         needs_steps: the cache needs step and sigma in the cache context.
     """
     config = f"{cache}Config"
 
     @contextmanager
-    def put_on(subject: Subject, setting: tuple) -> Iterator[dict[str, Any]]:
+    def put_on(subject: Subject, *setting: Any) -> Iterator[dict[str, Any]]:
         with contextlib.ExitStack() as stack:
             if needs_steps:
                 stack.enter_context(_with_steps(subject))
@@ -81,11 +79,7 @@ def _cache(
         uncached = [type(module).__name__ for module in denoisers(pipe).values() if not hasattr(module, "enable_cache")]
         return f"{uncached[0]} does not support caches" if uncached else None
 
-    def of(*setting: Any) -> Method:
-        return Method(series or cache, name.format(*setting), partial(put_on, setting=setting))
-
-    methods = [of(*each) for each in settings]
-    return Peer(lambda steps: methods, why_not, of)
+    return peer_of(series or cache, name, settings, put_on, why_not)
 
 
 def _taylorseer(variant: str, label: str, settings: Sequence[tuple[int, int, int]], **parts: Any) -> Peer:
@@ -216,10 +210,10 @@ def _with_steps(subject: Subject) -> Iterator[None]:
     """Within the block, add step, sigma and number of steps to cache contexts if the pipeline does not."""
     scheduler = subject.pipe.scheduler
 
-    def with_steps(plain: Callable[..., Any], name: str, **given: Any) -> Any:
+    def with_steps(plain: Callable[..., Any], name: str, **values: Any) -> Any:
         step = scheduler.step_index or 0
         known = {"step_index": step, "sigma": float(scheduler.sigmas[step]), "num_inference_steps": subject.steps}
-        return plain(name, **{**known, **given})
+        return plain(name, **{**known, **values})
 
     transformers = denoisers(subject.pipe).values()
     for transformer in transformers:

@@ -14,11 +14,7 @@ from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
 # Warm-up and threshold.
 _SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
 MASKS = ("slow", "medium", "fast", "ultra")
-CALIBRATORS = {
-    "TaylorSeer": "D=1",
-    "DMD": "DMD",
-    "FoCa": "FoCa",
-}  # labels of the calibrators, which run with their defaults
+CALIBRATORS = {"TaylorSeer": "D=1", "DMD": "DMD", "FoCa": "FoCa"}  # their labels; they run with their defaults
 
 
 def _why_not(pipe: Any, calibrator: str = "TaylorSeer") -> str | None:
@@ -88,34 +84,23 @@ def _quieten() -> None:
 
 
 def _dbcache(series: str, **common: str) -> Peer:
-    def of(warmup: int, threshold: float) -> Method:
-        return _method(series, warmup=warmup, threshold=threshold, **common)
-
-    methods = [of(*each) for each in _SETTINGS]
-    return Peer(lambda steps: methods, partial(_why_not, **common), of)
+    methods = [_method(series, warmup=warmup, threshold=threshold, **common) for warmup, threshold in _SETTINGS]
+    return Peer(lambda steps: methods, partial(_why_not, **common))
 
 
-def _calibrated(calibrator: str) -> Peer:
-    return _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator=calibrator)
-
-
-def _masks(methods: list[Method]) -> Peer:
-    return Peer(lambda steps: methods, _why_not, lambda w, n: _scm(warmup=w, interval=n, policy="static"))
-
-
-_scm = partial(_method, "SCM + TaylorSeer (cache-dit)", calibrator="TaylorSeer")
+scm = partial(_method, "SCM + TaylorSeer (cache-dit)", calibrator="TaylorSeer")
+# Masks of skippable steps: the ready-made masks and, since those compute more than 0.35, one step in N.
+# Under policy `dynamic` some masked steps are computed anyway.
+_MASKED = [
+    *(scm(warmup=8, mask=mask, policy="static") for mask in MASKS),
+    *(scm(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
+    *(scm(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
+]
 DBCACHES = {
     "dbcache": _dbcache("DBCache (cache-dit)"),
-    "dbcache-taylorseer": _calibrated("TaylorSeer"),
-    "dbcache-dmd": _calibrated("DMD"),
-    "dbcache-foca": _calibrated("FoCa"),
-    # Masks of skippable steps: the ready-made masks and, since those compute more than 0.35, one step in N.
-    # Under policy `dynamic` some masked steps are computed anyway.
-    "scm": _masks(
-        [
-            *(_scm(warmup=8, mask=mask, policy="static") for mask in MASKS),
-            *(_scm(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
-            *(_scm(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
-        ]
-    ),
+    **{
+        f"dbcache-{calibrator.lower()}": _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator=calibrator)
+        for calibrator in CALIBRATORS
+    },
+    "scm": Peer(lambda steps: _MASKED, _why_not),
 }

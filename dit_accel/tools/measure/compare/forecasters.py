@@ -25,7 +25,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
 from dit_accel.models.hooks import Hook, register_hook, remove_hook
 from dit_accel.tools.measure.compare.mean_velocity import average_velocities, velocity_costs
-from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+from dit_accel.tools.measure.compare.methods import Peer, Subject, peer_of
 
 HOOK = "dit_accel_rival"
 MOVES = ("skipped", "whole")  # steps that MeanCache's mean velocity moves: the skipped steps, or the whole interval
@@ -133,7 +133,7 @@ def dmd(records: Sequence[Record], step: int) -> torch.Tensor:
     recent = known[-even - 1 :]
     flat = torch.stack([record.output.flatten(1).double() for record in recent], 1)  # [B, records, values]
     products = (flat @ flat.mT).cpu().numpy()
-    return weighted(recent, np.stack([_powers(each, (step - at[-1]) / spacings[-1]) for each in products]))
+    return weighted(recent, np.stack([_powers(matrix, (step - at[-1]) / spacings[-1]) for matrix in products]))
 
 
 def _powers(products: np.ndarray, distance: float) -> np.ndarray:
@@ -222,24 +222,16 @@ def forecasting(pipe: Any, plan: Plan) -> Iterator[list[_Forecasting]]:
 
 
 def _rival(
-    series: str,
-    name: str,
-    settings: Sequence[tuple],
-    plan: Callable[..., Plan],
-    why_not: Callable[[Any], str | None] = lambda pipe: None,
+    series: str, name: str, settings: Sequence[tuple], plan: Callable[..., Plan], *why_not: Callable[[Any], str | None]
 ) -> Peer:
-    """Make a method from a function that returns the plan of a setting, and a format string for its name."""
+    """Make a method from a function that returns the plan of a setting."""
 
     @contextmanager
-    def put_on(subject: Subject, setting: tuple) -> Iterator[dict[str, Any]]:
+    def put_on(subject: Subject, *setting: Any) -> Iterator[dict[str, Any]]:
         with forecasting(subject.pipe, plan(subject, *setting)):
             yield {}
 
-    def of(*setting: Any) -> Method:
-        return Method(series, f"{series} {name.format(*setting)}", partial(put_on, setting=setting))
-
-    methods = [of(*each) for each in settings]
-    return Peer(lambda steps: methods, why_not, of)
+    return peer_of(series, f"{series} {name}", settings, put_on, *why_not)
 
 
 def _plan_spectrum(subject: Subject, interval: int, growth: float, blend: float) -> Plan:
@@ -262,7 +254,7 @@ def _plan_meancache(subject: Subject, share: float, moves: str) -> Plan:
             subject.tuning_run()
         trails = [[record.output for record in trail] for hook in hooks for trail in hook.trails.values()]
         sigmas = subject.pipe.scheduler.sigmas.tolist()
-        subject.calibrations["meancache"] = {each: velocity_costs(trails, sigmas, each == "whole") for each in MOVES}
+        subject.calibrations["meancache"] = {moved: velocity_costs(trails, sigmas, moved == "whole") for moved in MOVES}
     costs = subject.calibrations["meancache"][moves]
     computed, weights = average_velocities(costs, round(share * subject.steps), moves == "whole")
     return Plan(computed, partial(meancache, weights=weights), moved=weights.keys() & computed)

@@ -33,10 +33,10 @@ def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
         falls: changes of sigma in the steps of the window, and in the steps that the mean velocity replaces until the
             next computed step; the window's last step belongs to both.
     """
-    own = falls[:window]
-    weights = own / own.sum()
+    inside = falls[:window]
+    weights = inside / inside.sum()
     weights[0] -= 1
-    weights *= falls[window - 1 :].sum() / own.sum()
+    weights *= falls[window - 1 :].sum() / inside.sum()
     weights[-1] += 1
     return weights
 
@@ -73,7 +73,7 @@ def velocity_costs(trails: Sequence[Sequence[torch.Tensor]], sigmas: Sequence[fl
         costs[start, start + 1] = 0.0, np.ones(1)
         if errors:
             mixing = torch.from_numpy(np.array(errors, np.float32))
-            off = sum((mixing.to(each.device) @ each).abs().mean(1).cpu() for each in flat) / len(flat)
+            off = sum((mixing.to(trail.device) @ trail).abs().mean(1).cpu() for trail in flat) / len(flat)
             for edge, cost, weights in zip(edges, off.tolist(), candidates, strict=True):
                 if cost < costs.get(edge, (math.inf,))[0]:
                     costs[edge] = cost, weights
@@ -97,8 +97,8 @@ def average_velocities(costs: Costs, count: int, whole: bool) -> tuple[list[int]
     _, path = min(reached[steps] for reached in best if steps in reached)
     weights: dict[int, np.ndarray] = {}
     for start, end in itertools.pairwise(path):
-        own = costs[start, end][1]
         if end - start > 1:
-            weights |= {start: own} if whole else {}
-            weights |= {start + 1: own} | dict.fromkeys(range(start + 2, end), np.ones(1))
+            shares = costs[start, end][1]
+            weights |= {start: shares} if whole else {}
+            weights |= {start + 1: shares} | dict.fromkeys(range(start + 2, end), np.ones(1))
     return path[:-1], weights

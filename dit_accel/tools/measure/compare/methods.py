@@ -29,23 +29,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Method:
-    """One setting of a compared method.
+    """One setting of a compared method."""
 
-    Args:
-        series: method of the setting; a line in plots.
-        name: unique name of the setting.
-        put_on: context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
-        reports_work: whether the computed fraction comes from the run's own report. True for our presets that skip
-            rows or tiles or multiply in 8 bits, because their kernels replace the layers whose FLOPs are counted.
-        digest: hash of the preset's values, which detects an edited preset; empty for other methods, whose names hold
-            all values.
-    """
-
-    series: str
-    name: str
+    series: str  # method of the setting; a line in plots
+    name: str  # of the setting, unique
+    # Context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
     put_on: Callable[[Subject], AbstractContextManager[dict[str, Any]]]
+    # Whether the computed fraction comes from the run's own report. True for our presets that skip rows or tiles or
+    # multiply in 8 bits, because their kernels replace the layers whose FLOPs are counted.
     reports_work: bool = False
-    digest: str = ""
+    digest: str = ""  # hash of a preset's values, which detects an edited preset; other methods' names hold all values
 
     @property
     def ours(self) -> bool:
@@ -58,14 +51,31 @@ class Peer(NamedTuple):
 
     methods: Callable[[int], list[Method]]  # its settings for a number of steps
     why_not: Callable[[Any], str | None]  # reason why it can't run on a pipeline, or None
-    of: Callable[..., Method] | None = None  # makes another setting from its values; None = no other settings
+
+
+def peer_of(
+    series: str,
+    name: str,
+    settings: Sequence[tuple],
+    put_on: Callable[..., AbstractContextManager[dict[str, Any]]],
+    why_not: Callable[[Any], str | None] = lambda pipe: None,
+) -> Peer:
+    """Make a method whose settings are the same for all numbers of steps.
+
+    Args:
+        name: format string for the name of a setting.
+        settings: values of each setting, the arguments of ``put_on`` after the subject.
+    """
+    methods = [Method(series, name.format(*values), _with_values(put_on, values)) for values in settings]
+    return Peer(lambda steps: methods, why_not)
+
+
+def _with_values(put_on: Callable[..., Any], values: tuple) -> Callable[[Subject], Any]:
+    return lambda subject: put_on(subject, *values)
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:
-    """Make methods from presets, and from a sweep of one closed-loop preset's target.
-
-    Args:
-        target_of: closed-loop preset whose ``target_error`` is swept; None = none.
+    """Make methods from presets, and from a sweep of the ``target_error`` of closed-loop preset ``target_of``.
 
     Raises:
         PresetError: unknown preset, key or value.
@@ -103,10 +113,6 @@ def of_preset(series: str, name: str, preset: Preset) -> Method:
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
     reports_work = preset.forecast.level != "output" or leaves_tiles_out or preset.linear.dtype is not None
-    return Method(series, name, put_on, reports_work, _digest(preset))
-
-
-def _digest(preset: Preset) -> str:
-    """Hash of all values that affect the output; the description does not."""
-    values = preset.effective() | {"description": ""}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    values = preset.effective() | {"description": ""}  # which has no effect on the output
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    return Method(series, name, put_on, reports_work, digest)

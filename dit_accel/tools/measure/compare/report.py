@@ -65,7 +65,7 @@ def frontier_table(rows: Sequence[Row]) -> dict[str, Any]:
     levels = {series: [at(points, fraction) for fraction in FRACTIONS] for series, points in frontiers.items()}
     rivals = [points for series, points in frontiers.items() if series != OURS]
     pairs = [(at(frontiers.get(OURS, []), fraction), _best_at(rivals, fraction)) for fraction in FRACTIONS]
-    leads = [None if own is None or rival is None else own - rival for own, rival in pairs]
+    leads = [None if ours is None or rival is None else ours - rival for ours, rival in pairs]
     return {"fractions": list(FRACTIONS), "psnr_db": levels, "lead_db": leads}
 
 

@@ -56,8 +56,11 @@ class _Trace:
 
     def times(self) -> dict[str, Any]:
         """Return the times as columns of a row."""
-        each = {"seconds_each": self.seconds, "plain_seconds_each": self.plain_seconds}
-        return {"seconds": statistics.median(self.seconds), **each}
+        return {
+            "seconds": statistics.median(self.seconds),
+            "seconds_each": self.seconds,
+            "plain_seconds_each": self.plain_seconds,
+        }
 
 
 class Bench:
@@ -99,9 +102,8 @@ class Bench:
             )
         steps = arguments.get("num_inference_steps") or parameters["num_inference_steps"].default
         self._arguments = {**arguments, "num_inference_steps": steps}
-        self._tuning_prompt = tuning_prompt
         self._warm: set[str] = set()
-        self.subject = Subject(pipe, steps, 1, self._tuning_run)
+        self.subject = Subject(pipe, steps, 1, lambda: self._run(tuning_prompt, "calibration"))
         self._counter = WorkCounter(denoisers(pipe))
         with self._counter.calibrating(), transformer_clock(pipe) as clock:
             self._plain = [self._run(prompts[0], "plain")]
@@ -153,9 +155,9 @@ class Bench:
             figures = [self._compared(method, trace, index) for index in range(len(self._prompts))]
             self._time(method, trace)
             keys = dict.fromkeys(chain.from_iterable(figures))  # a prompt without text has no text_kept
-            row |= {key: statistics.fmean(each[key] for each in figures if key in each) for key in keys}
-            each_kept = {"psnr_db", "computed_fraction"} & figures[0].keys()
-            row |= {f"{key}_each": [each[key] for each in figures] for key in sorted(each_kept)}
+            row |= {key: statistics.fmean(values[key] for values in figures if key in values) for key in keys}
+            by_prompt = {"psnr_db", "computed_fraction"} & figures[0].keys()
+            row |= {f"{key}_each": [values[key] for values in figures] for key in sorted(by_prompt)}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
         except Exception as error:  # one failing method must not stop the others
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -192,9 +194,8 @@ class Bench:
     ) -> Iterator[tuple[dict[str, Any], Any]]:
         """Within the block, apply the method for one run; time it and the plain steps after it.
 
-        Args:
-            beneath: context around the run and around the plain steps; its value is yielded with the changes to the
-                call's arguments.
+        The value of ``beneath``, a context around the run and the plain steps, is yielded with the changes to the
+        call's arguments.
         """
         with beneath() as entered, method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
             yield changes, entered
@@ -213,24 +214,24 @@ class Bench:
         prompt, plain = self._prompts[index], self._plain[index]
         counting = nullcontext if method.reports_work else self._counter.counting
         with self._timed(method, trace, counting) as (changes, counted):
-            made = self._run(prompt, method.name, trace.share, **changes)
+            output = self._run(prompt, method.name, trace.share, **changes)
             fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
-        figures = {"computed_fraction": fraction, "latent_error": latent_error(made["latents"], plain["latents"])}
+        figures = {"computed_fraction": fraction, "latent_error": latent_error(output["latents"], plain["latents"])}
         if self.makes_images:
-            self._show(method.name, index, made["frames"])
-            figures |= self._image_quality(made["frames"], plain["frames"])
+            self._show(method.name, index, output["frames"])
+            figures |= self._image_quality(output["frames"], plain["frames"])
         if "sound" in plain:
-            figures |= audio_quality(made["sound"], plain["sound"])
+            figures |= audio_quality(output["sound"], plain["sound"])
         if not math.isfinite(sum(figures.values())):
             raise ValueError("the output contains values that are not finite")
         return figures
 
-    def _image_quality(self, made: torch.Tensor, plain: torch.Tensor) -> dict[str, float]:
+    def _image_quality(self, frames: torch.Tensor, plain: torch.Tensor) -> dict[str, float]:
         """Compare the frames of two runs by each metric that is available."""
-        figures = {"psnr_db": min(psnr(made, plain), IDENTICAL), "ssim": clip_ssim(made, plain)}
+        figures = {"psnr_db": min(psnr(frames, plain), IDENTICAL), "ssim": clip_ssim(frames, plain)}
         if min(plain.shape[-2:]) >= MS_SSIM_SIDE:
-            figures["ms_ssim"] = mean_over_frames(ms_ssim, made, plain)
-        found = {name: metric(made, plain) for name, metric in self._optional.items() if callable(metric)}
+            figures["ms_ssim"] = mean_over_frames(ms_ssim, frames, plain)
+        found = {name: metric(frames, plain) for name, metric in self._optional.items() if callable(metric)}
         return figures | {name: value for name, value in found.items() if value is not None}
 
     def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
@@ -269,9 +270,6 @@ class Bench:
             latents = denoise(self.pipe, {**self._arguments, "prompt": prompt.prompt}, prompt.seed, PLAIN_STEPS)
         return latents.float().cpu(), clock.seconds * self._calls / clock.calls
 
-    def _run(self, prompt: Prompt, what: str, share: float = 0.0, **changes: Any) -> dict[str, torch.Tensor]:
-        self._begin(what, share)
+    def _run(self, prompt: Prompt, activity: str, share: float = 0.0, **changes: Any) -> dict[str, torch.Tensor]:
+        self._begin(activity, share)
         return run_pipeline(self.pipe, {**self._arguments, **changes}, prompt.prompt, prompt.seed)
-
-    def _tuning_run(self) -> None:
-        self._run(self._tuning_prompt, "calibration")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,17 @@ class _FlowSchedule:
     levels are even before the shift, as in the FLUX and HunyuanVideo pipelines and as these solvers choose themselves.
     """
 
-    own: Any
+    base: Any
 
     def set_timesteps(
         self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, mu: float | None = None
     ) -> None:
         if sigmas is None:
             sigmas = np.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]
-        self.own.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
-        super().set_timesteps(len(self.own.timesteps), device=device)
-        self.timesteps = self.own.timesteps.clone()
-        self.sigmas = self.own.sigmas.cpu().clamp(max=1 - 1e-6)  # at sigma 1 the logarithm of the signal is −∞
+        self.base.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
+        super().set_timesteps(len(self.base.timesteps), device=device)
+        self.timesteps = self.base.timesteps.clone()
+        self.sigmas = self.base.sigmas.cpu().clamp(max=1 - 1e-6)  # at sigma 1 the logarithm of the signal is −∞
 
     def _sigma_to_alpha_sigma_t(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights of image and noise."""
@@ -59,15 +59,11 @@ def fewer_steps(solver: str | None, steps: int) -> list[Method]:
     setting comes closer to the plain output only if its error resembles Euler's.
     """
     counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
-    return [with_steps(solver, count) for count in (counts if solver is None else (*counts, steps))]
-
-
-def with_steps(solver: str | None, count: int) -> Method:
-    """Make a method of ``count`` steps, with the model's own solver or one of `SOLVERS`."""
     if solver is None:
-        return Method("fewer steps", f"{count} steps", lambda _: nullcontext({"num_inference_steps": count}))
-    put_on = partial(_solved, solver=solver, count=count)
-    return Method(f"fewer steps, {solver}", f"{solver} {count} steps", put_on)
+        series, name = "fewer steps", "{} steps"
+    else:
+        series, name, counts = f"fewer steps, {solver}", f"{solver} {{}} steps", [*counts, steps]
+    return [Method(series, name.format(count), partial(_fewer, solver=solver, count=count)) for count in counts]
 
 
 def _why_not(pipe: Any) -> str | None:
@@ -77,26 +73,27 @@ def _why_not(pipe: Any) -> str | None:
 
 
 FEWER_STEPS = {
-    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None, partial(with_steps, None)),
-    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not, partial(with_steps, "DPM++ 2M")),
-    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not, partial(with_steps, "UniPC")),
+    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None),
+    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not),
+    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not),
 }
 
 
-def solver_over(own: Any, solver: str) -> Any:
-    """Make one of `SOLVERS` that uses the noise levels and timesteps of a flow model's scheduler ``own``."""
-    scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
-    scheduler.own = own
-    shift = {key: own.config[key] for key in SHIFT if key in own.config}
+def solver_over(base: Any, solver: str) -> Any:
+    """Make one of `SOLVERS` that uses the noise levels and timesteps of a flow model's scheduler ``base``."""
+    scheduler = SOLVERS[solver](num_train_timesteps=base.config.num_train_timesteps, prediction_type="flow_prediction")
+    scheduler.base = base
+    shift = {key: base.config[key] for key in SHIFT if key in base.config}
     scheduler.register_to_config(**shift)  # pipelines read the shift of the noise levels from it
     return scheduler
 
 
 @contextmanager
-def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any]]:
-    own = subject.pipe.scheduler
-    subject.pipe.scheduler = solver_over(own, solver)
+def _fewer(subject: Subject, solver: str | None, count: int) -> Iterator[dict[str, Any]]:
+    base = subject.pipe.scheduler
+    if solver is not None:
+        subject.pipe.scheduler = solver_over(base, solver)
     try:
         yield {"num_inference_steps": count}
     finally:
-        subject.pipe.scheduler = own
+        subject.pipe.scheduler = base

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dit_accel.errors import ComparisonError
-from dit_accel.tools.files import difference_of, write_whole
+from dit_accel.tools.files import read_results, write_whole
 from dit_accel.tools.measure.compare.methods import Method
 from dit_accel.tools.measure.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.tools.measure.compare.runs import Bench
 
+read = partial(read_results, key="settings", kind="comparison", remove="the file", error=ComparisonError)
+
 
 class Sweep:
-    """Rows of a comparison, in a file from which an interrupted sweep resumes.
-
-    Args:
-        stem: stem of ``STEM.json`` and of the files that :meth:`publish` writes.
-        settings: settings of all rows, JSON values; a file with other settings is rejected.
+    """Rows of a comparison, in ``STEM.json``, from which an interrupted sweep resumes.
 
     Raises:
         ComparisonError: the file holds a comparison with other settings, or no comparison.
@@ -29,7 +28,7 @@ class Sweep:
         self._file = stem.with_name(f"{stem.name}.json")
         self.document: dict[str, Any] = {"settings": settings, "origin": {}, "plain": {}, "left_out": {}, "results": []}
         if self._file.is_file():
-            self.document |= _read(self._file, settings)
+            self.document |= read(self._file, settings)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -68,7 +67,7 @@ class Sweep:
         Raises:
             ComparisonError: the other file holds a comparison with other settings.
         """
-        found = _read(other, self.document["settings"])
+        found = read(other, self.document["settings"])
         rows = {row["name"]: row for row in (*self.rows, *found["results"])}
         places = {name: place for place, name in enumerate(order)}
         known = self.document["plain"].get("seconds")
@@ -89,17 +88,3 @@ class Sweep:
 
     def _save(self) -> None:
         write_whole(self._file, json.dumps(self.document, indent=1) + "\n")
-
-
-def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        difference = difference_of(document["settings"], settings)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ComparisonError(f"{file} holds no comparison: name another output, or remove the file") from None
-    if difference is not None:
-        raise ComparisonError(
-            f"{file} holds a comparison that differs in {difference}: use the same settings to resume, name "
-            "another output, or remove the file"
-        )
-    return document

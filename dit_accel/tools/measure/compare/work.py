@@ -23,16 +23,12 @@ LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class WorkCounter:
-    """Counter of the FLOPs of transformers' blocks in module lists; of the whole transformer without such lists.
-
-    Attributes:
-        plain_flops: FLOPs of the blocks in a whole plain run, set by :meth:`calibrating`.
-    """
+    """Counter of the FLOPs of transformers' blocks in module lists; of the whole transformer without such lists."""
 
     def __init__(self, transformers: Mapping[str, nn.Module]) -> None:
         self.move_to(transformers)
         self._cost: dict[str, float] = {}  # FLOPs per value of a leaf's input, attentions included
-        self.plain_flops = 0.0
+        self.plain_flops = 0.0  # of the blocks in a whole plain run
 
     def move_to(self, transformers: Mapping[str, nn.Module]) -> None:
         """Switch to other transformers of the same structure; the calibration is kept."""
@@ -66,10 +62,7 @@ class WorkCounter:
             if latest:  # otherwise outside of blocks: text encoders, refiners or the autoencoder
                 spent[latest[0]] += flops
 
-        def leave_block(*_: Any) -> None:
-            latest.clear()
-
-        handles = [block.register_forward_hook(leave_block) for block in self._blocks.values()]
+        handles = [block.register_forward_hook(lambda *_: latest.clear()) for block in self._blocks.values()]
         with removed_after(handles), self._watched(see), _AttentionMeter(attended):
             yield
         self._cost = {name: spent[name] / taken[name] for name in taken}
@@ -93,13 +86,13 @@ class WorkCounter:
         The leaf's forward is wrapped, not hooked: torch's hooks run even if a method has replaced the forward.
         """
         leaves = list(self._leaves.items())
-        own = [vars(leaf).get("forward") for _, leaf in leaves]  # layerwise casting, offload
+        replaced = [vars(leaf).get("forward") for _, leaf in leaves]  # layerwise casting, offload
         for name, leaf in leaves:
             leaf.forward = _seen(name, leaf.forward, see)
         try:
             yield
         finally:
-            for (_, leaf), forward in zip(leaves, own, strict=True):
+            for (_, leaf), forward in zip(leaves, replaced, strict=True):
                 del leaf.forward
                 if forward is not None:
                     leaf.forward = forward
@@ -108,14 +101,14 @@ class WorkCounter:
 class _AttentionMeter(TorchFunctionMode):
     """Mode that reports the FLOPs of every attention that torch computes."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, report: Callable[[int], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._report = report
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
             q, k, v = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key", "value")))
-            self._tell(2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+            self._report(2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
         return function(*args, **(kwargs or {}))
 
 

@@ -44,8 +44,7 @@ Setting = dict[str, float]  # axis key -> value
 def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     """Return the axes of a preset; the search fits the first one for each setting of the others.
 
-    Args:
-        by_layer: whether each layer gets its own thresholds, under the bounds l1 and l2.
+    With ``by_layer`` each layer gets its own thresholds, under the bounds l1 and l2.
 
     Raises:
         TuningError: the preset has no threshold.

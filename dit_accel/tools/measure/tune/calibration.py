@@ -62,10 +62,7 @@ class _Sample:
 class Recorder:
     """Records q, k and v at a few steps of plain runs, for every block with a sparse policy.
 
-    Args:
-        preset: gives the first step, the blocks and the token order.
-        prompts: number of runs, over which the recorded steps are spread.
-        memory: maximum size of all records in bytes.
+    The steps are spread over the runs of all ``prompts``; all records take at most ``memory`` bytes.
     """
 
     def __init__(self, preset: Preset, steps: int, prompts: int, memory: int = MEMORY) -> None:
@@ -110,8 +107,8 @@ class Recorder:
             return
         self._seen.add((site.block, site.step))
         heads = q.shape[2]
-        each = 3 * q[:, :, 0].numel() * q.element_size() * self._share * len(self._blocks)
-        kept = max(1, min(heads, self._memory // each))
+        size = 3 * q[:, :, 0].numel() * q.element_size() * self._share * len(self._blocks)  # of one head everywhere
+        kept = max(1, min(heads, self._memory // size))
         taken = len(self.samples[site.block])
         chosen = (torch.arange(kept) + taken * kept) % heads  # others in the next sample
         places = site.places(self._preset.blocks.token_order)
@@ -132,10 +129,10 @@ def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | 
     """
     chosen: dict[str, Candidate | None] = {}
     for block, candidates in curves.items():
-        best = _sparsest([each for each in candidates if not each.skips_values], bound)
+        best = _sparsest([item for item in candidates if not item.skips_values], bound)
         if best is not None:
-            further = [each for each in candidates if each.refines(best) and each.error <= ratio * bound]
-            best = max(further, key=lambda each: each.changes["pv_threshold"], default=best)
+            further = [item for item in candidates if item.refines(best) and item.error <= ratio * bound]
+            best = max(further, key=lambda item: item.changes["pv_threshold"], default=best)
             if best.sparsity < LEAST_SPARSITY and not best.skips_values:
                 best = None
         chosen[block] = best
@@ -144,13 +141,13 @@ def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | 
 
 def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None:
     """Return the sparsest candidate with an error of at most ``bound``."""
-    allowed = [each for each in candidates if each.error <= bound]
-    return max(allowed, key=lambda each: (each.sparsity, -each.error), default=None)
+    allowed = [item for item in candidates if item.error <= bound]
+    return max(allowed, key=lambda item: (item.sparsity, -item.error), default=None)
 
 
 def layers_of(chosen: dict[str, Candidate | None]) -> dict[str, dict[str, Any]]:
     """Format the choice as ``skip.layers``."""
-    return {block: {"policy": "none"} if each is None else dict(each.changes) for block, each in chosen.items()}
+    return {block: {"policy": "none"} if best is None else dict(best.changes) for block, best in chosen.items()}
 
 
 def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> list[Candidate]:
@@ -209,7 +206,7 @@ class _Measured:
             site = sample.site
             tiles = plan(q, k, self._at(changed, sample.progress), layout=site.layout, kv_len=site.kv_len)
             kernels = self._preset.kernels
-            made = attention(
+            output = attention(
                 *(q, k, v, tiles),
                 kv_len=site.kv_len,
                 pv_threshold=policy.options(changed).get("pv_threshold"),
@@ -217,8 +214,8 @@ class _Measured:
                 backend=kernels.attention,
             )
             projection = None if self._projection is None else self._projection.to(q)
-            policy.add(made, q, k, v, tiles, changed, projection=projection, kv_len=site.kv_len)
-            errors.append(((made.float() - dense).abs().sum() / dense.abs().sum()).item())
+            policy.add(output, q, k, v, tiles, changed, projection=projection, kv_len=site.kv_len)
+            errors.append(((output.float() - dense).abs().sum() / dense.abs().sum()).item())
             sparsities.append(left_out(tiles))
         return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
 

@@ -25,37 +25,25 @@ SAVED = 0.5  # assumed share of a layer's work that 8 bits save
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers with equal names except for the block's number.
+    """Layers with equal names except for the block's number."""
 
-    Args:
-        pattern: pattern of their names for ``linear.exclude``.
-        error: relative L2 error ``‖y − ŷ‖ / ‖y‖`` in 8 bits, mean over layers and calls.
-        share: share of all measured layers' multiplications per token.
-    """
-
-    pattern: str
-    error: float
-    share: float
+    pattern: str  # of their names, for linear.exclude
+    error: float  # relative L2 error ‖y − ŷ‖ / ‖y‖ in 8 bits, mean over layers and calls
+    share: float  # of all measured layers' multiplications per token
 
 
 class LinearTap:
-    """Context that measures the linear layers in a pipeline's blocks.
-
-    Args:
-        pipe: a plain pipeline.
-        section: section ``linear`` of the preset, with a dtype.
-    """
+    """Context that measures the linear layers in a plain pipeline's blocks in the dtype of section ``linear``."""
 
     def __init__(self, pipe: Any, section: Linear) -> None:
         self._dtype = str(section.dtype)
-        self._layers = [each for model in denoisers(pipe).values() for each in roundable(model, section).items()]
+        self._layers = [layer for model in denoisers(pipe).values() for layer in roundable(model, section).items()]
         self._errors: dict[str, list[float]] = defaultdict(list)
         self._calls: dict[str, int] = defaultdict(int)
 
     def __enter__(self) -> LinearTap:
-        self._handles = [
-            layer.register_forward_hook(partial(self._visit, _pattern(name))) for name, layer in self._layers
-        ]
+        visits = ((layer, partial(self._visit, _pattern(name))) for name, layer in self._layers)
+        self._handles = [layer.register_forward_hook(visit) for layer, visit in visits]
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -69,7 +57,7 @@ class LinearTap:
             work[_pattern(name)] += layer.weight.numel()
         measured = {pattern: errors for pattern, errors in self._errors.items() if errors}
         whole = sum(work[pattern] for pattern in measured)
-        kinds = [Kind(each, statistics.fmean(errors), work[each] / whole) for each, errors in measured.items()]
+        kinds = [Kind(name, statistics.fmean(errors), work[name] / whole) for name, errors in measured.items()]
         return sorted(kinds, key=lambda kind: -kind.error)
 
     @torch.no_grad()
@@ -81,7 +69,7 @@ class LinearTap:
             return
         x = x[:: max(len(x) // ROWS, 1)]
         exact = functional.linear(x, layer.weight, layer.bias).float()
-        rows, weights = (quantize_rows(each, dtype=self._dtype) for each in (x, layer.weight))
+        rows, weights = (quantize_rows(matrix, dtype=self._dtype) for matrix in (x, layer.weight))
         rounded = quantized_linear(*rows, *weights, layer.bias, out_dtype="float32")
         self._errors[pattern].append(((rounded - exact).norm() / exact.norm().clamp(min=1e-12)).item())
 

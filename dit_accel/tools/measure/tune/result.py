@@ -33,7 +33,7 @@ class Target:
 
     @classmethod
     def of(cls, psnr: float | None, latent_error: float | None, coverage: float | None = None) -> Target:
-        """The target from two arguments, of which one is None, and the share of prompts that must reach it.
+        """Make a target from two arguments, of which one is None, and the share of prompts that must reach it.
 
         Raises:
             TuningError: both or none are given, the target is not a positive number, or the share is not in (0, 1).
@@ -43,11 +43,10 @@ class Target:
         if (psnr is None) == (latent_error is None):
             raise TuningError("tuning needs one target: target_psnr (dB), e.g. 40, or target_error, e.g. 0.05")
         metric, value = ("psnr", psnr) if psnr is not None else ("latent_error", latent_error)
-        target = cls(metric, value, coverage)
-        if not 0 < target.value < math.inf:
+        if not 0 < value < math.inf:
             name = "target_error" if psnr is None else "target_psnr"
-            raise TuningError(f"{name} must be positive and finite, got {target.value}")
-        return target
+            raise TuningError(f"{name} must be positive and finite, got {value}")
+        return cls(metric, value, coverage)
 
     @property
     def least(self) -> float:
@@ -70,7 +69,7 @@ class Target:
 
     def level(self, figures: Sequence[Figures]) -> float:
         """Return the mean, or the bound that an unseen prompt reaches with probability ``coverage``."""
-        values = [getattr(each, self.metric) for each in figures]
+        values = [getattr(run, self.metric) for run in figures]
         if self.coverage is None:
             return statistics.fmean(values)
         return conformal(values, self.coverage, is_lower=self.metric == "psnr")
@@ -78,10 +77,9 @@ class Target:
     def slack(self, figures: Sequence[Figures], *, cautious: bool = False) -> float:
         """Return the margin, in dB or as a share of the allowed error; negative = the target is missed.
 
-        Args:
-            cautious: subtract the standard error of a mean, so that other prompts are likely to meet the target too.
+        ``cautious`` subtracts the standard error of a mean, so that other prompts are likely to meet the target too.
         """
-        values = [getattr(each, self.metric) for each in figures]
+        values = [getattr(run, self.metric) for run in figures]
         is_mean = self.coverage is None and len(values) > 1
         doubt = statistics.stdev(values) / len(values) ** 0.5 if cautious and is_mean else 0.0
         level = self.level(figures)
@@ -106,7 +104,7 @@ def conformal(values: Sequence[float], coverage: float, *, is_lower: bool = True
 
 def computed_fraction(figures: Sequence[Figures]) -> float:
     """Return the mean over runs."""
-    return statistics.fmean(each.computed_fraction for each in figures)
+    return statistics.fmean(run.computed_fraction for run in figures)
 
 
 @dataclass(frozen=True)
@@ -119,44 +117,28 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """A tuned preset.
-
-    Args:
-        preset: ready for ``accelerate_pipeline``.
-        base: name or path of the tuned preset's base; None if it was an object.
-        changes: dotted keys that differ from the base.
-        met: whether the held-out prompts meet the target.
-        setting: the run-level thresholds, with the bounds of the layers' errors.
-        held_out: results of the held-out prompts' runs.
-        evaluations: settings that the search tried, in order.
-        curves: sparsity and error of each layer over its thresholds; empty if no tiles are skipped.
-        chosen: the preset's point on each block's curve; None = the block computes all tiles.
-        circumstances: pipeline, device and versions of the measurement.
-    """
+    """A tuned preset."""
 
     preset: Preset
-    base: str | Path | None
-    changes: dict[str, Any]
+    base: str | Path | None  # name or path of the tuned preset's base; None if it was an object
+    changes: dict[str, Any]  # dotted keys that differ from the base
     target: Target
-    met: bool
-    setting: Setting
+    met: bool  # whether the held-out prompts meet the target
+    setting: Setting  # the run-level thresholds, with the bounds of the layers' errors
     held_out: list[Figures]
-    evaluations: list[Evaluation]
-    curves: Curves
-    chosen: dict[str, Candidate | None]
-    circumstances: dict[str, str]
+    evaluations: list[Evaluation]  # settings that the search tried, in order
+    curves: Curves  # empty if no tiles are skipped
+    chosen: dict[str, Candidate | None]  # point on each block's curve; None = the block computes all tiles
+    circumstances: dict[str, str]  # pipeline, device and versions of the measurement
 
     def figures(self) -> dict[str, str]:
         """Return the results on the held-out prompts as text."""
-        means = {
-            key: statistics.fmean(getattr(each, key) for each in self.held_out) for key in Figures.__dataclass_fields__
-        }
-        psnrs, errors = [each.psnr for each in self.held_out], [each.latent_error for each in self.held_out]
+        psnrs, errors = [run.psnr for run in self.held_out], [run.latent_error for run in self.held_out]
         return {
-            "computed fraction": f"{means['computed_fraction']:.3f}",
-            "tile sparsity": f"{means['tile_sparsity']:.2f}",
-            "PSNR": f"{means['psnr']:.1f} dB mean, {min(psnrs):.1f} dB worst",
-            "latent error": f"{means['latent_error']:.4f} mean, {max(errors):.4f} worst",
+            "computed fraction": f"{computed_fraction(self.held_out):.3f}",
+            "tile sparsity": f"{statistics.fmean(run.tile_sparsity for run in self.held_out):.2f}",
+            "PSNR": f"{statistics.fmean(psnrs):.1f} dB mean, {min(psnrs):.1f} dB worst",
+            "latent error": f"{statistics.fmean(errors):.4f} mean, {max(errors):.4f} worst",
             "held-out prompts": str(len(self.held_out)),
         }
 
@@ -182,13 +164,13 @@ class TuneResult:
         layers = [
             LayerCurve(
                 block,
-                [(each.sparsity, each.error) for each in candidates if not each.skips_values],
+                [(item.sparsity, item.error) for item in candidates if not item.skips_values],
                 taken and (taken.sparsity, taken.error),
             )
             for (block, candidates), taken in zip(self.curves.items(), self.chosen.values(), strict=True)
         ]
         tuning_figure(
-            [place(each.figures) for each in self.evaluations],
+            [place(tried.figures) for tried in self.evaluations],
             place(self.held_out),
             self.target.value,
             {"psnr": "PSNR (dB)", "latent_error": "relative error of the latents"}[self.target.metric],

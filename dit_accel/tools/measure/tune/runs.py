@@ -18,7 +18,7 @@ from dit_accel.kernels import lower
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset
-from dit_accel.tools.files import difference_of, explained_writing, write_whole
+from dit_accel.tools.files import explained_writing, read_results, write_whole
 from dit_accel.tools.measure.metrics import IDENTICAL, latent_error, psnr
 from dit_accel.tools.measure.timing import run_pipeline
 
@@ -36,9 +36,7 @@ class Figures:
 class FigureStore:
     """Storage of a tuning: a folder with JSON values in ``state.json`` and tensors in other files; writes are atomic.
 
-    Args:
-        folder: created if missing; None = nothing is stored.
-        request: settings of the tuning, JSON values; a folder of another request is rejected.
+    The folder is created if missing; without a folder nothing is stored.
 
     Raises:
         TuningError: the folder belongs to another request; the message says what differs.
@@ -52,16 +50,8 @@ class FigureStore:
         with explained_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file():
-            try:
-                self._values = json.loads(self._file.read_text(encoding="utf-8"))
-                difference = difference_of(self._values["request"], request)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise TuningError(f"{self._file} holds no tuning: name another output, or remove the folder") from None
-            if difference is not None:
-                raise TuningError(
-                    f"{folder} holds another tuning, which differs in {difference}: use the same settings to resume, "
-                    "name another output, or remove the folder"
-                )
+            kind = {"key": "request", "kind": "tuning", "remove": "the folder", "error": TuningError}
+            self._values = read_results(self._file, request, **kind)
         self._save()
 
     def get(self, name: str) -> Any:
@@ -106,8 +96,7 @@ class MeasuredRuns:
     def plain(self, index: int, tap: AbstractContextManager | None = None) -> dict[str, torch.Tensor]:
         """Return ``latents`` (float32) and ``frames`` (uint8 ``[frames, 3, height, width]``) of the plain run.
 
-        Args:
-            tap: context of the run; with a tap the run is always repeated.
+        With a tap, a context of the run, the run is always repeated.
         """
         name = f"plain-{index:02d}"
         known = None if tap else self._plain.get(index) or self.store.get_tensors(name)
@@ -130,13 +119,13 @@ class MeasuredRuns:
         if key not in known:
             plain = self.plain(index)
             with accelerated(self.pipe, preset):
-                made = self._call(index)
+                fast = self._call(index)
                 acceleration = self.pipe.dit_accel
                 report, symbols = acceleration.report(), acceleration.symbols()
-            sparsity = sum(left_out(lower(each)) for each in symbols.values()) / len(report.layers)
+            sparsity = sum(left_out(lower(plan)) for plan in symbols.values()) / len(report.layers)
             figures = Figures(
-                psnr=min(psnr(made["frames"], plain["frames"]), IDENTICAL),
-                latent_error=latent_error(made["latents"], plain["latents"]),
+                psnr=min(psnr(fast["frames"], plain["frames"]), IDENTICAL),
+                latent_error=latent_error(fast["latents"], plain["latents"]),
                 computed_fraction=report.computed_fraction,
                 tile_sparsity=sparsity,
             )
@@ -146,10 +135,9 @@ class MeasuredRuns:
 
     def _call(self, index: int) -> dict[str, torch.Tensor]:
         self.begin()
-        made = run_pipeline(self.pipe, self.arguments, self.prompts[index], self.seed + index)
-        shown = made["frames"] if "frames" in made else (1 + made["sound"]) / 2  # amplitudes are in −1..1
-        frames = (255 * shown.clamp(0, 1)).round().to(torch.uint8)
-        return {"latents": made["latents"], "frames": frames}
+        output = run_pipeline(self.pipe, self.arguments, self.prompts[index], self.seed + index)
+        values = output["frames"] if "frames" in output else (1 + output["sound"]) / 2  # amplitudes are in −1..1
+        return {"latents": output["latents"], "frames": (255 * values.clamp(0, 1)).round().to(torch.uint8)}
 
 
 def left_out(plan: AttentionPlan) -> float:

@@ -8,24 +8,18 @@ other in the direction that makes the run cheaper, until no move does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dit_accel.tools.measure.tune.axes import Axis, Setting
 
 LEAST_GAIN = 0.002  # minimum gain in computed fraction for leaving the preset's own value
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Quality and cost of one setting."""
 
     slack: float  # margin to the target, in the target's unit; negative = the target is missed
     cost: float  # computed fraction of the blocks' FLOPs
-
-    @property
-    def is_close(self) -> bool:
-        """Return True if the output is as close to the plain run as the target requires."""
-        return self.slack >= 0
 
     @property
     def saves(self) -> bool:
@@ -34,25 +28,18 @@ class Score:
     @property
     def meets(self) -> bool:
         """Return True if it meets the target and saves work; computing everything meets any target."""
-        return self.is_close and self.saves
+        return self.slack >= 0 and self.saves
 
 
-@dataclass(frozen=True)
-class Found:
-    """A setting with its score."""
+class Found(NamedTuple):
+    """A setting, as indices of the axes' values, with its score."""
 
     places: tuple[int, ...]
     score: Score
 
 
 class Search:
-    """One search.
-
-    Args:
-        axes: the first one is fitted for each setting of the others.
-        evaluate: returns a setting's score; called once for each setting.
-        evaluations: maximum number of evaluated settings.
-    """
+    """One search. ``evaluate`` is called once for each setting, and for at most ``evaluations`` settings."""
 
     def __init__(self, axes: Sequence[Axis], evaluate: Callable[[Setting], Score], evaluations: int) -> None:
         self._axes = axes
@@ -77,10 +64,8 @@ class Search:
                         break
         if best is not None and best.score.saves:
             return best
-        return max(
-            (Found(places, score) for places, score in self._scores.items()),
-            key=lambda found: (found.score.saves, found.score.slack),
-        )
+        found = [Found(places, score) for places, score in self._scores.items()]
+        return max(found, key=lambda setting: (setting.score.saves, setting.score.slack))
 
     def _begin(self) -> Found | None:
         """Fit the first axis at the start; move the other axes to closer values until a fit meets the target."""
@@ -108,16 +93,14 @@ class Search:
     def _fit(self, places: tuple[int, ...], limit: float) -> Found | None:
         """Return the cheapest place on the first axis that meets the target, starting at ``places``; None if none does.
 
-        Args:
-            limit: upper limit of the cost. The search ends at a place that misses the target and reaches the limit,
-                because closer places cost more.
+        The search ends at a place that misses the target and costs ``limit``, because closer places cost more.
         """
         first, others = places[0], places[1:]
         last = len(self._axes[0].values) - 1
         low, high = -1, last + 1  # cheapest place known to meet the target, and closest place known to miss it
         stride = 1
         while (score := self._score((first, *others))) is not None:
-            if score.is_close:
+            if score.slack >= 0:
                 low = first
             else:
                 high = first

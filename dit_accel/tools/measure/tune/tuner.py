@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,11 @@ def tune(
         pipe: a diffusers pipeline, plain or accelerated; its state is restored afterwards.
         preset: start of the search; it also determines the thresholds to tune.
         prompts: prompts for tuning, then held-out prompts; see :func:`split_prompts`.
-        target_psnr: minimum mean PSNR over prompts against plain runs, in dB.
-        target_error: alternatively, the maximum mean relative L2 error of the final latents.
+        target_psnr, target_error: minimum mean PSNR over prompts against plain runs, in dB; or the maximum mean
+            relative L2 error of the final latents.
         coverage: share of unseen prompts that must reach the target, such as 0.9, instead of the mean. It needs
             coverage / (1 − coverage) prompts for tuning and as many held out. From 0.9 the preset then has a
             ``calibration``, for ``target_psnr``.
-        tuning_prompts, held_out_prompts: maximum number of each.
         arguments: of the pipeline's call, without prompt and generator.
         seed: of the first prompt's noise; the next prompt gets the next seed.
         evaluations: maximum number of settings of run-level thresholds between two confirmations.
@@ -91,8 +91,7 @@ def tune(
         overrides: preset keys to change first; the closed loop's target is ``schedule={"target_error": …}``.
 
     Returns:
-        The preset with its measured values. If no setting meets the target, ``met`` is False and the preset is the
-        closest one.
+        The preset with its measured values; if no setting meets the target, the closest one, and ``met`` is False.
 
     Raises:
         PresetError: unknown preset, key or value.
@@ -112,12 +111,19 @@ def tune(
     split = split_prompts(prompts, tuning_prompts, held_out_prompts)
     target.require_prompts(*map(len, split))
     tuner = _Tuner(pipe, preset, base, overrides, target, arguments, *split, seed, by_layer)
-    earlier = vars(pipe).get("dit_accel")
     with accelerated(pipe, preset):
         pass  # raises now, before plain runs of minutes, if the preset does not fit the pipeline
+    with _restored(pipe):
+        return tuner.run(axes, evaluations, state and Path(state), progress)
+
+
+@contextmanager
+def _restored(pipe: Any) -> Iterator[None]:
+    """Within the block, the pipeline is plain."""
+    earlier = vars(pipe).get("dit_accel")
     restore_pipeline(pipe)
     try:
-        return tuner.run(axes, evaluations, state and Path(state), progress)
+        yield
     finally:
         if earlier is not None:
             accelerate_pipeline(pipe, earlier.preset)
@@ -144,20 +150,20 @@ class _Tuner:
         """Run plain runs and layers, then searches and confirmations until a confirmation meets the target."""
         prompts, count = [*self.tuning, *self.held_out], len(self.tuning)
         store = FigureStore(folder, self._request())
-        told = _Told(progress, 2 * len(prompts) + evaluations * count)
-        runs = MeasuredRuns(self.pipe, self.arguments, prompts, self.seed, store, told.begin_run)
+        phase = _Phase(progress, 2 * len(prompts) + evaluations * count)
+        runs = MeasuredRuns(self.pipe, self.arguments, prompts, self.seed, store, phase.begin_run)
         if self.by_layer:
-            self._calibrate(runs, store, told)
+            self._calibrate(runs, store, phase)
         if self.preset.linear.dtype is not None:
             self._measure_linears(runs, store)
         for index in range(len(prompts)):
             runs.plain(index)
 
         tried: dict[str, Evaluation] = {}
-        caution = 0.0
-        scores: list[Score] = []  # of the confirmations
-        while len(scores) < CONFIRMATIONS:
-            told.phase = "search"
+        caution, confirmations = 0.0, 0
+        while confirmations < CONFIRMATIONS:
+            confirmations += 1
+            phase.name = "search"
 
             def evaluate(setting: Setting, caution: float = caution) -> Score:
                 evaluation = Evaluation(setting, runs.figures(self._preset_of(setting), range(count)))
@@ -168,34 +174,31 @@ class _Tuner:
             search = Search(axes, evaluate, evaluations)
             found = search.run()
             setting = search.setting(found.places)
-            told.phase = "confirmation"
+            phase.name = "confirmation"
             confirmed = runs.figures(self._preset_of(setting), range(count, len(prompts)))
-            scores.append(Score(self.target.slack(confirmed), self._cost(confirmed, setting)))
-            if scores[-1].meets or not found.score.meets:
+            score = Score(self.target.slack(confirmed), self._cost(confirmed, setting))
+            if score.meets or not found.score.meets:
                 break
-            caution += self.target.least - scores[-1].slack
-        name = self.preset.name if self.base is not None else "custom"
-        changes = {**self.overrides, **self._changes(setting), "description": f"{name}, tuned for {self.target}"}
-        if self.target.calibrates and (bound := self._preset_of(setting).schedule.bound):  # an interval has none
-            changes["schedule.calibration"] = [[bound, round(self.target.level(confirmed), 2)]]
+            caution += self.target.least - score.slack
+        changes = self._all_changes(setting, confirmed)
         return TuneResult(
             preset=load_preset(self.preset, **changes),
             base=self.base,
             changes=changes,
             target=self.target,
-            met=scores[-1].meets,
+            met=score.meets,
             setting=setting,
             held_out=confirmed,
             evaluations=list(tried.values()),
             curves=self.curves,
             chosen=self._chosen(setting) if self.by_layer else {},
             circumstances={
-                "confirmations": str(len(scores)) + (", tightened in between" if len(scores) > 1 else ""),
+                "confirmations": f"{confirmations}, tightened in between" if confirmations > 1 else "1",
                 **self._circumstances(runs.plain(0)["frames"].shape),
             },
         )
 
-    def _calibrate(self, runs: MeasuredRuns, store: FigureStore, told: _Told) -> None:
+    def _calibrate(self, runs: MeasuredRuns, store: FigureStore, phase: _Phase) -> None:
         """Measure the thresholds of single layers on plain runs of the tuning prompts."""
         if (stored := store.get("layers")) is None:
             recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
@@ -204,19 +207,19 @@ class _Tuner:
             recorder.require_every_block()
             stored = {}
             for block, candidates in calibration.measure(recorder, self.preset, self.pipe._execution_device):
-                stored[block] = [asdict(each) for each in candidates]
-                told.tell(f"layer {len(stored)} of {len(recorder.samples)}")
+                stored[block] = [asdict(candidate) for candidate in candidates]
+                phase.report(f"layer {len(stored)} of {len(recorder.samples)}")
             store.put("layers", stored)
-        self.curves = {block: [calibration.Candidate(**each) for each in values] for block, values in stored.items()}
+        self.curves = {block: [calibration.Candidate(**row) for row in rows] for block, rows in stored.items()}
 
     def _measure_linears(self, runs: MeasuredRuns, store: FigureStore) -> None:
         """Measure the errors of linear layers in 8 bits on one plain run."""
         if (stored := store.get("linears")) is None:
             tap = LinearTap(self.pipe, self.preset.linear)
             runs.plain(0, tap)
-            stored = [asdict(each) for each in tap.kinds()]
+            stored = [asdict(kind) for kind in tap.kinds()]
             store.put("linears", stored)
-        self.linears = [Kind(**each) for each in stored]
+        self.linears = [Kind(**row) for row in stored]
 
     def _cost(self, figures: list[Figures], setting: Setting) -> float:
         """Return the computed fraction, with half the cost for layers in 8 bits."""
@@ -236,6 +239,14 @@ class _Tuner:
                 changes |= {"linear.dtype": None, "linear.exclude": [], "linear.weights": "device"}
             else:
                 changes["linear.exclude"] = [*self.preset.linear.exclude, *kept]
+        return changes
+
+    def _all_changes(self, setting: Setting, confirmed: list[Figures]) -> dict[str, Any]:
+        """Return the changes to the base, with a description and, if the target calibrates, a calibration."""
+        name = self.preset.name if self.base is not None else "custom"
+        changes = {**self.overrides, **self._changes(setting), "description": f"{name}, tuned for {self.target}"}
+        if self.target.calibrates and (bound := self._preset_of(setting).schedule.bound):  # an interval has none
+            changes["schedule.calibration"] = [[bound, round(self.target.level(confirmed), 2)]]
         return changes
 
     def _chosen(self, setting: Setting) -> dict[str, calibration.Candidate | None]:
@@ -284,21 +295,21 @@ class _Tuner:
 
 
 @dataclass
-class _Told:
+class _Phase:
     """Reports the progress of a tuning to a callback."""
 
     progress: Progress | None
     expected: int  # maximum number of runs, unless the search is tightened
-    phase: str = "plain runs"
-    made: int = 0
+    name: str = "plain runs"
+    runs: int = 0
 
     def begin_run(self) -> None:
-        self.tell(self.phase)
-        self.made += 1
+        self.report(self.name)
+        self.runs += 1
 
-    def tell(self, what: str) -> None:
+    def report(self, activity: str) -> None:
         if self.progress is not None:
-            self.progress(what, self.made, max(self.expected, self.made + 1))
+            self.progress(activity, self.runs, max(self.expected, self.runs + 1))
 
 
 def _as_json(value: Any) -> Any:
@@ -306,8 +317,8 @@ def _as_json(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, dict):
-        return {key: _as_json(each) for key, each in value.items()}
+        return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_as_json(each) for each in value]
+        return [_as_json(item) for item in value]
     data = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
     return hashlib.sha256(data).hexdigest()[:16]
