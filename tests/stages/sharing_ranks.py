@@ -9,21 +9,18 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 from dit_accel import accelerated
 from dit_accel.stages import decode, sharing
 from dit_accel.stages.decode import FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, layers
 from tests.forked import run_forked
-from tests.stages.test_decode import RESIDUAL, autoencoder, hunyuan_autoencoder, latents, video_autoencoder
-from tests.stages.vae import test_hunyuan_image
+from tests.stages.autoencoders import autoencoder, latents
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 LONGEST = 180  # seconds of one check
@@ -43,88 +40,72 @@ def check(ranks: int) -> Callable:
     return register
 
 
-def compared(made, given: torch.Tensor, group: dist.ProcessGroup, calls: int = 2, alone=None) -> list[dict]:
-    """Decodes of the same latents by the group, over the decode of one rank: diffusers' unless it is given."""
-    alone = made.decode(given).sample if alone is None else alone
-    hook = FusedDecode(made, "reference", group=group)
-    found = []
-    for _ in range(calls):
-        output = made.decode(given).sample
-        error = (output - alone).abs().max().item()
-        found.append({"error": error, "sum": output.double().sum().item(), "remark": hook.remark})
-    hook.leave()
+def compared(vae, values: torch.Tensor, group: dist.ProcessGroup, baseline: torch.Tensor | None = None) -> list[dict]:
+    """Two decodes of the same latents by the group, compared with that of one rank: diffusers' by default."""
+    baseline = vae.decode(values).sample if baseline is None else baseline
+    stage, found = FusedDecode(vae, "reference", group=group), []
+    for _ in range(2):
+        output = vae.decode(values).sample
+        error = (output - baseline).abs().max().item()
+        found.append({"error": error, "sum": output.double().sum().item(), "remark": stage.remark})
+    stage.leave()
     return found
 
 
-def fused(made, given: torch.Tensor) -> torch.Tensor:
-    """The second decode of one rank, by our kernels alone."""
-    hook = FusedDecode(made, "reference")
-    output = [made.decode(given).sample for _ in range(2)][-1]
-    hook.leave()
+def by_one_rank(vae, values: torch.Tensor) -> torch.Tensor:
+    """The second decode of one rank, by our kernels."""
+    stage = FusedDecode(vae, "reference")
+    output = [vae.decode(values).sample for _ in range(2)][-1]
+    stage.leave()
     return output
-
-
-def rows(group, **shapes) -> dict:
-    found = {}
-    for name, (kind, config, shape) in {
-        "wan-2.1": (AutoencoderKLWan, {}, (2, 4, 4, 19, 6)),
-        "wan-2.2": (AutoencoderKLWan, RESIDUAL, (1, 4, 3, 17, 6)),
-        "qwen-image": (AutoencoderKLQwenImage, {}, (1, 4, 1, 16, 5)),
-    }.items():
-        found[name] = compared(video_autoencoder(kind, **config), latents(*shape), group)
-    found["hunyuan-video"] = compared(hunyuan_autoencoder(), latents(1, 4, 3, 19, 5), group)
-    with patch.object(layers, "BYTES", 4096):  # fewer frames at a time
-        found["hunyuan-video in parts"] = compared(hunyuan_autoencoder(), latents(1, 4, 3, 17, 5), group)
-    found["hunyuan-image"] = compared(test_hunyuan_image.autoencoder(), latents(1, 8, 17, 6), group)
-    return found | {"image": compared(autoencoder(), latents(1, 4, 17, 6), group)}
 
 
 @check(2)
 def bands_of_two(group) -> dict:
-    return rows(group)
+    shapes = {
+        **{"wan 2.1": (2, 4, 4, 19, 6), "wan 2.2": (1, 4, 3, 17, 6), "qwen-image": (1, 4, 1, 16, 5)},
+        **{"hunyuan": (1, 4, 3, 19, 5), "hunyuan-image": (1, 4, 17, 6), "flux": (1, 4, 17, 6)},
+    }
+    found = {name: compared(autoencoder(name), latents(*shape), group) for name, shape in shapes.items()}
+    with patch.object(layers, "BYTES", 4096):  # fewer frames at a time
+        found["hunyuan in parts"] = compared(autoencoder("hunyuan"), latents(1, 4, 3, 17, 5), group)
+    return found
 
 
 @check(3)
 def bands_of_three(group) -> dict:
     with patch.object(sharing, "LEAST_ROWS", 1):
         return {
-            "wan-2.2": compared(video_autoencoder(AutoencoderKLWan, **RESIDUAL), latents(1, 4, 3, 17, 6), group),
-            "image": compared(autoencoder(), latents(1, 4, 17, 6), group),
-            "one row each": compared(video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 4, 6), group),
+            "wan 2.2": compared(autoencoder("wan 2.2"), latents(1, 4, 3, 17, 6), group),
+            "flux": compared(autoencoder(), latents(1, 4, 17, 6), group),
+            "one row each": compared(autoencoder("wan 2.1"), latents(1, 4, 2, 4, 6), group),
         }
 
 
 @check(2)
-def tiles_of_bands(group) -> dict:
-    """Wan in tiles, each of which is shared; other tiles are not known at first."""
-    made, given = video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 40, 6)
-    compared(made, given, group)
-    made.enable_tiling(tile_sample_min_height=160, tile_sample_stride_height=160)
-    return {"tiles": compared(made, given, group)}
-
-
-@check(2)
-def too_few_rows(group) -> dict:
-    return {"wan": compared(video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 15, 6), group)}
-
-
-@check(2)
-def few_latents(group) -> dict:
-    """Of which each rank decodes all sooner."""
-    with patch.object(autoencoder_kl, "SHARED_FROM", 17 * 6 + 1):
-        return {"image": compared(autoencoder(), latents(1, 4, 17, 6), group)}
-
-
-@check(2)
-def tiles(group) -> dict:
-    """Rows of tiles of an image, and of a video's tiles of frames."""
-    image, video = autoencoder(sample_size=32), hunyuan_autoencoder()
+def parts(group) -> dict:
+    """Tiles of an image, of a video and of its frames, each of which is shared; other tiles are not known at first."""
+    image, frames, video = autoencoder(sample_size=32), autoencoder("hunyuan"), autoencoder("wan 2.1")
     image.enable_tiling()
-    video.tile_sample_min_num_frames, video.tile_sample_stride_num_frames = 8, 4
+    frames.tile_sample_min_num_frames, frames.tile_sample_stride_num_frames = 8, 4
+    values = latents(1, 4, 2, 40, 6)
+    compared(video, values, group)
+    video.enable_tiling(tile_sample_min_height=160, tile_sample_stride_height=160)
     return {
         "image": compared(image, latents(2, 4, 24, 20), group),
-        "video": compared(video, latents(1, 4, 4, 16, 4), group),
+        "frames": compared(frames, latents(1, 4, 4, 16, 4), group),
+        "video": compared(video, values, group),
     }
+
+
+@check(2)
+def too_small(group) -> dict:
+    """Too few rows for the ranks, and so few latents that each rank decodes all sooner."""
+    with patch.object(autoencoder_kl, "SHARED_FROM", 17 * 6 + 1):
+        return {
+            "rows": compared(autoencoder("wan 2.1"), latents(1, 4, 2, 15, 6), group),
+            "latents": compared(autoencoder(), latents(1, 4, 17, 6), group),
+        }
 
 
 def _failing(function: Callable, rank: int, after: int) -> Callable:
@@ -147,59 +128,47 @@ def failure_in_rows(group) -> dict:
     """One rank's kernels fail at the start, in the middle and at the end of the first decode that is shared."""
     found = {}
     kernels = 3 * (2 * 7 + 1) - 1  # calls of the norm in three frames
-    wan = partial(video_autoencoder, AutoencoderKLWan)
-    for name, kind, page, op, after in (
-        ("first norm", wan, causal, "causal_norm", 0),
-        ("a norm", wan, causal, "causal_norm", 7),
-        ("a later frame", wan, causal, "causal_norm", 20),
-        ("last norm", wan, causal, "causal_norm", kernels - 3),
-        ("an image's moments", autoencoder, layers, "group_moments", 5),
-        ("a norm of frames", hunyuan_autoencoder, layers, "group_norm", 3),
+    for place, name, page, op, after in (
+        ("first norm", "wan 2.1", causal, "causal_norm", 0),
+        ("a norm", "wan 2.1", causal, "causal_norm", 7),
+        ("a later frame", "wan 2.1", causal, "causal_norm", 20),
+        ("last norm", "wan 2.1", causal, "causal_norm", kernels - 3),
+        ("an image's moments", "flux", layers, "group_moments", 5),
+        ("a norm of frames", "hunyuan", layers, "group_norm", 3),
     ):
-        made = kind()
-        given = latents(1, 4, 16, 6) if kind is autoencoder else latents(1, 4, 3, 16, 6)
-        hook = FusedDecode(made, "reference", group=group)
-        alone = made.decode(given).sample
+        vae, values = autoencoder(name), latents(*((1, 4, 16, 6) if name == "flux" else (1, 4, 3, 16, 6)))
+        stage, baseline = FusedDecode(vae, "reference", group=group), vae.decode(values).sample
         with patch.object(page, op, _failing(getattr(page, op), 1, after)):
-            outputs, remarks = [made.decode(given).sample], [hook.remark]
-        outputs.append(made.decode(given).sample)
-        remarks.append(hook.remark)
-        found[name] = {"errors": [(each - alone).abs().max().item() for each in outputs], "remarks": remarks}
+            outputs, remarks = [vae.decode(values).sample], [stage.remark]
+        outputs.append(vae.decode(values).sample)
+        remarks.append(stage.remark)
+        found[place] = {"errors": [(each - baseline).abs().max().item() for each in outputs], "remarks": remarks}
     return found
 
 
 @check(2)
-def other_latents(group) -> dict:
-    """Ranks whose latents differ in shape decode their own."""
-    made, given = autoencoder(), latents(2, 4, 16 + RANK, 8)
-    video = video_autoencoder(AutoencoderKLWan)
-    frames = latents(1, 4, 2, 16, 6 + RANK)
-    return {
-        "images": compared(made, given, group, alone=fused(made, given)),
-        "videos": compared(video, frames, group, alone=fused(video, frames)),
+def differences(group) -> dict:
+    """Ranks whose latents or tiles differ decode their own."""
+    image, video, tiled = autoencoder(), autoencoder("wan 2.1"), autoencoder(sample_size=32)
+    tiled.enable_tiling()
+    tiled.tile_overlap_factor = 0.25 * (1 + RANK)
+    cases = {
+        "images": (image, latents(2, 4, 16 + RANK, 8)),
+        "videos": (video, latents(1, 4, 2, 16, 6 + RANK)),
+        "tiles": (tiled, latents(1, 4, 24, 20)),
     }
-
-
-@check(2)
-def other_tiles(group) -> dict:
-    """Ranks whose tiles differ decode their own."""
-    made, given = autoencoder(sample_size=32), latents(1, 4, 24, 20)
-    made.enable_tiling()
-    made.tile_overlap_factor = 0.25 * (1 + RANK)
-    return {"images": compared(made, given, group, alone=fused(made, given))}
+    return {name: compared(*case, group, by_one_rank(*case)) for name, case in cases.items()}
 
 
 @check(2)
 def one_that_cannot(group) -> dict:
     """A rank whose decoder has a hook runs it, and the other decodes with kernels."""
     found = {}
-    for name, made, given in (
-        ("images", autoencoder(), latents(2, 4, 16, 8)),
-        ("videos", video_autoencoder(AutoencoderKLWan), latents(1, 4, 2, 16, 6)),
-    ):
+    for name, shape in (("flux", (2, 4, 16, 8)), ("wan 2.1", (1, 4, 2, 16, 6))):
+        vae = autoencoder(name)
         if RANK == 1:
-            made.decoder.mid_block.register_forward_hook(lambda *_: None)
-        found[name] = compared(made, given, group)
+            vae.decoder.mid_block.register_forward_hook(lambda *_: None)
+        found[name] = compared(vae, latents(*shape), group)
     return found
 
 

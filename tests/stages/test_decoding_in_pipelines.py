@@ -46,6 +46,14 @@ def flux():
     return tiny_pipeline("flux")
 
 
+@pytest.fixture
+def other(flux):
+    """Another pipeline with the same autoencoder."""
+    pipe = tiny_pipeline("flux")
+    pipe.vae = flux.vae
+    return pipe
+
+
 def test_a_pipeline_on_a_cpu_decodes_as_ever(flux):
     """To the bit, and the report says why; nothing is left once it is restored."""
     plain = call(flux)
@@ -85,10 +93,8 @@ def test_one_key_switches_it_off(flux):
     assert "stages.decode is false" in str(flux.dit_accel.report())
 
 
-def test_pipelines_may_share_an_autoencoder(flux):
+def test_pipelines_may_share_an_autoencoder(flux, other):
     """They share the hook, which goes with the last of them, in either order."""
-    other = tiny_pipeline("flux")
-    other.vae = flux.vae
     for first, last in ((flux, other), (other, flux)):
         hook = FusedDecode.on(fused(fused(flux) and other).vae)
         restore_pipeline(first)
@@ -107,10 +113,8 @@ def test_pipelines_over_one_transformer_report_their_own_decode(flux):
     assert "kernels need a CUDA GPU" in first and second == FUSED
 
 
-def test_a_closed_stage_leaves_the_call_and_the_other_stages_alone(flux):
+def test_a_closed_stage_leaves_the_call_and_the_other_stages_alone(flux, other):
     """Its decoder and its encoder, what it does at a call's beginning, and its remark; twice does nothing."""
-    other = tiny_pipeline("flux")
-    other.vae = flux.vae
     stages = [Decoding(pipe, CallParts()) for pipe in (flux, other)]
     decode, encode = FusedDecode.on(flux.vae), FusedEncode.on(flux.vae)
     for count, stage in ((2, stages[0]), (1, stages[1])):
@@ -121,10 +125,8 @@ def test_a_closed_stage_leaves_the_call_and_the_other_stages_alone(flux):
     assert FusedDecode.on(flux.vae) is None and traces(flux.vae) == []
 
 
-def test_a_pipeline_without_the_stage_shares_an_autoencoder(flux):
+def test_a_pipeline_without_the_stage_shares_an_autoencoder(flux, other):
     """It decodes fused where another pipeline wants that, and says so; each report keeps its own."""
-    other = tiny_pipeline("flux")
-    other.vae = flux.vae
     fused(other, **{"stages.decode": False})
     fused(flux)
     call(other), call(flux)
@@ -164,50 +166,37 @@ def test_another_preset_keeps_one_hook(flux):
     assert traces(flux.vae) == []
 
 
-def _replace_autoencoder(pipe):
-    pipe.vae = copy.deepcopy(pipe.vae)
+def _eager(part):
+    return torch.compile(part, backend="eager")
 
 
-def _replace_decoder(pipe):
-    pipe.vae.decoder = copy.deepcopy(pipe.vae.decoder)
-
-
-def _compile_decoder(pipe):
-    pipe.vae.decoder = torch.compile(pipe.vae.decoder, backend="eager")
-
-
-def _compile_decode(pipe):
-    pipe.vae.decode = torch.compile(pipe.vae.decode, backend="eager")
-
-
-def _compile_autoencoder(pipe):
-    pipe.vae = torch.compile(pipe.vae, backend="eager")
-
-
-def _compile_in_place(pipe):
-    pipe.vae.decoder.compile(backend="eager")
-
-
-def _wrap_decoder(pipe):
-    pipe.vae.decoder = nn.DataParallel(pipe.vae.decoder).eval()
-
-
-def _offload_groups(pipe):
-    pipe.vae.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+def _bypass(pipe):
+    """Replace the decode by one that, as compiled code, runs the decoder's class's own code."""
+    decoder = pipe.vae.decoder
+    pipe.vae.decode = lambda latents, return_dict: (type(decoder).forward(decoder, latents),)
 
 
 def _cast_layers(pipe):
     pipe.vae.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
 
 
+def _offload_groups(pipe):
+    pipe.vae.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+
+
+def _set_decoder(wrap):
+    return lambda pipe: setattr(pipe.vae, "decoder", wrap(pipe.vae.decoder))
+
+
+BYPASSED = "replaced or compiled"
 CHANGES = {
-    "autoencoder": (_replace_autoencoder, "was replaced", FUSED),
-    "decoder": (_replace_decoder, "was replaced", FUSED),
-    "compiled-decoder": (_compile_decoder, "was replaced", "the decoder is compiled"),
-    "compiled-decode": (_compile_decode, "replaced or compiled", "replaced or compiled"),
-    "compiled-autoencoder": (_compile_autoencoder, FUSED, FUSED),
-    "compiled-in-place": (_compile_in_place, "replaced or compiled", "replaced or compiled"),
-    "wrapped-decoder": (_wrap_decoder, FUSED, "DataParallel"),
+    "autoencoder": (lambda pipe: setattr(pipe, "vae", copy.deepcopy(pipe.vae)), "was replaced", FUSED),
+    "decoder": (_set_decoder(copy.deepcopy), "was replaced", FUSED),
+    "compiled-decoder": (_set_decoder(_eager), "was replaced", "the decoder is compiled"),
+    "replaced-decode": (_bypass, BYPASSED, BYPASSED),
+    "compiled-autoencoder": (lambda pipe: setattr(pipe, "vae", _eager(pipe.vae)), FUSED, FUSED),
+    "compiled-in-place": (lambda pipe: pipe.vae.decoder.compile(backend="eager"), BYPASSED, BYPASSED),
+    "wrapped-decoder": (_set_decoder(lambda decoder: nn.DataParallel(decoder).eval()), FUSED, "DataParallel"),
     "group-offload": (_offload_groups, "has hooks", "has hooks"),
     "layerwise-casting": (_cast_layers, "has hooks", "has hooks"),
 }
@@ -268,10 +257,8 @@ def test_a_decoder_may_outlive_its_autoencoder(flux):
     assert "stages.decode is false" in decoding(flux)
 
 
-def test_threads_keep_their_own_reports(flux):
+def test_threads_keep_their_own_reports(flux, other):
     """A decode in another thread, of another pipeline with the same autoencoder, is none of this run's."""
-    other = tiny_pipeline("flux")
-    other.vae = flux.vae
     fused(flux), fused(other)
 
     def call_other(*_):

@@ -16,10 +16,6 @@ from dit_accel.stages.sharing import LEAST_ROWS, Bands
 from tests.stages import ROUNDING
 
 REPOSITORY = Path(__file__).parents[2]
-ROWS = (
-    *("wan-2.1", "wan-2.2", "qwen-image", "hunyuan-video", "hunyuan-video in parts"),
-    *("hunyuan-image", "image"),
-)
 FAILURES = (
     *("first norm", "a norm", "a later frame", "last norm"),
     *("an image's moments", "a norm of frames"),
@@ -47,45 +43,29 @@ def shared_by(ranks):
     return f"{FUSED}, shared by {ranks} ranks"
 
 
-def require_shared(found, check, case, ranks, expected):
-    """Every rank has the whole output: shared ones bit for bit, all within rounding of the output of one rank."""
-    rows = [row[case] for row in on(found, check, ranks)]
-    for outputs in zip(*rows, expected, strict=True):
-        *outputs, remark = outputs
-        assert {each["remark"] for each in outputs} == {remark}
-        assert max(each["error"] for each in outputs) < ROUNDING
-        assert remark == FUSED or len({each["sum"] for each in outputs}) == 1
+BANDS = ("wan 2.1", "wan 2.2", "qwen-image", "hunyuan", "hunyuan in parts", "hunyuan-image", "flux")
 
 
 @pytest.mark.parametrize(
     ("check", "ranks", "case"),
-    [*(("bands_of_two", 2, case) for case in ROWS), *(("bands_of_three", 3, case) for case in ("wan-2.2", "image"))],
+    [
+        *(("bands_of_two", 2, case) for case in BANDS),
+        *(("bands_of_three", 3, case) for case in ("wan 2.2", "flux", "one row each")),
+        *(("parts", 2, case) for case in ("image", "frames", "video")),
+        *(("too_small", 2, case) for case in ("rows", "latents")),
+    ],
 )
-def test_bands_of_rows_make_the_video_of_one_rank(found, check, ranks, case):
-    """Also of odd heights; the first decode of a shape is each rank's own, because it is compared."""
-    require_shared(found, check, case, ranks, [FUSED, shared_by(ranks)])
+def test_ranks_make_the_output_of_one_rank(found, check, ranks, case):
+    """Every rank has all of it: bit for bit if rows are shared, from the second decode of a shape on; else to rounding.
 
-
-def test_a_band_may_have_one_row(found):
-    require_shared(found, "bands_of_three", "one row each", 3, [FUSED, shared_by(3)])
-
-
-def test_rows_of_tiles_are_shared(found):
-    """Once tiles of this size have been compared."""
-    require_shared(found, "tiles_of_bands", "tiles", 2, [FUSED, shared_by(2)])
-
-
-def test_few_rows_are_not_shared(found):
-    require_shared(found, "too_few_rows", "wan", 2, [FUSED, FUSED])
-
-
-def test_few_latents_are_not_shared(found):
-    require_shared(found, "few_latents", "image", 2, [FUSED, FUSED])
-
-
-@pytest.mark.parametrize("case", ["image", "video"])
-def test_rows_of_each_tile_are_shared(found, case):
-    require_shared(found, "tiles", case, 2, [FUSED, shared_by(2)])
+    The first decode is each rank's own, because it is compared.
+    """
+    later = FUSED if check == "too_small" else shared_by(ranks)
+    rows = [row[case] for row in on(found, check, ranks)]
+    for outputs, remark in zip(zip(*rows, strict=True), (FUSED, later), strict=True):
+        assert {each["remark"] for each in outputs} == {remark}
+        assert max(each["error"] for each in outputs) < ROUNDING
+        assert remark == FUSED or len({each["sum"] for each in outputs}) == 1
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -97,18 +77,13 @@ def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
     assert "out of luck" in failed["remarks"][0] and failed["remarks"][1] == FUSED
 
 
-@pytest.mark.parametrize("case", ["images", "videos"])
-def test_ranks_with_other_latents_decode_their_own(found, case):
-    for row in on(found, "other_latents"):
+@pytest.mark.parametrize("case", ["images", "videos", "tiles"])
+def test_ranks_with_other_latents_or_tiles_decode_their_own(found, case):
+    for row in on(found, "differences"):
         assert [(each["remark"], each["error"]) for each in row[case]] == [(FUSED, 0.0)] * 2
 
 
-def test_ranks_with_other_tiles_decode_their_own(found):
-    for row in on(found, "other_tiles"):
-        assert [(each["remark"], each["error"]) for each in row["images"]] == [(FUSED, 0.0)] * 2
-
-
-@pytest.mark.parametrize("case", ["images", "videos"])
+@pytest.mark.parametrize("case", ["flux", "wan 2.1"])
 def test_all_decode_by_themselves_if_one_cannot_share(found, case):
     well, other = (row[case] for row in on(found, "one_that_cannot"))
     assert [each["remark"] for each in well] == [FUSED] * 2

@@ -54,9 +54,9 @@ MUTANTS: list[Mutant] = table({
          "shares = mean.new_tensor(self._heights).view(-1, 1, 1) / self._ends[-1]",
          "shares = torch.ones_like(mean) / self._ranks.count")],
     "dit_accel/stages/vae/autoencoder_kl.py": [
-        ("biases-in-half", "biases are added in float32", "tests/stages/test_decode.py",
+        ("biases-in-half", "biases are added in float32", "tests/stages/test_autoencoders.py",
          ".sum(0, dtype=torch.float32)", ".sum(0)")],
     "dit_accel/stages/vae/layers.py": [
-        ("frames-are-square", "attention inside frames that are not square", "tests/stages/test_decode.py",
+        ("frames-are-square", "attention inside frames that are not square", "tests/stages/test_autoencoders.py",
          "each.shape[3] * each.shape[4] for each", "each.shape[3] * each.shape[3] for each")],
 })

@@ -1,0 +1,246 @@
+"""Fused kernels give what every autoencoder's own code gives, within rounding: whole, in tiles, slices and frames."""
+
+import pytest
+import torch
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode, FusedEncode
+from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, layers
+from tests.stages import ROUNDING
+from tests.stages.autoencoders import (
+    AUTOENCODERS,
+    UPSAMPLED,
+    autoencoder,
+    decoded,
+    enable_frames,
+    enable_tiling,
+    encoded,
+    latents,
+)
+
+WAYS = {
+    "whole": lambda vae: None,
+    "tiles": enable_tiling,
+    "slices": lambda vae: vae.enable_slicing(),
+    "frames": enable_frames,
+}
+IMAGES = [(2, 4, 5, 7), (1, 4, 8, 8)]
+SHAPES = {  # of latents, by the first word of an autoencoder's name: odd sizes, several images or videos, few frames
+    "flux": IMAGES,
+    "hunyuan-image": IMAGES,
+    "wan": [(2, 4, frames, 5, 6) for frames in (1, 2, 4)],
+    "qwen-image": [(2, 4, frames, 5, 6) for frames in (1, 2, 4)],
+    "hunyuan": [(2, 4, frames, 3, 5) for frames in (1, 4)],
+    "hunyuan 1.5": [(1, 4, frames, 2, 3) for frames in (1, 3)],  # its own mask has the shape for one video
+    "cogvideox": [(2, 4, frames, 3, 5) for frames in (1, 2, 3, 5)],
+    "ltx": [(2, 4, frames, 3, 5) for frames in (1, 3)],
+}
+IN_PARTS = [
+    ("flux", "tiles", (2, 4, 24, 24)),
+    ("hunyuan-image", "tiles", (2, 4, 5, 7)),
+    *((name, "slices", (2, 4, 5, 7)) for name in ("flux", "hunyuan-image")),
+    *((name, "tiles", (1, 4, 2, 5, 6)) for name in ("wan 2.1", "wan 2.2", "qwen-image")),
+    ("hunyuan", "tiles", (1, 4, 6, 3, 5)),
+    ("hunyuan 1.5", "tiles", (1, 4, 3, 2, 3)),
+    ("hunyuan 1.5", "slices", (2, 4, 3, 2, 3)),
+    *(("cogvideox", way, (2, 4, 5, 3, 5)) for way in ("tiles", "slices")),
+    ("ltx 2", "slices", (2, 4, 5, 6, 8)),
+    *((f"ltx {kind}", way, (2, 4, 5, 6, 8)) for kind in ("0.9.5", "2") for way in ("tiles", "frames")),
+]
+
+
+def shapes_of(name):
+    return SHAPES.get(name.partition(",")[0]) or SHAPES[name.partition(",")[0].partition(" ")[0]]
+
+
+def require_same(stage, run, vae, inputs):
+    """Both the first output of a shape, which is compared, and the second are the autoencoder's own, to rounding."""
+    outputs = [run(vae, values) for values in inputs]
+    fused = stage(vae, "reference")
+    for _ in range(2):
+        for values, output in zip(inputs, outputs, strict=True):
+            assert (run(vae, values) - output).abs().max() < ROUNDING
+            assert fused.remark == FUSED
+    fused.leave()
+    assert torch.equal(run(vae, inputs[-1]), outputs[-1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_latents_are_decoded_as_by_the_decoder(name):
+    require_same(FusedDecode, decoded, autoencoder(name), [latents(*shape) for shape in shapes_of(name)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "way", "shape"), IN_PARTS)
+def test_latents_are_decoded_in_parts(name, way, shape):
+    """Each part is a call of the decoder."""
+    vae = autoencoder(name)
+    WAYS[way](vae)
+    require_same(FusedDecode, decoded, vae, [latents(*shape)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("limit", [1, 4096, 40_000])
+@pytest.mark.parametrize("name", ["hunyuan", "hunyuan 1.5"])
+def test_large_videos_are_convolved_a_few_frames_at_a_time(name, limit, monkeypatch):
+    monkeypatch.setattr(layers, "BYTES", limit)
+    require_same(FusedDecode, decoded, autoencoder(name), [latents(1, 4, 3, 2, 3)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "way", "shapes"),
+    [
+        *((name, "whole", [(2, 3, 16, 16), (2, 3, 18, 26)]) for name in AUTOENCODERS if name.startswith("flux")),
+        *(
+            (name, way, [(2, 3, frames, 32, 48) for frames in (1, 9)])
+            for name in ("wan 2.1", "wan 2.2", "wan, deeper", "qwen-image")
+            for way in ("whole", "tiles")
+        ),
+    ],
+)
+def test_images_and_videos_are_encoded_as_by_the_encoder(name, way, shapes):
+    """Of a video the first frame alone, then four frames a call."""
+    vae = autoencoder(name)
+    WAYS[way](vae)
+    require_same(FusedEncode, encoded, vae, [latents(*shape) for shape in shapes])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("stage", "run", "name", "shape"),
+    [
+        (FusedDecode, decoded, "flux", (1, 4, 2, 3)),
+        (FusedEncode, encoded, "flux", (1, 3, 6, 10)),
+        (FusedDecode, decoded, "hunyuan-image", (1, 4, 2, 3)),
+        (FusedDecode, decoded, "hunyuan 1.5", (1, 4, 2, 1, 2)),
+        (FusedDecode, decoded, "cogvideox", (1, 4, 3, 1, 2)),
+        *((FusedDecode, decoded, f"ltx {kind}", (1, 4, 2, 2, 3)) for kind in ("0.9.0", "0.9.5", "2")),
+    ],
+)
+def test_kernels_give_the_same(stage, run, name, shape):
+    vae, values = autoencoder(name), latents(*shape)
+    output, fused = run(vae, values), stage(vae, "triton")
+    assert (run(vae, values) - output).abs().max() < ROUNDING
+    assert fused.remark == FUSED
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [
+        ("flux", torch.float16, 1.1),
+        *((name, torch.bfloat16, 1.2) for name in ("hunyuan-image", "hunyuan 1.5", "cogvideox")),
+        *((name, torch.bfloat16, 1.2) for name in AUTOENCODERS if name.startswith("ltx")),
+    ],
+)
+def test_half_precision_errs_no_more_than_the_decoder(name, dtype, most):
+    """Compared with the same weights in float64 or float32, at a second call."""
+    shape = (1, 4, 8, 8) if shapes_of(name) is IMAGES else (1, 4, 3, 4, 4)
+    vae, values, wide = autoencoder(name, dtype), latents(*shape, dtype=dtype), torch.float32
+    if dtype is torch.float16:
+        wide = torch.float64
+    exact, output = decoded(autoencoder(name, dtype).to(wide), latents(*shape).to(wide)), decoded(vae, values)
+    fused = FusedDecode(vae, "reference")
+    decoded(vae, values)
+    error, usual = ((each.to(wide) - exact).norm() / exact.norm() for each in (decoded(vae, values), output))
+    assert fused.remark == FUSED and error <= most * usual < BOUNDS[dtype]
+
+
+@torch.no_grad()
+def test_biases_of_a_block_are_added_in_float32():
+    """2048 + 1 has no place in half precision; with features of −2048 it makes 1."""
+    block = ResnetBlock2D(in_channels=8, out_channels=16, temb_channels=None, groups=8).half()
+    for weight in block.parameters():
+        weight.zero_()
+    block.conv_shortcut.weight.fill_(-256)
+    block.conv_shortcut.bias.fill_(2048)
+    block.conv2.bias.fill_(1)
+    features = torch.ones(1, 8, 2, 3, dtype=torch.float16)
+    output = autoencoder_kl.residual_block(block, features, layers.Layers("reference"))
+    assert torch.equal(output, torch.ones_like(output))
+
+
+@torch.no_grad()
+def test_a_call_may_be_causal():
+    """Where the decoder is not."""
+    vae, values = autoencoder("ltx 2"), latents(1, 4, 3, 3, 3)
+    outputs = {wanted: decoded(vae, values, causal=wanted) for wanted in (True, None)}
+    fused = FusedDecode(vae, "reference")
+    for wanted, output in outputs.items():
+        assert (decoded(vae, values, causal=wanted) - output).abs().max() < ROUNDING
+        assert fused.remark == FUSED
+    assert (outputs[True] - outputs[None]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["differs", "keeps others"])
+def test_a_later_frame_of_wan_may_differ(way, monkeypatch):
+    """The decoder goes on from the frames that were kept, which are compared too."""
+    vae, values, decode = autoencoder("wan 2.1"), latents(1, 4, 4, 5, 6), causal.decode
+    output = decoded(vae, values)
+
+    def other(decoder, x, *, feat_cache, **more):
+        is_later = feat_cache[0] is not None
+        frames = decode(decoder, x, feat_cache=feat_cache, **more)
+        if way == "keeps others":
+            feat_cache[:] = [2 * each if isinstance(each, torch.Tensor) else each for each in feat_cache]
+        return frames * (1.05 if is_later and way == "differs" else 1.0)
+
+    monkeypatch.setattr(causal, "decode", other)
+    fused = FusedDecode(vae, "reference")
+    for _ in range(2):
+        assert (decoded(vae, values) - output).abs().max() < ROUNDING
+        assert ("for the next call " if way == "keeps others" else "") + "fused kernels differ from" in fused.remark
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("way", "remark"), [("differs", "differ from the decoder"), ("fails", "no memory")])
+def test_a_later_frame_of_cogvideox_may_differ_or_fail(way, remark, monkeypatch):
+    """The decoder goes on from the frames that fused kernels kept, or anew."""
+    vae, values, decode = autoencoder("cogvideox"), latents(1, 4, 6, 3, 5), cogvideox.decode
+    output = decoded(vae, values)
+
+    def other(decoder, x, conv_cache=None, **more):
+        frames, kept = decode(decoder, x, conv_cache, **more)
+        if conv_cache and way == "fails":
+            raise torch.OutOfMemoryError("no memory")
+        return frames * (1.05 if conv_cache else 1.0), kept
+
+    fused = FusedDecode(vae, "reference")
+    if way == "fails":
+        decoded(vae, values)  # all forms are known
+    monkeypatch.setattr(cogvideox, "decode", other)
+    for _ in range(2):
+        assert (decoded(vae, values) - output).abs().max() < ROUNDING
+        assert remark in fused.remark
+
+
+BLOCK, FIRST = "up_blocks.0.resnets.0", "conv_in"
+NOISY = {**UPSAMPLED, "decoder_inject_noise": (True, False, False)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "config", "part", "changes", "reason"),
+    [
+        ("flux", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "its activation is ReLU"),
+        ("hunyuan-image", {}, "up_blocks.0", {"nonlinearity": nn.ReLU()}, "its decoder has a ReLU"),
+        ("hunyuan 1.5", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "its decoder has a ReLU"),
+        ("hunyuan 1.5", {}, FIRST, {"pad_mode": "constant"}, "a convolution pads with constant"),
+        ("cogvideox", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "its decoder has a ReLU"),
+        ("cogvideox", {}, FIRST, {"pad_mode": "replicate"}, "its convolutions pad with replicate"),
+        ("ltx 2", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "ReLU"),
+        ("ltx 0.9.0", NOISY, "", {}, "its residual blocks add noise"),
+        ("ltx 2", {"decoder_spatial_padding_mode": "circular"}, "", {}, "a convolution pads with circular"),
+    ],
+)
+def test_a_decoder_that_its_page_does_not_know_runs_itself(name, config, part, changes, reason):
+    vae = autoencoder(name, **config)
+    for attribute, value in changes.items():
+        setattr(vae.decoder.get_submodule(part), attribute, value)
+    fused = FusedDecode(vae, "reference")
+    decoded(vae, latents(1, 4, 3, 3) if shapes_of(name) is IMAGES else latents(1, 4, 2, 3, 3))
+    assert reason in fused.remark
