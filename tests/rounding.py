@@ -20,3 +20,8 @@ def equal_up_to_rounding(found: torch.Tensor | np.ndarray, expected: torch.Tenso
     if isinstance(found, np.ndarray):
         return bool((np.abs(found.astype(int) - expected.astype(int)) <= LEVELS).all())
     return bool((found - expected).norm() <= RELATIVE * expected.norm())
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative distance of two tensors."""
+    return float((found - expected).norm() / expected.norm())

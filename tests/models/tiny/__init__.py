@@ -3,12 +3,14 @@
 They are built once and shared by all tests; after each test :func:`require_unchanged` looks at those that it used.
 """
 
+import copy
 import functools
 
 import diffusers
 import torch
 from torch.utils._pytree import tree_map_only
 
+from dit_accel import accelerate_pipeline, restore_pipeline
 from tests.models.tiny import images, others, videos
 from tests.tiny import TINY_PIPELINES, tiny_output, tiny_pipeline
 
@@ -139,8 +141,24 @@ def pipeline(name: str):
     return pipeline_of_testing(name) if name in TINY_PIPELINES else built(name)[0]
 
 
-def output(name: str, steps: int, **arguments) -> torch.Tensor:
-    """Its latents."""
+def own(name: str):
+    """A copy of a tiny pipeline, which a test may change."""
+    return copy.deepcopy(pipeline(name))
+
+
+def output(name: str, steps: int, pipe=None, **arguments) -> torch.Tensor:
+    """Latents of the shared pipeline of that name, or of another one; several outputs are in one vector."""
+    pipe = pipe or pipeline(name)
     if name in TINY_PIPELINES:
-        return tiny_output(pipeline(name), name, steps=steps, **arguments)
-    return call(name, num_inference_steps=steps, **arguments)
+        return tiny_output(pipe, name, steps=steps, **arguments)
+    made = outputs(pipe, built(name)[1] | {"num_inference_steps": steps} | arguments)
+    return made[0] if len(made) == 1 else torch.cat([each.flatten() for each in made])
+
+
+def accelerated_output(name: str, preset, steps: int, pipe=None, **arguments) -> tuple:
+    """Latents of an accelerated run, and its report; the pipeline is restored afterwards."""
+    pipe = accelerate_pipeline(pipe or pipeline(name), preset)
+    try:
+        return output(name, steps, pipe, **arguments), pipe.dit_accel.report()
+    finally:
+        restore_pipeline(pipe)

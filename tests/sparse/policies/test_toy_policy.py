@@ -21,8 +21,7 @@ from dit_accel.sparse.policies.policy import Policy, every_row
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.tools.measure.tune import axes, calibration
 from tests.models import tiny
-from tests.models.naive_flux import Schedule
-from tests.models.naive_tiles import NaiveTiles, Sequence
+from tests.models.naive import NaiveAttention, Schedule, Sequence
 
 
 class BandPolicy(Policy):
@@ -124,7 +123,7 @@ PIPELINES = {  # where they attend, and tokens of 96 × 96 pixels
 }
 
 
-class NaiveBand(NaiveTiles):
+class NaiveBand(NaiveAttention):
     """Dense attention under a mask of the band's tiles."""
 
     def tiles(self, q, k, layout, kv_len):
@@ -154,8 +153,9 @@ def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band)
         assert report.fallbacks == report.notes == [] and (report.left_out > 0.02) == (reach == 0)
         assert len(report.attentions) == 6 * len(PIPELINES[name].modules(pipe.transformer))
         if reach == 0:
-            naive = NaiveBand(Schedule(pipe, preset, 8), PIPELINES[name])
-            with naive.within(pipe.transformer) as kept:
+            schedule = Schedule(pipe, preset, 8)
+            naive = NaiveBand(schedule, PIPELINES[name])
+            with schedule.followed(), naive.within(pipe.transformer) as kept:
                 expected = tiny.output(name, 8, **size)
             assert report.left_out == pytest.approx(1 - sum(kept) / len(kept), abs=1e-6)
     few, all_of_them = results
