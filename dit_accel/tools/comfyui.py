@@ -41,16 +41,11 @@ Apply = Callable[..., torch.Tensor]  # ComfyUI's apply_model: latents, sigma and
 
 
 class SampledModel:
-    """Closed loop around one ComfyUI ``MODEL``, with a new controller for each sampler run.
-
-    Args:
-        preset: at level ``output``.
-        wrapped: the model's previous ``model_function_wrapper``, or None.
-    """
+    """Closed loop around one ComfyUI ``MODEL``, with a new controller for each sampler run."""
 
     def __init__(self, preset: Preset, wrapped: Callable[[Apply, dict[str, Any]], torch.Tensor] | None = None) -> None:
-        self._preset = preset
-        self._wrapped = wrapped
+        self._preset = preset  # at level output
+        self._wrapped = wrapped  # the model's previous model_function_wrapper
         self._clock: SigmaClock | None = None  # of the run in progress
         self._controller: Controller | None = None  # of the latest run
 
@@ -59,10 +54,9 @@ class SampledModel:
         return None if self._controller is None else self._controller.read_report()
 
     def sample(self, executor: Any, guider: Any, sigmas: torch.Tensor, extra_args: Any, *others: Any) -> torch.Tensor:
-        """Run a sampler; a wrapper of ComfyUI's type ``sampler_sample``.
+        """Run a sampler, ``executor.class_obj``; a wrapper of ComfyUI's type ``sampler_sample``.
 
         Args:
-            executor: calls the sampler, which is its ``class_obj``.
             guider: calls the model for the sampler.
             sigmas: noise levels before each step and after the last, float ``[steps + 1]``.
             extra_args: passed by the sampler to the guider with each call.
@@ -154,23 +148,19 @@ def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tu
     """Return the streams of latents, such as video and audio, that ComfyUI packs into one tensor ``[B, 1, N]``.
 
     The error of each is measured, and the largest decides; together the many numbers of a video would hide a sound's.
-
-    Args:
-        shapes: of the streams, batch first; None = the latents are one stream.
+    Without shapes, which have the batch first, the latents are one stream.
     """
     sizes = [math.prod(shape[1:]) for shape in shapes or ()]
     return packed.split(sizes, dim=-1) if sum(sizes) == packed.shape[-1] else (packed,)
 
 
-def _conditions(apply_model: Apply, given: dict[str, Any]) -> dict[str, Any]:
+def _conditions(apply_model: Apply, conditions: dict[str, Any]) -> dict[str, Any]:
     """Collect a call's conditions by name: tensors and numbers, whether a ControlNet is active, strengths of hooks.
 
-    Args:
-        apply_model: a method of ComfyUI's model, whose patcher has the hooks, such as LoRAs with keyframes.
-        given: the call's ``c``.
+    The patcher of ComfyUI's model, of which ``apply_model`` is a method, has the hooks, such as LoRAs with keyframes.
     """
-    items = leaves(given, without=("transformer_options", "control"))
-    items["control"] = given.get("control") is not None  # its residuals differ at every step
+    items = leaves(conditions, without=("transformer_options", "control"))
+    items["control"] = conditions.get("control") is not None  # its residuals differ at every step
     patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
     hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
     items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)
@@ -198,15 +188,10 @@ def _outlook(
 
 
 class _TriedModel:
-    """Replacement for ComfyUI's model in a trial run of a sampler.
-
-    Args:
-        inner_model: the run's guider, from which samplers read the type of the model.
-        model: model function of the trial.
-    """
+    """Replacement for ComfyUI's model in a trial run of a sampler."""
 
     def __init__(self, inner_model: Any, model: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
-        self.inner_model = inner_model
+        self.inner_model = inner_model  # the run's guider, from which samplers read the type of the model
         self._model = model
 
     def __call__(self, latents: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -219,7 +204,7 @@ def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides:
     Args:
         model: ComfyUI's ``ModelPatcher``; not changed.
         preset: name of a shipped preset or a :class:`Preset`, at level ``output`` and for any model.
-        overrides: preset keys to change, e.g. ``target_error=0.1``.
+        overrides: preset keys to change, such as ``target_error=0.1``.
 
     Raises:
         PresetError: unknown preset, key or value.
@@ -262,34 +247,22 @@ class AccelerateNode:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        target = {
-            "default": 0.0,
-            "min": 0.0,
-            "max": 10.0,
-            "step": 0.01,
-            "tooltip": "lower = closer to plain, slower; 0 = the preset's value",
-        }
-        warmup = {
-            "default": -1,
-            "min": -1,
-            "max": 1000,
-            "tooltip": "steps computed at the start; -1 = the preset's value",
-        }
+        preset = {"default": "balanced", "tooltip": "for video models use a preset that starts with video-"}
+        target = {"tooltip": "lower = closer to plain, slower; 0 = the preset's value"}
+        warmup = {"tooltip": "steps computed at the start; -1 = the preset's value"}
         return {
             "required": {
                 "model": ("MODEL",),
-                "preset": (
-                    output_presets(),
-                    {"default": "balanced", "tooltip": "for video models use a preset that starts with video-"},
-                ),
-                "target_error": ("FLOAT", target),
-                "warmup": ("INT", warmup),
+                "preset": (output_presets(), preset),
+                "target_error": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 10.0, "step": 0.01, **target}),
+                "warmup": ("INT", {"default": -1, "min": -1, "max": 1000, **warmup}),
             }
         }
 
     def accelerate(self, model: Any, preset: str, target_error: float, warmup: int) -> tuple[Any]:
-        changed = {"target_error": target_error or None, "warmup": warmup if warmup >= 0 else None}
-        return (accelerate_model(model, preset, **{key: value for key, value in changed.items() if value is not None}),)
+        overrides = {"target_error": target_error} if target_error else {}
+        overrides |= {"warmup": warmup} if warmup >= 0 else {}
+        return (accelerate_model(model, preset, **overrides),)
 
 
 class ReportNode:

@@ -21,11 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:dit-accel")  # plain runs warn
 
 
 class Model:
-    """A smooth denoiser: a mixture of two images, weighted by the latents' distance from each.
-
-    Args:
-        sigma_max: largest noise level.
-    """
+    """A smooth denoiser: a mixture of two images, weighted by the latents' distance from each."""
 
     def __init__(self, sigma_max: float) -> None:
         self.model_sampling = SimpleNamespace(sigma_max=torch.tensor(sigma_max))
@@ -56,7 +52,9 @@ class Patcher:
     def clone(self):
         other = Patcher(self.model)
         other.model_options = copy.deepcopy(self.model_options)
-        other.wrappers = {kind: {key: list(each) for key, each in keys.items()} for kind, keys in self.wrappers.items()}
+        other.wrappers = {
+            kind: {key: list(items) for key, items in keys.items()} for kind, keys in self.wrappers.items()
+        }
         other.attachments = dict(self.attachments)
         return other
 
@@ -91,9 +89,7 @@ class Executor:
 class Guider:
     """Calls the model for a sampler: with guidance both branches, in one batch or apart.
 
-    Args:
-        batched: whether the branches go in one batch; a function of the noise level.
-        change: of the model and the conditions of a call, given the noise level.
+    ``batched``, of the noise level, decides on it; ``change`` changes the model and the conditions of a call.
     """
 
     def __init__(self, patcher, guidance=1.0, batched=lambda sigma: True, change=lambda model, conditions, sigma: None):
@@ -103,7 +99,7 @@ class Guider:
     def __call__(self, latents, sigma, model_options=None, seed=None):
         branches = [("wanted", 1.0)] if self.guidance == 1.0 else [("wanted", 1.0), ("unwanted", -1.0)]
         parts = [branches] if self.batched(float(sigma[0])) else [[branch] for branch in branches]
-        denoised = torch.cat([part for each in parts for part in self._call(latents, sigma, each, model_options)])
+        denoised = torch.cat([part for group in parts for part in self._call(latents, sigma, group, model_options)])
         if self.guidance == 1.0:
             return denoised
         wanted, unwanted = denoised.chunk(2)
@@ -189,7 +185,7 @@ def run(patcher, sampler=euler, sigmas=None, guider=None, seed=3, shape=(1, 4, 6
     options["transformer_options"] = {**options["transformer_options"], "sample_sigmas": sigmas}
     torch.manual_seed(seed)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    wrappers = [each for keys in patcher.wrappers.get("sampler_sample", {}).values() for each in keys]
+    wrappers = sum(patcher.wrappers.get("sampler_sample", {}).values(), [])
     patcher.model.calls.clear()
     with torch.inference_mode():
         return Executor(Sampler(sampler), wrappers)(guider, sigmas, {"model_options": options, "seed": seed}, noise)
@@ -232,15 +228,17 @@ def test_steps_are_forecast(patcher):
     assert run(patcher).equal(plain), "the model that came in stays as it is"
 
 
-def test_target_error_decides_between_work_and_quality(flow):
-    """A lower target computes more steps and comes nearer."""
+def test_the_nodes_inputs_decide_between_work_and_quality(flow):
+    """A lower target computes more steps and comes nearer; 0 and -1 stand for the preset's values."""
     plain, errors, computed = run(flow), [], []
-    for target in (0.4, 0.02):
-        accelerated = accelerate_model(flow, target_error=target, warmup=3)
+    for target, warmup in ((0.4, 3), (0.02, 3), (0.0, -1)):
+        (accelerated,) = AccelerateNode().accelerate(flow, "balanced", target, warmup)
         errors.append(off(run(accelerated), plain))
         computed.append(len(flow.model.calls))
-        assert [step.mode for step in report_of(accelerated).steps[:3]] == ["full"] * 3
+        assert warmup < 0 or [step.mode for step in report_of(accelerated).steps[:3]] == ["full"] * 3
     assert errors[0] > errors[1] and computed[0] < computed[1]
+    run(accelerate_model(flow))
+    assert computed[2] == len(flow.model.calls)
 
 
 class VideoWithSound(Model):
@@ -257,24 +255,19 @@ class VideoWithSound(Model):
         return torch.cat(denoised, dim=-1).view(latents.shape)
 
 
-@pytest.mark.parametrize("preset", ["exact", "balanced"])
-def test_streams_of_a_packed_tensor_are_judged_apart(preset):
+def test_streams_of_a_packed_tensor_are_compared_apart():
     """A long video that is easy to forecast hides no error of the short sound with it."""
-    patcher = Patcher(VideoWithSound(FLOW))
+    patcher, shape = Patcher(VideoWithSound(FLOW)), (1, 1, 144)
 
-    def told(model, conditions, sigma):
+    def add_shapes(model, conditions, sigma):
         conditions["latent_shapes"] = VideoWithSound.SHAPES
 
-    shape = (1, 1, 144)
     plain = run(patcher, shape=shape)
-    accelerated, whole = accelerate_model(patcher, preset), accelerate_model(patcher, preset)
-    latents, together = (
-        run(accelerated, guider=Guider(accelerated, change=told), shape=shape),
-        run(whole, guider=Guider(whole), shape=shape),
-    )
-    if preset == "exact":
-        assert torch.equal(latents, plain)
-        return
+    for preset in ("exact", "balanced"):
+        accelerated, whole = accelerate_model(patcher, preset), accelerate_model(patcher, preset)
+        latents = run(accelerated, guider=Guider(accelerated, change=add_shapes), shape=shape)
+        together = run(whole, guider=Guider(whole), shape=shape)
+        assert preset != "exact" or torch.equal(latents, plain)
     assert report_of(accelerated).computed_fraction < 1
     assert off(latents[..., 120:], plain[..., 120:]) < 0.3 * off(together[..., 120:], plain[..., 120:])
 
@@ -283,8 +276,8 @@ def test_flows_are_corrected_and_others_say_that_they_are_not(patcher):
     """The moves of Euler's steps are known, and count where the model predicts a flow."""
     accelerated = accelerate_model(patcher)
     run(accelerated)
-    told = any("nothing corrected" in note for note in report_of(accelerated).notes)
-    assert told == (patcher.model.model_sampling.sigma_max > 1)
+    noted = any("nothing corrected" in note for note in report_of(accelerated).notes)
+    assert noted == (patcher.model.model_sampling.sigma_max > 1)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +297,7 @@ def test_branches_of_guidance(flow, batched):
     assert report_of(accelerated).computed_fraction < 0.9
 
 
-@pytest.mark.parametrize(
-    "sampler, reason",
-    [pytest.param(heun, "more than once a step", id="heun"), pytest.param(ancestral, "draws noise", id="ancestral")],
-)
+@pytest.mark.parametrize("sampler, reason", [(heun, "more than once a step"), (ancestral, "draws noise")])
 def test_other_samplers_run_plainly(patcher, sampler, reason):
     """A sampler with more than one call per step, or with noise, gives the plain result, and a note says so."""
     plain, calls = run(patcher, sampler), len(patcher.model.calls)
@@ -320,8 +310,7 @@ def test_other_samplers_run_plainly(patcher, sampler, reason):
 
 def test_an_untried_sampler_is_known_by_its_calls(flow):
     """A sampler that fails in the trial and calls between the steps runs plainly, recognised by its calls."""
-    plain = run(flow, halfway)
-    accelerated = accelerate_model(flow)
+    plain, accelerated = run(flow, halfway), accelerate_model(flow)
     assert torch.equal(run(accelerated, halfway), plain)
     assert any("between steps" in note for note in report_of(accelerated).notes)
 
@@ -383,7 +372,7 @@ def test_the_folder_for_custom_nodes(flow):
     for node in nodes.NODE_CLASS_MAPPINGS.values():
         assert callable(getattr(node, node.FUNCTION)) and node.INPUT_TYPES()["required"]["model"] == ("MODEL",)
     assert "balanced" in output_presets() and "flux-flashomni-paper" not in output_presets()
-    (accelerated,) = AccelerateNode().accelerate(flow, "balanced", target_error=0.0, warmup=-1)
+    accelerated = accelerate_model(flow)
     assert ReportNode().report(accelerated, "latents")["result"] == ("latents", "no run yet")
     run(accelerated)
     shown = ReportNode().report(accelerated, "latents")
@@ -426,9 +415,8 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
 
 def test_errors(flow):
     """Each error names the argument, its value, and the solution."""
-    with pytest.raises(
-        UnsupportedError, match=r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
-    ):
+    fix = r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
+    with pytest.raises(UnsupportedError, match=fix):
         accelerate_model(flow, "flux-flashomni-paper")
     with pytest.raises(PresetError, match="target_eror"):
         accelerate_model(flow, target_eror=0.1)
