@@ -185,7 +185,7 @@ def run(patcher, sampler=euler, sigmas=None, guider=None, seed=3, shape=(1, 4, 6
     options["transformer_options"] = {**options["transformer_options"], "sample_sigmas": sigmas}
     torch.manual_seed(seed)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    wrappers = sum(patcher.wrappers.get("sampler_sample", {}).values(), [])
+    wrappers = [one for keys in patcher.wrappers.get("sampler_sample", {}).values() for one in keys]
     patcher.model.calls.clear()
     with torch.inference_mode():
         return Executor(Sampler(sampler), wrappers)(guider, sigmas, {"model_options": options, "seed": seed}, noise)

@@ -1,7 +1,9 @@
 """PSNR, SSIM and the latent error against closed forms and an independent naive computation."""
 
 import math
+import sys
 import tracemalloc
+import types
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ import torch
 from PIL import Image
 
 from dit_accel.errors import ShapeError
+from dit_accel.tools.measure import metrics as page
 from dit_accel.tools.measure.metrics import _halved, clip_ssim, latent_error, ms_ssim, psnr, ssim
+
+METRICS = (psnr, ssim, latent_error)
 
 
 def _noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -34,25 +39,18 @@ def _naive_ssim(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.mean(values))
 
 
-@pytest.mark.parametrize("offset", [1, 5, 64], ids="offset-{}".format)
+@pytest.mark.parametrize("offset", [1, 5, 64, 255])
 def test_psnr_of_a_constant_offset_is_20_log10_of_its_inverse(offset):
-    """A constant difference of d grey levels gives 20·log10(255 / d) dB."""
-    a = np.full((9, 7, 3), 100, dtype=np.uint8)
-    assert psnr(a, a + np.uint8(offset)) == pytest.approx(20 * math.log10(255 / offset), abs=1e-9)
+    """A constant difference of d grey levels gives 20·log10(255 / d) dB, in either order."""
+    a, b = (np.full((9, 7, 3), level, dtype=np.uint8) for level in (0, offset))
+    assert psnr(a, b) == psnr(b, a) == pytest.approx(20 * math.log10(255 / offset), abs=1e-9)
 
 
-def test_psnr_does_not_wrap_around():
-    """0 against 255 is the largest difference, 0 dB, in either order."""
-    black, white = np.zeros((4, 4), np.uint8), np.full((4, 4), 255, np.uint8)
-    assert psnr(black, white) == psnr(white, black) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_equal_pictures_are_perfect():
+def test_equal_images_are_perfect():
     """Equal images have infinite PSNR, SSIM 1 and latent error 0."""
-    picture = _noise(16, 16, 3)
-    assert psnr(picture, picture.copy()) == math.inf
-    assert ssim(picture, picture.copy()) == pytest.approx(1.0, abs=1e-12)
-    assert latent_error(picture, picture.copy()) == 0.0
+    image = _noise(16, 16, 3)
+    assert (psnr(image, image.copy()), latent_error(image, image.copy())) == (math.inf, 0.0)
+    assert ssim(image, image.copy()) == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(11, 11), (13, 19), (24, 12)], ids=str)
@@ -63,10 +61,12 @@ def test_ssim_matches_the_naive_computation(shape):
     assert ssim(a, b) == pytest.approx(_naive_ssim(a, b), abs=1e-12)
 
 
-def test_ssim_of_constant_pictures_is_the_luminance_term():
-    """Without structure only (2·μa·μb + C1) / (μa² + μb² + C1) remains, with C1 = 0.01²."""
-    expected = (2 * 0.2 * 0.6 + 1e-4) / (0.2**2 + 0.6**2 + 1e-4)
-    assert ssim(np.full((20, 20), 0.2), np.full((20, 20), 0.6)) == pytest.approx(expected, abs=1e-9)
+def test_ssim_of_constant_images_is_the_luminance_term():
+    """Only (2·μa·μb + C1) / (μa² + μb² + C1) remains, with C1 = 0.01², and of five scales only at the coarsest."""
+    term = (2 * 0.2 * 0.6 + 1e-4) / (0.2**2 + 0.6**2 + 1e-4)
+    a, b = np.full((176, 180), 0.2), np.full((176, 180), 0.6)
+    assert ssim(a, b) == pytest.approx(term, abs=1e-9)
+    assert ms_ssim(a, b) == pytest.approx(term**0.1333)
 
 
 def test_ssim_of_colour_is_that_of_its_luma():
@@ -74,13 +74,6 @@ def test_ssim_of_colour_is_that_of_its_luma():
     a, b = _noise(16, 16, 4), _noise(16, 16, 4, seed=1)
     luma = np.array([0.299, 0.587, 0.114])
     assert ssim(a, b) == pytest.approx(ssim(a[..., :3] @ luma, b[..., :3] @ luma), abs=1e-12)
-
-
-def test_ms_ssim_judges_luminance_at_the_coarsest_scale_alone():
-    """Constant images differ in luminance only, which counts with the last weight."""
-    a, b = np.full((176, 180), 0.25), np.full((176, 180), 0.75)
-    term = (2 * 0.25 * 0.75 + 1e-4) / (0.25**2 + 0.75**2 + 1e-4)
-    assert ms_ssim(a, b) == pytest.approx(term**0.1333)
 
 
 def test_each_scale_is_the_mean_of_four_pixels():
@@ -126,51 +119,84 @@ def test_long_clips_are_compared_frame_by_frame(metric):
 
 
 @pytest.mark.parametrize("metric", [psnr, ssim], ids=["psnr", "ssim"])
-def test_every_representation_of_a_picture_gives_the_same_number(metric):
+def test_every_representation_of_an_image_gives_the_same_number(metric):
     """PIL, uint8 and float arrays, and tensors with channels first agree, mixed or not."""
     a, b = ((255 * _noise(14, 18, 3, seed=seed)).astype(np.uint8) for seed in (0, 1))
     expected = metric(a, b)
+    first, second = (torch.from_numpy(image).permute(2, 0, 1) for image in (a, b))
     assert metric(Image.fromarray(a), Image.fromarray(b)) == expected
-    assert metric(a / 255.0, Image.fromarray(b)) == pytest.approx(expected, abs=1e-9)
-    tensors = [torch.from_numpy(picture).permute(2, 0, 1) for picture in (a, b)]
-    assert metric(*tensors) == pytest.approx(expected, abs=1e-9)
-    assert metric(tensors[0].double() / 255, b) == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_latent_error_of_a_scaled_tensor_is_the_scale(dtype):
-    """An estimate of 1.5·F is off by half of F in every dtype (0.5 is exact in all of them)."""
-    reference = torch.arange(1, 33).reshape(2, 4, 4).to(dtype)
-    assert latent_error(1.5 * reference, reference) == pytest.approx(0.5, abs=1e-12)
+    for pair in ((a / 255.0, Image.fromarray(b)), (first, second), (first.double() / 255, b)):
+        assert metric(*pair) == pytest.approx(expected, abs=1e-9)
 
 
 def test_latent_error_is_relative_to_the_reference():
-    """Swapping the arguments changes the denominator; against zeros the error is infinite."""
-    small, large = torch.full((3,), 1.0), torch.full((3,), 4.0)
-    assert latent_error(small, large) == pytest.approx(0.75)
-    assert latent_error(large, small) == pytest.approx(3.0)
-    assert latent_error(small, torch.zeros(3)) == math.inf
+    """An estimate of 1.5·F is off by half of F in every dtype; against zeros the error is infinite."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        reference = torch.arange(1, 33).reshape(2, 4, 4).to(dtype)
+        assert latent_error(1.5 * reference, reference) == pytest.approx(0.5, abs=1e-12)
+        assert latent_error(reference, 4 * reference) == pytest.approx(0.75)
+        assert latent_error(reference, 0 * reference) == math.inf
 
 
-@pytest.mark.parametrize("metric", [psnr, ssim, latent_error], ids=["psnr", "ssim", "latent_error"])
-def test_different_shapes_are_refused(metric):
-    """Nothing broadcasts: both shapes are named."""
-    with pytest.raises(ShapeError, match=r"same shape, got \[16, 16\] and \[16, 12\]"):
-        metric(_noise(16, 16), _noise(16, 12))
+SQUARE = np.zeros((16, 16))
 
 
 @pytest.mark.parametrize(
-    ("metric", "picture", "message"),
+    ("metric", "a", "b", "message"),
     [
-        (psnr, np.zeros((12, 12), np.int64), "uint8 .* or floating .* got int64"),
-        (ssim, np.zeros((8, 40)), r"at least 11 x 11 pixels, got \[8, 40\]"),
-        (ms_ssim, np.zeros((175, 300)), r"at least 176 x 176 pixels, got \[175, 300\]"),
-        (ssim, np.zeros((2, 16, 16, 3)), r"single images .* got shape \[2, 16, 16, 3\]"),
-        (psnr, np.zeros((0, 4)), r"must hold values, got shape \[0, 4\]"),
+        *((metric, SQUARE, SQUARE[:, :12], r"same shape, got \[16, 16\] and \[16, 12\]") for metric in METRICS),
+        (psnr, *[np.zeros((12, 12), np.int64)] * 2, "uint8 .* or floating .* got int64"),
+        (ssim, *[np.zeros((8, 40))] * 2, r"at least 11 x 11 pixels, got \[8, 40\]"),
+        (ms_ssim, *[np.zeros((175, 300))] * 2, r"at least 176 x 176 pixels, got \[175, 300\]"),
+        (ssim, *[np.zeros((2, 16, 16, 3))] * 2, r"single images .* got shape \[2, 16, 16, 3\]"),
+        (psnr, *[np.zeros((0, 4))] * 2, r"must hold values, got shape \[0, 4\]"),
     ],
-    ids=["integers", "too-small", "too-small-for-scales", "batch", "empty"],
 )
-def test_what_cannot_be_compared_is_refused(metric, picture, message):
-    """Each error names the requirement and the given value."""
+def test_what_cannot_be_compared_is_refused(metric, a, b, message):
+    """Nothing broadcasts; each error names the requirement and the given value."""
     with pytest.raises(ShapeError, match=message):
-        metric(picture, picture)
+        metric(a, b)
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """A function that installs a package that the tests bring, with weights; before its call none is installed."""
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+
+    def install(name, **attributes):
+        monkeypatch.setattr(page, "find_spec", lambda name: object())
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**attributes))
+
+    return install
+
+
+def test_lpips_is_there_with_its_package_and_weights(installed, tmp_path):
+    """Nothing is downloaded. The network gets both videos, in 0..1, and its mean over frames comes back."""
+
+    class Network(torch.nn.Module):
+        def forward(self, a, b, normalize):
+            assert normalize
+            return (a - b).abs().mean((1, 2, 3))
+
+    assert page.lpips_distance(torch.device("cpu")) == "the package lpips is not installed"
+    installed("lpips", LPIPS=lambda net, verbose: Network())
+    assert page.lpips_distance(torch.device("cpu")) == f"AlexNet's weights are not in {tmp_path / 'checkpoints'}"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / page.LPIPS_BACKBONE).touch()
+    assert page.lpips_distance(torch.device("cpu"))(torch.ones(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)) == 1.0
+
+
+def test_flip_is_the_mean_over_frames(installed):
+    """The package gets each pair of frames as float32 in 0..1, channels last."""
+
+    def evaluate(reference, test, kind, applyMagma):
+        assert (reference.dtype, reference.shape, kind, applyMagma) == (np.float32, (4, 6, 3), "LDR", False)
+        return None, abs(reference - test).mean(), {}
+
+    assert page.flip_error() == "the package flip-evaluator is not installed"
+    installed("flip_evaluator", evaluate=evaluate)
+    plain = torch.zeros(2, 3, 4, 6, dtype=torch.bfloat16)
+    other = plain.clone()
+    other[1] = 0.5
+    assert page.flip_error()(plain, other) == pytest.approx(0.25)
