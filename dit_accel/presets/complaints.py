@@ -39,8 +39,8 @@ def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
         case "union_tag_invalid":
             section = cast("type[Formed]", inside)
             *others, last = (repr(name) for name in section.forms)
-            message, given = f"Input should be {', '.join(others)} or {last}", error["input"][section.chooser]
-            return _wrong_value([*path, section.chooser], message, given)
+            message, value = f"Input should be {', '.join(others)} or {last}", error["input"][section.chooser]
+            return _wrong_value([*path, section.chooser], message, value)
     return _wrong_value(path, error["msg"], error["input"])
 
 
@@ -66,7 +66,7 @@ def _missing(path: list[str], place: Model) -> str:
         return f"{'.'.join(path)} is required"
     example = (place.model_fields[path[-1]].examples or [None])[0]
     before = f"{'.'.join(path[:-1])}: " if path[:-1] else ""
-    form = next(name for name, each in section.forms.items() if each is place)
+    form = next(name for name, known in section.forms.items() if known is place)
     return f"{before}{section.chooser} '{form}' needs {path[-1]}" + (f", e.g. {example}" if example else "")
 
 
@@ -75,8 +75,8 @@ def _unknown(path: list[str], place: Model) -> str:
     return f"unknown key {'.'.join(path)!r}{did_you_mean(path[-1], valid)}; valid keys here: {', '.join(valid)}"
 
 
-def _wrong_value(path: list[str], message: str, given: Any) -> str:
-    return f"{'.'.join(path)}: {message}, got {shown(given)}"
+def _wrong_value(path: list[str], message: str, value: Any) -> str:
+    return f"{'.'.join(path)}: {message}, got {shown(value)}"
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:

@@ -79,15 +79,13 @@ def preset_schema() -> dict[str, Any]:
 
 def _ask_for_nothing(schema: Any) -> None:
     """Make all keys optional, because a preset with a base may leave out any; then several forms may match."""
-    if isinstance(schema, list):
-        for each in schema:
-            _ask_for_nothing(each)
     if isinstance(schema, dict):
         schema.pop("required", None)
         if "oneOf" in schema:
             schema["anyOf"] = schema.pop("oneOf")
-        for each in schema.values():
-            _ask_for_nothing(each)
+    if isinstance(schema, list | dict):
+        for part in schema.values() if isinstance(schema, dict) else schema:
+            _ask_for_nothing(part)
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise PresetError(f"{file} can't be read: {error}") from None
     if real in seen:
         raise PresetError(
-            f"base of preset {path} leads back to itself: {' -> '.join(each.name for each in (*seen, real))}"
+            f"base of preset {path} leads back to itself: {' -> '.join(step.name for step in (*seen, real))}"
         )
     if len(seen) == LONGEST_CHAIN:
         raise PresetError(
@@ -171,7 +169,7 @@ def _decisive(values: dict[str, Any]) -> dict[str, Any] | None:
 
 def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the section of each holder under a name; empty if it is no mapping, which validation rejects later."""
-    return [held if isinstance(held := holder.get(name), dict) else {} for holder in holders]
+    return [section if isinstance(section := holder.get(name), dict) else {} for holder in holders]
 
 
 def _validated(values: dict[str, Any], source: str) -> Preset:

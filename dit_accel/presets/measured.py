@@ -9,23 +9,14 @@ from dit_accel.presets.loading import preset_path
 
 
 class MeasuredRun(NamedTuple):
-    """Measured runs of one number of steps, over models and schedules.
-
-    Args:
-        steps: number of steps.
-        computed: smallest and largest share of the plain run's FLOPs.
-        psnr: smallest and largest mean over prompts, in dB, compared with the plain run.
-        models: names of the demo models.
-        dtype: dtype of the models' weights.
-        source: file in docs/results with the figures.
-    """
+    """Measured runs of one number of steps, over models and schedules."""
 
     steps: int
-    computed: tuple[float, float]
-    psnr: tuple[float, float]
-    models: tuple[str, ...]
-    dtype: str
-    source: str
+    computed: tuple[float, float]  # smallest and largest share of the plain run's FLOPs
+    psnr: tuple[float, float]  # smallest and largest mean over prompts, in dB, compared with the plain run
+    models: tuple[str, ...]  # demo models
+    dtype: str  # of the models' weights
+    source: str  # file in docs/results
 
 
 def measured(name: str) -> tuple[MeasuredRun, ...]:

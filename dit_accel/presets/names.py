@@ -11,12 +11,9 @@ PLAIN = ("quality", "balanced", "turbo")  # names for any pipeline; video pipeli
 
 
 def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
-    """Return the argument of :func:`load_preset` for a pipeline.
+    """Return the argument of :func:`load_preset` for a pipeline that makes images or videos; None = `balanced`.
 
-    Args:
-        preset: a name, a path or a :class:`Preset`; None = `balanced`. Only None and the plain names `quality`,
-            `balanced` and `turbo` have a separate form for videos.
-        is_video: True = the pipeline makes videos.
+    Only None and the plain names `quality`, `balanced` and `turbo` have a separate form for videos.
     """
     name = DEFAULT if preset is None else preset
     return f"video-{name}" if is_video and name in PLAIN else name

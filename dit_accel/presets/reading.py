@@ -92,16 +92,16 @@ class _Copy:
         if level > MOST_LEVELS:
             raise ValueError(f"more than {MOST_LEVELS} nested levels, aliases written out")
         if isinstance(value, list):
-            return [self.of(each, level + 1) for each in value]
+            return [self.of(item, level + 1) for item in value]
         if not isinstance(value, dict):
             if value is not None and not isinstance(value, (str, int, float)):
                 raise ValueError(f"tags are not allowed, got a {type(value).__name__}")
             return value
         self._left -= len(value)
-        copied = {key: self.of(each, level + 1) for key, each in value.items()}
+        copied = {key: self.of(item, level + 1) for key, item in value.items()}
         merged = copied.pop("<<", [])
-        for each in reversed(merged if isinstance(merged, list) else [merged]):
-            if not isinstance(each, dict):
-                raise ValueError(f"<< must name mappings, got {type(each).__name__}")
-            copied = each | copied
+        for mapping in reversed(merged if isinstance(merged, list) else [merged]):
+            if not isinstance(mapping, dict):
+                raise ValueError(f"<< must name mappings, got {type(mapping).__name__}")
+            copied = mapping | copied
         return copied

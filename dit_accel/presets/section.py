@@ -45,8 +45,8 @@ class Formed(Section):
         """Return the keys that other forms have and this form lacks; empty if ``form`` is no form."""
         if not isinstance(form, str) or form not in cls.forms:
             return []
-        own = cls.forms[form].model_fields
-        return [key for other in cls.forms.values() for key in other.model_fields if key not in own]
+        known = cls.forms[form].model_fields
+        return [key for other in cls.forms.values() for key in other.model_fields if key not in known]
 
     @classmethod
     def is_formed(cls) -> bool:

@@ -32,12 +32,7 @@ LORA = "pytorch_lora_weights.safetensors"  # diffusers' file name of a LoRA
 
 
 class TransformerCalls:
-    """Keep the token layout of a transformer's latest call, because gradient checkpointing may rerun its blocks.
-
-    Args:
-        family: facts of the transformer's family, which find the layout from the arguments.
-        transformer: the transformer.
-    """
+    """Keep the token layout of a transformer's latest call, because gradient checkpointing may rerun its blocks."""
 
     def __init__(self, family: Family, transformer: nn.Module) -> None:
         self.tokens: Tokens | None = None
@@ -56,38 +51,35 @@ class TransformerCalls:
 class SlaProcessor(nn.Module):
     """A model's own attention processor, with SLA in place of its attention over the block's own tokens.
 
-    Args:
-        own: the processor, which still computes projections, norms and rotary embeddings.
-        attention: SLA's attention; its projection becomes a parameter of the transformer.
-        calls: has the token layout of the transformer call in progress.
-        sees_text: True = text is among the attention's tokens.
+    The processor still computes projections, norms and rotary embeddings. SLA's projection becomes a parameter of the
+    transformer.
     """
 
-    def __init__(self, own: Any, attention: SparseLinearAttention, calls: TransformerCalls, sees_text: bool) -> None:
+    def __init__(self, base: Any, attention: SparseLinearAttention, calls: TransformerCalls, sees_text: bool) -> None:
         super().__init__()
-        self.own = own
+        self.base = base
         self.attention = attention
         self.calls = calls
         self._sees_text = sees_text
         # diffusers reads a processor's arguments from the signature of __call__.
-        self.__dict__["__call__"] = update_wrapper(partial(SlaProcessor.__call__, self), own.__call__)
+        self.__dict__["__call__"] = update_wrapper(partial(SlaProcessor.__call__, self), base.__call__)
 
     @torch.compiler.disable  # compilers can't trace the context that catches the processor's attention
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tokens, block = self.calls.tokens, self.attention.settings.block
         if tokens is None:  # the attention was called outside of the transformer
-            return self.own(attn, *args, **kwargs)
+            return self.base(attn, *args, **kwargs)
 
         def attend(inputs: Inputs) -> torch.Tensor:
             return self.attention(*inputs[:3], layout=inputs.layout, kv_len=inputs.kv_len)
 
         def attend_sla(
-            own: Tokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any
+            seen: Tokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any
         ) -> Any:
-            return with_leading_keys(attend, own, block, (q, k, v), dense, key_lengths(mask, own), mask)
+            return with_leading_keys(attend, seen, block, (q, k, v), dense, key_lengths(mask, seen), mask)
 
         with Catching(tokens.seen(self._sees_text), attend_sla) as catching:
-            output = self.own(attn, *args, **kwargs)
+            output = self.base(attn, *args, **kwargs)
         if catching.missed is not None:
             raise UnsupportedError(f"a block's own attention processor {catching.missed} before swap_attention")
         return output
@@ -114,9 +106,9 @@ def swap_attention(
     attentions = {}
     for transformer, found in _attentions(pipe):
         _, head_dim = require_family(transformer).heads(transformer)
-        for each in found:
+        for layer in found:
             attention = SparseLinearAttention(head_dim, critical, negligible, feature_map, block)
-            attentions[each.site] = attention.to(transformer.device, transformer.dtype)
+            attentions[layer.site] = attention.to(transformer.device, transformer.dtype)
     restore_attention(pipe)
     _put_in(pipe, attentions)
     return attentions
@@ -127,13 +119,13 @@ def restore_attention(pipe: Any) -> None:
     for module in _modules(pipe).values():
         if isinstance(module.processor, SlaProcessor):
             module.processor.calls.remove()
-            _set_processor(module, module.processor.own)
+            _set_processor(module, module.processor.base)
 
 
 def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
     """Return the attentions of :func:`swap_attention`, by site."""
     processors = {site: module.processor for site, module in _modules(pipe).items()}
-    return {site: held.attention for site, held in processors.items() if isinstance(held, SlaProcessor)}
+    return {site: found.attention for site, found in processors.items() if isinstance(found, SlaProcessor)}
 
 
 def save_swapped(pipe: Any, folder: str | Path) -> None:
@@ -187,7 +179,7 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
 
 def _save_transformers(pipe: Any, folder: Path) -> None:
     transformers = denoisers(pipe)
-    loras = [(name, adapter) for name, each in transformers.items() for adapter in getattr(each, "peft_config", ())]
+    loras = [(name, adapter) for name, model in transformers.items() for adapter in getattr(model, "peft_config", ())]
     if not loras:
         for name, transformer in transformers.items():
             transformer.save_pretrained(folder / name)
@@ -209,9 +201,9 @@ def _save_transformers(pipe: Any, folder: Path) -> None:
 def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:
     for transformer, found in _attentions(pipe):
         calls = TransformerCalls(require_family(transformer), transformer)
-        for each in found:
-            own = each.module.processor
-            _set_processor(each.module, SlaProcessor(own, attentions[each.site], calls, each.sees_text))
+        for layer in found:
+            processor = SlaProcessor(layer.module.processor, attentions[layer.site], calls, layer.sees_text)
+            _set_processor(layer.module, processor)
 
 
 def _set_processor(attention: nn.Module, processor: Any) -> None:
@@ -221,7 +213,7 @@ def _set_processor(attention: nn.Module, processor: Any) -> None:
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:
-    return {each.site: each.module for _, found in _attentions(pipe) for each in found}
+    return {layer.site: layer.module for _, found in _attentions(pipe) for layer in found}
 
 
 def _attentions(pipe: Any) -> list[tuple[nn.Module, list[Attention]]]:
@@ -229,4 +221,4 @@ def _attentions(pipe: Any) -> list[tuple[nn.Module, list[Attention]]]:
     transformers = {"transformer": pipe} if isinstance(pipe, nn.Module) else denoisers(pipe)
     if any(find_hook(transformer) is not None for transformer in transformers.values()):
         raise UnsupportedError("pipe must be a plain pipeline for SLA, got an accelerated one: restore it first")
-    return [(each, require_family(each).all_attentions(each, name)) for name, each in transformers.items()]
+    return [(model, require_family(model).all_attentions(model, name)) for name, model in transformers.items()]

@@ -58,7 +58,7 @@ def test_attention_in_8_bits_drops_the_calibration_of_the_same_preset():
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "complaint"),
     [
         ({"target_psnr": 50}, r"target_psnr must be at most 31\.9 dB.*got 50: calibrate .* tune --target-psnr 50"),
         ({"target_psnr": 30, "target_error": 0.1}, "give one of them, not both"),
@@ -71,8 +71,8 @@ def test_attention_in_8_bits_drops_the_calibration_of_the_same_preset():
     ],
     ids=str,
 )
-def test_what_can_not_be_kept_is_refused(keys, told):
-    with pytest.raises(PresetError, match=told):
+def test_what_can_not_be_kept_is_refused(keys, complaint):
+    with pytest.raises(PresetError, match=complaint):
         load_preset("balanced", **keys)
 
 

@@ -169,7 +169,7 @@ def sections():
     """The forms of every section, by name."""
     for name, field in Preset.model_fields.items():
         if name in FORMED:
-            yield from ((f"{name}.{form}", made) for form, made in FORMED[name].forms.items())
+            yield from ((f"{name}.{form}", kind) for form, kind in FORMED[name].forms.items())
         elif name not in ("name", "description", "model"):
             yield name, field.annotation
 
@@ -235,7 +235,7 @@ def test_every_form_of_a_section_shows(shown, section):
     forms = [base for name, base in BASES.items() if name.startswith(f"{section}.")]
     seen = [shown(*base) for base in forms]
     assert len(seen) == len(FORMED[section].forms)
-    assert all(each != other for place, each in enumerate(seen) for other in seen[:place])
+    assert all(one != other for place, one in enumerate(seen) for other in seen[:place])
 
 
 def test_the_same_preset_shows_the_same(shown):

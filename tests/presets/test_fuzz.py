@@ -34,7 +34,7 @@ def of_a_document(values, choose):
     """Nested values with one key taken out, renamed, given another value, or nested deeper."""
     places = [values]
     for place in places:
-        places += [each for each in place.values() if isinstance(each, dict)]
+        places += [item for item in place.values() if isinstance(item, dict)]
     place = choose.choice(places)
     key = choose.choice([*place, choose.choice(KEYS)])
     match choose.randrange(6):

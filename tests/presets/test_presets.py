@@ -67,21 +67,14 @@ def write(tmp_path):
 
 
 @every_preset
-def test_shipped_preset_loads_with_a_description(name):
-    """Every shipped preset is valid, knows its name, and has one line for the listing."""
-    preset = load_preset(name)
+def test_a_shipped_preset_explains_itself_and_loads_again(name, write):
+    """It has one line for the listing, a comment at each key, and the printed form loads as an equivalent preset."""
+    preset, lines = load_preset(name), preset_path(name).read_text(encoding="utf-8").splitlines()
     assert preset.name == name
-    assert preset.description
-    assert "\n" not in preset.description
-
-
-@every_preset
-def test_shipped_preset_explains_itself(name):
-    """A file begins with a comment, and every key inside a section carries one."""
-    lines = preset_path(name).read_text(encoding="utf-8").splitlines()
+    assert preset.description and "\n" not in preset.description
     assert lines[0].startswith("# ")
-    bare = [line for line in lines if line.startswith(" ") and "#" not in line]
-    assert bare == []
+    assert [line for line in lines if line.startswith(" ") and "#" not in line] == []
+    assert load_preset(write(yaml.safe_dump(preset.effective()))).effective() == preset.effective()
 
 
 @every_preset
@@ -96,12 +89,9 @@ def test_shipped_preset_fits_the_schema(name):
             return any(fits(value, form) for form in rule["anyOf"])
         if "properties" not in rule:
             return value in rule.get("enum", [rule.get("const", value)])
-        assert rule["additionalProperties"] is False and not rule.get(
-            "required"
-        )  # with a base anything may be left out
-        return value.keys() <= rule["properties"].keys() and all(
-            fits(each, rule["properties"][key]) for key, each in value.items()
-        )
+        assert rule["additionalProperties"] is False and not rule.get("required")  # a base may have the others
+        rules = rule["properties"]
+        return value.keys() <= rules.keys() and all(fits(item, rules[key]) for key, item in value.items())
 
     assert fits(yaml.safe_load(preset_path(name).read_text(encoding="utf-8")), schema)
     assert not fits({"skip": {"policy": "sla", "tau_kv": 0.1}}, schema)
@@ -135,25 +125,27 @@ def test_presets_keep_their_values(name, values):
     """Nothing but description and model differs from the values on file."""
     preset = load_preset(name)
     effective = {key: value for key, value in preset.effective().items() if key not in ("description", "model")}
-    for blocks in (each["blocks"] for each in (effective, values) if "blocks" in each):
+    for blocks in (sections["blocks"] for sections in (effective, values) if "blocks" in sections):
         blocks.setdefault("token_order", "raster")  # which is not shown, as it orders nothing
     assert effective == values
     assert preset_path(name).stem == preset.name == name in preset_names()
 
 
-@pytest.mark.parametrize(
-    "unknown, near",
-    [
-        ("any-balanced", "balanced"),
-        ("wan21-turbo", "turbo"),
-        ("flux-quality", "quality"),
-        ("any-video-turbo", "video-turbo"),
-        ("hunyuan-flashomni-balanced", "hunyuan-flashomni-paper"),
-        ("flux-flashomny", "flux-flashomni"),
-    ],
-)
-def test_an_unknown_preset_is_an_error_that_suggests_a_near_one(unknown, near):
-    with pytest.raises(PresetError, match=rf"^unknown preset '{unknown}' \(did you mean '{near}'\?\); available: "):
+UNKNOWN = {  # by name: a near one
+    "any-balanced": "balanced",
+    "wan21-turbo": "turbo",
+    "flux-quality": "quality",
+    "any-video-turbo": "video-turbo",
+    "hunyuan-flashomni-balanced": "hunyuan-flashomni-paper",
+    "flux-flashomny": "flux-flashomni",
+    "flux-balnced": "balanced",
+}
+
+
+@pytest.mark.parametrize("unknown", UNKNOWN)
+def test_an_unknown_preset_is_an_error_that_suggests_a_near_one(unknown):
+    meant = rf"^unknown preset '{unknown}' \(did you mean '{UNKNOWN[unknown]}'\?\); available: .*exact"
+    with pytest.raises(PresetError, match=meant):
         load_preset(unknown)
 
 
@@ -190,16 +182,6 @@ def test_unknown_key_is_an_error_that_helps(key, suggestion, sibling):
         load_preset("flux-flashomni-paper", **{key: 1})
 
 
-@pytest.mark.parametrize("given", ["override", "file"])
-def test_name_is_not_a_key(given, write):
-    """A preset is named after its file; a `name` that would be ignored is refused."""
-    with pytest.raises(PresetError, match="unknown key 'name'"):
-        if given == "override":
-            load_preset("exact", name="other")
-        else:
-            load_preset(write("base: exact\nname: other\n"))
-
-
 @pytest.mark.parametrize(
     "key, value",
     [
@@ -227,22 +209,22 @@ def test_value_out_of_range_is_named(key, value):
     assert f"got {value!r}" in str(caught.value)
 
 
-def test_keys_of_a_form_are_checked_too():
-    """A value out of range is named without the form."""
-    with pytest.raises(PresetError, match=r"schedule\.max_interval: .*got 0$"):
-        load_preset("balanced", max_interval=0)
-    with pytest.raises(PresetError, match=r"schedule\.control: Input should be 'adaptive' or 'interval', got 'never'$"):
-        load_preset("balanced", control="never")
-    with pytest.raises(PresetError, match=r"schedule: must be a mapping of keys, got 5$"):
-        load_preset("balanced", schedule=5)
-
-
-@pytest.mark.parametrize("value", [0, -0.5, float("inf")])
-def test_target_error_is_a_number_above_0(value):
-    """The closed loop's target error excludes 0 and infinity; weighed errors add up, so that it may pass 1."""
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ({"max_interval": 0}, r"schedule\.max_interval: .*got 0$"),
+        ({"control": "never"}, r"schedule\.control: Input should be 'adaptive' or 'interval', got 'never'$"),
+        ({"schedule": 5}, r"schedule: must be a mapping of keys, got 5$"),
+        *(({"target_error": value}, rf"schedule\.target_error: .*got {value}") for value in (0, -0.5, float("inf"))),
+        ({"name": "other"}, "unknown key 'name'"),
+    ],
+    ids=str,
+)
+def test_keys_of_a_form_are_checked_too(overrides, complaint):
+    """A value out of range is named without the form; weighed errors add up, so that a target may pass 1."""
     assert load_preset("balanced", target_error=2.0).schedule.target_error == 2.0
-    with pytest.raises(PresetError, match=rf"schedule\.target_error: .*got {value}"):
-        load_preset("balanced", **{"schedule.target_error": value})
+    with pytest.raises(PresetError, match=complaint):
+        load_preset("balanced", **overrides)
 
 
 def test_every_mistake_is_reported_at_once():
@@ -313,34 +295,31 @@ def test_loading_a_preset_object_keeps_it():
     assert load_preset(preset).model_fields_set == preset.model_fields_set
 
 
+INTERVAL = {"schedule.control": "interval", "schedule.interval": 5}
+
+
 @pytest.mark.parametrize(
-    "overrides, control",
+    ("name", "overrides", "expected"),
     [
-        ({"schedule.control": "interval", "schedule.interval": 5}, "interval"),
-        ({"schedule.interval": 5, "schedule.control": "interval"}, "interval"),
-        ({"schedule": {"control": "interval", "interval": 5}}, "interval"),
+        ("balanced", INTERVAL, ("interval", 5, None)),
+        ("balanced", dict(reversed(INTERVAL.items())), ("interval", 5, None)),
+        ("balanced", {"schedule": {"control": "interval", "interval": 5}}, ("interval", 5, None)),
+        ("flux-taylorseer", {"control": "adaptive", "target_error": 0.1}, ("adaptive", None, 0.1)),
     ],
-    ids=["control-first", "interval-first", "section"],
+    ids=["control-first", "interval-first", "section", "adaptive"],
 )
-def test_override_switches_to_the_interval_control(overrides, control):
+def test_override_switches_to_the_other_control(name, overrides, expected):
     """Choosing the other control drops the base's key of the first, in any order of the overrides."""
-    schedule = load_preset("balanced", **overrides).schedule
-    assert (schedule.control, schedule.interval, schedule.target_error) == (control, 5, None)
+    schedule = load_preset(name, **overrides).schedule
+    assert (schedule.control, schedule.interval, schedule.target_error) == expected
 
 
-def test_override_switches_to_the_error_control():
-    """An override of the error target switches to the error control in the same way."""
-    schedule = load_preset("flux-taylorseer", **{"schedule.control": "adaptive", "schedule.target_error": 0.1}).schedule
-    assert (schedule.interval, schedule.target_error) == (None, 0.1)
-
-
-@pytest.mark.parametrize("first", ["control", "target_error"])
-def test_foreign_key_is_refused_in_any_order(first):
+@pytest.mark.parametrize("turn", [1, -1], ids=["control-first", "target-first"])
+def test_foreign_key_is_refused_in_any_order(turn):
     """A key of the other control that the caller asks for is an error, never dropped in silence."""
-    asked = {"schedule.control": "interval", "schedule.target_error": 0.1}
-    order = sorted(asked, key=lambda key: not key.endswith(first))
+    overrides = [*INTERVAL.items(), ("schedule.target_error", 0.1)]
     with pytest.raises(PresetError, match="target_error belongs to control 'adaptive'"):
-        load_preset("balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
+        load_preset("balanced", **dict(overrides[::turn]))
 
 
 @pytest.mark.parametrize(
@@ -394,78 +373,57 @@ def test_base_may_be_of_the_other_control(write):
     assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)
 
 
-def test_base_cycle_is_named(write):
-    """Presets that start from each other are refused, and the error shows the cycle."""
+UNUSABLE = {  # by content of a file
+    "base: nowhere.yaml\n": r"nowhere\.yaml does not exist",
+    "base: any-balnced\n": "did you mean 'balanced'.*available: balanced",
+    "base: 5\n": "unknown preset '5'",
+    "base: mine.yaml\n": r"mine\.yaml -> mine\.yaml",
+    "base: other.yaml\n": r"mine\.yaml -> other\.yaml -> mine\.yaml",
+    "schedule: {control: interval\n": "not valid YAML",
+    "- schedule\n": "must hold a mapping of sections, got list",
+    "": "must hold a mapping of sections, got NoneType",
+    "description: nothing else\n": "schedule is required",
+    "base: exact\nname: other\n": "unknown key 'name'",
+    "5: 6\n": "5",
+}
+
+
+@pytest.mark.parametrize("text", UNUSABLE)
+def test_unusable_file_is_refused(write, text):
+    """The error says why a file can't be read as a preset; presets that start from each other are a cycle."""
     write("base: mine.yaml\n", "other.yaml")
-    with pytest.raises(PresetError, match=r"mine\.yaml -> other\.yaml -> mine\.yaml"):
-        load_preset(write("base: other.yaml\n"))
-
-
-@pytest.mark.parametrize(
-    "text, complaint",
-    [
-        ("base: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
-        ("base: any-balnced\n", "did you mean 'balanced'.*available: balanced"),
-        ("base: 5\n", "unknown preset '5'"),
-        ("schedule: {control: interval\n", "not valid YAML"),
-        ("- schedule\n", "must hold a mapping of sections, got list"),
-        ("", "must hold a mapping of sections, got NoneType"),
-        ("description: nothing else\n", "schedule is required"),
-        ("5: 6\n", "5"),
-    ],
-    ids=["base-file", "base-name", "base-number", "broken", "list", "empty", "no-schedule", "numeric-key"],
-)
-def test_unusable_file_is_refused(write, text, complaint):
-    """The error says why a file can't be read as a preset."""
-    with pytest.raises(PresetError, match=complaint):
+    with pytest.raises(PresetError, match=UNUSABLE[text]):
         load_preset(write(text))
 
 
-def test_text_that_is_not_utf8_is_refused(tmp_path):
-    """Bytes that are no UTF-8 are a PresetError that names the file."""
-    path = tmp_path / "latin.yaml"
-    path.write_bytes(b"description: caf\xe9\n")
-    with pytest.raises(PresetError, match=r"latin\.yaml can't be read: 'utf-8' codec"):
-        load_preset(path)
-
-
 @pytest.mark.parametrize(
-    "preset, complaint",
+    ("preset", "complaint"),
     [
-        ("flux-balnced", "unknown preset 'flux-balnced' .did you mean 'balanced'.*available: .*exact"),
         ("missing.yaml", r"missing\.yaml does not exist"),
+        ("latin.yaml", r"latin\.yaml can't be read: 'utf-8' codec"),
         (Path("missing"), "missing does not exist"),
         (Path(), "can't be read"),
         (5, "must be a name, a path or a Preset, got int"),
     ],
-    ids=["name", "yaml", "path", "folder", "number"],
+    ids=str,
 )
-def test_unknown_preset_is_an_error(preset, complaint):
-    """An unknown name is refused with the valid ones."""
+def test_what_is_no_preset_is_refused(preset, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("latin.yaml").write_bytes(b"description: caf\xe9\n")
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset)
 
 
-@every_preset
-def test_effective_values_load_again(name, tmp_path):
-    """Output of ``presets check`` loads as an equivalent preset."""
-    file = tmp_path / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(load_preset(name).effective()), encoding="utf-8")
-    assert load_preset(file).effective() == load_preset(name).effective()
-
-
 @pytest.mark.parametrize("model", ["any", "hunyuan_video", "qwen_image", "sd3"])
 @pytest.mark.parametrize("level", ["output", "layer"])
-def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
+def test_tiles_on_all_steps_have_effect_at_any_level(level, model, write):
     """With ``skip.steps: all`` the sections of computed attention apply even without DISPATCH attention."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
     preset = load_preset("balanced", model=model, **sections, level=level)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
     assert "reuse" not in values
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert load_preset(file).effective() == values
+    assert load_preset(write(yaml.safe_dump(values))).effective() == values
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,20 @@ PROMPT = "a yellow ring over the sea"
 
 
 @pytest.fixture(scope="module")
-def made():
+def image_of():
     """Make an image with a preset, once, and return its work too."""
     pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    size = {"height": 256, "width": 256, "num_inference_steps": 14, "max_sequence_length": 64}
+    size = {"height": 192, "width": 192, "num_inference_steps": 14, "max_sequence_length": 64}
 
     @functools.cache
     def make(name):
         finer = {"blocks.size": 64} if "flashomni" in name else {}  # the image has 256 tokens
         accelerate_pipeline(pipe, load_preset(name, model="flux", **finer))
-        picture = pipe(PROMPT, **size, generator=torch.Generator().manual_seed(0), output_type="np").images[0]
+        image = pipe(PROMPT, **size, generator=torch.Generator().manual_seed(0), output_type="np").images[0]
         work = pipe.dit_accel.report().computed_fraction
         restore_pipeline(pipe)
-        return picture, work
+        return image, work
 
     return make
 
@@ -39,14 +39,14 @@ def test_trios_are_whole():
     """There is no `-quality` without the plain name and `-turbo`."""
     names = set(preset_names())
     assert all(set(trio) <= names for trio in [*TRIOS, *LOOPS])
-    assert {turbo for *_, turbo in TRIOS} == {each for each in names if each.endswith("-turbo")} - {"video-turbo"}
+    assert {turbo for *_, turbo in TRIOS} == {name for name in names if name.endswith("-turbo")} - {"video-turbo"}
 
 
 @pytest.mark.parametrize("trio", [*TRIOS, *LOOPS], ids=lambda trio: trio[1])
-def test_a_trio_holds_its_order(trio, made):
+def test_a_trio_holds_its_order(trio, image_of):
     """From quality to turbo there is less work, and the image is farther from the plain one."""
-    plain, _ = made("exact")
-    pictures, works = zip(*map(made, trio), strict=True)
-    distances = [psnr(picture, plain) for picture in pictures]
+    plain, _ = image_of("exact")
+    images, works = zip(*map(image_of, trio), strict=True)
+    distances = [psnr(image, plain) for image in images]
     assert works[0] > works[1] > works[2]
     assert distances[0] > distances[1] > distances[2] > 25

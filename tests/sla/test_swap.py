@@ -185,7 +185,7 @@ def test_only_plain_pipelines_are_swapped():
 
     pipe = swapped("wan")
     attn = pipe.transformer.blocks[1].attn1
-    attn.processor.own = lambda attn, hidden_states, *_: hidden_states
+    attn.processor.base = lambda attn, hidden_states, *_: hidden_states
     with pytest.raises(UnsupportedError, match="attends without calling torch's scaled_dot_product_attention"):
         paint(pipe, "wan")
 
