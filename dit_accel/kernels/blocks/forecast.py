@@ -12,7 +12,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.plans.regions import regions
 from dit_accel.kernels.symbols import AttentionPlan
@@ -20,11 +20,7 @@ from dit_accel.kernels.symbols import AttentionPlan
 DTYPES = (*checks.FLOAT_DTYPES, torch.float64)  # float64 in the reference alone
 
 
-def _empty(history: Sequence[torch.Tensor], plan: AttentionPlan | None, **_) -> torch.Tensor | None:
-    return None if plan is not None else torch.empty_like(history[0], memory_format=torch.contiguous_format)
-
-
-@custom_op(_empty, writes=["out"])
+@eager_op
 def weighted_sum(
     history: Sequence[torch.Tensor],
     weights: Sequence[float],

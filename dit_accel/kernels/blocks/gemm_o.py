@@ -20,23 +20,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.plans.regions import Region, regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
 
-def _empty_update(
-    o: torch.Tensor, weight: torch.Tensor, history: Sequence[torch.Tensor], **_
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = _empty_out(o, weight)
-    return out, o.new_empty(1 + len(history), *out.shape)
-
-
-def _empty_out(o: torch.Tensor, weight: torch.Tensor, **_) -> torch.Tensor:
-    return o.new_empty(*o.shape[:2], weight.shape[0])
-
-
-@custom_op(_empty_update)
+@eager_op
 def gemm_o_update(
     o: torch.Tensor,
     weight: torch.Tensor,
@@ -83,7 +72,7 @@ def gemm_o_update(
     return update(*arguments)
 
 
-@custom_op(_empty_out, writes=["out"])
+@eager_op
 def gemm_o_dispatch(
     o: torch.Tensor,
     weight: torch.Tensor,

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.plans.regions import regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
 
+@eager_op
 def gemm_q(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -55,31 +56,12 @@ def gemm_q(
     batch, length, _ = x.shape
     result = x.new_empty(batch, length, plan.heads, head_dim) if out is None else out
     stream = result if out is None else result[:, offset : offset + length]  # [B, S, H, D], what x writes
-    _gemm_q(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream, backend)
+    if resolve_backend(backend, x, {"triton": checks.triton_limit(head_dim)}) == "triton":
+        from dit_accel.kernels._triton.gemm_q import gemm_q_into
+    else:
+        gemm_q_into = _gemm_q_reference
+    gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
     return result
-
-
-@custom_op(writes=["stream"])
-def _gemm_q(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    offset: int,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    stream: torch.Tensor,
-    backend: str,
-) -> None:
-    """Write x's queries into ``stream`` ``[B, S, H, D]``; the arguments are already checked."""
-    arguments = (x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
-    if resolve_backend(backend, x, {"triton": checks.triton_limit(stream.shape[-1])}) == "reference":
-        _gemm_q_reference(*arguments)
-        return
-    from dit_accel.kernels._triton.gemm_q import gemm_q_into
-
-    gemm_q_into(*arguments)
 
 
 def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:

@@ -6,14 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.kernels import checks
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 
 
-def _empty(x: torch.Tensor, weight: torch.Tensor, **_) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@custom_op(_empty)
+@eager_op
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``GELU(x W^T + b)`` with the tanh approximation. Forward only: no gradient flows.
 

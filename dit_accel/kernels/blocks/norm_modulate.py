@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op, like
+from dit_accel.kernels.custom_ops import eager_op
 
 MAX_WIDTH_TRITON = 16384  # features of a row; one program holds a row
 
 
-@custom_op(like("x"))
+@eager_op
 def norm_modulate(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -47,7 +47,7 @@ def norm_modulate(
     return _rows(x, None, None, scale, shift, eps, backend, rms=rms, rows=rows)[1]
 
 
-@custom_op(like("x"))
+@eager_op
 def add_gated(
     x: torch.Tensor,
     update: torch.Tensor,
@@ -71,7 +71,7 @@ def add_gated(
     return _rows(x, update, gate, None, None, 0.0, backend, update_eps=update_eps, rows=rows)[0]
 
 
-@custom_op(like("x", "x"))
+@eager_op
 def add_gated_norm_modulate(
     x: torch.Tensor,
     update: torch.Tensor,

@@ -14,10 +14,10 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op, like
+from dit_accel.kernels.custom_ops import eager_op
 
 
-@custom_op(like("x"), writes=["out"])
+@eager_op
 def norm_rope(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -48,7 +48,7 @@ def norm_rope(
     return out
 
 
-@custom_op(like("q", "k"), writes=["out_0", "out_1"])
+@eager_op
 def norm_rope_pair(
     q: torch.Tensor,
     k: torch.Tensor,

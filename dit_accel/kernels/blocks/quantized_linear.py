@@ -20,7 +20,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import FP8_CAPABILITY, resolve_backend
 from dit_accel.kernels.blocks.norm_modulate import MAX_WIDTH_TRITON
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 
 LINEAR_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -36,13 +36,7 @@ def turn(rows: torch.Tensor) -> torch.Tensor:
     return (rows.unflatten(-1, (-1, TURNED)) @ matrix).flatten(-2)
 
 
-def _empty_rows(x: torch.Tensor, gelu: torch.Tensor | None, dtype: str, **_) -> tuple[torch.Tensor, torch.Tensor]:
-    width = x.shape[-1] + (0 if gelu is None else gelu.shape[-1])
-    values = torch.empty(*x.shape[:-1], width, dtype=LINEAR_DTYPES[dtype], device=x.device)
-    return values, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-
-
-@custom_op(_empty_rows)
+@eager_op
 def quantize_rows(
     x: torch.Tensor, gelu: torch.Tensor | None = None, *, dtype: str, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +57,7 @@ def quantize_rows(
     if gelu is not None:
         checks.require_shape("gelu", gelu, (*x.shape[:-1], "M"))
         checks.require_same("gelu", gelu, "x", x)
-    turned = dtype == "int8"
+    kind, turned = LINEAR_DTYPES[dtype], dtype == "int8"
     widths = (x.shape[-1], 0 if gelu is None else gelu.shape[-1])
     if turned and any(width % TURNED for width in widths):
         raise ShapeError(
@@ -75,15 +69,15 @@ def quantize_rows(
     if resolve_backend(backend, x, {"triton": limit}) == "triton":
         from dit_accel.kernels._triton.quantized_linear import rows_into
 
-        values, scales = _empty_rows(x, gelu, dtype)
+        values = torch.empty(*x.shape[:-1], sum(widths), dtype=kind, device=x.device)
+        scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         flat = (part if part is None else part.flatten(0, -2) for part in (x, gelu))
-        rows_into(*flat, values, scales, turned, LARGEST[values.dtype], SMALLEST_SCALE)
+        rows_into(*flat, values, scales, turned, LARGEST[kind], SMALLEST_SCALE)
         return values, scales
     rows = x.float()
     if gelu is not None:
         rows = torch.cat([rows, F.gelu(gelu.float(), approximate="tanh").to(x.dtype).float()], dim=-1)
     rows = turn(rows) if turned else rows
-    kind = LINEAR_DTYPES[dtype]
     scales = (rows.abs().amax(-1) / LARGEST[kind]).clamp(min=SMALLEST_SCALE)
     units = rows * (1 / scales)[..., None]
     return ((units + 0.5).floor() if kind is torch.int8 else units).to(kind), scales
@@ -97,11 +91,7 @@ def _float8_limit(tensor: torch.Tensor, dtype: str) -> str | None:
     return None if capability >= FP8_CAPABILITY else f"float8 needs a capability of {FP8_CAPABILITY}, got {capability}"
 
 
-def _empty_product(values: torch.Tensor, weight: torch.Tensor, out_dtype: str, **_) -> torch.Tensor:
-    return torch.empty(*values.shape[:-1], len(weight), dtype=getattr(torch, out_dtype), device=values.device)
-
-
-@custom_op(_empty_product)
+@eager_op
 def quantized_linear(
     values: torch.Tensor,
     scales: torch.Tensor,
@@ -148,7 +138,7 @@ def quantized_linear(
     if resolve_backend(backend, values) == "triton":
         from dit_accel.kernels._triton.quantized_linear import product_into
 
-        out = _empty_product(values, weight, out_dtype)
+        out = torch.empty(*values.shape[:-1], len(weight), dtype=getattr(torch, out_dtype), device=values.device)
         product_into(values, scales, weight, weight_scales, bias, out)
         return out
     product = F.linear(values.float(), weight.float()) * scales[..., None] * weight_scales

@@ -13,14 +13,10 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 
 
-def _empty(x: torch.Tensor, value: torch.Tensor | None = None, **_) -> torch.Tensor:
-    return x.new_empty(*x.shape[:2], x.shape[2] // 2 if value is None else x.shape[2])
-
-
-@custom_op(_empty, writes=["out"])
+@eager_op
 def swiglu(
     x: torch.Tensor, value: torch.Tensor | None = None, *, out: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:

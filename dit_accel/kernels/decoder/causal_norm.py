@@ -4,7 +4,7 @@
 
 The norm is that of a pixel's C channels. ``c`` is the bias of the previous convolution. A causal convolution over time
 reads two frames before the first one, either kept by earlier calls or zeros. Here both are one tensor, so nothing is
-padded or concatenated. In a compiled model results are contiguous instead.
+padded or concatenated.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 
 LAST = torch.channels_last_3d
 SMALLEST = 1e-12  # norm that is divided by
 
 
-def _fake(x: torch.Tensor, frames: int = 2, border: int = 0, **_) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, channels, time, height, width = x.shape
-    out = x.new_empty(batch, channels, time + frames, height + 2 * border, width + 2 * border)
-    return out, x.new_empty(batch, channels, min(2, time + frames), height, width)
-
-
-@custom_op(_fake)
+@eager_op
 def causal_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -5,7 +5,7 @@
 Nearest upsampling repeats each pixel, so two of the three taps of a following convolution read the same pixel. Their
 weights are added once (:func:`fold_upsampling`), and each of the four output pixels above an input pixel is then a
 convolution with 2 x 2 taps instead of 3 x 3 over the input itself: 2.25 times fewer operations, and 3.4 times fewer
-where frames are repeated too. In a compiled model results are contiguous instead.
+where frames are repeated too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.decoder.group_norm import add_residual
 
 LAST = torch.channels_last_3d
@@ -24,11 +24,7 @@ SPATIAL = ("T", "H", "W")
 CHANNELS = 16  # input channels of the kernel are a multiple
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, padding: int = 0, **_) -> torch.Tensor:
-    return x.new_empty(_shape_behind(x, weight, padding))
-
-
-@custom_op(_fake)
+@eager_op
 def convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -79,11 +75,7 @@ def convolution(
     return added.unflatten(0, (shape[0], shape[2])).transpose(1, 2)
 
 
-def _fake_upsampled(x: torch.Tensor, weight: torch.Tensor, **_) -> torch.Tensor:
-    return x.new_empty(_shape_upsampled(x, weight))
-
-
-@custom_op(_fake_upsampled)
+@eager_op
 def upsampled_convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:

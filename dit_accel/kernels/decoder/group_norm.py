@@ -6,7 +6,6 @@ Mean and variance are those of the features of a group over all pixels and frame
 ``c`` is the bias of the convolution before, one number a channel, so that the convolution need not add it in a pass of
 its own. Videos may get a border of repeated pixels and frames before the first one, which a causal convolution reads,
 and a scale and a shift for blocks of pixels, as in CogVideoX's decoder.
-In a compiled model results are contiguous instead.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op, like
+from dit_accel.kernels.custom_ops import eager_op
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _fake_moments(x: torch.Tensor, groups: int, **_) -> torch.Tensor:
-    return x.new_empty(x.shape[0], groups, 2, dtype=torch.float32)
-
-
-@custom_op(_fake_moments)
+@eager_op
 def group_moments(
     x: torch.Tensor, *, groups: int, input_bias: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:
@@ -47,7 +42,7 @@ def group_moments(
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import moments_into
 
-        moments = _fake_moments(x, groups)
+        moments = x.new_empty(x.shape[0], groups, 2, dtype=torch.float32)
         moments_into(x.contiguous(memory_format=LAST[x.ndim]), groups, _dense(input_bias), moments)
         return moments
     values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
@@ -55,11 +50,7 @@ def group_moments(
     return torch.stack([mean, variance], -1)
 
 
-def _fake(x: torch.Tensor, before: int = 0, border: int = 0, frames: slice | None = None, **_) -> torch.Tensor:
-    return x.new_empty(_shape(x, before, border, frames))
-
-
-@custom_op(_fake)
+@eager_op
 def group_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -135,7 +126,7 @@ def group_norm(
     return made.contiguous(memory_format=LAST[x.ndim])
 
 
-@custom_op(like("x"))
+@eager_op
 def add_residual(
     x: torch.Tensor, update: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:

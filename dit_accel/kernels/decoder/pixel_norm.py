@@ -5,7 +5,7 @@
 The mean is that of a pixel's C channels. ``c`` is the bias of the previous convolution. A convolution over time reads
 copies of the first frame before it, and of the last frame behind it. Pixels of a border repeat or reflect the outermost
 ones, as in ``torch.nn.functional.pad`` with mode "replicate" or "reflect". The norm writes straight into the padded
-tensor, so nothing is concatenated or copied. In a compiled model results are contiguous instead.
+tensor, so nothing is concatenated or copied.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 
 LAST = torch.channels_last_3d
 SMALLEST = 1e-24  # sum of squares that is divided by, as in torch.nn.functional.normalize; keeps pixels of zeros zero
 
 
-def _fake(x: torch.Tensor, before: int = 0, after: int = 0, border: int = 0, **_) -> torch.Tensor:
-    batch, channels, time, height, width = x.shape
-    return x.new_empty(batch, channels, before + time + after, height + 2 * border, width + 2 * border)
-
-
-@custom_op(_fake)
+@eager_op
 def pixel_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

@@ -17,18 +17,12 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import BEST_SHARE
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 from dit_accel.kernels.plans.packing import pack_bits
 
 
-def _empty(q: torch.Tensor, k: torch.Tensor, group: int, block: int, **_) -> torch.Tensor:
-    batch, queries, heads, _ = q.shape
-    row_bytes = block_count(k.shape[1], block) * block // 8
-    return q.new_empty(batch, heads, block_count(queries, group), row_bytes, dtype=torch.uint8)
-
-
-@custom_op(_empty)
+@eager_op
 def select_keys(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,7 +49,7 @@ def select_keys(
         :class:`~dit_accel.kernels.symbols.SparseSymbols`, before full tiles are separated from single keys.
     """
     checks.require_floats("q", q, ("B", "Q", "H", "D"))
-    batch, _, heads, head_dim = q.shape
+    batch, queries, heads, head_dim = q.shape
     checks.require_like("k", k, (batch, "S", heads, head_dim), "q", q)
     if not threshold > 0:
         raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
@@ -64,7 +58,9 @@ def select_keys(
         raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
     checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
     backend = resolve_backend(backend, q, {"triton": checks.triton_limit(head_dim)})
-    bits = _empty(q, k, group, block).zero_()  # kernels write no byte that has no valid key
+    row_bytes = block_count(k.shape[1], block) * block // 8
+    # zeros, because kernels write no byte that has no valid key
+    bits = q.new_zeros(batch, heads, block_count(queries, group), row_bytes, dtype=torch.uint8)
     if backend == "triton":
         from dit_accel.kernels._triton.key_selection import select_keys_into
 

@@ -12,16 +12,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import custom_op, eager_op
 from dit_accel.kernels.layout import block_count
 
 
 def _empty_bytes(mask: torch.Tensor, **_) -> torch.Tensor:
     return mask.new_empty(*mask.shape[:-1], block_count(mask.shape[-1], 8), dtype=torch.uint8)
-
-
-def _empty_mask(bits: torch.Tensor, n: int, **_) -> torch.Tensor:
-    return bits.new_empty(*bits.shape[:-1], n, dtype=torch.bool)
 
 
 @custom_op(_empty_bytes)
@@ -48,7 +44,7 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     return _pack_reference(mask)
 
 
-@custom_op(_empty_mask)
+@eager_op
 def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.Tensor:
     """Unpack the first ``n`` bits of each row of bytes; undoes :func:`pack_bits`.
 

@@ -13,22 +13,12 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.plans.packing import pack_bits
 
 
-def _empty_tiles(probabilities: torch.Tensor, **_) -> torch.Tensor:
-    *rows, blocks = probabilities.shape
-    return probabilities.new_empty(*rows, block_count(blocks, 8), dtype=torch.uint8)
-
-
-def _empty_rows(probabilities: torch.Tensor, **_) -> torch.Tensor:
-    batch, heads, blocks, _ = probabilities.shape
-    return probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
-
-
-@custom_op(_empty_tiles)
+@eager_op
 def select_tiles(
     probabilities: torch.Tensor,
     tau: float | None,
@@ -70,19 +60,20 @@ def select_tiles(
         checks.require_typed(
             name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
         )
-    start, stop, _ = always.indices(probabilities.shape[-1])
+    blocks = probabilities.shape[-1]
+    start, stop, _ = always.indices(blocks)
     units = tau_units(1 - top_k if tau is None else tau)
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, units, start, stop, rows, columns)
     from dit_accel.kernels._triton.selection import select_tiles_into
 
-    skip_bits = _empty_tiles(probabilities)
+    skip_bits = probabilities.new_empty(*probabilities.shape[:3], block_count(blocks, 8), dtype=torch.uint8)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
     select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, tau is None, rows, columns)
     return skip_bits
 
 
-@custom_op(_empty_rows)
+@eager_op
 def select_rows(
     probabilities: torch.Tensor, tau: float, *, text: slice, vision: slice, backend: str = "auto"
 ) -> torch.Tensor:
@@ -117,7 +108,7 @@ def select_rows(
         return _select_rows_reference(probabilities, tau, text, vision, units)
     from dit_accel.kernels._triton.selection import select_rows_into
 
-    cache_bits = _empty_rows(probabilities)
+    cache_bits = probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
     select_rows_into(cache_bits, probabilities.contiguous(), units, tau_units(tau), text_range, vision_range)
     return cache_bits
 
