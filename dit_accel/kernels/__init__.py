@@ -7,6 +7,8 @@ lists that kernels read. Then read ``attention/attention.py``.
 
 The torch reference is the specification and the CPU backend. Triton kernels are in ``_triton``, CUDA C++ kernels in
 ``_cuda``. The first call that needs them imports them, so importing this package compiles nothing and uses no GPU.
+``backend`` is "auto" (the fastest that supports the call), "reference" or "triton", unless an op names more. Triton's
+kernels over heads have head dimensions 16, 32, 64 and 128, and those over rows at most 16384 features.
 
 Every op raises a :class:`~dit_accel.errors.ShapeError` if a shape, dtype, stride, device or number violates its
 docstring, an :class:`~dit_accel.errors.UnsupportedError` if the chosen backend does not support the arguments (the

@@ -48,16 +48,10 @@ def attention_backward(
         lse: float32 ``[B, H, S]``, natural logarithm, as attention returns it with ``return_lse``.
         do: ``[B, S, H, D]`` like q, gradient of o. Rows that do not compute may hold anything.
         plan, scale, kv_len: as passed to attention.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous; sums are in float32. Rows that do not compute, or have no
         key, have dq 0 and add nothing to dk and dv; keys that no query attends to have dk and dv 0.
-
-    Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, or keys are shared by heads.
-        UnsupportedError: the plan has slices, or the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
     """
     _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len)
     chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
@@ -90,9 +84,6 @@ def differentiable_attention(
 
     Returns:
         ``[B, S, H, D]`` like q. Rows that do not compute are 0, and no gradient flows from them.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as attention and attention_backward.
     """
     _require_one_key_head_each(q, k)
     return _Attention.apply(q, k, v, plan, scale, kv_len, backend)

@@ -52,16 +52,10 @@ def linear_attention(
         out: ``[B, S, H, D]`` like q, written in place. Rows that do not compute keep their values; with None it is
             allocated **uninitialised**, so they hold garbage.
         accumulate: add the result to ``out``.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         ``out``. The output of a query that computes is 0 if its row has no marginal tile, or all products with phi are
         0.
-
-    Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, ``feature_map`` is unknown, the plan has no
-            ``linear_bits``, or ``accumulate`` is set without ``out``.
-        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:

@@ -51,7 +51,6 @@ def linear_attention_backward(
     Args:
         q, k, v, plan, feature_map, kv_len: as in :func:`~dit_accel.kernels.linear_attention`.
         do: ``[B, S, H, D]`` like q, gradient of its output. Rows that do not compute may hold anything.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous. Rows that do not compute, or whose output is 0 for lack

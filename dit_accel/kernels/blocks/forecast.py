@@ -37,14 +37,9 @@ def weighted_sum(
         weights: M floats.
         plan: write only the rows that it reuses; the features are then ``[B, S, H, D]`` over the plan's sequence.
         out: like a history entry, or one of them; required with a plan (last stride 1), else None = allocated.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``out``; with a plan, rows that compute keep their values.
-
-    Raises:
-        ShapeError: a shape, dtype or device does not fit, M is 0 or differs, or ``out`` is missing.
-        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     _require_arguments(history, weights, plan, out)
     first = history[0]

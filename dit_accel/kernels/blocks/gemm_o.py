@@ -51,8 +51,6 @@ def gemm_o_update(
             multiplied, and an entry is rounded once more in each update. None = all reused heads of the history are
             multiplied.
         offset: token of the plan's sequence at which o begins.
-        backend: "auto", "reference" or "triton" (from sm80 on; head dimensions 16, 32, 64 and 128), which "auto" takes
-            if it supports the call.
 
     Returns:
         ``out`` ``[B, S, N]``, the dense projection, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
@@ -95,14 +93,9 @@ def gemm_o_dispatch(
         weights: M floats, the forecast's weight of each stack entry; they sum to 1 so that the bias counts once.
         offset: token of the plan's sequence at which o begins.
         out: ``[B, S, N]`` like o, contiguous; None = allocated. Every element is written.
-        backend: as for :func:`gemm_o_update`.
 
     Returns:
         ``out``.
-
-    Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
-        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     shape = (o.shape[0], o.shape[1], weight.shape[0])

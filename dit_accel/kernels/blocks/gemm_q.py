@@ -41,13 +41,10 @@ def gemm_q(
         offset: token of the plan's sequence at which x begins. Two streams may share a block; each writes its own
             tokens.
         norm_weight: ``[D]`` like x: per-head RMSNorm with float32 statistics; None = no norm.
-        norm_eps: added to the mean square.
         rope: ``(cos, sin)``, float32 ``[plan.tokens, D]``, indexed by token of the plan's sequence. Interleaved pairs,
             as in FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.
         out: ``[B, plan.tokens, H, D]`` like x; its tokens ``offset .. offset + S`` are written. With None, a tensor of
             x's own length ``[B, S, H, D]`` is allocated **uninitialised**.
-        backend: "auto", "reference" or "triton" (from sm80 on; head dimensions 16, 32, 64 and 128), which "auto" takes
-            if it supports the call.
 
     Returns:
         ``out``; rows that do not compute keep their values.

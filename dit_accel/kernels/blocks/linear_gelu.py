@@ -22,9 +22,6 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     Returns:
         ``[..., N]`` like x.
-
-    Raises:
-        ShapeError: a shape, dtype or device does not fit.
     """
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     checks.require_shape("weight", weight, ("N", x.shape[-1]))

@@ -36,10 +36,8 @@ def norm_modulate(
     Args:
         x: ``[B, S, C]``, float16, bfloat16 or float32; copied if the last stride is not 1.
         scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype; no shift = 0.
-        eps: added to the variance, or to the mean square.
         rms: normalise by the root mean square instead, and leave the mean.
         rows: int64 ``[S]``, a row for each token of scale, shift (and gate), which are then ``[B or 1, R, C]``.
-        backend: "auto", "reference" or "triton" (at most 16384 features).
 
     Returns:
         ``[B, S, C]`` like x.
@@ -63,7 +61,7 @@ def add_gated(
         x, update: ``[B, S, C]``, of the same dtype: float16, bfloat16 or float32; copied if the last stride is not 1.
         gate: ``[B or 1, S or 1, C]``, floating; None = 1.
         update_eps: ``RMSNorm(update)`` is added, with this eps; None = the update itself.
-        rows, backend: as for :func:`norm_modulate`.
+        rows: as for :func:`norm_modulate`.
 
     Returns:
         ``[B, S, C]`` like x.

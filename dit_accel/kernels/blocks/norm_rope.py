@@ -35,9 +35,7 @@ def norm_rope(
             norm.
         rope: ``(cos, sin)``, float32, the last stride being 1; None = no rotation. ``[S, D]``: of adjacent features.
             ``[B or 1, S, H or 1, R]``: of features R apart, in the first 2 R of each head; the others stay.
-        eps: added to the mean square.
         out: ``[B, S, H, D]`` like x, but not in its memory, e.g. the tokens of a joint sequence; None = allocated.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         ``out``.

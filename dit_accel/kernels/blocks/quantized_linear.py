@@ -46,7 +46,6 @@ def quantize_rows(
         x: ``[..., C]``, float16, bfloat16 or float32; C may be 0.
         gelu: ``[..., M]`` like x, before GELU (tanh approximation), which is rounded to x's dtype; None = nothing.
         dtype: "int8", which rotates rows by :func:`turn` and needs C and M to be multiples of 8, or "float8" (e4m3).
-        backend: "auto", "reference" or "triton" (at most 16384 features of each).
 
     Returns:
         Values ``[..., C + M]``, and their scales ``[...]``, float32.

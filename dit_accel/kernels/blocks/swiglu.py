@@ -26,7 +26,6 @@ def swiglu(
         x: ``[B, S, 2 * M]``, or ``[B, S, M]`` with a value; float16, bfloat16 or float32, the last stride being 1.
         value: x_1, ``[B, S, M]`` like x, of a projection of its own; None = the second half of x.
         out: ``[B, S, M]`` like x, for example some features of a wider tensor; None = allocated.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``out``.

@@ -42,9 +42,7 @@ def causal_norm(
             zeros.
         frames: number of frames before the first one.
         border: zeros on each side of rows and columns.
-        silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout, and a copy of its last two

@@ -88,7 +88,6 @@ def upsampled_convolution(
             channels-last layout. With eight phases, the first frame is the one before the video.
         weight: ``[phases, O, C, kt, 2, 2]`` like x, from :func:`fold_upsampling`.
         bias: ``[O]`` like x; None = nothing.
-        backend: as in :func:`convolution`.
 
     Returns:
         ``[B, O, T', 2H, 2W]`` like x, in channels-last layout. T' is T - kt + 1, or 2 (T - 1) - 1 with eight phases.

@@ -31,7 +31,6 @@ def group_moments(
         x: ``[B, C, H, W]`` or ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         groups: number of groups, which must divide C.
         input_bias: ``[C]``, added to x before; None = nothing.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``[B, groups, 2]``, float32: the mean over channels, frames and pixels, and the variance (divided by their
@@ -76,14 +75,11 @@ def group_norm(
         scale, shift: ``[B, C, T, H / n, W / n]``, any float dtype; each pixel counts for n x n of x. Both or neither;
             videos only.
         groups: number of groups, which must divide C.
-        eps: added to the variance.
-        silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
         moments: float32 ``[B, groups, 2]``, from :func:`group_moments` with the same bias; None = those of x.
         before: frames before the first one, which repeat the frames before it in x, or the first frame of x.
         border: pixels on each side that repeat the outermost ones; videos only.
         frames: start and stop of the frames to return; None = all. The moments are those of all frames.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``[B, C, H, W]``, or ``[B, C, before + T, H + 2 border, W + 2 border]``, like x, in channels-last layout.
@@ -135,7 +131,6 @@ def add_residual(
     Args:
         x, update: ``[B, C, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         bias: ``[C]``, any float dtype; None = nothing.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         Like x, in channels-last layout.

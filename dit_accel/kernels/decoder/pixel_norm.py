@@ -44,13 +44,10 @@ def pixel_norm(
         x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight: ``[C]``, any float dtype; None = ones.
         shift, scale: ``[B, C]``, any float dtype; both or neither.
-        eps: added to the mean of squares.
         before, after: number of copies of the first frame before it, and of the last frame after it.
         border: number of pixels at each border; with reflect less than H and W.
         reflect: the border reflects pixels without repeating the outermost ones; False = it repeats those.
-        silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``[B, C, before + T + after, H + 2 border, W + 2 border]`` like x, in channels-last layout.

@@ -48,7 +48,6 @@ def classify_tiles(
         negligible: share of a row's candidates, 0..1; with ``critical`` at most 1.
         always: blocks whose rows and columns are critical.
         valid_blocks: int32 ``[B]``, number of key blocks with a valid token; later ones are in no class. None = all.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``skip_bits`` (critical) and ``linear_bits`` (marginal) as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:

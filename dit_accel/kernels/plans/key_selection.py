@@ -42,7 +42,6 @@ def select_keys(
         group: queries that share a row of bits: 1, 64 or 128.
         block: tokens in a key block; a row of bits is padded with zeros to whole blocks.
         kv_len: int32 ``[B]``, valid keys of each sample, which is its N; no later key is selected. None = all S.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         uint8 ``[B, H, ceil(Q / group), ceil(S / block) * block / 8]``, packed along keys: ``slice_bits`` as in

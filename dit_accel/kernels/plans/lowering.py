@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
 from dit_accel.errors import ShapeError
@@ -20,9 +18,7 @@ _WRITTEN = (
 ACROSS_HEADS_ROWS = 1024  # up to this number the keys and values of all heads nearly fit the cache; see lower
 
 
-def lower(
-    symbols: SparseSymbols, *, order: str = "auto", scratch: AttentionPlan | None = None, backend: str = "auto"
-) -> AttentionPlan:
+def lower(symbols: SparseSymbols, *, order: str = "auto", backend: str = "auto") -> AttentionPlan:
     """Return the plan of a set of symbols; see :class:`~dit_accel.kernels.symbols.AttentionPlan` for its lists.
 
     A reused row has ``kv_count`` 0 and is in no list. A row that computes but has no tile is listed, with ``kv_count``
@@ -35,17 +31,10 @@ def lower(
             computes.
         order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values nearly fit the
             cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". The choice depends on the shape only.
-        scratch: a plan of the same B, H, T and device (and with ``full_count`` where the symbols have masks), whose
-            buffers are overwritten and returned in the new plan.
-        backend: "auto", "reference" or "triton".
-
-    Raises:
-        ShapeError: ``order`` is unknown, or ``scratch`` has another shape or device.
-        BackendError: ``backend`` can't run here.
     """
     if order not in ORDERS:
         raise ShapeError(f"order must be one of {ORDERS}, got {order!r}")
-    plan = _empty_plan(symbols) if scratch is None else _reused_plan(symbols, scratch)
+    plan = _empty_plan(symbols)
     rows = plan.work.numel()
     across_heads = order == "length" or (order == "auto" and rows <= ACROSS_HEADS_ROWS)
     _lower(symbols, plan, rows if across_heads else plan.blocks, backend)
@@ -118,6 +107,10 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=symbols.cache_bits.device)
 
+    slices = None
+    if symbols.slice_bits is not None:
+        rows = batch * heads * blocks
+        slices = Slices(symbols.slice_bits, empty(batch, heads, blocks), empty(1), empty(rows))
     return AttentionPlan(
         mask64=empty(batch, blocks, dtype=torch.int64),
         kv_count=empty(batch, heads, blocks),
@@ -131,28 +124,5 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
         full_count=None if symbols.masks is None else empty(batch, heads, blocks),
         masks=symbols.masks,
         linear_bits=symbols.linear_bits,
-        slices=_empty_slices(symbols),
+        slices=slices,
     )
-
-
-def _empty_slices(symbols: SparseSymbols) -> Slices | None:
-    if symbols.slice_bits is None:
-        return None
-    count = symbols.slice_bits.new_empty(symbols.slice_bits.shape[:3], dtype=torch.int32)
-    return Slices(symbols.slice_bits, count, count.new_empty(1), count.new_empty(count.numel()))
-
-
-def _reused_plan(symbols: SparseSymbols, scratch: AttentionPlan) -> AttentionPlan:
-    required = (symbols.cache_bits.shape[0], symbols.heads, symbols.blocks)
-    got = (scratch.batch, scratch.heads, scratch.blocks)
-    if got != required or scratch.mask64.device != symbols.cache_bits.device:
-        raise ShapeError(
-            f"scratch must have the symbols' batch, heads and blocks {list(required)} on {symbols.cache_bits.device}, "
-            f"got {list(got)} on {scratch.mask64.device}; pass scratch=None to allocate a plan"
-        )
-    if symbols.masks is not None and scratch.full_count is None:
-        raise ShapeError("scratch must come from symbols with masks if the symbols have masks, got full_count None")
-    buffers = {field.name: getattr(scratch, field.name) for field in fields(scratch)}
-    own = {name: getattr(symbols, name) for name in ("tokens", "block", "masks", "linear_bits")}
-    own["slices"] = _empty_slices(symbols)  # a kilobyte per head: too small to reuse
-    return AttentionPlan(**(buffers | own | ({"full_count": None} if symbols.masks is None else {})))

@@ -29,7 +29,6 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
 
     Args:
         mask: bool ``[..., n]``, n >= 1.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         uint8 ``[..., ceil(n / 8)]``.
@@ -51,7 +50,6 @@ def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.T
     Args:
         bits: uint8 ``[..., ceil(n / 8)]``.
         n: bits in a row, at least 1.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         bool ``[..., n]``.

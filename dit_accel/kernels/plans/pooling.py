@@ -61,7 +61,6 @@ def pooled_map(
         q, k: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         block: tokens in a block, 64 or 128.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all. All queries are valid.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
     """
     checks.require_floats("q", q, ("B", "S", "H", "D"))
     checks.require_like("k", k, tuple(q.shape), "q", q)

@@ -45,7 +45,6 @@ def select_tiles(
         rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
         columns: bool ``[B, H, T]``, key blocks whose columns compute whole; they do not count in masses and numbers of
             tiles. None = none.
-        backend: "auto", "reference" or "triton".
 
     Returns:
         ``skip_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:

@@ -49,9 +49,6 @@ def symbols_from_mask(
         mask: bool ``[B or 1, H or 1, S, S]``; True = the query (third axis) attends to the key (fourth).
         block: tokens in a block, 64 or 128.
         batch, heads: B and H; None = the mask's own.
-
-    Raises:
-        ShapeError: ``mask`` is not bool or has another shape.
     """
     checks.require_dtype("mask", mask, (torch.bool,))
     batch, heads = (own if asked is None else asked for own, asked in zip(mask.shape, (batch, heads), strict=False))

@@ -25,7 +25,6 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
     Args:
         plan: B, H, T as in :class:`~dit_accel.kernels.symbols.AttentionPlan`.
         order: order of the work list, as in :func:`~dit_accel.kernels.lower`.
-        backend: "auto", "reference" or "triton".
     """
     chosen = resolve_backend(backend, plan.kv_index)
     if chosen == "triton":

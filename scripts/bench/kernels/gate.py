@@ -239,7 +239,7 @@ def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str
     stack = inputs.normal(len(WEIGHTS), case.batch, case.tokens, width)
 
     def step(attention: str, others: str) -> None:
-        plan = kernels.lower(inputs.symbols, scratch=inputs.plan, backend=others)
+        plan = kernels.lower(inputs.symbols, backend=others)
         q = kernels.gemm_q(x, weight, None, plan, backend=others)
         o = kernels.attention(q, k, v, plan, backend=attention)
         kernels.weighted_sum((old, v), WEIGHTS, plan=plan, out=o, backend=others)

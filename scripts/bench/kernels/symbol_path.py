@@ -37,7 +37,7 @@ def bench_lowering(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
     inputs = make_inputs(replace(dense, rows=0.5, tiles=0.5), recorder.device)
     common = {"density": inputs.density, "ideal": 1.0, "timer": replayed_ms}
     for backend in recorder.backends:
-        lower = partial(kernels.lower, inputs.symbols, scratch=inputs.plan, backend=backend)
+        lower = partial(kernels.lower, inputs.symbols, backend=backend)
         recorder.time(
             "lower", backend, "", dense, lower, lambda plan: verify.verify_plan(plan, inputs.symbols), **common
         )
