@@ -7,6 +7,29 @@ import torch
 from dit_accel.kernels import attention, unpack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE
 
+LAYOUTS = {  # heads of the keys, and how q, k and v lie in memory
+    "grouped": (2, None),
+    "one-key-head": (1, None),
+    "fused-projection": (4, "fused"),
+    "heads-first": (4, "heads-first"),
+    "odd-strides": (4, "odd"),  # rows of 17 half-precision numbers, and the copy engine needs a multiple of 16 bytes
+    "large-scores": (4, "large"),
+}
+
+
+def laid_out(layout, make_tensor, tokens=130, head_dim=16, dtype=torch.float16, batch=2):
+    """Return q, k and v with four heads of queries, in a layout of LAYOUTS."""
+    key_heads, form = layout
+    if form == "fused":
+        return make_tensor(batch, tokens, 3, 4, head_dim, dtype=dtype).unbind(2)
+    if form == "heads-first":
+        return [make_tensor(batch, 4, tokens, head_dim, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    wide = head_dim + (form == "odd")
+    q, k, v = (make_tensor(batch, tokens, heads, wide, dtype=dtype) for heads in (4, key_heads, key_heads))
+    if form == "large":
+        q, k = q * 5, k * 5
+    return q[..., :head_dim], k[..., :head_dim], v[..., :head_dim]
+
 
 def attending(sparsity):
     """The pairs that attend, bool ``[B, H, S, S]``, from the masks that the plan was lowered from."""

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.attention import quantize
 from dit_accel.kernels.attention.quantize import EXACT_CHANNELS, QK_DTYPES, SAMPLING, sampled_tokens, simulate
-from dit_accel.kernels.symbols import SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import SparseSymbols
+from tests.kernels.naive_attention import LAYOUTS, laid_out
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
@@ -18,6 +19,7 @@ BOUNDS = {"int8": 0.02, "int8+fp8": 0.05}  # of the norm of the output
 CARRY_LOST = 0.0 if torch.cuda.is_available() else 0.1
 # the simulation has no probabilities in half precision or float8
 ROUNDING_OF_PROBABILITIES = {"int8": 4e-3, "int8+fp8": 0.035 + CARRY_LOST}
+every_dtype = pytest.mark.parametrize("qk_dtype", QK_DTYPES)
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
     "single-block": {"batch": 1, "heads": 5, "tokens": 40},
@@ -40,18 +42,8 @@ OUTLIERS = {
 }
 
 
-@pytest.fixture(params=QK_DTYPES)
-def qk_dtype(request) -> str:
-    return request.param
-
-
-@pytest.fixture(params=OUTLIERS.values(), ids=OUTLIERS.keys())
-def outliers(request) -> dict[str, list[int]]:
-    """Channels 10 to 50 times as large as the others, or 10 to 50 away from 0."""
-    return request.param
-
-
 def with_outliers(q, k, v, outliers):
+    """Make channels 10 to 50 times as large as the others, or move them by 10 to 50 from 0."""
     tensors = {"q": q, "k": k, "v": v}
     for where, channels in outliers.items():
         name, _, how = where.partition("_")
@@ -76,6 +68,8 @@ def exact_attention(q, k, v):
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
 
 
+@every_dtype
+@pytest.mark.parametrize("outliers", OUTLIERS.values(), ids=OUTLIERS)
 def test_the_simulation_stays_within_its_bound(qk_dtype, outliers, make_tensor):
     q, k, v = with_outliers(*(make_tensor(1, 1024, 2, 128).cpu() for _ in range(3)), outliers)
     out = attention(q, k, v, everything(q), qk_dtype=qk_dtype, backend="reference")
@@ -89,8 +83,10 @@ def test_rounding_to_float8_leaves_the_mean_of_the_values(make_tensor):
     torch.testing.assert_close(simulated.v.double().mean(1), v.double().mean(1), rtol=0, atol=1e-6)
 
 
+@every_dtype
+@pytest.mark.parametrize("outliers", ["k-and-q-offset", "other-channels", "same-channels"])
 def test_the_kernel_stays_within_its_bound(qk_dtype, outliers, make_tensor):
-    q, k, v = with_outliers(*(make_tensor(1, 256, 1, 128, dtype=torch.float16) for _ in range(3)), outliers)
+    q, k, v = with_outliers(*(make_tensor(1, 256, 1, 128, dtype=torch.float16) for _ in range(3)), OUTLIERS[outliers])
     out = attention(q, k, v, everything(q), qk_dtype=qk_dtype, backend="triton")
     lost = CARRY_LOST if "fp8" in qk_dtype else 0.0
     assert relative_error(out, exact_attention(q, k, v)) <= BOUNDS[qk_dtype] + lost
@@ -104,17 +100,24 @@ def test_exact_channels_are_needed(make_tensor, monkeypatch):
     assert relative_error(out, exact_attention(q, k, v)) > 2 * BOUNDS["int8"]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_kernel_equals_the_simulation(case, qk_dtype, make_tensor, make_sparsity, dtype=torch.float16):
+@every_pair(case=CASES, qk_dtype=QK_DTYPES, dtype=(torch.float16, torch.float32))
+def test_the_kernel_equals_the_simulation(case, qk_dtype, dtype, make_tensor, make_sparsity):
     sparsity = make_sparsity(**case)
-    computed = sparsity.tokens_computed()
     shape = (case["batch"], case["tokens"], case["heads"], 64)
     q, k, v = make_tensor(*shape, dtype=dtype), make_tensor(*shape, dtype=dtype) + 2, make_tensor(*shape, dtype=dtype)
-    check(q, k, v, sparsity.plan, computed, qk_dtype)
+    check(q, k, v, sparsity.plan, sparsity.tokens_computed(), qk_dtype)
 
 
-def test_float32(qk_dtype, make_tensor, make_sparsity):
-    test_the_kernel_equals_the_simulation(CASES["ragged"], qk_dtype, make_tensor, make_sparsity, torch.float32)
+@every_pair(
+    lambda case: case["layout"] == LAYOUTS["large-scores"],
+    layout=LAYOUTS,
+    head_dim=(32, 64, 128),
+    qk_dtype=QK_DTYPES,
+)
+def test_layouts_and_head_dimensions(layout, head_dim, qk_dtype, make_tensor, make_sparsity):
+    sparsity = make_sparsity(2, 4, 130)
+    qkv = laid_out(layout, make_tensor, head_dim=head_dim)
+    check(*qkv, sparsity.plan, sparsity.tokens_computed(), qk_dtype, scale=0.3)
 
 
 def check(q, k, v, plan, computed, qk_dtype, **options):
@@ -139,38 +142,8 @@ def check(q, k, v, plan, computed, qk_dtype, **options):
     return results
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_head_dimensions(head_dim, qk_dtype, make_tensor, make_sparsity):
-    sparsity = make_sparsity(1, 2, 130)
-    q, k, v = (make_tensor(1, 130, 2, head_dim, dtype=torch.float16) for _ in range(3))
-    check(q, k, v, sparsity.plan, sparsity.tokens_computed(), qk_dtype)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads_share_keys(kv_heads, qk_dtype, make_tensor, make_sparsity):
-    sparsity = make_sparsity(2, 4, 130)
-    q = make_tensor(2, 130, 4, 32, dtype=torch.float16)
-    k, v = (make_tensor(2, 130, kv_heads, 32, dtype=torch.float16) for _ in range(2))
-    check(q, k, v, sparsity.plan, sparsity.tokens_computed(), qk_dtype)
-
-
-@pytest.mark.parametrize("axes", ["fused-projection", "heads-first"])
-def test_strides(axes, qk_dtype, make_tensor, make_sparsity):
-    sparsity = make_sparsity(1, 3, 192)
-    if axes == "fused-projection":
-        q, k, v = make_tensor(1, 192, 3, 3, 32, dtype=torch.float16).unbind(2)
-    else:
-        q, k, v = (make_tensor(1, 3, 192, 32, dtype=torch.float16).transpose(1, 2) for _ in range(3))
-    check(q, k, v, sparsity.plan, sparsity.tokens_computed(), qk_dtype)
-
-
-def test_scale(qk_dtype, make_tensor, make_sparsity):
-    sparsity = make_sparsity(1, 2, 130)
-    q, k, v = (make_tensor(1, 130, 2, 32, dtype=torch.float16) for _ in range(3))
-    check(q, k, v, sparsity.plan, sparsity.tokens_computed(), qk_dtype, scale=0.7)
-
-
-@pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
+@every_dtype
+@pytest.mark.parametrize("lengths", [(130, 0), (500, 63)], ids=str)
 def test_what_takes_no_part_leaves_no_trace(lengths, qk_dtype, device, make_tensor, make_sparsity):
     """NaN in keys beyond ``kv_len`` and in queries of reused rows has no effect."""
     sparsity = make_sparsity(2, 2, 200)
@@ -186,6 +159,7 @@ def test_what_takes_no_part_leaves_no_trace(lengths, qk_dtype, device, make_tens
         assert torch.equal(out[computed], expected[computed])
 
 
+@every_dtype
 def test_keys_all_alike_and_zeros(qk_dtype, backend, make_tensor, make_sparsity):
     """Channels without any size have no scale of their own; the output is then the mean of the values.
 
@@ -209,6 +183,7 @@ def test_a_mean_of_the_values_costs_nothing(backend, make_tensor, make_sparsity)
     torch.testing.assert_close(far.float() - 16, near.float(), rtol=0, atol=0.05)
 
 
+@every_dtype
 @pytest.mark.parametrize("kv_len", [None, (330, 100)], ids=["all-keys", "kv_len"])
 def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
     """Under pv_threshold rows leave out tiles far below their best so far, as the reference does, and no last tile.
@@ -233,6 +208,7 @@ def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
         assert (lost[1].abs() < 1e-4).all()  # the second tile is the last with a key
 
 
+@every_dtype
 def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, make_sparsity):
     """The kernel loads tiles by descriptor from Hopper on."""
     from dit_accel.kernels._triton.attention_int8 import attend, values_as_matrix
@@ -268,23 +244,3 @@ def test_the_simulation_keeps_the_largest_channels(make_tensor, make_sparsity):
     assert set(OUTLIERS["same-channels"]["k"]) <= set(exact.tolist())
     products = (simulated.q * simulated.k)[..., exact]
     torch.testing.assert_close(products, (q * centred)[..., exact], rtol=2e-3, atol=1e-3)
-
-
-def test_bad_arguments(make_tensor, make_sparsity):
-    plan = make_sparsity(1, 2, 130).plan
-    q = make_tensor(1, 130, 2, 32, dtype=torch.float16)
-    with pytest.raises(ShapeError, match=r"qk_dtype must be None or one of \('int8', 'int8\+fp8'\), got 'int4'"):
-        attention(q, q, q, plan, qk_dtype="int4")
-    short = make_tensor(1, 130, 2, 16, dtype=torch.float16)
-    with pytest.raises(UnsupportedError, match=r"head_dim must be one of \(32, 64, 128\) .*, got 16"):
-        attention(short, short, short, plan, qk_dtype="int8", backend="triton")
-
-
-def test_masks_are_refused(device, make_tensor):
-    q = make_tensor(1, 128, 2, 32, dtype=torch.float16)
-    rows = torch.ones(1, 2, 2, dtype=torch.bool, device=device)
-    codes = torch.ones(1, 1, 2, 2, dtype=torch.int32, device=device)
-    masks = TileMasks(codes, torch.zeros(0, 64, 8, dtype=torch.uint8, device=device))
-    plan = lower(SparseSymbols(pack_bits(rows, backend="reference"), None, 2, 128, 64, masks), backend="reference")
-    with pytest.raises(UnsupportedError, match="does not support masks inside tiles"):
-        attention(q, q, q, plan, qk_dtype="int8", backend="triton")

@@ -65,20 +65,6 @@ def test_masks_shared_by_samples_and_heads(axes, backend, make_tensor, make_spar
     check(q, k, v, sparsity, backend, assert_no_worse)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 100, 128])
-def test_one_hot_values_recover_the_mask(tokens, dtype, either_backend, make_tensor, make_sparsity):
-    """With equal scores and value j = unit vector j, a query's output is 1 / n at each of the n keys it attends to."""
-    sparsity = make_sparsity(1, 2, tokens, rows=1.1, tiles=0.8, masked=0.8)
-    q = make_tensor(1, tokens, 2, 128, dtype=dtype)
-    v = torch.eye(tokens, 128, dtype=dtype, device=q.device)[None, :, None].expand(1, tokens, 2, 128).contiguous()
-    out = attention(q, torch.zeros_like(q), v, sparsity.plan, backend=either_backend)
-    pairs = attending(sparsity).transpose(1, 2)  # [B, S, H, S]
-    assert torch.equal(out[..., :tokens] > 0, pairs)
-    expected = pairs / pairs.sum(-1, keepdim=True).clamp(min=1)
-    torch.testing.assert_close(out[..., :tokens], expected.to(dtype), rtol=1e-3, atol=0)
-
-
 def levelled(levels, tokens, block, device, batch=1, heads=1):
     """Half-precision q, k, v whose scaled scores in key block j are about ``levels[j]``, for every query."""
     generator = torch.Generator().manual_seed(0)

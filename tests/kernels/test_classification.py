@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import classify_tiles, unpack_bits
 
 NO_BLOCKS = slice(0, 0)
@@ -59,25 +58,3 @@ def test_rows_fall_into_classes_by_rank(case, backend, device):
 def test_bits_beyond_the_last_block_are_0(backend, device):
     bits = classify_tiles(pooled(9).to(device), 0.2, 0.0, backend=backend)
     assert all((each[..., 1] <= 1).all() for each in bits)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"probabilities": torch.zeros(1, 1, 4, 5)},
-            r"probabilities must have shape \[B, H, 4, 4\], got \[1, 1, 4, 5\]",
-        ),
-        ({"probabilities": torch.zeros(1, 1, 4, 4).half()}, "probabilities must have dtype torch.float32"),
-        ({"critical": -0.1}, "critical must be between 0 and 1, got -0.1"),
-        ({"negligible": 1.5}, "negligible must be between 0 and 1, got 1.5"),
-        ({"critical": 0.6, "negligible": 0.5}, r"critical and negligible must sum to at most 1, got 0.6 \+ 0.5"),
-        ({"valid_blocks": torch.zeros(2, dtype=torch.int32)}, r"valid_blocks must have shape \[1\], got \[2\]"),
-        ({"valid_blocks": torch.zeros(1)}, "valid_blocks must have dtype torch.int32"),
-    ],
-    ids=["not-square", "dtype", "critical", "negligible", "sum", "batch", "lengths-dtype"],
-)
-def test_bad_arguments(changes, message):
-    arguments = {"probabilities": torch.zeros(1, 1, 4, 4), "critical": 0.05, "negligible": 0.1}
-    with pytest.raises(ShapeError, match=message):
-        classify_tiles(**(arguments | changes))

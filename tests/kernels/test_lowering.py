@@ -1,14 +1,12 @@
 """A plan lists exactly what its symbols mark, in the documented order."""
 
-import copy
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
-from dit_accel.kernels import lower, pack_bits
+from dit_accel.kernels import lower
 from dit_accel.kernels.symbols import SparseSymbols, TileMasks
 from tests.kernels.conftest import BACKENDS
 from tests.pairs import every_pair
@@ -115,67 +113,6 @@ def test_no_skip_bits_means_every_tile(backend, make_sparsity):
     assert plan_lists(plan) == naive_lists(rows, torch.ones_like(tiles) & rows[..., None], "head")
 
 
-@every_order
-def test_scratch_is_overwritten_and_returned(backend, order, make_sparsity):
-    """Buffers with lists of other symbols give the same plan as fresh ones, without new memory."""
-    *_, scratch = make_sparsity(2, 3, 600, rows=1.1, tiles=1.1)
-    rows, tiles, symbols, _ = make_sparsity(2, 3, 600)
-    plan = lower(symbols, order=order, scratch=scratch, backend=backend)
-    assert plan_lists(plan) == naive_lists(rows, tiles, order)
-    assert plan.kv_index.data_ptr() == scratch.kv_index.data_ptr()
-    assert plan.work.data_ptr() == scratch.work.data_ptr()
-
-
-def test_scratch_of_a_masked_plan(backend, make_sparsity):
-    """It can be reused for symbols with other masks, and without masks."""
-    rows, tiles, symbols, _ = make_sparsity(2, 3, 200)
-    pool = torch.zeros(0, 64, 8, dtype=torch.uint8, device=tiles.device)
-    first, second = (
-        TileMasks(torch.full((1, 1, 4, 4), code, dtype=torch.int32).to(tiles.device), pool) for code in (0, 1)
-    )
-    scratch = lower(replace(symbols, masks=first), backend=backend)
-    plan = lower(replace(symbols, masks=second), order="head", scratch=scratch, backend=backend)
-    assert plan.full_count.data_ptr() == scratch.full_count.data_ptr()
-    assert plan_lists(plan) == naive_lists(rows, tiles, "head", masked=torch.ones_like(tiles))
-    plain = lower(symbols, order="head", scratch=scratch, backend=backend)
-    assert plain.full_count is None
-    assert plan_lists(plain) == naive_lists(rows, tiles, "head")
-
-
-@every_order
-def test_a_scratch_leaves_nothing_of_its_own_in_a_plan(backend, order, make_sparsity):
-    """A scratch of any symbols gives a plan with the same lists, masks and bits as a fresh one."""
-    kinds = {}
-    for kind, held in {
-        "tiles": (),
-        "linear": ("linear_bits",),
-        "keys": ("slice_bits",),
-        "masks": ("masks",),
-        "all": ("linear_bits", "slice_bits", "masks"),
-    }.items():
-        sparsity = make_sparsity(2, 3, 200, masked=0.5)
-        skipped = pack_bits(~sparsity.tiles & sparsity.rows[..., None])
-        keys = pack_bits((~sparsity.tiles & sparsity.rows[..., None]).repeat_interleave(64, -1))
-        given = {"linear_bits": skipped, "slice_bits": keys, "masks": sparsity.symbols.masks}
-        kinds[kind] = replace(sparsity.symbols, **{"masks": None, **{name: given[name] for name in held}})
-    options = {"order": order, "backend": backend}
-    alone = {kind: lower(symbols, **options) for kind, symbols in kinds.items()}
-    for before, (kind, symbols) in itertools.product(kinds, kinds.items()):
-        if symbols.masks is not None and kinds[before].masks is None:
-            continue  # refused, as below
-        plan, fresh = lower(symbols, scratch=copy.deepcopy(alone[before]), **options), alone[kind]
-        assert plan_lists(plan) == plan_lists(fresh)
-        for name in ("tokens", "block", "masks", "linear_bits"):
-            assert getattr(plan, name) is getattr(fresh, name)
-        assert (plan.full_count is None) == (symbols.masks is None)
-        assert (plan.slices is None) == (symbols.slice_bits is None)
-        if plan.slices is not None:
-            count = int(fresh.slices.work_count)
-            assert plan.slices.bits is symbols.slice_bits and int(plan.slices.work_count) == count > 0
-            assert torch.equal(plan.slices.count, fresh.slices.count)
-            assert torch.equal(plan.slices.work[:count], fresh.slices.work[:count])
-
-
 def test_bits_beyond_the_last_head_and_block_are_ignored(backend, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(1, 3, 300)
     stray = SparseSymbols(symbols.cache_bits | 0b11111000, symbols.skip_bits | 0b11100000, 3, 300, 64)
@@ -193,38 +130,10 @@ def test_lowering_never_waits_for_the_gpu(backend, make_sparsity):
     """It can be captured in a CUDA graph, which a synchronisation would break."""
     if backend == "reference":
         pytest.skip("the reference may wait")
-    rows, tiles, symbols, scratch = make_sparsity(2, 3, 600)
-    lower(symbols, order="head", scratch=scratch, backend=backend)
-    for tensor in scratch.tensors():
-        tensor.zero_()
+    rows, tiles, symbols, _ = make_sparsity(2, 3, 600)
+    lower(symbols, order="head", backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lower(symbols, order="head", scratch=scratch, backend=backend)
+        plan = lower(symbols, order="head", backend=backend)
     graph.replay()
-    assert plan_lists(scratch) == naive_lists(rows, tiles, "head")
-
-
-def test_scratch_of_another_shape_is_an_error(make_sparsity):
-    *_, scratch = make_sparsity(1, 3, 300)
-    *_, symbols, _ = make_sparsity(1, 2, 300)
-    with pytest.raises(ShapeError, match=r"scratch must have the symbols' batch, heads and blocks \[1, 2, 5\]"):
-        lower(symbols, scratch=scratch)
-
-
-def test_scratch_without_masks_is_an_error_for_symbols_with_masks(make_sparsity):
-    *_, symbols, scratch = make_sparsity(1, 3, 100)
-    pool = torch.zeros(0, 64, 8, dtype=torch.uint8, device=scratch.kv_count.device)
-    masks = TileMasks(torch.zeros_like(scratch.kv_index), pool)
-    with pytest.raises(ShapeError, match="scratch must come from symbols with masks"):
-        lower(replace(symbols, masks=masks), scratch=scratch)
-
-
-def test_an_unknown_order_is_an_error(make_sparsity):
-    *_, symbols, _ = make_sparsity(1, 3, 100)
-    with pytest.raises(ShapeError, match=r"order must be one of .*, got 'row'"):
-        lower(symbols, order="row")
-
-
-def test_symbols_of_the_wrong_shape_are_an_error(device):
-    with pytest.raises(ShapeError, match=r"cache_bits must be uint8 \[1, 2, 1\]"):
-        SparseSymbols(pack_bits(torch.ones(1, 3, 3, dtype=torch.bool, device=device)), None, 3, 128, 64)
+    assert plan_lists(plan) == naive_lists(rows, tiles, "head")

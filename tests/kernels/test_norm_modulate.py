@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairs import every_pair
@@ -133,29 +132,3 @@ def test_tokens_may_lie_side_by_side(backend, make_tensor):
     """Tokens may be adjacent in memory, as a patch embedding leaves them."""
     x, row = make_tensor(2, 64, 7).transpose(1, 2), make_tensor(1, 1, 64)
     torch.testing.assert_close(norm_modulate(x, row, row, backend=backend), norm_modulate(x.contiguous(), row, row))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scale": (2, 3, 32)}, r"scale must have shape \[2 or 1, 7 or 1, 32\], got \[2, 3, 32\]"),
-        ({"update": (2, 7, 16)}, r"update must have shape \[2, 7, 32\]"),
-        ({"gate": (3, 1, 32)}, r"gate must have shape \[2 or 1, 7 or 1, 32\]"),
-        ({"shift": (1, 1, 32)}, r"shift must have shape \[2, 1, 32\], got \[1, 1, 32\]"),
-        ({"rows": (6,)}, r"rows must have shape \[7\], got \[6\]"),
-        ({"rows": (7,)}, "rows must have dtype torch.int64, got torch.float32"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_errors_name_the_argument(change, message, make_tensor):
-    shapes = {"x": (2, 7, 32), "update": (2, 7, 32), "gate": (2, 1, 32), "scale": (2, 1, 32), "shift": (2, 1, 32)}
-    arguments = {name: make_tensor(*shape) for name, shape in (shapes | change).items()}
-    with pytest.raises(ShapeError, match=message):
-        add_gated_norm_modulate(**arguments)
-
-
-def test_rows_that_a_program_cannot_hold_are_refused(make_tensor, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    x, row = make_tensor(1, 1, 16385), make_tensor(1, 1, 16385)
-    with pytest.raises(UnsupportedError, match="at most 16384 features, got 16385"):
-        norm_modulate(x, row, row, backend="triton")

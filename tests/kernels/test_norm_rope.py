@@ -2,10 +2,8 @@
 
 import math
 
-import pytest
 import torch
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import norm_rope, norm_rope_pair
 from tests.kernels.conftest import BACKENDS, IMPLEMENTED, is_refused
 from tests.pairs import every_pair
@@ -104,35 +102,3 @@ def test_a_pair_is_each_by_itself(length, alike, backend, make_tensor):
     norm_rope_pair(q, k, weights, rope, eps=1e-5, out=tuple(joint[:, :, 2:7]), backend=backend)
     torch.testing.assert_close(joint[:, :, 2:7], torch.stack(expected))
     assert joint[:, :, :2].isnan().all() and joint[:, :, 7:].isnan().all()
-
-
-def test_a_pair_must_be_of_one_shape():
-    with pytest.raises(ShapeError, match=r"k must have shape \[2, 5, 3, 16\], got \[2, 4, 3, 16\]"):
-        norm_rope_pair(torch.ones(2, 5, 3, 16), torch.ones(2, 4, 3, 16), (None, None), None)
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no-grad"])
-def test_no_gradient_flows(enabled):
-    """The op does not change whether gradients are enabled."""
-    x = torch.ones(1, 2, 3, 16, requires_grad=True)
-    with torch.set_grad_enabled(enabled):
-        assert not norm_rope(x, x[0, 0, 0], None).requires_grad
-        assert torch.is_grad_enabled() == enabled
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.ones(8)}, r"weight must have shape \[16\] or \[48\], got \[8\]"),
-        ({"rope": (torch.ones(4, 16), torch.ones(4, 16))}, r"rope\[0\] must have shape \[5, 16\], got \[4, 16\]"),
-        ({"rope": 2 * (torch.ones(1, 5, 2, 8),)}, r"rope\[0\] must have shape \[2 or 1, 5, 3 or 1, at most 8\], got"),
-        ({"rope": (torch.ones(1, 5, 3, 8), torch.ones(1, 5, 1, 8))}, r"rope\[1\] must have shape \[1, 5, 3, 8\], got"),
-        ({"x": torch.ones(2, 3, 5, 16).transpose(1, 2)}, "x must hold a token's heads contiguously"),
-        ({"out": torch.ones(2, 4, 3, 16)}, r"out must have shape \[2, 5, 3, 16\]"),
-    ],
-    ids=["weight", "rope", "heads", "tables", "strides", "out"],
-)
-def test_errors_name_the_argument(change, message):
-    arguments = {"x": torch.ones(2, 5, 3, 16), "weight": torch.ones(16), "rope": None} | change
-    with pytest.raises(ShapeError, match=message):
-        norm_rope(**arguments)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import pad_video, pixel_norm
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairs import every_pair
@@ -87,19 +86,3 @@ def test_pads_like_torch(padding, make_tensor):
     x = make_tensor(2, 3, 2, 5, 7)
     padded = pad_video(x, **padding)
     assert torch.equal(padded, exact_pad(x, **padding)) and padded.is_contiguous(memory_format=LAST)
-
-
-def test_errors_name_the_argument(make_tensor):
-    x, vector = make_tensor(2, 6, 1, 2, 2), make_tensor(2, 6)
-    with pytest.raises(ShapeError, match=r"weight must have shape \[6\], got \[5\]"):
-        pixel_norm(x, vector[0, :5])
-    with pytest.raises(ShapeError, match=r"scale must have shape \[2, 6\], got \[1, 6\]"):
-        pixel_norm(x, None, vector, vector[:1])
-    with pytest.raises(ShapeError, match="shift and scale must be given together"):
-        pixel_norm(x, None, vector)
-    with pytest.raises(ShapeError, match=r"input_bias must have shape \[6\], got \[2, 6\]"):
-        pixel_norm(x, input_bias=vector)
-    with pytest.raises(ShapeError, match=r"border must be less than the height and width of x, \[2, 2\], got 2"):
-        pixel_norm(x, border=2, reflect=True)
-    with pytest.raises(ShapeError, match="before, after and border must be at least 0, got -1, 0 and 0"):
-        pad_video(x, before=-1)

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import SparseSymbols
-from tests.kernels.conftest import DEVICE, IMPLEMENTED, is_refused
-from tests.kernels.naive_attention import attending, check, dense
+from tests.kernels.conftest import BACKENDS, DEVICE, IMPLEMENTED, is_refused
+from tests.kernels.naive_attention import LAYOUTS, attending, check, dense, laid_out
 from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
@@ -65,66 +64,38 @@ def make_slices(make_sparsity):
     return make
 
 
-def recovered_pairs(plan, backend, kv_len=None):
-    """Read attended pairs from the output: values are one-hot, 128 keys per run, and all scores are 0."""
-    batch, tokens, heads = plan.batch, plan.tokens, plan.heads
-    q = torch.zeros(batch, tokens, heads, 128, dtype=torch.float16, device=DEVICE)
-    found = []
-    for first in range(0, tokens, 128):
-        values = torch.eye(tokens, 128, dtype=q.dtype, device=DEVICE).roll(first, 0)
-        values[:first] = 0  # torch.roll wraps around at the end
-        v = values[None, :, None].expand(batch, -1, heads, -1).contiguous()
-        found.append(attention(q, q, v, plan, kv_len=kv_len, out=torch.zeros_like(q), backend=backend))
-    return torch.cat(found, -1).transpose(1, 2)[..., :tokens]  # weights [B, H, S, S]
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_output_of_one_hot_values_is_the_mask(case, backend, make_slices):
-    """Each attended key has weight 1 / n, and every other key has weight 0."""
-    sparsity, pairs = make_slices(**case)
-    weights = recovered_pairs(sparsity.plan, backend)
-    assert torch.equal(weights > 0, pairs)
-    expected = pairs / pairs.sum(-1, keepdim=True).clamp(min=1)
-    torch.testing.assert_close(weights.double(), expected.double(), rtol=2e-3, atol=0)
-
-
-@pytest.mark.parametrize("lengths", [(200, 1), (130, 0)], ids=str)
-def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_tensor):
-    """Neither through the mask nor through NaN."""
-    kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    sparsity, pairs = make_slices(batch=2, heads=1, tokens=200)
-    pairs = pairs & (torch.arange(200, device=DEVICE) < kv_len[:, None, None, None])
-    assert torch.equal(recovered_pairs(sparsity.plan, backend, kv_len) > 0, pairs)
-    q, k, v = (make_tensor(2, 200, 1, 16, dtype=torch.float16) for _ in range(3))
-    clean = attention(q, k, v, sparsity.plan, kv_len=kv_len, out=v.clone(), backend=backend)
-    for b, length in enumerate(lengths):
-        k[b, length:] = math.nan
-        v[b, length:] = math.nan
-    poisoned = attention(q, k, v, sparsity.plan, kv_len=kv_len, out=torch.zeros_like(q), backend=backend)
-    computed = sparsity.tokens_computed()
-    assert torch.equal(poisoned[computed], clean[computed])
-
-
-@every_pair(is_refused, case=("ragged", "block-128"), **IMPLEMENTED)
+@every_pair(is_refused, case=CASES, **IMPLEMENTED)
 def test_equals_dense_masked_attention(case, backend, dtype, make_slices, make_tensor, assert_no_worse):
     """Results are as exact as dense ones in the same precision; reused rows stay, empty ones are 0 with lse -inf."""
-    case = CASES[case]
     sparsity, pairs = make_slices(**case)
     q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], 16, dtype=dtype) for _ in range(3))
     check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_head_dimensions(head_dim, backend, make_slices, make_tensor, assert_no_worse):
-    sparsity, pairs = make_slices(batch=1, heads=2, tokens=130)
-    q, k, v = (make_tensor(1, 130, 2, head_dim, dtype=torch.float16) for _ in range(3))
-    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs)
+@every_pair(layout=LAYOUTS, head_dim=(32, 64, 128), backend=BACKENDS)
+def test_layouts_and_head_dimensions(layout, head_dim, backend, make_slices, make_tensor, assert_no_worse):
+    sparsity, pairs = make_slices(batch=2, heads=4, tokens=130)
+    qkv = laid_out(layout, make_tensor, head_dim=head_dim)
+    check(*qkv, sparsity, backend, assert_no_worse, pairs=pairs, scale=0.3)
 
 
-def test_strides_scale_and_large_scores(backend, make_slices, make_tensor, assert_no_worse):
-    sparsity, pairs = make_slices(batch=1, heads=2, tokens=130)
-    q, k, v = make_tensor(1, 130, 3, 2, 16, dtype=torch.float16).unbind(2)
-    check(q * 10, k, v, sparsity, backend, assert_no_worse, pairs=pairs, scale=0.7)
+def check_lengths(lengths, shape, sparsity, pairs, backend, make_tensor, assert_no_worse):
+    """Keys beyond ``kv_len`` take no part, neither through the mask nor through NaN."""
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    q, k, v = (make_tensor(*shape, dtype=torch.float16) for _ in range(3))
+    clean = check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, kv_len=kv_len)
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = math.nan
+    poisoned = attention(q, k, v, sparsity.plan, kv_len=kv_len, backend=backend)
+    computed = sparsity.tokens_computed()
+    assert torch.equal(poisoned[computed], clean[computed])
+
+
+@pytest.mark.parametrize("lengths", [(200, 1), (130, 0)], ids=str)
+def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_tensor, assert_no_worse):
+    check_lengths(
+        lengths, (2, 200, 1, 16), *make_slices(batch=2, heads=1, tokens=200), backend, make_tensor, assert_no_worse
+    )
 
 
 def test_tiles_may_have_masks(backend, make_slices, make_tensor, assert_no_worse):
@@ -160,54 +131,18 @@ def test_lowering_counts_the_keys_of_rows_that_compute(case, backend, make_slice
     assert work == sorted(with_keys, key=lambda row: (row // blocks, -counts[row], row))
 
 
-def test_scratch_of_other_symbols_is_overwritten(backend, make_slices, make_sparsity):
-    sparsity, _ = make_slices(batch=1, heads=2, tokens=200)
-    plan = lower(sparsity.symbols, scratch=make_sparsity(1, 2, 200).plan, backend=backend)
-    assert torch.equal(plan.slices.count, sparsity.plan.slices.count)
-    held = {tensor.data_ptr() for tensor in plan.tensors()}
-    assert {tensor.data_ptr() for tensor in plan.slices.tensors()} <= held
-    assert lower(replace(sparsity.symbols, slice_bits=None), scratch=plan, backend=backend).slices is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slice_bits": torch.zeros(1, 2, 4, 25, dtype=torch.uint8)}, r"slice_bits must be uint8 \[1, 2, 4, 32\]"),
-        ({"slice_bits": torch.zeros(1, 2, 4, 32)}, r"slice_bits must be uint8 .*, got torch.float32"),
-        ({"skip_bits": None}, "slice_bits must be None if skip_bits is None"),
-    ],
-    ids=["padding", "dtype", "no-skip-bits"],
-)
-def test_wrong_bits_are_refused(changes, message):
-    bits = {
-        "cache_bits": torch.zeros(1, 4, 1, dtype=torch.uint8),
-        "skip_bits": torch.zeros(1, 2, 4, 1, dtype=torch.uint8),
-        "slice_bits": torch.zeros(1, 2, 4, 32, dtype=torch.uint8),
-    }
-    SparseSymbols(**bits, heads=2, tokens=200, block=64)
-    with pytest.raises(ShapeError, match=message):
-        SparseSymbols(**(bits | changes), heads=2, tokens=200, block=64)
+@on_hopper
+@every_pair(case=HOPPER_CASES, head_dim=(64, 128), dtype=(torch.float16, torch.bfloat16))
+def test_hopper_equals_dense_masked_attention(case, head_dim, dtype, make_slices, make_tensor, assert_no_worse):
+    sparsity, pairs = make_slices(**case, block=128)
+    q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], head_dim, dtype=dtype) for _ in range(3))
+    check(q, k, v, sparsity, "cuda", assert_no_worse, pairs=pairs)
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES.keys())
-def test_hopper_equals_dense_masked_attention(case, head_dim, make_slices, make_tensor, assert_no_worse):
-    case = {"block": 128} | case
-    sparsity, pairs = make_slices(**case)
-    for dtype in (torch.float16, torch.bfloat16):
-        q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], head_dim, dtype=dtype) for _ in range(3))
-        check(q, k, v, sparsity, "cuda", assert_no_worse, pairs=pairs)
-
-
-@on_hopper
-def test_hopper_recovers_the_mask_of_one_hot_values(make_slices):
-    """All keys, and those before a limit."""
-    kv_len = torch.tensor([700, 0, 129], dtype=torch.int32, device=DEVICE)
+def test_hopper_takes_lengths(make_slices, make_tensor, assert_no_worse):
     sparsity, pairs = make_slices(batch=3, heads=2, tokens=900, block=128)
-    assert torch.equal(recovered_pairs(sparsity.plan, "cuda") > 0, pairs)
-    pairs = pairs & (torch.arange(900, device=DEVICE) < kv_len[:, None, None, None])
-    assert torch.equal(recovered_pairs(sparsity.plan, "cuda", kv_len) > 0, pairs)
+    check_lengths((700, 0, 129), (3, 900, 2, 128), sparsity, pairs, "cuda", make_tensor, assert_no_worse)
 
 
 @needs_gpu

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, unpack_bits
 from dit_accel.kernels.plans.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
@@ -95,16 +94,6 @@ def test_a_mask_of_whole_tiles_has_no_masks():
     assert symbols_from_mask(mask, block=64).masks is None
     assert symbols_from_mask(torch.zeros_like(mask), block=64).masks is None
     assert not mask_from_plan(plan_from_mask(torch.zeros_like(mask), block=64)).any()
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [torch.ones(1, 1, 4, 5) > 0, torch.ones(4, 4) > 0, torch.ones(1, 1, 4, 4), torch.ones(1, 3, 4, 4) > 0],
-    ids=["not-square", "two-axes", "float", "other-heads"],
-)
-def test_other_masks_are_refused(mask):
-    with pytest.raises(ShapeError, match="mask must have"):
-        symbols_from_mask(mask, heads=2, block=64)
 
 
 @every_pair(tokens=LENGTHS, block=(64, 128), runs=(1, 2))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
 from tests.kernels.conftest import DEVICE
@@ -87,14 +86,3 @@ def test_keys_that_are_their_mean_cost_nothing(backend):
     )
     made = attention(q, k, v, few, tile_means=True, backend=backend)
     torch.testing.assert_close(made, attention(q, k, v, every, backend=backend), atol=1e-5, rtol=1e-5)
-
-
-def test_what_makes_up_for_tiles_otherwise_is_refused(make_sparsity):
-    """A plan whose unlisted tiles belong to linear attention."""
-    sparsity = make_sparsity(batch=1, heads=2, tokens=130)
-    plan = sparsity.plan
-    linear = torch.zeros(1, 2, plan.blocks, (plan.blocks + 7) // 8, dtype=torch.uint8, device=DEVICE)
-    plan = type(plan)(**{**vars(plan), "linear_bits": linear})
-    q = torch.zeros(1, 130, 2, 32, device=DEVICE)
-    with pytest.raises(ShapeError, match=r"tile_means must be False with plan\.linear_bits: .*linear attention"):
-        attention(q, q, q, plan, tile_means=True)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
 from dit_accel.kernels import transpose_lists
 from tests.kernels.test_lowering import naive_lists, needs_gpu, plan_lists
 
@@ -37,8 +36,3 @@ def test_transposition_never_waits_for_the_gpu(make_sparsity):
         by_key = transpose_lists(plan, order="head")
     graph.replay()
     assert plan_lists(by_key) == naive_lists(torch.ones_like(rows), tiles.transpose(2, 3), "head")
-
-
-def test_an_unknown_order_is_an_error(make_sparsity):
-    with pytest.raises(ShapeError, match=r"order must be one of .*, got 'column'"):
-        transpose_lists(make_sparsity(1, 2, 130).plan, order="column")
