@@ -1,5 +1,7 @@
 """Strips and videos that compare plain and accelerated outputs: their pixels, captions and geometry."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -45,12 +47,6 @@ def test_strip_enlarges_small_pictures_by_whole_pixels():
     np.testing.assert_array_equal(strip[-320::10, :320:10], np.asarray(plain))
 
 
-def test_strip_refuses_different_sizes():
-    """Both sizes are named."""
-    with pytest.raises(ShapeError, match=r"\(320, 320\) and \(320, 160\)"):
-        comparison_strip(_picture(), _picture(height=160))
-
-
 def test_comparison_clip_holds_both_clips_below_their_labels():
     """Every frame shows that frame of both, pixel for pixel, under captions that stay the same."""
     plain, fast = _clip([10, 20, 30]), _clip([11, 21, 31])
@@ -78,21 +74,26 @@ def test_frame_strip_shows_frames_from_the_first_to_the_last(frames, shown):
     assert [int(value) for value in lower[-80, middles, 0]] == [200 + frame for frame in shown]
 
 
-def test_frame_strip_shrinks_large_frames():
-    """Frames of 1280 pixels become 320 wide, in proportion."""
-    strip = frame_strip(_clip([0, 9], 1280, 640), _clip([0, 9], 1280, 640), LABELS)
-    assert strip.width == 2 * 320 + 8 and 2 * 160 < strip.height < 2 * 160 + 100
+@pytest.mark.parametrize(("width", "shown"), [(48, 288), (160, 320), (256, 256), (1280, 320)], ids=str)
+def test_frame_strip_scales_frames_by_whole_pixels(width, shown):
+    """Small frames are enlarged, 320 wide at most: frames of 256 pixels stay as they are; larger frames are shrunk."""
+    frames = _clip(range(6), width, width // 2)
+    strip = frame_strip(frames, frames, LABELS)
+    assert strip.width == 6 * shown + 5 * (shown // 40) and shown < strip.height < shown + 100
 
 
-@pytest.mark.parametrize(("width", "shown"), [(48, 288), (160, 320), (256, 256)], ids=str)
-def test_frame_strip_enlarges_small_frames_up_to_the_size_of_large_ones(width, shown):
-    """Whole pixels, 320 wide at most: six frames of 256 pixels stay as they are, below 1600."""
-    strip = frame_strip(_clip(range(6), width, 64), _clip(range(6), width, 64), LABELS)
-    assert strip.width == 6 * shown + 5 * (shown // 40)
-
-
-@pytest.mark.parametrize("compare", [comparison_clip, frame_strip])
-def test_clips_of_different_length_are_refused(compare):
+@pytest.mark.parametrize(
+    ("compare", "plain", "fast", "message"),
+    [
+        (comparison_strip, _picture(), _picture(height=160), r"\(320, 320\) and \(320, 160\)"),
+        *(
+            (compare, _clip([0, 1]), _clip([0, 1, 2]), r"same shape, got \[2, 160, 320, 3\] and \[3, 160, 320, 3\]")
+            for compare in (partial(comparison_clip, labels=LABELS), partial(frame_strip, labels=LABELS))
+        ),
+    ],
+    ids=["images", "videos", "frames"],
+)
+def test_outputs_of_different_shapes_are_refused(compare, plain, fast, message):
     """Both shapes are named."""
-    with pytest.raises(ShapeError, match=r"same shape, got \[2, 160, 320, 3\] and \[3, 160, 320, 3\]"):
-        compare(_clip([0, 1]), _clip([0, 1, 2]), LABELS)
+    with pytest.raises(ShapeError, match=message):
+        compare(plain, fast)

@@ -26,18 +26,12 @@ def moving_square(frames: int = 5, height: int = 48, width: int = 64) -> np.ndar
 
 
 def test_a_folder_of_frames_keeps_every_bit(tmp_path):
-    """Frames are numbered from 0000 and come back in order, more than ten of them too."""
-    clip = moving_square(12)
-    write_clip(clip, tmp_path / "frames", fps=8)
-    assert sorted(path.name for path in (tmp_path / "frames").iterdir()) == [f"{i:04d}.png" for i in range(12)]
-    np.testing.assert_array_equal(read_clip(tmp_path / "frames"), clip)
-
-
-def test_a_shorter_clip_replaces_a_longer_one(tmp_path):
-    """No frame of an earlier video stays in its folder."""
-    write_clip(moving_square(5), tmp_path / "frames", fps=8)
-    write_clip(moving_square(3), tmp_path / "frames", fps=8)
-    assert len(read_clip(tmp_path / "frames")) == 3
+    """Frames are numbered from 0000 and come back in order, more than ten of them too; a shorter video replaces all."""
+    for frames in (12, 3):
+        write_clip(moving_square(frames), tmp_path / "frames", fps=8)
+        names = sorted(path.name for path in (tmp_path / "frames").iterdir())
+        assert names == [f"{index:04d}.png" for index in range(frames)]
+        np.testing.assert_array_equal(read_clip(tmp_path / "frames"), moving_square(frames))
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "CLIP.MP4", "clip.gif"])
@@ -48,7 +42,7 @@ def test_a_file_holds_every_frame_nearly_unchanged(tmp_path, name):
     assert psnr(read_clip(tmp_path / name), clip) > 30
 
 
-@pytest.mark.parametrize("fps", [5, 16, 23.976], ids=str)
+@pytest.mark.parametrize("fps", [5, 23.976], ids=str)
 def test_mp4_has_the_frame_rate_asked_for_and_plays_anywhere(tmp_path, fps):
     """H.264 in yuv420p, the pair that every browser takes."""
     write_clip(moving_square(8), tmp_path / "clip.mp4", fps=fps)
@@ -80,7 +74,7 @@ RATE = 24_000
 def tones(*hertz: float, seconds: float = 1.0, level: float = 0.5) -> np.ndarray:
     """A sine wave for each channel: float32 ``[channels, samples]``."""
     times = np.arange(round(seconds * RATE)) / RATE
-    return np.stack([level * np.sin(2 * np.pi * each * times) for each in hertz]).astype(np.float32)
+    return np.stack([level * np.sin(2 * np.pi * tone * times) for tone in hertz]).astype(np.float32)
 
 
 def spectral_peaks(samples: np.ndarray) -> list[float]:
@@ -89,15 +83,11 @@ def spectral_peaks(samples: np.ndarray) -> list[float]:
     return list(spectra.argmax(axis=1) * RATE / samples.shape[1])
 
 
-@pytest.mark.parametrize(
-    "sound",
-    [tones(440)[0], tones(440), torch.from_numpy(tones(440, 1000))],
-    ids=["samples", "mono", "stereo"],
-)
+@pytest.mark.parametrize("sound", [tones(440)[0], torch.from_numpy(tones(440, 1000))], ids=["samples", "stereo"])
 def test_an_mp4_holds_the_sound_of_its_video(tmp_path, sound):
     """Length, level and frequency of each channel; the frames are those of the silent video."""
-    for name, given in (("silent.mp4", None), ("clip.mp4", Sound(sound, RATE))):
-        write_clip(moving_square(8), tmp_path / name, fps=8, sound=given)
+    for name, written in (("silent.mp4", None), ("clip.mp4", Sound(sound, RATE))):
+        write_clip(moving_square(8), tmp_path / name, fps=8, sound=written)
     samples, rate = read_sound(tmp_path / "clip.mp4")
     channels = np.atleast_2d(np.asarray(sound))
     assert rate == RATE and samples.shape[0] == len(channels)

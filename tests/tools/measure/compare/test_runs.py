@@ -10,16 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
-from dit_accel.tools.measure.compare import (
-    PEERS,
-    Bench,
-    Method,
-    Prompt,
-    our_methods,
-    peer_methods,
-    runs,
-    spread,
-)
+from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, our_methods, peer_methods, runs, spread
 from dit_accel.tools.measure.compare.report import approximations, margins, speedup_of, table
 from dit_accel.tools.measure.metrics import IDENTICAL
 from dit_accel.tools.measure.timing import transformer_clock
@@ -29,14 +20,13 @@ from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
-OWN = ("prompt", "generator", "output_type")
 
 
 def make_bench(
     name: str = "flux", load=None, prompts=("a red fox",), repeats=1, begin=lambda what, share: None, **changes
 ) -> Bench:
     call = tiny_inputs(name, **{"steps": STEPS, "height": 32, "width": 32, **changes})
-    arguments = {key: value for key, value in call.items() if key not in OWN}
+    arguments = {key: value for key, value in call.items() if key not in ("prompt", "generator", "output_type")}
     drawn = [Prompt(prompt, 0) for prompt in prompts]
     return Bench(load or (lambda: tiny_pipeline(name)), arguments, drawn, Prompt("snow", 1), begin, repeats)
 
@@ -54,6 +44,9 @@ def guided_bench():
 @contextmanager
 def nothing(subject):
     yield {}
+
+
+NOTHING = Method("nothing", "nothing", nothing)
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -80,7 +73,7 @@ def test_a_peer_takes_guidance_in_two_branches(guided_bench, peer):
 
 def test_a_plain_run_is_its_own_equal(bench):
     """A method that does nothing computes everything and gives the same image."""
-    row = bench.measure(Method("nothing", "nothing", nothing))
+    row = bench.measure(NOTHING)
     assert (row["computed_fraction"], row["psnr_db"], row["latent_error"]) == (1.0, IDENTICAL, 0.0)
     assert row["left_behind"] == {} and bench.repeatable
 
@@ -93,7 +86,7 @@ def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
     arguments.pop("prompt", None)
     bench = Bench(lambda: pipe, arguments, [Prompt(prompt, 0)], Prompt(prompt, 1), repeats=1)
     assert len(bench._plain[0]["frames"]) == 5
-    row = bench.measure(Method("nothing", "nothing", nothing))
+    row = bench.measure(NOTHING)
     assert (row["si_sdr_db"], row["rms_ratio_db"]) == (IDENTICAL, 0.0)
 
     @contextmanager
@@ -102,8 +95,8 @@ def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
 
     row = bench.measure(Method("shorter", "shorter", shorter))
     assert row["si_sdr_db"] < 80 and 0 < abs(row["rms_ratio_db"]) < 20
-    monkeypatch.setattr(runs, "audio_quality", lambda made, plain: {"si_sdr_db": float("nan")})
-    assert "not finite" in bench.measure(Method("nothing", "nothing", nothing))["error"]
+    monkeypatch.setattr(runs, "audio_quality", lambda output, plain: {"si_sdr_db": float("nan")})
+    assert "not finite" in bench.measure(NOTHING)["error"]
 
 
 def test_sound_alone_is_compared():
@@ -116,7 +109,7 @@ def test_sound_alone_is_compared():
         repeats=1,
         show=lambda *_: pytest.fail("there is nothing to see"),
     )
-    methods = [*our_methods(bench.pipe, ["turbo"]), Method("nothing", "nothing", nothing)]
+    methods = [*our_methods(bench.pipe, ["turbo"]), NOTHING]
     fast, same = rows = [bench.measure(method) for method in methods]
     assert (same["si_sdr_db"], same["rms_ratio_db"]) == (IDENTICAL, 0.0) and fast["si_sdr_db"] < IDENTICAL
     assert fast["computed_fraction"] < 1 and not {"psnr_db", "psnr_db_each", "ssim", "flip"} & fast.keys()
@@ -131,11 +124,10 @@ def test_sound_alone_is_compared():
 def test_text_counts_where_the_plain_image_has_some(monkeypatch):
     """Prompts without text are left out of the mean; without any text a row has no value."""
     found = iter([0.5, None, None, None])
-    monkeypatch.setattr(runs, "text_kept", lambda: lambda made, plain: next(found))
+    monkeypatch.setattr(runs, "text_kept", lambda: lambda output, plain: next(found))
     bench = make_bench(prompts=("a sign", "a red fox"))
     assert bench.unavailable["text_kept"] is None
-    method = Method("nothing", "nothing", nothing)
-    assert bench.measure(method)["text_kept"] == 0.5 and "text_kept" not in bench.measure(method)
+    assert bench.measure(NOTHING)["text_kept"] == 0.5 and "text_kept" not in bench.measure(NOTHING)
 
 
 def test_what_a_method_leaves_is_taken_off(bench):
@@ -173,7 +165,7 @@ def test_changed_weights_make_the_pipeline_load_again(factor):
 
     assert bench.measure(Method("vandal", "vandal", vandal))["reloaded"]
     assert len(loaded) == 2
-    row = bench.measure(Method("nothing", "nothing", nothing))
+    row = bench.measure(NOTHING)
     assert (row["computed_fraction"], row["psnr_db"], row["reloaded"]) == (1.0, IDENTICAL, False)
 
 
@@ -240,21 +232,24 @@ def paces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "plain"),
-    [((0.5, 40.0, 0.5), (1.0, 1.0, 1.0)), ((0.5, 0.5, 0.5), (1.0, 40.0, 1.0)), ((0.5, 1.0, 2.0), (1.0, 2.0, 4.0))],
+    ("fast", "plain", "prompts"),
+    [
+        ((0.5, 40.0, 0.5), (1.0, 1.0, 1.0), ("a red fox",)),
+        ((0.5, 0.5, 0.5), (1.0, 40.0, 1.0), ("a red fox", "snow", "a boat")),
+        ((0.5, 1.0, 2.0), (1.0, 2.0, 4.0), ("a red fox",)),
+    ],
     ids=["run-disturbed", "plain-disturbed", "machine-slows-down"],
 )
-@pytest.mark.parametrize("prompts", [("a red fox",), ("a red fox", "snow", "a boat")], ids=["one-prompt", "three"])
-def test_a_speedup_is_of_runs_in_turn(paces, own, plain, prompts):
+def test_a_speedup_is_of_runs_in_turn(paces, fast, plain, prompts):
     """Plain steps follow each run, which all count, those for quality too; one disturbed time changes no speed-up."""
-    told = []
+    begun = []
     paces += [1.0] * 3  # of the plain run and its first steps
-    bench = make_bench(prompts=prompts, repeats=3, begin=lambda what, share: told.append((what, share)))
-    paces += [pace for pair in zip(own, plain, strict=True) for pace in pair]
-    told.clear()
-    row = bench.measure(Method("nothing", "nothing", nothing))
-    assert told == [("nothing", 1 / 3), ("plain", 0.0)] * 3
-    assert row["seconds_each"] == [STEPS * pace for pace in own] and row["seconds"] == STEPS * sorted(own)[1]
+    bench = make_bench(prompts=prompts, repeats=3, begin=lambda name, share: begun.append((name, share)))
+    paces += [pace for pair in zip(fast, plain, strict=True) for pace in pair]
+    begun.clear()
+    row = bench.measure(NOTHING)
+    assert begun == [("nothing", 1 / 3), ("plain", 0.0)] * 3
+    assert row["seconds_each"] == [STEPS * pace for pace in fast] and row["seconds"] == STEPS * sorted(fast)[1]
     assert row["plain_seconds_each"] == [STEPS * pace for pace in plain]
     assert speedup_of(row, {"plain": {"seconds": 99.0}}).median == 2.0
 
@@ -267,10 +262,9 @@ def test_a_run_that_compiles_kernels_is_not_timed(paces, monkeypatch):
     bench = make_bench(repeats=2, begin=lambda what, share: shares.append(share))
     paces += [99.0, 1.0, *(0.5, 1.0) * 2]
     shares.clear()
-    method = Method("nothing", "nothing", nothing)
-    assert bench.measure(method)["seconds_each"] == [3.0, 3.0] and shares == [1 / 3, 0.0] * 3
+    assert bench.measure(NOTHING)["seconds_each"] == [3.0, 3.0] and shares == [1 / 3, 0.0] * 3
     paces += (0.5, 1.0) * 2
-    assert bench.retime(method)["seconds_each"] == [3.0, 3.0] and not paces
+    assert bench.retime(NOTHING)["seconds_each"] == [3.0, 3.0] and not paces
 
 
 def test_times_anew_are_repeats_too(paces):
@@ -278,21 +272,17 @@ def test_times_anew_are_repeats_too(paces):
     paces += [1.0] * 3
     bench = make_bench(repeats=3)
     paces += [0.5, 1.0, 40.0, 1.0, 0.5, 1.0]
-    times = bench.retime(Method("nothing", "nothing", nothing))
+    times = bench.retime(NOTHING)
     assert times == {"seconds": 3.0, "seconds_each": [3.0, 240.0, 3.0], "plain_seconds_each": [6.0, 6.0, 6.0]}
     paces += [1.0, 40.0, 1.0]
     assert bench.time_plain() == 6.0
 
 
-def test_settings_are_spread_over_a_sweep():
-    """The first and the last are among them; one is from the middle."""
+def test_settings_are_spread_over_a_sweep(bench):
+    """The first and the last are among them; one is from the middle. An unknown method is an error."""
+    with pytest.raises(UnsupportedError, match="'magic' is unknown; methods are taylorseer, "):
+        peer_methods(bench.pipe, STEPS, ["magic"])
     sweep = [Method("s", str(i), nothing) for i in range(10)]
     assert [method.name for method in spread(sweep, 4)] == ["0", "3", "6", "9"]
     assert [method.name for method in spread(sweep, 1)] == ["5"]
     assert spread(sweep, None) == spread(sweep, 12) == sweep
-
-
-def test_an_unknown_peer_is_refused(bench):
-    """The message lists the valid ones."""
-    with pytest.raises(UnsupportedError, match="'magic' is unknown; methods are taylorseer, "):
-        peer_methods(bench.pipe, STEPS, ["magic"])
