@@ -131,8 +131,6 @@ class SampledModel:
 
 @dataclass(kw_only=True)
 class _Described(Description):
-    """A call of ComfyUI's model."""
-
     apply_model: Apply
     arguments: dict[str, Any]
 

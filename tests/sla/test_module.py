@@ -52,8 +52,8 @@ def dense(q, k, v, weight, plan, feature_map, kv_len=None):
     valid = torch.full((len(q),), tokens, device=q.device) if kv_len is None else kv_len
     is_key = (torch.arange(tokens, device=q.device) < valid[:, None])[:, None, None]
     critical, marginal = (
-        each.repeat_interleave(plan.block, 2).repeat_interleave(plan.block, 3)[..., :tokens, :tokens] & is_key
-        for each in tiles
+        classes.repeat_interleave(plan.block, 2).repeat_interleave(plan.block, 3)[..., :tokens, :tokens] & is_key
+        for classes in tiles
     )
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp() * critical
@@ -210,10 +210,10 @@ def test_a_compiled_model_is_one_graph(training):
         results = []
         for model in (block, compiled):
             with torch.set_grad_enabled(training):
-                made = [model(x, kv_len)]
+                outputs = [model(x, kv_len)]
                 if training:
-                    made += torch.autograd.grad(made[0].square().sum(), list(block.parameters()))
-            results.append(made)
+                    outputs += torch.autograd.grad(outputs[0].square().sum(), list(block.parameters()))
+            results.append(outputs)
         for actual, expected in zip(*results, strict=True):
             assert torch.equal(actual, expected)
     assert graphs.frame_count == 1

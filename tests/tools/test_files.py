@@ -48,7 +48,7 @@ PRESET = {"description": "a loop", "schedule": {"order": 1, "warmup": 2}}
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "difference"),
     [
         (PRESET, None),
         (PRESET | {"schedule": {"order": 2, "warmup": 2}}, "preset (preset.schedule.order: 1 there, 2 now)"),
@@ -61,9 +61,9 @@ PRESET = {"description": "a loop", "schedule": {"order": 1, "warmup": 2}}
     ],
     ids=["equal", "inside", "removed", "description", "none"],
 )
-def test_a_difference_names_the_key_inside_a_preset(now, told):
+def test_a_difference_names_the_key_inside_a_preset(now, difference):
     """A whole preset in a message would hide the key that differs."""
-    assert difference_of({"seed": 1, "preset": PRESET}, {"seed": 1, "preset": now}) == told
+    assert difference_of({"seed": 1, "preset": PRESET}, {"seed": 1, "preset": now}) == difference
 
 
 def test_a_pipe_is_written_to(tmp_path):

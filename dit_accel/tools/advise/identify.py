@@ -124,7 +124,6 @@ def _families() -> dict[str, Family]:
 
 
 def _makes_videos(name: str) -> bool:
-    """Return True if all models of a family make videos."""
     return (family := _families().get(name)) is not None and family.makes == "videos"
 
 

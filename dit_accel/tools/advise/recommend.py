@@ -118,7 +118,6 @@ def _default_steps(model: Identity, *, few: bool) -> int | None:
 
 
 def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -> tuple[Choice, ...]:
-    """Return presets in the order in which to try them."""
     if steps is not None and steps <= NOTHING_TO_SKIP:
         return (
             Choice("exact", "first choice: computes every step, with fused kernels"),
@@ -151,7 +150,6 @@ def _on_steps(steps: int | None, *, few: bool) -> list[str]:
 
 
 def _on_model(model: Identity, card: Card | None, shell: str) -> list[str]:
-    """Return notes on running this model on this GPU."""
     notes, inputs = [], inputs_of(model)
     if card is not None and card.capability < (8, 0):
         notes.append("Fused kernels need compute capability 8.0, so computed steps run without them.")

@@ -71,7 +71,6 @@ def _signal(sound: np.ndarray) -> np.ndarray:
 
 
 def _decibels(signal: np.ndarray, other: np.ndarray) -> float:
-    """Return the ratio of the energies of two signals in dB."""
     energy, of_other = signal @ signal, other @ other
     if energy == of_other:
         return 0.0

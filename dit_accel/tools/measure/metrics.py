@@ -179,7 +179,6 @@ def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor
 
 
 def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of both images, channels last."""
     first, second = _channels_last(a, "a"), _channels_last(b, "b")
     require_same_shape(first, second)
     return first, second

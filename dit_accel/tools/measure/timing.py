@@ -105,7 +105,6 @@ def sounds_of(output: Any) -> list[torch.Tensor]:
 
 
 def _is_sound_alone(output: Any) -> bool:
-    """Return True if a call's output is diffusers' `AudioPipelineOutput`."""
     return hasattr(output, "audios")
 
 

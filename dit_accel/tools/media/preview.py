@@ -172,7 +172,6 @@ def _latent_channels(pipe: Any) -> int | None:
 
 
 def _with_one(tokens: torch.Tensor) -> torch.Tensor:
-    """Return tokens as rows, with a constant for the offset."""
     rows = tokens.reshape(-1, tokens.shape[-1])
     return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
 

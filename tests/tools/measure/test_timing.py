@@ -21,12 +21,12 @@ def test_a_video_comes_with_its_sound(name, channels):
     """Both functions return the same for a batch of videos and for one video without a batch."""
     pipe, arguments = built(name)
     arguments = {"prompt": None, **arguments, "num_inference_steps": 2, "num_frames": 5}
-    made = timed_output(pipe, arguments, 0)
-    ((frames, height, width, _),), (sound,) = [each.shape for each in made.results], made.sounds
+    output = timed_output(pipe, arguments, 0)
+    ((frames, height, width, _),), (sound,) = [video.shape for video in output.results], output.sounds
     assert frames == 5 and sound.shape[0] == channels and sound.dtype == torch.float32
     prompt = arguments.pop("prompt")
-    kept = run_pipeline(pipe, arguments, prompt, 0)
-    assert kept["frames"].shape == (5, 3, height, width) and torch.equal(kept["sound"], sound)
+    output = run_pipeline(pipe, arguments, prompt, 0)
+    assert output["frames"].shape == (5, 3, height, width) and torch.equal(output["sound"], sound)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
@@ -37,7 +37,7 @@ def test_a_clock_leaves_no_hook(fails):
         if fails:
             raise KeyError
     assert len(denoisers(pipe)) == 2
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in denoisers(pipe).values())
+    assert not any(model._forward_hooks or model._forward_pre_hooks for model in denoisers(pipe).values())
 
 
 def test_a_loop_lasts_from_its_first_call_to_its_last():
@@ -57,8 +57,8 @@ def test_a_loop_lasts_from_its_first_call_to_its_last():
     assert (clock.calls, clock.seconds, clock.loop_seconds) == (3, 4.5, 9.5)
 
 
-@pytest.mark.parametrize("steps, made", [(1, 1), (3, 3), (4, 4), (9, 4), (None, 4)])
-def test_as_many_steps_are_made_as_asked_for(steps, made):
+@pytest.mark.parametrize("steps, expected", [(1, 1), (3, 3), (4, 4), (9, 4), (None, 4)])
+def test_as_many_steps_run_as_asked_for(steps, expected):
     done = []
 
     def pipe(generator, output_type, callback_on_step_end=None):
@@ -70,7 +70,7 @@ def test_as_many_steps_are_made_as_asked_for(steps, made):
                     callback_on_step_end(stopping, step, None, {})
         return [output_type]
 
-    assert timing.denoise(pipe, {}, 0, steps) == "latent" and len(done) == made
+    assert timing.denoise(pipe, {}, 0, steps) == "latent" and len(done) == expected
 
 
 def test_sound_alone_has_no_frames():

@@ -18,7 +18,6 @@ CALIBRATORS = {"TaylorSeer": "D=1", "DMD": "DMD", "FoCa": "FoCa"}  # their label
 
 
 def _why_not(pipe: Any, calibrator: str = "TaylorSeer") -> str | None:
-    """Return the reason why cache-dit can't run on a pipeline, or None."""
     if find_spec("cache_dit") is None:
         return "cache-dit is not installed"
     import cache_dit

@@ -224,7 +224,6 @@ def forecasting(pipe: Any, plan: Plan) -> Iterator[list[_Forecasting]]:
 def _rival(
     series: str, name: str, settings: Sequence[tuple], plan: Callable[..., Plan], *why_not: Callable[[Any], str | None]
 ) -> Peer:
-    """Make a method from a function that returns the plan of a setting."""
 
     @contextmanager
     def put_on(subject: Subject, *setting: Any) -> Iterator[dict[str, Any]]:

@@ -70,13 +70,11 @@ def frontier_table(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _frontiers(rows: Iterable[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Return the frontier of each series, ours first."""
     rows = list(rows)
     return {series: frontier(row for row in rows if row["series"] == series) for series in _series(rows)}
 
 
 def _best_at(frontiers: Iterable[Sequence[tuple[float, float]]], fraction: float) -> float | None:
-    """Return the highest PSNR of the frontiers at a computed fraction."""
     return max((level for points in frontiers if (level := at(points, fraction)) is not None), default=None)
 
 

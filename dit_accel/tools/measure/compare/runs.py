@@ -210,7 +210,6 @@ class Bench:
         return bool(self.pipe.device.type == "cuda" and method.name not in self._warm)
 
     def _compared(self, method: Method, trace: _Trace, index: int) -> dict[str, float]:
-        """Run a prompt by a method, and return the metrics."""
         prompt, plain = self._prompts[index], self._plain[index]
         counting = nullcontext if method.reports_work else self._counter.counting
         with self._timed(method, trace, counting) as (changes, counted):
@@ -227,7 +226,6 @@ class Bench:
         return figures
 
     def _image_quality(self, frames: torch.Tensor, plain: torch.Tensor) -> dict[str, float]:
-        """Compare the frames of two runs by each metric that is available."""
         figures = {"psnr_db": min(psnr(frames, plain), IDENTICAL), "ssim": clip_ssim(frames, plain)}
         if min(plain.shape[-2:]) >= MS_SSIM_SIDE:
             figures["ms_ssim"] = mean_over_frames(ms_ssim, frames, plain)

@@ -36,7 +36,6 @@ class _FlowSchedule:
         self.sigmas = self.base.sigmas.cpu().clamp(max=1 - 1e-6)  # at sigma 1 the logarithm of the signal is −∞
 
     def _sigma_to_alpha_sigma_t(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of image and noise."""
         return 1 - sigma, sigma
 
 
@@ -67,7 +66,6 @@ def fewer_steps(solver: str | None, steps: int) -> list[Method]:
 
 
 def _why_not(pipe: Any) -> str | None:
-    """Return the reason why flow solvers can't run a pipeline, or None."""
     name = type(pipe.scheduler).__name__
     return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not FlowMatchEulerDiscreteScheduler"
 

@@ -140,7 +140,6 @@ def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | 
 
 
 def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None:
-    """Return the sparsest candidate with an error of at most ``bound``."""
     allowed = [item for item in candidates if item.error <= bound]
     return max(allowed, key=lambda item: (item.sparsity, -item.error), default=None)
 

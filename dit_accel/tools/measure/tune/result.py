@@ -180,7 +180,6 @@ class TuneResult:
         )
 
     def _values(self, path: Path) -> dict[str, Any]:
-        """Return the values of the file."""
         if self.base is None:
             return self.preset.effective()
         base = str(self.base)

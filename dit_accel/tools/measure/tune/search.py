@@ -116,7 +116,6 @@ class Search:
         return None if low < 0 else Found((low, *others), self._scores[low, *others])
 
     def _score(self, places: tuple[int, ...]) -> Score | None:
-        """Return the score at these places; None if no evaluations are left."""
         if places not in self._scores:
             if self._left == 0:
                 return None

@@ -119,7 +119,6 @@ def tune(
 
 @contextmanager
 def _restored(pipe: Any) -> Iterator[None]:
-    """Within the block, the pipeline is plain."""
     earlier = vars(pipe).get("dit_accel")
     restore_pipeline(pipe)
     try:
@@ -131,8 +130,6 @@ def _restored(pipe: Any) -> Iterator[None]:
 
 @dataclass
 class _Tuner:
-    """One tuning."""
-
     pipe: Any
     preset: Preset
     base: str | Path | None
@@ -213,7 +210,6 @@ class _Tuner:
         self.curves = {block: [calibration.Candidate(**row) for row in rows] for block, rows in stored.items()}
 
     def _measure_linears(self, runs: MeasuredRuns, store: FigureStore) -> None:
-        """Measure the errors of linear layers in 8 bits on one plain run."""
         if (stored := store.get("linears")) is None:
             tap = LinearTap(self.pipe, self.preset.linear)
             runs.plain(0, tap)
@@ -229,7 +225,6 @@ class _Tuner:
         return load_preset(self.preset, **self._changes(setting))
 
     def _changes(self, setting: Setting) -> dict[str, Any]:
-        """Return a setting as keys of the preset."""
         changes = overrides_of(setting)
         if self.by_layer:
             changes["skip.layers"] = calibration.layers_of(self._chosen(setting))
@@ -268,7 +263,6 @@ class _Tuner:
 
     @property
     def _name(self) -> str:
-        """Class of the pipeline, and the name of its source."""
         origin = self.pipe.name_or_path
         return type(self.pipe).__name__ + (f" of {Path(origin).name}" if origin else "")
 

@@ -72,8 +72,8 @@ def test_columns_of_further_metrics_are_there_where_a_row_has_them():
     assert "| dit-accel | balanced | 0.250 | 0.25 | 4.00× | 38.0 | 37.0 | 0.9900 | – | – |" in lines
 
 
-def timed(name, own, plain, fractions):
-    times = {"seconds": sorted(own)[len(own) // 2], "seconds_each": own, "plain_seconds_each": plain}
+def timed(name, seconds, plain, fractions):
+    times = {"seconds": sorted(seconds)[len(seconds) // 2], "seconds_each": seconds, "plain_seconds_each": plain}
     return row("dit-accel", name, fractions[0], 38.0, **times, computed_fraction_each=fractions)
 
 
@@ -83,16 +83,17 @@ SHAKEN = timed("shaken", [0.5, 0.5, 0.8], [2.0, 2.0, 2.0], [0.25])
 PLAIN_SHAKEN = timed("plain shaken", [0.5, 0.5, 0.5], [2.0, 4.0, 2.0], [0.25])
 
 
-def test_speedups_are_shown_with_their_spread():
-    """Rows with repeats have their own plain times; a former row has one time over the document's plain run."""
-    lines = table({**DOCUMENT, "results": [*ROWS, STEADY]}).splitlines()
+def test_times_are_shown_with_their_spread_and_disturbed_ones_are_named():
+    """Rows with repeats have their own plain times; a former row has one time over the document's plain run.
+
+    Times are marked if repeats, or plain steps, differ, unless the prompts needed different work.
+    """
+    steady = [*ROWS, STEADY, OF_PROMPTS]
+    lines = table({**DOCUMENT, "results": steady}).splitlines()
     assert "| dit-accel | steady | 0.250 | 0.50 | 4.00× (4.00 to 4.44) | 38.0 | 37.0 | 0.9900 |" in lines
     assert "| dit-accel | balanced | 0.250 | 0.25 | 4.00× | 38.0 | 37.0 | 0.9900 |" in lines
-
-
-def test_disturbed_times_are_told():
-    """Times are marked if repeats, or plain steps, differ, unless the prompts needed different work."""
-    steady, shaken = [*ROWS, STEADY, OF_PROMPTS], [SHAKEN, PLAIN_SHAKEN]
-    assert not [each for each in remarks({**DOCUMENT, "results": steady}) if "disturbed" in each]
-    (told,) = (each for each in remarks({**DOCUMENT, "results": [*steady, *shaken]}) if "disturbed" in each)
-    assert told.startswith("Times of shaken, plain shaken were disturbed") and "up to 100%" in told
+    assert not any("disturbed" in line for line in lines)
+    (remark,) = (
+        line for line in remarks({**DOCUMENT, "results": [*steady, SHAKEN, PLAIN_SHAKEN]}) if "disturbed" in line
+    )
+    assert remark.startswith("Times of shaken, plain shaken were disturbed") and "up to 100%" in remark

@@ -25,7 +25,7 @@ def test_rows_outlive_the_process_and_are_not_measured_again(tmp_path):
     assert [method.name for method in again.missing(methods)] == ["d"]
     assert [method.name for method in again.missing(methods, ["b"])] == ["b", "d"]
     again.add(row("b", psnr_db=2.0))
-    assert [(each["name"], each["psnr_db"]) for each in again.rows] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]
+    assert [(line["name"], line["psnr_db"]) for line in again.rows] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]
     again.add(row("c", error="out of memory"))  # which may be another time
     assert [method.name for method in again.missing(methods)] == ["c", "d"]
 
@@ -40,7 +40,7 @@ def test_a_preset_that_was_edited_is_measured_again(tmp_path):
     assert [method.name for method in sweep.missing(methods)] == ["mine", "unsaid"]
     sweep.add(row("mine", digest="new"))
     assert [method.name for method in sweep.missing(methods)] == ["unsaid"]
-    assert [each["name"] for each in sweep.rows] == ["mine", "kept", "unsaid", "peer"]
+    assert [line["name"] for line in sweep.rows] == ["mine", "kept", "unsaid", "peer"]
 
 
 def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
@@ -75,6 +75,6 @@ def test_shards_are_put_together_in_order(tmp_path):
     whole = Sweep(tmp_path / "all", SETTINGS)
     for name in "ba":
         whole.merge(tmp_path / f"{name}.json", ["a", "b"])
-    assert [each["name"] for each in whole.rows] == ["a", "b"]
+    assert [line["name"] for line in whole.rows] == ["a", "b"]
     assert [path.name for path in whole.publish()] == ["all.json", "all.md"]
     assert json.loads((tmp_path / "all.json").read_text())["plain"]["seconds"] == 1.0

@@ -57,11 +57,11 @@ def test_blocks_are_counted_with_their_attentions_and_nothing_else():
 def test_a_leaf_keeps_a_forward_of_its_own():
     """For example under layerwise casting or offload, with hooks on single layers."""
     model, x = Transformer(), torch.ones(1, 5, 3)
-    model.blocks[0].out.forward = own = model.blocks[0].out.forward
+    model.blocks[0].out.forward = replaced = model.blocks[0].out.forward
     with WorkCounter({"transformer": model}).calibrating():
         model(x)
     assert [module for module in model.modules() if "forward" in vars(module)] == [model.blocks[0].out]
-    assert model.blocks[0].out.forward is own
+    assert model.blocks[0].out.forward is replaced
 
 
 def test_a_leaf_whose_forward_is_replaced_does_not_count():

@@ -39,19 +39,27 @@ def recorded_in_raster_order() -> Recorder:
 
 
 def test_samples_are_spread_over_the_run():
-    """Every block is recorded as often, at steps behind the warm-up that differ, and for one branch of two."""
+    """Every block is recorded as often, at steps behind the warm-up that differ, and for one branch of two.
+
+    A layer of policy none stays so, and takes no memory.
+    """
     recorder = recorded_in_raster_order()
     assert list(recorder.samples) == ["transformer.blocks.0", "transformer.blocks.1"]
     for samples in recorder.samples.values():
-        steps = sorted(sample.site.step for sample in samples)
-        assert steps == [2, 3, 4, 5]
+        assert sorted(sample.site.step for sample in samples) == [2, 3, 4, 5]
         assert [sample.progress * 6 for sample in samples] == [sample.site.step for sample in samples]
+    settings = preset(skip={**SPARGE, "layers": {"transformer.blocks.0": {"policy": "none"}}})
+    assert list(recorded(settings).samples) == ["transformer.blocks.1"]
+
+
+def size_of(recorder: Recorder) -> int:
+    return sum(x.nbytes for samples in recorder.samples.values() for sample in samples for x in sample.tensors)
 
 
 def test_memory_bounds_the_heads_that_are_kept():
     """With room for one head of three, the samples of a block have one each, and together all three."""
     whole = recorded_in_raster_order()
-    size = sum(x.nbytes for samples in whole.samples.values() for sample in samples for x in sample.tensors)
+    size = size_of(whole)
     bounded = recorded(preset(), memory=size // 3)
     for block, samples in bounded.samples.items():
         assert {sample.tensors[0].shape[2] for sample in samples} == {1}
@@ -60,8 +68,7 @@ def test_memory_bounds_the_heads_that_are_kept():
             for all_heads, one in zip(whole.samples[block], samples, strict=True)
         ]
         assert set(heads) == {0, 1, 2}
-    bounded_size = sum(x.nbytes for samples in bounded.samples.values() for sample in samples for x in sample.tensors)
-    assert bounded_size <= size // 3
+    assert size_of(bounded) <= size // 3
 
 
 def test_tokens_lie_in_the_presets_order():
@@ -128,20 +135,18 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
         assert candidate.sparsity == pytest.approx(sum(sparsities) / 2, abs=1e-6)
 
 
-HEADS = {"forecast.level": "head"}
-
-
 def test_at_level_head_thresholds_are_those_of_the_step():
     """A mass that has grown to a quarter by mid-run leaves out there what a quarter of it does everywhere."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 256, 1, 16, generator=generator) + offset for offset in (0, 0, 3))
     q = q + 6 * torch.randn(1, 4, 1, 16, generator=generator).repeat_interleave(64, 1)
     recorder = recorder_of(sample_of(q, k, v, TokenLayout(0, 256, 64), progress=0.5))
-    head = preset(skip={"policy": "sparge"}, **{**HEADS, "reuse.ramp": 2.0})
-    ramped, plain = (dict(measure(recorder, each, torch.device("cpu")))["blocks.0"] for each in (head, preset()))
-    by_tau = {each.changes["tau_kv"]: each for each in plain}
-    assert next(each for each in ramped if each.changes["tau_kv"] == 0.2).error == by_tau[0.05].error
-    assert by_tau[0.2].error > by_tau[0.05].error
+    head = preset(skip={"policy": "sparge"}, **{"forecast.level": "head", "reuse.ramp": 2.0})
+    ramped, plain = (
+        dict(measure(recorder, settings, torch.device("cpu")))["blocks.0"] for settings in (head, preset())
+    )
+    errors, ramped_errors = ({item.changes["tau_kv"]: item.error for item in items} for items in (plain, ramped))
+    assert ramped_errors[0.2] == errors[0.05] < errors[0.2]
 
 
 @pytest.mark.parametrize(
@@ -164,17 +169,11 @@ def test_every_policys_own_thresholds_are_tried(skip, keys):
     recorder = recorder_of(sample_of(q, k, v, TokenLayout(0, 192, 64)))
     ((block, candidates),) = measure(recorder, settings, torch.device("cpu"))
     assert candidates
-    assert {key for each in candidates for key in each.changes} - {"negligible"} == keys
+    assert {key for item in candidates for key in item.changes} - {"negligible"} == keys
     for bound in (0.05, 0.4):
         layers = layers_of(choose({block: candidates}, bound, 1.2))
         assert load_preset(settings, **{"skip.layers": layers}).skip.at(block) is not None
-    assert max(each.sparsity for each in candidates) > 0.1 or skip.get("similarity")
-
-
-def test_blocks_that_the_preset_leaves_alone_are_not_recorded():
-    """A layer of policy none in the preset stays so, and takes no memory."""
-    settings = preset(skip={**SPARGE, "layers": {"transformer.blocks.0": {"policy": "none"}}})
-    assert list(recorded(settings).samples) == ["transformer.blocks.1"]
+    assert max(item.sparsity for item in candidates) > 0.1 or skip.get("similarity")
 
 
 def candidate(error, sparsity, **changes):
