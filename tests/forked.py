@@ -43,7 +43,7 @@ def fork_server() -> ForkServerContext:
 
 
 def run_command(folder: Path, arguments: Sequence[str], change: Callable[[], None] | None = None) -> None:
-    """Run dit-accel in a folder, as the target of a process; its output goes to ``output.txt`` and ``errors.txt`` there.
+    """Run dit-accel in a folder, as the target of a process; it prints to ``output.txt`` and ``errors.txt`` there.
 
     Args:
         change: called first, to change modules.

@@ -20,6 +20,7 @@ from dit_accel.tools.measure.timing import Output, timed_output
 from tests.forked import fork_server, run_command
 from tests.tiny import tiny_inputs, tiny_pipeline
 
+LINES = ("--prompts", "x.txt", "--output-dir", "out")
 COUNT = 6  # images
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
 
@@ -57,30 +58,6 @@ def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
     assert len(second["report"]["steps"]) == 2
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"0000.png", "0001.png", "manifest.jsonl"}
     assert batch._checksum(tmp_path / "out" / "0000.png") == first["sha256"]
-
-
-def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
-    """Complete files stay; a corrupt file, a missing file and a truncated line are made again.
-
-    Lines of the manifest after a broken line count too.
-    """
-    assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
-    folder, before = tmp_path / "out", manifest(tmp_path)
-    (folder / "0001.png").write_bytes(b"spoilt")
-    (folder / "0002.png").unlink()
-    first, *others = (folder / "manifest.jsonl").read_text().splitlines(keepends=True)
-    broken = others.pop()
-    cut = broken[: broken.rindex('"sha256"')]
-    (folder / "manifest.jsonl").write_text("".join([first, f"{cut}\n", "[]\n", *others, cut]))
-    made = []
-    call = worker.timed_call
-    monkeypatch.setattr(worker, "timed_call", lambda *given: made.append(given[1]["prompt"]) or call(*given))
-    assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
-    assert made == ["b", "c", "d"]
-    for row in before:
-        assert batch._checksum(folder / row["file"]) == row["sha256"]
-    made.clear()
-    assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0 and made == []
 
 
 def die_in_the_fourth_call():
@@ -176,25 +153,6 @@ def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tm
         assert abs(first - second).max() <= 1
 
 
-def test_an_interrupted_batch_is_made_again(generate, calls, tmp_path, monkeypatch):
-    """Earlier lines are not made again, also with another batch size."""
-    write = batch._append
-    rows = []
-
-    def interrupted(manifest, row):
-        if len(rows) == 3:
-            raise KeyboardInterrupt
-        rows.append(row)
-        write(manifest, row)
-
-    monkeypatch.setattr(batch, "_append", interrupted)
-    assert generate(tmp_path, "prompts.txt", "abcdef", "--batch-size", "2").exit_code == 130
-    assert calls == [["a", "b"], ["c", "d"]] and [row["prompt"] for row in manifest(tmp_path)] == ["a", "b", "c"]
-    monkeypatch.setattr(batch, "_append", write)
-    assert generate(tmp_path, "prompts.txt", "abcdef", "--batch-size", "3").exit_code == 0
-    assert calls[2:] == [["d", "e", "f"]] and [row["prompt"] for row in manifest(tmp_path)] == list("abcdef")
-
-
 def test_lines_of_a_batch_that_fails_are_made_alone(generate, calls, tmp_path):
     """All but the one that fails alone, too, which ends the run behind its batch."""
     result = generate(tmp_path, "prompts.txt", ["a", "bad", "c", "d", "e"], "--batch-size", "3")
@@ -240,18 +198,6 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
     assert scales == [3.0, 6.0]
 
 
-def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
-    """Other settings are accepted only if existing files are to be replaced."""
-    assert generate(tmp_path, "prompts.txt", ["a"]).exit_code == 0
-    refused = generate(tmp_path, "prompts.txt", ["b"])
-    assert (
-        refused.exit_code == 2
-        and "holds line 1 with other settings: prompt (prompt: 'a' there, 'b' now)" in refused.output
-    )
-    assert generate(tmp_path, "prompts.txt", ["b"], "--force").exit_code == 0
-    assert manifest(tmp_path)[-1]["prompt"] == "b"
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -259,10 +205,10 @@ def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
         ('{"seed": 1}', "line 1 must be an object with a prompt"),
         ('{"prompt": "a", "step": 2}', "line 1: unknown key 'step'; keys are prompt"),
         ('{"prompt": "a", "steps": "2"}', "line 1: steps must be int, got '2'"),
+        ('{"prompt": 1}', "line 1: prompt must be str, got 1"),
         ('{"prompt": "a", "seed": true}', "line 1: seed must be int, got True"),
         ('{"prompt": "a", "guidance": false}', "line 1: guidance must be int or float, got False"),
     ],
-    ids=["no JSON", "no prompt", "unknown key", "wrong kind", "flag", "flag for a number"],
 )
 def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, told):
     """Before the model is loaded."""
@@ -279,10 +225,19 @@ def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, tol
         (("-p", "a", "--output-dir", "out"), "--output-dir: needs --prompts"),
         (("-p", "a", "--batch-size", "2"), "--batch-size: needs --prompts"),
         (
-            ("--prompts", "x.txt", "--output-dir", "out", "--batch-size", "2", "--image", "x.png"),
+            (*LINES, "--batch-size", "2", "--image", "x.png"),
             "--batch-size: can't be used with --image",
         ),
-        (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: needs --prompt;"),
+        *(
+            (("--prompts", "x.txt", "--output-dir", "out", *option), f"{option[0]}: needs --prompt;")
+            for option in (
+                ("--compare",),
+                ("--output", "a.png"),
+                ("--json", "a"),
+                ("--plot", "a.png"),
+                ("--num-images", 2),
+            )
+        ),
     ],
 )
 def test_what_does_not_go_together_says_so(run, options, told):

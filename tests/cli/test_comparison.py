@@ -33,30 +33,6 @@ def test_a_disturbed_time_changes_no_speedup():
     assert sides([4.0, 4.1], [2.0, 2.1]).remarks() == [] == Sides(shaken.plain, None, None).remarks()
 
 
-def test_seconds_of_repeats_are_of_whole_runs(monkeypatch):
-    """A plain repeat of a few steps is scaled to the number of calls of the first run."""
-
-    class Clock:
-        calls = 0
-        loop_seconds = property(lambda clock: 0.5 * clock.calls)
-
-    @contextmanager
-    def clock_of(pipe):
-        clock = Clock()
-        handle = pipe.transformer.register_forward_hook(lambda *_: setattr(clock, "calls", clock.calls + 1))
-        try:
-            yield clock
-        finally:
-            handle.remove()
-
-    monkeypatch.setattr(timing, "transformer_clock", clock_of)
-    pipe, console = tiny_pipeline("flux"), Console(file=io.StringIO(), quiet=True)
-    arguments = {"prompt": "a", "num_inference_steps": STEPS, "height": 32, "width": 32}
-    for whole in (False, True):
-        made = both_sides(pipe, arguments, 0, load_preset("exact"), 3, console, whole=whole)
-        assert made.plain.repeats == made.fast.repeats == [0.5 * STEPS] * 3
-
-
 @pytest.mark.parametrize(
     ("whole", "repeats", "calls"),
     [
@@ -149,11 +125,3 @@ def test_each_result_is_compared_with_its_own():
         sounds = f"plain sound {place}", f"fast sound {place}"
         assert written[2 * place] == (f"fast {place}", name, sounds[1])
         assert written[2 * place + 1] == (f"plain {place}", f"fast {place}", labels, name, sounds)
-
-
-def test_the_quality_of_a_sound_is_that_of_the_accelerated_one():
-    """A quieter accelerated sound has a negative ratio."""
-    loud = torch.sin(torch.arange(800.0))
-    plain, fast = (Output([], 9.0, 4.0, 2, sounds=[sound]) for sound in (loud, loud / 2))
-    assert comparison._sound_quality(plain, fast)["rms_ratio_db"] == pytest.approx(-6.02, abs=0.01)
-    assert comparison._sound_quality(Output([], 9.0, 4.0, 2), fast) == {}

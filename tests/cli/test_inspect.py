@@ -23,18 +23,6 @@ def test_the_middle_frame_of_a_clip_is_that_of_its_latents(frames, latents, late
     assert 4 * (latents - 1) + 1 == frames
 
 
-@pytest.mark.parametrize("factor", [4, 8])
-@pytest.mark.parametrize("latent", [1, 2, 3, 6])
-def test_symbols_are_drawn_over_the_frame_that_they_are_of(latent, factor):
-    """The first latent frame is one frame of the video and each other is ``factor`` frames; the middle one is shown."""
-    frames = 1 + (latent - 1) * factor
-    clip = np.zeros((frames, 2, 2, 3), np.uint8) + np.arange(frames, dtype=np.uint8)[:, None, None, None]
-    picture, place, count = inspect._middle(SimpleNamespace(vae_scale_factor_temporal=factor), clip)
-    assert (place, count) == (latent // 2, latent)
-    shown = int(np.asarray(picture)[0, 0, 0])
-    assert (shown == 0) if place == 0 else (shown - 1) // factor + 1 == place
-
-
 @pytest.fixture
 def pipe():
     """A pipeline after a run with symbols of three blocks."""
@@ -66,6 +54,9 @@ def test_symbols_that_fit_no_picture_are_told(pipe, monkeypatch, tmp_path, capsy
     monkeypatch.setattr(figures, "symbol_map", fail)
     inspect._draw_symbols(pipe, Image.new("RGB", (8, 8)), None, tmp_path, Console())
     assert "no symbol map: 144 tokens are no square" in capsys.readouterr().out
+    pipe.dit_accel.symbols().clear()
+    inspect._draw_symbols(pipe, Image.new("RGB", (8, 8)), None, tmp_path, Console())
+    assert "no symbol map: this run has no symbols (level head)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("level, fix", [("head", "run more --steps"), ("output", "use a preset of level head")])

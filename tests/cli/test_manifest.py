@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dit_accel.cli import batch, generate
+from dit_accel.cli import batch
 from dit_accel.cli.batch import run_jobs
 from dit_accel.errors import ArgumentError, BatchError, UnsupportedError
 from dit_accel.presets import load_preset
@@ -72,6 +72,9 @@ def test_a_crash_while_a_line_is_written_costs_that_line_alone(make, tmp_path):
         kept = sum(end - 1 <= cut for end in ends)  # a line is whole without its newline
         assert make(*LINES) == [*range(kept, 3)]
         assert manifest.read_bytes() == whole
+    (tmp_path / "0000.png").write_bytes(b"spoilt")
+    (tmp_path / "0002.png").unlink()
+    assert make(*LINES) == [0, 2]
 
 
 def test_what_is_no_row_is_passed_over(make, tmp_path):
@@ -272,20 +275,3 @@ def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(m
         with pytest.raises(UnsupportedError, match="line 0"):
             made.extend(worker.make_all([jobs], progress))
         assert made == expected
-
-
-@pytest.mark.parametrize("dtype, fps", [(None, None), ("bfloat16", None), (None, 12.0), ("float16", 24.0)])
-def test_every_setting_of_the_command_is_in_the_manifest(monkeypatch, tmp_path, dtype, fps):
-    """Files of an earlier run do not count if an option differs that changes them and stands in no line."""
-    seen, image = [], tmp_path / "in.png"
-    monkeypatch.setattr(generate, "Worker", lambda *_: "worker")
-    monkeypatch.setattr(generate, "run_jobs", lambda *given, **_: seen.append(given[3]))
-    given = SimpleNamespace(
-        model="a/model", image=image, dtype=dtype, fps=fps, engine="local", batch_size=1, force=False
-    )
-    given.output_dir = tmp_path / "out"
-    setup = Setup("a/model", call={"sigmas": [1.0]})
-    generate._make_lines(given, generate.Request(setup, None, {}, []), Console(quiet=True))
-    own = {name: value for name, value in (("dtype", dtype), ("fps", fps)) if value is not None}
-    expected = {"model": "a/model", "image": str(image), "call": {"sigmas": [1.0]}, **setup.loading.facts, **own}
-    assert seen == [expected]

@@ -265,15 +265,6 @@ def test_a_lines_own_settings_win(tmp_path):
     assert (first.name(".png"), second.name(".mp4")) == ("0000.png", "0001.mp4")
 
 
-@pytest.mark.parametrize(
-    "line", ['{"prompt": "a", "steps": true}', '{"prompt": "a", "seed": 1.5}', '{"prompt": 1}', '["a"]', '"a"']
-)
-def test_values_of_another_kind_are_told_by_their_line(tmp_path, line):
-    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    with pytest.raises(ArgumentError, match="prompts: line 2"):
-        read_jobs(tmp_path / "prompts.jsonl", {})
-
-
 def test_neighbours_of_one_kind_share_a_call():
     """Prompt, negative prompt and seed may differ, but all or none have a negative prompt; no call is too large."""
     kinds = [{}, {}, {}, {"steps": 2}, {"negative-prompt": "a"}, {"negative-prompt": "b"}, {"negative-prompt": "b"}, {}]

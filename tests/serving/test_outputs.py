@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from dit_accel.errors import ArgumentError, UnsupportedError
-from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, sampling_rate, unused
+from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, sampling_rate
 from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
 from dit_accel.tools.measure.metrics import psnr
 from dit_accel.tools.media import video
@@ -74,21 +74,6 @@ def test_a_pipe_is_written_without_a_look(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/null"):
         require_writable(path, "output", force=False)
-
-
-def test_no_file_of_a_run_is_there_under_an_unused_name(tmp_path):
-    """Neither an image nor a file derived from it exists under that name, for any of several images."""
-
-    def names(pictures, compare):
-        files = lambda path: Pictures().files(path, compare=compare)  # noqa: E731
-        return [path.name for path in unused(tmp_path / "o.png", pictures, files)]
-
-    assert names(1, False) == ["o.png"] and names(2, False) == ["o-0.png", "o-1.png"]
-    (tmp_path / "o-plain.png").touch()
-    assert names(1, False) == ["o.png"] and names(1, True) == ["o-2.png"]
-    (tmp_path / "o-2-compare.png").touch()
-    (tmp_path / "o-1.png").touch()
-    assert names(1, True) == ["o-3.png"] and names(2, False) == ["o-2-0.png", "o-2-1.png"]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from PIL import Image
 
 pytest.importorskip("fastapi")
 from fastapi import Request
-from starlette.datastructures import FormData
 
+from dit_accel.presets import load_preset
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http import requests
 from dit_accel.serving.http.api import Limits, RequestError, Served
-from dit_accel.serving.http.bodies import read_body, read_form
+from dit_accel.serving.http.bodies import read_body
 
 LIMITS = Limits(side=96, steps=9, images=2, frames=33)
 FORM = VideoForm(fps=16.0, frames_unit=4)
@@ -28,16 +28,98 @@ def file(size, mode="RGB", colour=0):
     return data.getvalue()
 
 
-def read(kind, limits, fields):
-    """Read a body or a form; return the request, or the field that is refused."""
+def parse(kind, limits, fields):
+    """Read a body, or a form of an edit, whose values are lists."""
+    served = Served("tiny", load_preset("balanced"), limits, FORM if kind == "videos" else None)
     if kind == "edits":
-        body = [("prompt", "a fox"), *((name, each) for name, value in fields.items() for each in value)]
+        body = [(name, each) for name, value in ({"prompt": ["a fox"]} | fields).items() for each in value]
     else:
         body = json.dumps({"prompt": "a fox"} | fields).encode()
+    request = requests.read(body, KINDS[kind], served)
+    requests.requested_preset(request, served)
+    return request
+
+
+def read(kind, limits, fields):
+    """Return the request, or the field that is refused."""
     try:
-        return requests.read(body, KINDS[kind], Served("tiny", None, limits, FORM))
+        return parse(kind, limits, fields)
     except RequestError as error:
         return error.param
+
+
+NAN = float("nan")
+PNG = file((40, 24))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param", "message"),
+    [
+        ("images", {"prompt": None}, "prompt", "should be a valid string"),
+        ("images", {"prompt": ""}, "prompt", "at least 1 character"),
+        ("images", {"n": True}, "n", "valid integer"),
+        ("images", {"n": "1"}, "n", "valid integer"),
+        ("images", {"n": 0}, "n", "greater than or equal to 1"),
+        ("images", {"n": 3}, "n", "n must be at most 2, got 3"),
+        ("images", {"size": "32"}, "size", "match pattern"),
+        ("images", {"size": "32x33"}, "size", "multiples of 16, got 32x33"),
+        ("images", {"size": "112x32"}, "size", "sides of 16 to 96 pixels"),
+        ("images", {"steps": 2.5}, "steps", "valid integer"),
+        ("images", {"seed": -1}, "seed", "greater than or equal to 0"),
+        ("images", {"guidance": NAN}, "guidance", "finite number"),
+        ("images", {"guidance": 101}, "guidance", "less than or equal to 100"),
+        ("images", {"response_format": "link"}, "response_format", "b64_json"),
+        ("images", {"background": "transparent"}, "background", "'auto' or 'opaque'"),
+        ("images", {"output_compression": 50}, "output_compression", "100"),
+        ("images", {"quality": "best"}, "quality", "standard"),
+        ("images", {"output_format": "gif"}, "output_format", "png"),
+        ("images", {"stream": "yes"}, "stream", "valid boolean"),
+        ("images", {"partial_images": 1}, "partial_images", "add stream: true"),
+        ("images", {"null": None}, "null", "unknown field"),
+        ("images", {"promt": "a"}, "promt", "did you mean 'prompt'?"),
+        ("images", {"model": "other"}, "model", "this server has tiny"),
+        ("images", {"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
+        ("images", {"preset": "/etc/passwd"}, "preset", "does not exist"),
+        ("images", {"preset": "../configs/turbo.yaml"}, "preset", "does not exist"),
+        ("images", {"preset": "none", "target_error": 0.1}, "target_error", "needs a preset"),
+        ("images", {"preset": "exact", "target_error": 0.1}, "target_error", "target_error"),
+        ("images", {"target_error": -1}, "target_error", "greater than 0"),
+        ("edits", {"image": [PNG], "other": [PNG]}, "other", "unknown field 'other'"),
+        ("edits", {"image[]": [PNG] * 3}, "image", "image must be given at most 2 times, got 3"),
+        ("edits", {"image": [PNG], "mask": [file((24, 40))]}, "mask", "size of the first image, 40x24, got 24x40"),
+        ("edits", {"image": [PNG], "mask": [PNG, PNG]}, "mask", "must be given once"),
+        ("edits", {"image": [PNG], "mask": [b"GIF89a"]}, "mask", "must be a png, jpeg, webp file"),
+        ("edits", {"image": [PNG], "mask": ["m.png"]}, "mask", "must be a file"),
+        ("edits", {"mask": [PNG]}, "image", "image is required"),
+        ("edits", {"image": [PNG], "prompt": [b"a"]}, "prompt", "must be text, not a file"),
+        ("edits", {"image": ["in.png"]}, "image", "must be a file"),
+        ("edits", {"image": [b"GIF89a"]}, "image", "must be a png, jpeg, webp file"),
+        ("edits", {"image": [PNG[:60]]}, "image", "must be a png, jpeg, webp file"),
+        ("edits", {"image": [file((97, 8))]}, "image", "at most 96 pixels, got 97x8"),
+        ("edits", {"image": [PNG], "prompt": []}, "prompt", "prompt is required"),
+        ("edits", {"image": [PNG], "strength": ["1.5"]}, "strength", "less than or equal to 1"),
+        ("edits", {"image": [PNG], "steps": ["many"]}, "steps", "valid integer"),
+        ("edits", {"image": [PNG], "strenght": ["1"]}, "strenght", "did you mean 'strength'?"),
+        ("videos", {"seconds": "4"}, "seconds", "at most 33 frames, got 65 at 16 per second"),
+        ("videos", {"seconds": "1", "num_frames": 5}, "seconds", "seconds or num_frames, not both"),
+        ("videos", {"seconds": "1e3"}, "seconds", "valid number"),
+        ("videos", {"seconds": "१"}, "seconds", "valid number"),
+        ("videos", {"seconds": True}, "seconds", "valid number"),
+        ("videos", {"seconds": 0}, "seconds", "greater than 0"),
+        ("videos", {"num_frames": 34}, "num_frames", "num_frames must be at most 33, got 34"),
+        ("videos", {"num_frames": 0}, "num_frames", "greater than or equal to 1"),
+        ("videos", {"fps": 0.5}, "fps", "greater than or equal to 1"),
+        ("videos", {"fps": NAN}, "fps", "finite number"),
+        ("videos", {"input_reference": {"image_url": "http://127.0.0.1/"}}, "input_reference", "must be a file"),
+        ("videos", {"n": 1}, "n", "unknown field 'n'"),
+        ("videos", {"num_frame": 5}, "num_frame", "did you mean 'num_frames'?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_field_is_named(kind, fields, param, message):
+    with pytest.raises(RequestError) as failure:
+        parse(kind, LIMITS, fields)
+    assert failure.value.param == param and message in failure.value.message
 
 
 @pytest.mark.parametrize(
@@ -114,11 +196,6 @@ def test_jobs_have_their_own_seeds_and_share_all_else():
     assert [job.index for job in request.jobs()] == [0, 1]
 
 
-@pytest.mark.parametrize("seconds, fps, frames", [(1, None, 17), (1, 8, 9), (0.01, None, 1), (0.2, None, 5)])
-def test_seconds_become_the_nearest_number_of_frames(seconds, fps, frames):
-    assert read("videos", LIMITS, {"seconds": seconds, "fps": fps}).frames(FORM) == frames
-
-
 @pytest.mark.parametrize("has_length", [False, True])
 @pytest.mark.parametrize("most, is_read", [(9, True), (8, False), (0, False)])
 def test_a_body_may_be_as_long_as_the_limit(has_length, most, is_read):
@@ -133,25 +210,3 @@ def test_a_body_may_be_as_long_as_the_limit(has_length, most, is_read):
     else:
         with pytest.raises(RequestError, match=f"at most {most} bytes"):
             asyncio.run(read_body(request, most))
-
-
-@pytest.mark.parametrize("end", [b"--x--\r\n", b""], ids=["whole", "cut"])
-def test_the_files_of_a_form_are_closed(monkeypatch, end):
-    """Also of one without its last boundary; large files are on the disk."""
-    closed, close = [], FormData.close
-
-    async def noted(form):
-        closed.extend(each.file for _, each in form.multi_items())
-        await close(form)
-
-    monkeypatch.setattr(FormData, "close", noted)
-    part = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
-    messages = [{"type": "http.request", "body": part + b"data\r\n" + end}]
-    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
-    request = Request({"type": "http", "method": "POST", "headers": headers}, lambda: asyncio.sleep(0, messages.pop()))
-    if end:
-        assert asyncio.run(read_form(request, 999)) == [("image", b"data")] and closed
-    else:
-        with pytest.raises(RequestError, match="last boundary is missing"):
-            asyncio.run(read_form(request, 999))
-    assert all(each.closed for each in closed)

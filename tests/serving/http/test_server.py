@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-import random
 import subprocess
 import sys
 import threading
@@ -190,39 +189,9 @@ def test_an_image_has_the_requested_format(worker, form):
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"prompt": None}, "prompt", "should be a valid string"),
-        ({"prompt": ""}, "prompt", "at least 1 character"),
-        ({"prompt": "a" * 4001}, "prompt", "at most 4000 characters"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"n": 3}, "n", "n must be at most 2, got 3"),
-        ({"n": True}, "n", "valid integer"),
-        ({"n": "1"}, "n", "valid integer"),
-        ({"size": "32"}, "size", "match pattern"),
-        ({"size": "32x33"}, "size", "multiples of 16, got 32x33"),
-        ({"size": "0x32"}, "size", "sides of 16 to 64 pixels"),
-        ({"size": "80x32"}, "size", "sides of 16 to 64 pixels"),
-        ({"size": "32x80"}, "size", "sides of 16 to 64 pixels"),
         ({"steps": 13}, "steps", "steps must be at most 12, got 13"),
-        ({"steps": 2.5}, "steps", "valid integer"),
-        ({"seed": -1}, "seed", "greater than or equal to 0"),
-        ({"seed": 2**63}, "seed", "less than"),
-        ({"guidance": float("nan")}, "guidance", "finite number"),
-        ({"guidance": 101}, "guidance", "less than or equal to 100"),
-        ({"response_format": "link"}, "response_format", "b64_json"),
-        ({"background": "transparent"}, "background", "'auto' or 'opaque'"),
-        ({"output_compression": 50}, "output_compression", "100"),
-        ({"quality": "best"}, "quality", "standard"),
-        ({"null": None}, "null", "unknown field"),
-        ({"output_format": "gif"}, "output_format", "png"),
-        ({"stream": "yes"}, "stream", "valid boolean"),
-        ({"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
-        ({"preset": "/etc/passwd"}, "preset", "does not exist"),
-        ({"preset": "../configs/turbo.yaml"}, "preset", "does not exist"),
-        ({"preset": "none", "target_error": 0.1}, "target_error", "needs a preset"),
-        ({"preset": "exact", "target_error": 0.1}, "target_error", "target_error"),
-        ({"target_error": -1}, "target_error", "greater than 0"),
         ({"model": "other"}, "model", "this server has tiny"),
-        ({"promt": "a"}, "promt", "did you mean 'prompt'?"),
+        ({"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
         ({"negative_prompt": "red", "guidance": 0.5}, "negative_prompt", "only with guidance above 1"),
         ({"preset": "wan21-sparge"}, "preset", "is for wan models"),
     ],
@@ -297,24 +266,6 @@ def test_a_body_that_is_no_request_is_refused(body, status, message):
     assert answer.status_code == status and message in answer.json()["error"]["message"]
 
 
-def test_a_long_body_without_a_length_is_read_up_to_the_limit():
-    """A chunked body ends at the limit, and not when the client has sent everything."""
-    sent = []
-
-    async def chunks():
-        for _ in range(100):
-            sent.append(1)
-            yield b" " * 1024
-
-    async def ask(app):
-        async with client(app) as http:
-            return await http.post(PATH, content=chunks())
-
-    with running(Held()) as (app, _):
-        answer = asyncio.run(ask(app))
-    assert answer.status_code == 413 and len(sent) < 10
-
-
 def test_a_slow_body_is_refused(monkeypatch):
     monkeypatch.setattr(bodies, "SLOWEST_BODY", 0.05)
 
@@ -329,49 +280,6 @@ def test_a_slow_body_is_refused(monkeypatch):
 
     with running(Held()) as (app, _):
         assert asyncio.run(ask(app)).status_code == 408
-
-
-def test_hostile_bodies_are_refused():
-    """300 random bodies: each has status 400 or 413 and an error in OpenAI's shape, and none reaches the worker."""
-    draw, held = random.Random(0), Held()
-    values = [None, True, -1, 0, 2**70, -0.0, 1e308, float("inf"), "", "\0", "ü" * 5000, "../../etc/passwd", "'; --"]
-    values += [[], {}, [[]] * 20, {"a": {"b": None}}, "<script>", "%00", "http://127.0.0.1/", "1e9x1e9", "१६x१६"]
-    names = [*GOOD, "n", "preset", "guidance", "output_format", "response_format", "stream", "image", "__class__", "ü"]
-
-    def body():
-        wrong = GOOD | {draw.choice(names): draw.choice(values) for _ in range(draw.randint(1, 4))}
-        text = bytearray(
-            json.dumps(wrong).encode() if draw.random() < 0.7 else json.dumps(draw.choice(values)).encode()
-        )
-        for _ in range(draw.choice([0, 0, 1, 5])):
-            text[draw.randrange(len(text))] = draw.randrange(256)
-        return bytes(text)
-
-    async def ask(app):
-        async with client(app) as http:
-            return [await http.post(PATH, content=each) for each in bodies]
-
-    bodies = []
-    while len(bodies) < 300:
-        if (each := body()) and not is_valid(each):
-            bodies.append(each)
-    with running(held) as (app, _):
-        answers = asyncio.run(ask(app))
-    assert {answer.status_code for answer in answers} <= {400, 404, 413}
-    assert all(set(answer.json()["error"]) == {"message", "type", "param", "code"} for answer in answers)
-    assert max(len(answer.content) for answer in answers) < 2000 and held.made == []
-
-
-def is_valid(body):
-    from dit_accel.serving.http.api import RequestError
-    from dit_accel.serving.http.requests import ImageRequest, read, requested_preset
-
-    served = server.Served("tiny", load_preset("balanced"), LIMITS)
-    try:
-        requested_preset(read(body, ImageRequest, served), served)
-    except RequestError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(
@@ -633,13 +541,6 @@ def test_pages_of_other_sites_are_refused_without_keys(hosts, headers, name, pat
         assert "--api-key-file" in error["message"] and held.made == []
 
 
-def test_a_key_allows_every_host():
-    """A page of another site knows no key."""
-    with running(Held(), keys=KEYS, hosts=HOSTS) as (app, _):
-        headers = {"Authorization": f"Bearer {KEYS[0]}", "Host": "evil.com", "Origin": "null"}
-        assert get(app, "/v1/models", **headers).status_code == 200
-
-
 def events(text):
     """The server-sent events of a text: name and content."""
     for block in text.strip().split("\n\n"):
@@ -676,12 +577,6 @@ def test_partial_images_are_events_between_steps(worker, monkeypatch):
     assert image.format == "PNG" and f"{image.width}x{image.height}" == content["size"]
 
 
-def test_partial_images_need_a_stream():
-    with running(Held()) as (app, _):
-        answer = post(app, GOOD | {"partial_images": 1})
-    assert answer.status_code == 400 and "add stream: true" in answer.json()["error"]["message"]
-
-
 def test_an_error_in_a_stream_is_an_event():
     with running(Held()) as (app, _):
         ((name, content),) = events(post(app, GOOD | {"stream": True, "prompt": "memory"}).text)
@@ -701,11 +596,11 @@ def test_an_error_in_a_stream_is_an_event():
     ],
 )
 def test_keys_are_needed_where_there_are_some(header, status, caplog):
-    """All routes but /health need one, and neither answers nor logs show it."""
-    headers = {} if header is None else {"Authorization": header.encode()}
+    """All routes but /health need one, from any page; neither answers nor logs show it."""
+    headers = {"Host": "evil.com", "Origin": "null"} | ({} if header is None else {"Authorization": header.encode()})
     held = Held()
     held.release.set()
-    with running(held, keys=KEYS) as (app, _):
+    with running(held, keys=KEYS, hosts=HOSTS) as (app, _):
         answers = [get(app, path, **headers) for path in ("/v1/models", "/metrics")] + [post(app, GOOD, **headers)]
         assert get(app, "/health").status_code == 200
     assert {answer.status_code for answer in answers} == {status}
@@ -784,15 +679,6 @@ def test_metrics_count_every_result_of_a_request():
     counts = [read("dit_accel_requests_total", {"outcome": outcome}) for outcome in outcomes]
     assert seconds == [3.0, 4.0] and counts == [1, 1, 2, 1, 1]
     assert (read("dit_accel_queue_length"), read("dit_accel_running")) == (2, 1)
-
-
-def test_metrics_have_seconds_by_stage_and_the_computed_share(worker):
-    with running(worker) as (app, _):
-        entry = post(app, GOOD).json()["data"][0]
-        assert metric(app, "dit_accel_computed_fraction_sum") == pytest.approx(entry["computed_fraction"])
-        for stage, seconds in entry["seconds"].items():
-            assert metric(app, f'dit_accel_stage_seconds_total{{stage="{stage}"}}') == pytest.approx(seconds)
-        assert metric(app, "dit_accel_request_seconds_count") == 1
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
