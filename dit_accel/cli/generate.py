@@ -31,7 +31,7 @@ from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible
 from dit_accel.serving.outputs import require_distinct, require_plot, require_writable
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, read_image, start_pipeline, timed_call
 from dit_accel.serving.processes import leads
-from dit_accel.serving.prompts import Job, read_jobs
+from dit_accel.serving.prompts import read_jobs
 from dit_accel.serving.ray_engine import ray_engine
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import unknown_words
@@ -39,7 +39,6 @@ from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
-    from PIL import Image
     from rich.console import Console
 
     from dit_accel.presets import Preset
@@ -117,10 +116,8 @@ class GenerateOptions(RunOptions):
 class Request:
     """The options, checked as far as possible without the model."""
 
-    setup: Setup
-    image: Image.Image | None
+    setup: Setup  # its jobs are the lines of --prompts
     arguments: dict[str, Any]  # arguments of the call, by option; None = not given
-    jobs: list[Job]  # lines of --prompts
 
 
 @takes_options()
@@ -141,13 +138,13 @@ def command(options: GenerateOptions) -> None:
     console = Console(quiet=options.quiet)
     request = _check(options)
     _note_unknown_words(
-        console, options.model, options.prompt or " ".join(job.settings["prompt"] for job in request.jobs)
+        console, options.model, options.prompt or " ".join(job.settings["prompt"] for job in request.setup.jobs)
     )
     if options.output_dir is not None:
-        _make_lines(options, request, console)
+        _make_lines(options, request.setup, console)
         return
     pipe, medium, preset = open_pipeline(request.setup, console)
-    named = {"prompt": options.prompt, **request.arguments, "image": request.image}
+    named = {"prompt": options.prompt, **request.arguments, "image": request.setup.image}
     named |= {"num-images": options.num_images, "fps": options.fps}
     arguments = call_arguments(pipe, options.model, named, request.setup.call)
     files = _files(options, medium)
@@ -202,23 +199,22 @@ def _check(options: GenerateOptions) -> Request:
         raise ArgumentError("parallel", "branches need an accelerated run; use --preset exact instead of none")
     preset, overrides, loading = options.preset_and_loading()
     image, call = read_image(options.image), parse_call(options.call)
-    setup = Setup(options.model, preset, overrides, options.fps, loading, degrees, call, options.batch_size)
     arguments = {"negative-prompt": options.negative_prompt, **options.sizes, "guidance": options.guidance}
     jobs = [] if options.prompts is None else read_jobs(options.prompts, arguments | {"seed": options.seed})
-    return Request(setup, image, arguments, jobs)
+    size = options.batch_size
+    setup = Setup(options.model, preset, overrides, options.fps, loading, degrees, call, size, image, jobs)
+    return Request(setup, arguments)
 
 
-def _make_lines(options: GenerateOptions, request: Request, console: Console) -> None:
+def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> None:
     """Generate every line of --prompts into --output-dir."""
     make_folder(options.output_dir)
-    setup = request.setup
     facts: dict[str, Any] = {"model": options.model, "image": options.image and str(options.image)}
     facts |= ({"call": setup.call} if setup.call else {}) | setup.loading.facts
     facts |= {name: value for name, value in (("dtype", options.dtype), ("fps", options.fps)) if value}
-    what = setup, request.image, request.jobs
     on_ray, size = options.engine == "ray", options.batch_size
-    with ray_engine(*what, options.actors, console) if on_ray else nullcontext(Worker(*what, console)) as engine:
-        run_jobs(engine, request.jobs, options.output_dir, facts, console, batch_size=size, force=options.force)
+    with ray_engine(setup, options.actors, console) if on_ray else nullcontext(Worker(setup, console)) as engine:
+        run_jobs(engine, setup.jobs, options.output_dir, facts, console, batch_size=size, force=options.force)
 
 
 def _files(options: GenerateOptions, medium: Pictures | Clips) -> list[Path]:

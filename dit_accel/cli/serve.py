@@ -142,13 +142,15 @@ def command(options: ServeOptions) -> None:
             closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(options.model)}"):
             opened = [worker.wait() for worker in workers]
-        form, in_use = opened[0]
+        form = opened[0].form
         videos = None
         if form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
             videos = closing.enter_context(VideoStore(limits))
         dispatcher = Dispatcher(workers, options.queue)
-        app = server.build_app(dispatcher, Served(_name(options.model), in_use, limits, form), keys, hosts, videos)
+        app = server.build_app(
+            dispatcher, Served(_name(options.model), opened[0].preset, limits, form), keys, hosts, videos
+        )
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 

@@ -8,9 +8,9 @@ Read :mod:`~dit_accel.serving.engine` first: it defines an engine. ``worker`` is
 ``ray_engine`` the engine of a Ray cluster, which ``ray_cluster`` joins. ``prompts`` reads jobs from files;
 ``pipelines`` opens and calls a pipeline, with ``loading``, ``loras`` and ``media``.
 
-:mod:`~dit_accel.serving.http` is the server of ``dit-accel serve``. ``dispatcher`` queues its requests and
-``remote_worker`` runs them in processes (``worker_process``) or on a Ray cluster (``ray_actor``); ``previews`` draws
-partial images. ``playground`` compares both sides for the page of ``dit-accel app``. Errors are those of
+:mod:`~dit_accel.serving.http` is the server of ``dit-accel serve``. ``dispatcher`` queues its requests, and the jobs of
+``ray_engine``; ``remote_worker`` runs them in processes (``worker_process``) or on a Ray cluster (``ray_actor``).
+``previews`` draws partial images. ``playground`` compares both sides for the page of ``dit-accel app``. Errors are those of
 :mod:`dit_accel.errors`.
 """
 

@@ -1,4 +1,7 @@
-"""A bounded queue of requests for workers that run one job at a time, with progress and cancellation."""
+"""A bounded queue of tasks for workers that make one call of their pipeline at a time, with progress and cancellation.
+
+It has the requests of a server, and the lines of ``generate --prompts`` on a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +54,22 @@ class Step:
 class JobWorker(Protocol):
     """A :class:`~dit_accel.serving.remote_worker.RemoteWorker`."""
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
-        """Run a job; raise ``BatchError`` if the worker is broken."""
+    def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
+        """Run jobs in one call; raise ``BatchError`` if the worker is broken."""
 
-    def restart(self) -> None:
+    def restart(self) -> object:
         """Make a broken worker ready for jobs; raise ``BatchError`` if that fails."""
 
 
 class Task(ABC):
-    """A request in the queue; a subclass takes its events.
+    """Jobs in the queue; a subclass takes their events.
 
     Args:
         preset: None = plain.
         suffix: of the files.
     """
+
+    is_one_call = False  # True: all jobs share a call; False: each has a call of its own
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
@@ -82,6 +87,10 @@ class Task(ABC):
 
     def begin(self) -> None:  # noqa: B027 - most tasks need not know
         """Note that a worker runs the task now."""
+
+    def breaks(self, error: BaseException) -> bool:
+        """Return True if the worker has to restart after this error of the task."""
+        return isinstance(error, BatchError)
 
     @abstractmethod
     def tell(self, event: Step | Made | BaseException | None) -> None:
@@ -120,21 +129,26 @@ class Dispatcher:
     """Queue with a thread for each worker.
 
     Args:
-        workers: each runs one job at a time.
+        workers: each makes one call at a time.
         most: maximum number of tasks that wait for a worker.
     """
 
-    def __init__(self, workers: Sequence[JobWorker], most: int) -> None:
+    def __init__(self, workers: Sequence[JobWorker], most: float) -> None:
         self._failures: dict[JobWorker, str] = {}  # of workers that could not restart
-        self._most, self._count = most, len(workers)
+        self._most = most
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
         self._changed = Condition()
         self._closed = False
         self._seconds = 1.0  # of a task, moving average
-        self._threads = [Thread(target=self._work, args=(worker,), daemon=True) for worker in workers]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[Thread] = []
+        for worker in workers:
+            self.hire(worker)
+
+    def hire(self, worker: JobWorker) -> None:
+        """Give tasks to a further worker."""
+        self._threads.append(Thread(target=self._work, args=(worker,), daemon=True))
+        self._threads[-1].start()
 
     @property
     def waiting(self) -> int:
@@ -165,8 +179,8 @@ class Dispatcher:
             if self._closed:
                 raise Busy("the server is shutting down", 10)
             waiting = self._count_waiting()
-            if waiting >= self._most + self._count - len(self._running):
-                seconds = self._seconds * (waiting + 1) / self._count
+            if waiting >= self._most + len(self._threads) - len(self._running):
+                seconds = self._seconds * (waiting + 1) / len(self._threads)
                 raise Busy(f"{waiting} requests are waiting, which is the most", max(1, round(seconds)))
             self._waiting.append(task)
             self._changed.notify()
@@ -233,13 +247,14 @@ class Dispatcher:
         end: BaseException | None = None
         task.begin()
         try:
-            for job in task.jobs:
-                task.tell(worker.make_one(job, task.preset, task.suffix, partial(task.step, job)))
+            for jobs in [task.jobs] if task.is_one_call else [[job] for job in task.jobs]:
+                for made in worker.run(jobs, task.preset, task.suffix, partial(task.step, jobs[0])):
+                    task.tell(made)
             self._failures.pop(worker, None)
         except (Cancelled, DitAccelError) as error:
             end = error
         except Exception as error:
-            logger.exception("a request failed")
+            logger.exception("a task failed")
             end = error
         task.tell(end)
-        return not isinstance(end, BatchError)
+        return end is None or not task.breaks(end)

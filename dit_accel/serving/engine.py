@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dit_accel.errors import DitAccelError, shortened
 from dit_accel.serving.prompts import Job
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,31 @@ class VideoForm:
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """A pipeline that a worker has loaded.
+
+    Args:
+        form: of its videos; None = it makes images.
+        preset: in use; None = plain.
+        suffix: of its files.
+        settings: all values of the preset that was asked for; None = plain.
+    """
+
+    form: VideoForm | None
+    preset: Preset | None
+    suffix: str
+    settings: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Failure:
     """Reason why a job failed."""
 
     reason: str
+
+
+class DefectError(Exception):
+    """Error of another process that is no :class:`DitAccelError`; its text has the type, and its note the traceback."""
 
 
 class JobProgress(Protocol):
@@ -92,5 +116,5 @@ def made_alone(batch: Sequence[Job], error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Format an error in one line, without the actor ids that Ray adds in indented lines."""
-    text = str(error) if isinstance(error, DitAccelError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, DitAccelError | DefectError) else f"{type(error).__name__}: {error}"
     return shortened(" ".join(line for line in text.splitlines() if not line.startswith("\t")), 600)

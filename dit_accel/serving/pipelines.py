@@ -19,6 +19,7 @@ from dit_accel.serving.input_images import as_image
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.media import Clips, Pictures, medium_of, sampling_rate
 from dit_accel.serving.processes import join
+from dit_accel.serving.prompts import Job
 from dit_accel.tools.demo import demo_arguments, demo_path, model_fps
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Setup:
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
         call: further arguments of the pipeline's call, by their names.
         batch_size: maximum number of prompts in one call.
+        image: the input image of every job; None = none.
+        jobs: checked once the pipeline is loaded, before the first one runs.
     """
 
     model: str
@@ -52,6 +55,8 @@ class Setup:
     degrees: dict[str, int] = field(default_factory=dict)
     call: dict[str, Any] = field(default_factory=dict)
     batch_size: int = 1
+    image: Image.Image | None = None
+    jobs: Sequence[Job] = ()
 
 
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them

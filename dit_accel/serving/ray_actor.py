@@ -1,4 +1,4 @@
-"""A process of a Ray cluster that loads a pipeline and runs jobs, for a server.
+"""A process of a Ray cluster that loads a pipeline and runs jobs.
 
 Its messages are those of :mod:`~dit_accel.serving.worker_process`. The process sends one only as the answer to one of
 the server's, so each is the result of a call of the actor. The pipeline runs in a thread of the actor.

@@ -1,43 +1,48 @@
-"""An engine on a Ray cluster, whose devices share the jobs.
+"""An engine on a Ray cluster, whose devices share the lines of ``generate --prompts``.
 
-One actor per device loads the pipeline once and runs one batch of jobs at a time. If an actor dies, or fails with an
-error that a retry may avoid, a new actor replaces it and its jobs go to the end of the queue, one job per call.
+An actor per device loads the pipeline once. A :class:`~dit_accel.serving.dispatcher.Dispatcher` gives it one batch of
+jobs at a time, as it does with the requests of a server. If an actor dies, or fails with an error that a retry may
+avoid, a new actor replaces it and its jobs go to the end of the queue, one job per call.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter, deque
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
-from dit_accel.serving.engine import Failure, JobProgress, Made, made_alone, reason_of
+from dit_accel.serving.dispatcher import Dispatcher, Step, Task
+from dit_accel.serving.engine import Failure, JobProgress, Loaded, Made, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.serving.ray_cluster import enter_folder, joined_cluster
-from dit_accel.serving.worker import Worker
+from dit_accel.serving.ray_actor import RayActor
+from dit_accel.serving.ray_cluster import joined_cluster
+from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 
 if TYPE_CHECKING:
-    from PIL import Image
     from rich.console import Console
 
 ATTEMPTS = 3  # for each line, and in a row for loading the pipeline on a device
 
 
 @contextmanager
-def ray_engine(
-    setup: Setup, picture: Image.Image | None, jobs: Sequence[Job], actors: int | None, console: Console
-) -> Iterator[RayEngine]:
+def ray_engine(setup: Setup, actors: int | None, console: Console) -> Iterator[RayEngine]:
     """Start actors that load the pipeline, on the cluster of this process, at ``RAY_ADDRESS``, or a new cluster.
 
     Raises:
-        ArgumentError, ...: errors of :class:`Worker`, if no actor could load the pipeline.
+        ArgumentError, ...: errors of :class:`~dit_accel.serving.worker.Worker`, if no actor could load the pipeline.
         BatchError: no actor could load the pipeline because of another error.
     """
     with joined_cluster(setup, actors, console) as (setup, count, needs):
-        engine = RayEngine(setup, picture, jobs, min(count, len(jobs)), needs, console)
+        start = partial(RayActor, needs)
+        workers = [RemoteWorker(setup, None, start, attempts=1) for _ in range(min(count, len(setup.jobs)))]
+        engine = RayEngine(workers, console)
         try:
             engine.wait_for_one()
             yield engine
@@ -45,154 +50,126 @@ def ray_engine(
             engine.close()
 
 
+class _Batch(Task):
+    """Jobs that share a call; their end goes to a queue, as the batch and its error or None."""
+
+    is_one_call = True
+
+    def __init__(self, jobs: Sequence[Job], loaded: Loaded, ends: SimpleQueue[_Event]) -> None:
+        super().__init__(jobs, loaded.preset, loaded.suffix)
+        self.results: list[Made] = []
+        self._ends = ends
+
+    def breaks(self, error: BaseException) -> bool:
+        """Return True unless a retry on this device cannot help, or the batch alone was too large for its memory."""
+        is_too_large = len(self.jobs) > 1 and isinstance(error, OutOfMemoryError)
+        return not is_too_large and not isinstance(error, UnsupportedError | ArgumentError)
+
+    def tell(self, event: Step | Made | BaseException | None) -> None:
+        if isinstance(event, Made):
+            self.results.append(event)
+        elif not isinstance(event, Step):
+            self._ends.put((self, event))
+
+
+_Event = Loaded | Exception | tuple[_Batch, BaseException | None]  # of a worker that loads, or the end of a batch
+
+
 class RayEngine:
-    """Engine of several actors; ``suffix`` and ``preset`` are set once an actor has loaded the pipeline."""
+    """Engine of several workers; their pipelines load at once, and each takes jobs as soon as its own has loaded."""
 
-    suffix: str
-    preset: dict[str, Any] | None
-
-    def __init__(
-        self,
-        setup: Setup,
-        picture: Image.Image | None,
-        jobs: Sequence[Job],
-        count: int,
-        needs: dict[str, int],
-        console: Console,
-    ) -> None:
-        import ray
-
-        self._actor = ray.remote(**needs)(_Actor)
-        self._opens = ray.put((setup, picture, jobs)), os.getcwd()
-        self._console = console
-        self._opening: dict[Any, tuple[Any, int]] = {}  # future: actor, earlier attempts
-        self._busy: dict[Any, tuple[Any, Sequence[Job]]] = {}  # future: actor, its jobs
-        self._idle: list[Any] = []
-        self._told: set[str] = set()
-        for _ in range(count):
-            self._open()
+    def __init__(self, workers: Sequence[RemoteWorker], console: Console) -> None:
+        self._workers, self._console = workers, console
+        self._left = len(workers)  # workers that load or have loaded
+        self._failed_loads = 0  # in a row, of workers that were replaced
+        self._notes: set[str] = set()
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._dispatcher = Dispatcher([], math.inf)
+        for worker in workers:
+            Thread(target=self._load, args=(worker,), daemon=True).start()
 
     def wait_for_one(self) -> None:
-        """Wait until an actor has loaded the pipeline."""
-        with self._console.status(f"loading the pipeline in {len(self._opening)} actors"):
-            while not self._idle:
-                self._opened(self._next())
+        """Wait until a worker has loaded the pipeline."""
+        with self._console.status(f"loading the pipeline in {self._left} actors"):
+            while not isinstance(event := self._events.get(), Loaded):
+                self._lose(event)
+        self._loaded, self.suffix, self.preset = event, event.suffix, event.settings
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made | Failure]]:
-        waiting, attempts = deque(batches), Counter[int]()
-        while waiting or self._busy:
-            self._hand_out(waiting)
-            progress.begin(f"{len(self._busy)} actors at work")
-            done = self._next()
-            if done in self._opening:
-                self._opened(done)
+        unfinished, attempts = len(batches), Counter[int]()
+        for batch in batches:
+            self._add(batch)
+        while unfinished:
+            progress.begin(f"{self._dispatcher.running} actors at work")
+            event = self._events.get()
+            if isinstance(event, Exception):
+                self._lose(event)
+            if not isinstance(event, tuple):
                 continue
-            actor, batch = self._busy.pop(done)
-            made = self._result(done)
-            if not isinstance(made, BaseException):
-                self._idle.append(actor)
-                self._hand_out(waiting)  # before the caller writes the files
-                yield from zip(batch, made, strict=True)
-                continue
-            refused = _refuses(made)
-            if refused or (len(batch) > 1 and isinstance(made, OutOfMemoryError)):
-                self._idle.append(actor)
-            else:
-                self._replace(actor)
-            if len(batch) > 1:
-                self._note(made_alone(batch, made))
-                waiting.extend([job] for job in batch)
-                continue
-            (job,) = batch
-            attempts[job.index] += 1
-            if not refused:
-                self._note(f"line {job.index + 1}, attempt {attempts[job.index]} of {ATTEMPTS}: {reason_of(made)}")
-                if attempts[job.index] < ATTEMPTS:
-                    waiting.append(batch)
-                    continue
-            yield job, Failure(reason_of(made))
+            batch, error = event
+            retried = [] if error is None else self._retried(batch.jobs, error, attempts)
+            for job in retried:
+                self._add([job])
+            unfinished += len(retried) - 1
+            if error is None:
+                self._failed_loads = 0
+                yield from zip(batch.jobs, batch.results, strict=True)
+            elif not retried:
+                yield batch.jobs[0], Failure(reason_of(error))
 
     def close(self) -> None:
-        """End all actors."""
-        import ray
+        """End all workers."""
+        self._dispatcher.close()
+        for worker in self._workers:
+            worker.close()
+        self._dispatcher.stop(0.0)
 
-        for actor in [*self._idle, *(actor for actor, _ in (*self._opening.values(), *self._busy.values()))]:
-            ray.kill(actor)
+    def _add(self, batch: Sequence[Job]) -> None:
+        self._dispatcher.add(_Batch(batch, self._loaded, self._events))
 
-    def _next(self) -> Any:
-        """Wait for a future that has finished or failed."""
-        import ray
+    def _load(self, worker: RemoteWorker) -> None:
+        """Wait for a worker's pipeline, which loads again after an error that a retry may avoid."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._events.put(worker.wait() if attempt == 1 else worker.restart())
+            except Exception as error:
+                is_final = isinstance(error, DitAccelError) and not isinstance(error, BatchError)
+                if is_final or attempt == ATTEMPTS:
+                    self._events.put(error)
+                    return
+            else:
+                self._dispatcher.hire(worker)
+                return
 
-        (done,), _ = ray.wait([*self._busy, *self._opening])
-        return done
-
-    def _hand_out(self, waiting: deque[Sequence[Job]]) -> None:
-        while waiting and self._idle:
-            actor, batch = self._idle.pop(), waiting.popleft()
-            self._busy[actor.make.remote(batch)] = actor, batch
-
-    def _open(self, attempts: int = 0) -> None:
-        actor = self._actor.remote()
-        self._opening[actor.open.remote(*self._opens)] = actor, attempts
-
-    def _opened(self, done: Any) -> None:
-        """Add an actor that has loaded the pipeline; replace it if it failed, unless a retry cannot help."""
-        import ray
-
-        actor, attempts = self._opening.pop(done)
-        result = self._result(done)
-        if not isinstance(result, BaseException):
-            self.suffix, self.preset = result
-            self._idle.append(actor)
-            return
-        ray.kill(actor)
-        if not isinstance(result, DitAccelError) and attempts + 1 < ATTEMPTS:
-            self._open(attempts + 1)
-        elif self._opening or self._busy or self._idle:
-            self._note(f"an actor can't load the pipeline: {reason_of(result)}")
-        elif isinstance(result, DitAccelError):
-            raise result
+    def _lose(self, error: Exception) -> None:
+        """Go on without a worker that can't load the pipeline; raise its error if it was the last one."""
+        self._left -= 1
+        if self._left:
+            self._note(f"an actor can't load the pipeline: {reason_of(error)}")
+        elif isinstance(error, DitAccelError) and not isinstance(error, BatchError):
+            raise error
         else:
-            raise BatchError(f"no actor can load the pipeline: {reason_of(result)}")
+            raise BatchError(f"no actor can load the pipeline: {reason_of(error)}")
+
+    def _retried(self, jobs: Sequence[Job], error: BaseException, attempts: Counter[int]) -> Sequence[Job]:
+        """Return the jobs of a batch that failed, each of which is to run alone; none if a retry cannot help."""
+        if isinstance(error, LoadError):  # which says nothing about the jobs
+            self._failed_loads += 1
+            if self._failed_loads >= ATTEMPTS * self._left:
+                raise BatchError(f"no actor can load the pipeline: {reason_of(error)}")
+            return jobs
+        if len(jobs) > 1:
+            self._note(made_alone(jobs, error))
+            return jobs
+        if isinstance(error, UnsupportedError | ArgumentError):
+            return []
+        (job,) = jobs
+        attempts[job.index] += 1
+        self._note(f"line {job.index + 1}, attempt {attempts[job.index]} of {ATTEMPTS}: {reason_of(error)}")
+        return jobs if attempts[job.index] < ATTEMPTS else []
 
     def _note(self, text: str) -> None:
-        """Print a problem once, even if all actors report it."""
-        if text not in self._told:
-            self._told.add(text)
+        """Print a problem once, even if all workers report it."""
+        if text not in self._notes:
+            self._notes.add(text)
             self._console.out(f"note: {text}", highlight=False)
-
-    def _replace(self, actor: Any) -> None:
-        import ray
-
-        ray.kill(actor)
-        self._open()
-
-    @staticmethod
-    def _result(done: Any) -> Any:
-        """Return the value of a future, or the exception of the actor or of Ray."""
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
-        try:
-            return ray.get(done)
-        except RayTaskError as error:
-            return error.cause
-        except RayError as error:
-            return error
-
-
-class _Actor:
-    """A :class:`Worker` in its own process, in the command's folder if it exists on that machine."""
-
-    def open(self, what: tuple[Setup, Image.Image | None, Sequence[Job]], folder: str) -> tuple[str, Any]:
-        enter_folder(folder)
-        self._worker = Worker(*what)
-        return self._worker.suffix, self._worker.preset
-
-    def make(self, batch: Sequence[Job]) -> list[Made]:
-        return self._worker.make(batch)
-
-
-def _refuses(error: BaseException) -> bool:
-    """Return True if retrying cannot help."""
-    return isinstance(error, UnsupportedError | ArgumentError)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dit_accel.errors import BatchError
 from dit_accel.serving.dispatcher import Cancelled
-from dit_accel.serving.engine import Made, VideoForm
+from dit_accel.serving.engine import Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker_process import LocalProcess
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 2  # for each job
 LONGEST_LOAD = 1800.0  # seconds that a new process has to load the pipeline again
+
+
+class LoadError(BatchError):
+    """Error of a worker that can't load its pipeline again."""
 
 
 class WorkerProcess(Protocol):
@@ -44,17 +47,26 @@ class RemoteWorker:
     """A :class:`~dit_accel.serving.worker.Worker` in its own process; its errors are raised here.
 
     Args:
-        patience: most seconds of a step, of the time before the first one, and of the time after the last one.
+        patience: most seconds of a step, of the time before the first one, and of the time after the last one; None =
+            no limit.
         start: starts the process.
+        attempts: for each call.
     """
 
-    def __init__(self, setup: Setup, patience: float, start: Callable[[Setup], WorkerProcess] = LocalProcess) -> None:
-        self._setup, self._patience, self._start = setup, patience, start
+    def __init__(
+        self,
+        setup: Setup,
+        patience: float | None,
+        start: Callable[[Setup], WorkerProcess] = LocalProcess,
+        attempts: int = 2,
+    ) -> None:
+        self._setup, self._patience, self._start, self._attempts = setup, patience, start, attempts
+        self._is_lost = False  # True: the pipeline could not be loaded again
         self._is_closed, self._changing = False, Lock()
         self._process = start(setup)
 
-    def wait(self, patience: float | None = None) -> tuple[VideoForm | None, Preset | None]:
-        """Wait until the pipeline is loaded; return the form of its videos, None for images, and its preset.
+    def wait(self, patience: float | None = None) -> Loaded:
+        """Wait until the pipeline is loaded.
 
         Args:
             patience: most seconds; None = no limit.
@@ -68,44 +80,48 @@ class RemoteWorker:
         except EOFError:
             raise BatchError(f"the process that loads {self._setup.model} died; {self._process.log}") from None
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
-        """Run a job as a :class:`~dit_accel.serving.worker.Worker`, again in a new process if the process dies.
+    def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
+        """Run jobs as a :class:`~dit_accel.serving.worker.Worker`, again in a new process if the process dies.
 
         Raises:
-            BatchError: the process hangs, died in every attempt, or can't load the pipeline again.
+            LoadError: the pipeline can't be loaded again.
+            BatchError: the process hangs, or died in every attempt.
         """
-        for attempt in range(1, ATTEMPTS + 1):
-            if attempt > 1:
+        for attempt in range(1, self._attempts + 1):
+            if attempt > 1 or self._is_lost:
                 self.restart()
             try:
-                self._process.send((job, preset, suffix))
+                self._process.send((jobs, preset, suffix))
                 return self._follow(tell)
             except TimeoutError:
                 logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
                 raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
             except (EOFError, OSError):
-                logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, ATTEMPTS)
+                logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, self._attempts)
         raise BatchError("the process that ran the request died")
 
-    def restart(self) -> None:
+    def restart(self) -> Loaded:
         """Kill the process, and load the pipeline in a new one.
 
         Raises:
-            BatchError: the pipeline can't be loaded again, or the worker is closed.
+            LoadError: the pipeline can't be loaded again, or the worker is closed.
         """
+        self._is_lost = True
         try:
             with self._changing:
                 self._process.end()
                 if self._is_closed:
                     raise BatchError("the server is shutting down")
                 self._process = self._start(self._setup)
-            self.wait(LONGEST_LOAD)
+            loaded = self.wait(LONGEST_LOAD)
         except Exception as error:
             if not self._is_closed:
                 logger.exception("%s can't be loaded again", self._setup.model)
             with self._changing:
                 self._process.end()
-            raise BatchError("the pipeline can't be loaded again") from error
+            raise LoadError("the pipeline can't be loaded again") from error
+        self._is_lost = False
+        return loaded
 
     def close(self) -> None:
         """End the process."""
@@ -113,9 +129,9 @@ class RemoteWorker:
         with self._changing:
             self._process.end()
 
-    def _follow(self, tell: Callable[..., None]) -> Made:
+    def _follow(self, tell: Callable[..., None]) -> list[Made]:
         """Answer the steps of a run until it ends."""
-        while not isinstance(event := self._receive(self._patience), Made):
+        while not isinstance(event := self._receive(self._patience), list):
             try:
                 tell(*event)
             except Cancelled:

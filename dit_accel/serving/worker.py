@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
-from dit_accel.serving.engine import JobProgress, Made, VideoForm, made_alone
+from dit_accel.serving.engine import JobProgress, Loaded, Made, VideoForm, made_alone
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
@@ -20,8 +20,6 @@ from dit_accel.serving.prompts import OWN, PARTIAL_IMAGES, Job
 from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from dit_accel.presets import Preset
     from dit_accel.tools.measure.timing import Output
     from dit_accel.tools.media.preview import Previewer
@@ -31,28 +29,20 @@ class Worker:
     """Engine of one process: a pipeline that is loaded and accelerated once, for many jobs.
 
     Args:
-        picture: the input image of every job; None = none.
-        jobs: checked before the first one runs.
         console: shows notes and progress; None = silent.
 
     Raises:
         ArgumentError: a job has a setting that this pipeline does not support.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        picture: Image.Image | None = None,
-        jobs: Sequence[Job] = (),
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, setup: Setup, console: Console | None = None) -> None:
         console = console or Console(quiet=True)
         self.pipe, self.medium, preset = open_pipeline(setup, console)
-        self._setup, self._picture, self._console = setup, picture, console
+        self._setup, self._console = setup, console
         self._guider = getattr(self.pipe, "guider", None)
         self.suffix = self.medium.default_output.suffix
         self.preset = preset and preset.effective()
-        for job in jobs:
+        for job in setup.jobs:
             self._arguments([job])
         if preset and setup.batch_size > 1:
             preset = _decided_apart(preset, console)
@@ -74,12 +64,16 @@ class Worker:
         units = (getattr(self.pipe, name, None) for name in names)
         return VideoForm(self.medium.fps, next(filter(None, units), 1))
 
+    @property
+    def loaded(self) -> Loaded:
+        return Loaded(self.video_form, self.preset_in_use, self.suffix, self.preset)
+
     def previewer(self, job: Job) -> Previewer | None:
         """Return the previewer of a job's size; None if the pipeline takes none."""
         return self._previews.previewer(job)
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[..., None]) -> Made:
-        """Run a job with a preset of its own, which stays in use.
+    def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
+        """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
 
         Args:
             preset: None = plain.
@@ -91,13 +85,13 @@ class Worker:
             ArgumentError: the pipeline does not support the preset.
         """
         self.use(preset)
-        previews = None if isinstance(self.medium, Clips) else self._previews.of(job, suffix)
+        has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
+        previews = self._previews.of(jobs[0], suffix) if has_previews else None
         try:
-            (made,) = self.make([job], suffix, previews, previews.telling(tell) if previews else tell)
+            return self.make(jobs, suffix, previews, previews.telling(tell) if previews else tell)
         finally:
             if previews:
                 previews.end()
-        return made
 
     def make(
         self,
@@ -203,7 +197,7 @@ class Worker:
         own = {key: value for key, value in own.items() if key not in ("seed", PARTIAL_IMAGES)}
         if len(batch) > 1:
             own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
-        return call_arguments(self.pipe, self._setup.model, {"image": self._picture, **own}, self._setup.call)
+        return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **own}, self._setup.call)
 
 
 def _decided_apart(preset: Preset, console: Console) -> Preset:

@@ -1,8 +1,8 @@
 """A process of this machine that loads a pipeline and runs jobs.
 
-It receives ``(job, preset, suffix)``. After each step it sends ``(finished steps, all steps)``, and the file of a
-partial image if there is one; the server answers with True, or False to end the run. At the end the process sends the
-:class:`Made`, or the error.
+It first sends :class:`Loaded`, or the error. Then it receives ``(jobs, preset, suffix)``. After each step it sends
+``(finished steps, all steps)``, and the file of a partial image if there is one; the server answers with True, or False
+to end the run. At the end the process sends a list of :class:`Made`, or the error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dit_accel.errors import DitAccelError
+from dit_accel.errors import DitAccelError, headline
 from dit_accel.serving.dispatcher import Cancelled
+from dit_accel.serving.engine import DefectError
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.processes import silence_libraries
 from dit_accel.serving.worker import Worker
@@ -72,8 +73,7 @@ def serve_jobs(link: Connection, setup: Setup) -> None:
         try:
             worker = _opened(link, setup)
             while worker is not None:
-                job, preset, suffix = link.recv()
-                link.send(_outcome(partial(worker.make_one, job, preset, suffix, tell)))
+                link.send(_outcome(partial(worker.run, *link.recv(), tell)))
         except (EOFError, OSError):
             pass  # the server is gone
 
@@ -91,7 +91,7 @@ def _opened(link: Connection, setup: Setup) -> Worker | None:
         torch.cuda.set_device(setup.loading.device)  # where Triton launches kernels
     worker = _outcome(partial(Worker, setup))
     is_open = isinstance(worker, Worker)
-    link.send((worker.video_form, worker.preset_in_use) if is_open else worker)
+    link.send(worker.loaded if is_open else worker)
     return worker if is_open else None
 
 
@@ -106,4 +106,6 @@ def _outcome(run: Callable[[], Any]) -> Any:
     except Exception as error:
         if "CUDA error" in str(error):
             os._exit(1)
-        return RuntimeError(traceback.format_exc())
+        defect = DefectError(headline(error))
+        defect.add_note(traceback.format_exc())
+        return defect

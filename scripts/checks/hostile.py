@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
@@ -88,9 +88,9 @@ class Findings:
 class Tiny(Worker):
     """A worker in this process; what a request leaves out is small."""
 
-    def make_one(self, job: Job, preset: Preset | None, suffix: str, tell: Callable[[int, int], None]) -> Made:
+    def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         small = {"width": 32, "height": 32, "steps": 2, **({"num-frames": 5} if self.video_form else {})}
-        return super().make_one(replace(job, settings=small | job.settings), preset, suffix, tell)
+        return super().run([replace(job, settings=small | job.settings) for job in jobs], preset, suffix, tell)
 
     def restart(self) -> None:
         """Nothing to do: only a worker in a process of its own breaks."""

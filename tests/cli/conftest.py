@@ -169,8 +169,7 @@ def reached(monkeypatch, made, tmp_path):
             self.setup = setup
 
         def wait(self):
-            worker = Worker(self.setup)
-            return worker.video_form, worker.preset_in_use
+            return Worker(self.setup).loaded
 
         def close(self):
             put(closed=True)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 from dit_accel.cli import batch
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
@@ -192,7 +191,7 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
     made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)
     monkeypatch.setattr(worker, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(worker, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
-    engine = worker.Worker(Setup("model"), None, jobs, Console(quiet=True))
+    engine = worker.Worker(Setup("model", jobs=jobs))
     for job in jobs:
         engine.make([job])
     assert scales == [3.0, 6.0]

@@ -195,7 +195,7 @@ def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkey
         working, "open_pipeline", lambda *_: (pipe, SimpleNamespace(default_output=batch.Path("a.png")), preset)
     )
     monkeypatch.setattr(working, "start_pipeline", lambda _, preset, __: started.append(preset))
-    worker = working.Worker(SimpleNamespace(batch_size=size), None, [], Console(quiet=True))
+    worker = working.Worker(Setup("some/model", batch_size=size))
     assert worker.preset == preset.effective()
     assert started[0].schedule.per_prompt == apart
 
@@ -221,10 +221,10 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
         return Output(pictures[:count], 9.0, 5.0, 1, sounds=["first", "second"][:count])
 
     monkeypatch.setattr(working, "timed_call", call)
-    setup = Setup("some/model", batch_size=2, call={"sigmas": [1.0]}, fps=9.0)
+    setup = Setup("some/model", batch_size=2, call={"sigmas": [1.0]}, fps=9.0, image="picture")
     jobs = [Job(3, {"prompt": "a", "negative-prompt": "x", "seed": 7, "steps": 2}), Job(4, {"prompt": "b", "seed": 8})]
     jobs[1].settings.update({"negative-prompt": "y", "steps": 2})
-    worker = working.Worker(setup, "picture", [], Console(quiet=True))
+    worker = working.Worker(setup)
     made = worker.make(jobs)
     assert [Image.open(BytesIO(each.data)).getpixel((0, 0))[0] for each in made] == [0, 99]
     assert [(each.report, each.seconds, each.batch) for each in made] == [
@@ -251,9 +251,7 @@ def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
     monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(working, "start_pipeline", lambda *_: looked.append("started"))
     monkeypatch.setattr(working, "call_arguments", lambda _, __, options, ___: looked.append(options["prompt"]))
-    working.Worker(
-        Setup("some/model"), None, [Job(index, {"prompt": index}) for index in range(3)], Console(quiet=True)
-    )
+    working.Worker(Setup("some/model", jobs=[Job(index, {"prompt": index}) for index in range(3)]))
     assert looked == [0, 1, 2, "started"]
 
 

@@ -199,7 +199,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
     },
     "presets list": {
         "--model": f"{COMMAND}presets_list_filters_by_model",
-        "--all": f"{COMMAND}presets_list_names_every_preset",
+        "--all": f"{COMMAND}presets_list_has_every_preset_with_its_figures",
     },
     "presets schema": {"--output": f"{COMMAND}schema_is_json_and_can_be_written", "--force": FORCED},
     "presets show": {},

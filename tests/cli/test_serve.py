@@ -4,6 +4,7 @@ import base64
 import socket
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,15 +141,15 @@ def test_sigterm_ends_it_after_the_running_request(site, http):
 
 
 def hang():
-    """Make the model load forever."""
-    pipelines.load_pipeline = lambda *_: time.sleep(1000)
+    """Make the model load for ever, and a file once it does."""
+    pipelines.load_pipeline = lambda *_: Path("loading").touch() or time.sleep(1000)
 
 
 def test_sigterm_ends_it_while_the_model_loads(tmp_path):
     """Both processes end within seconds, with status 0."""
     server, _ = start(tmp_path, change=hang)
     try:
-        until(lambda: processes_of(server))
+        until((tmp_path / "loading").exists)
         (worker,) = processes_of(server)
         server.terminate()
         server.join(60)

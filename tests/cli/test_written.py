@@ -129,9 +129,7 @@ def test_whole_runs_are_repeated_where_weights_are_moved(handed_on):
 def test_what_changes_a_file_is_a_setting_of_its_line(run, tmp_path, monkeypatch, given, setting):
     """The command's options apply to lines without their own; the manifest has every setting that affects a result."""
     started = {}
-    monkeypatch.setattr(
-        generate, "Worker", lambda setup, picture, jobs, console: started.update(setup=setup, at=picture)
-    )
+    monkeypatch.setattr(generate, "Worker", lambda setup, console: started.update(setup=setup))
 
     def note(engine, jobs, folder, facts, console, *, batch_size, force):
         started.update(rows=[facts | job.settings for job in jobs], batch_size=batch_size, force=force)
@@ -146,7 +144,7 @@ def test_what_changes_a_file_is_a_setting_of_its_line(run, tmp_path, monkeypatch
     assert started["force"] and started["batch_size"] == started["setup"].batch_size == (
         3 if "--batch-size" in given else 1
     )
-    assert (started["at"] is not None) == ("--image" in given)
+    assert (started["setup"].image is not None) == ("--image" in given)
     assert (started["setup"].fps, started["setup"].call) == (setting.get("fps"), setting.get("call", {}))
 
 

@@ -29,13 +29,13 @@ class Noted(Task):
 
 
 class Hands:
-    """A worker that calls the work of each job with its ``tell``; restarts fail with the next of ``failures``."""
+    """A worker that calls the work of its jobs with its ``tell``; restarts fail with the next of ``failures``."""
 
     def __init__(self, *failures):
         self.failures, self.restarts = [*failures], 0
 
-    def make_one(self, job, preset, suffix, tell):
-        return job.settings["work"](tell)
+    def run(self, jobs, preset, suffix, tell):
+        return [job.settings["work"](tell) for job in jobs]
 
     def restart(self):
         self.restarts += 1

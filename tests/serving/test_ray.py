@@ -1,11 +1,9 @@
 """``generate --prompts --engine ray``: the same files as in one process, whatever happens to an actor."""
 
-import io
 import json
 import os
-import re
 import sys
-from types import SimpleNamespace
+import threading
 
 import numpy as np
 import pytest
@@ -13,11 +11,12 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
-from dit_accel.serving import ray_engine
-from dit_accel.serving.engine import Made
-from dit_accel.serving.loading import Loading
+from dit_accel.serving import ray_actor, ray_engine
+from dit_accel.serving.engine import Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
+from dit_accel.serving.ray_engine import RayEngine
+from dit_accel.serving.remote_worker import LoadError
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_pipeline
 
@@ -39,141 +38,168 @@ def generate(run, tmp_path):
 
 
 def manifest(folder):
-    rows = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
-    return {row["index"]: row for row in rows}, len(rows)
+    return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
 
 
-class Dying(ray_engine._Actor):
-    """Its process ends in the middle of line 4, the first time."""
+class Dying(ray_actor._WorkerActor):
+    """Its process ends when it gets line 2, the first time."""
 
-    def make(self, batch):
-        if batch[0].index == 3 and not os.path.exists("died"):
+    def exchange(self, message):
+        if isinstance(message, tuple) and message[0][0].index == 1 and not os.path.exists("died"):
             os.close(os.open("died", os.O_CREAT))
             os._exit(1)
-        return super().make(batch)
-
-
-class Simple:
-    """Makes a file of the prompt's letters, and dies, refuses or raises where the prompt says so."""
-
-    def open(self, what, folder):
-        setup, *_ = what
-        if setup.model == "missing":
-            raise UnsupportedError("no such model")
-        if setup.model == "broken":
-            os._exit(1)
-        return ".png", None
-
-    def make(self, batch):
-        prompts = [job.settings["prompt"] for job in batch]
-        if "die" in prompts:
-            os._exit(1)
-        if "refuse" in prompts:
-            raise UnsupportedError("not with me")
-        if "raise" in prompts:
-            raise RuntimeError("CUDA error")
-        indices = [job.index for job in batch]
-        return [Made(prompt.encode(), 0.5, None, indices) for prompt in prompts]
-
-
-class Large(Simple):
-    """Makes a file of its process's number; runs out of memory at "large" and in batches of it."""
-
-    def make(self, batch):
-        if any(job.settings["prompt"] == "large" for job in batch):
-            raise OutOfMemoryError(f"no memory in {os.getpid()}")
-        return [Made(str(os.getpid()).encode(), 0.5, None, []) for _ in batch]
-
-
-class Willing(Simple):
-    """Makes a file of any prompt."""
-
-    def make(self, batch):
-        return [Made(job.settings["prompt"].encode(), 0.5, None, []) for job in batch]
-
-
-@pytest.fixture
-def simple(monkeypatch):
-    monkeypatch.setattr(ray_engine, "_Actor", Simple)
-    monkeypatch.setattr(ray_engine, "ATTEMPTS", 2)
+        return super().exchange(message)
 
 
 def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, tmp_path, monkeypatch):
     """Every line has its file once, equal to that of one process, and a further run has nothing to do."""
     tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
-    monkeypatch.setattr(ray_engine, "_Actor", Dying)
-    prompts = [f"picture {number}" for number in range(8)]
-    result = generate(prompts, "--model", "flux", *RAY)
+    monkeypatch.setattr(ray_actor, "_WorkerActor", Dying)
+    prompts = [f"picture {number}" for number in range(4)]
+    result = generate(prompts, "--model", "flux", *RAY[:3], "1")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "died").exists() and result.output.count("note: line 4, attempt 1 of 3") == 1
-    assert result.output.count("attempt") == 1 and "made 8 in" in result.output
-    rows, lines = manifest(tmp_path / "out")
-    assert lines == 8 and all(row["report"]["steps"] for row in rows.values())
+    assert (tmp_path / "died").exists() and result.output.count("attempt") == 1
+    assert "note: line 2, attempt 1 of 3: the process that ran the request died" in result.output
+    shared = {row["index"]: row for row in manifest(tmp_path / "out")}
+    assert len(shared) == 4 and all(row["report"]["steps"] for row in shared.values())
     again = generate(prompts, "--model", "flux")
-    assert "8 of 8 done before" in again.output and "wrote" not in again.output
+    assert "4 of 4 done before" in again.output and "wrote" not in again.output
     (tmp_path / "out").rename(tmp_path / "shared")
     assert generate(prompts, "--model", "flux").exit_code == 0
-    alone, _ = manifest(tmp_path / "out")
-    for index in range(8):
-        images = [
-            np.asarray(Image.open(tmp_path / folder / each[index]["file"]))
-            for folder, each in (("shared", rows), ("out", alone))
-        ]
-        assert equal_up_to_rounding(*images)
+    for row in manifest(tmp_path / "out"):
+        files = (tmp_path / "shared" / shared[row["index"]]["file"], tmp_path / "out" / row["file"])
+        assert equal_up_to_rounding(*(np.asarray(Image.open(file)) for file in files))
 
 
-def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp_path, monkeypatch):
-    """A line is given up after some attempts, or one refusal; the rest is made, and the next run tries it again."""
-    prompts = ["a", "die", "refuse", "raise", "b", "c"]
-    result = generate(prompts, *RAY)
-    assert result.exit_code == 1
-    assert "error: 3 of 6 lines failed (2, 3, 4); out/manifest.jsonl holds the reasons" in result.output
-    assert [result.output.count(f"note: line {line}, attempt") for line in range(1, 7)] == [0, 2, 0, 2, 0, 0]
-    rows, lines = manifest(tmp_path / "out")
-    assert lines == 6 and {index for index, row in rows.items() if "error" in row} == {1, 2, 3}
-    assert rows[1]["error"].startswith("ActorDiedError: ") and "\n" not in rows[1]["error"]
-    assert rows[2]["error"] == "not with me" and rows[3]["error"] == "RuntimeError: CUDA error"
-    assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == {"a", "b", "c"}
-    monkeypatch.setattr(ray_engine, "_Actor", Willing)
-    again = generate(prompts, *RAY)
-    assert again.exit_code == 0 and "3 of 6 done before" in again.output
-    assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == set(prompts)
+class Hands:
+    """A worker without a process, which does as a prompt says.
+
+    Args:
+        loads: errors of its attempts to load the pipeline; none are left once it has loaded.
+    """
+
+    def __init__(self, *loads):
+        self.loads, self.calls, self.restarts, self.is_closed = [*loads], [], 0, False
+
+    def wait(self):
+        if self.loads:
+            raise self.loads.pop(0)
+        return Loaded(None, None, ".png", None)
+
+    def restart(self):
+        self.restarts += 1
+        return self.wait()
+
+    def run(self, jobs, preset, suffix, tell):
+        prompts = [job.settings["prompt"] for job in jobs]
+        self.calls.append("".join(prompts))
+        tell(1, 1)
+        for prompt, error in ERRORS.items():
+            if prompt in prompts:
+                raise error
+        return [Made(prompt.encode(), 0.5, None, [job.index for job in jobs]) for prompt in prompts]
+
+    def close(self):
+        self.is_closed = True
 
 
-def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, tmp_path):
-    """The others are made whatever error one of them causes, and so are all batches without it."""
-    result = generate(["a", "die", "b", "refuse", "c", "d"], *RAY, "--batch-size", "2")
-    assert result.exit_code == 1 and "error: 2 of 6 lines failed (2, 4)" in result.output
-    assert "note: lines 3, 4 run one at a time, because one call failed: not with me" in result.output
-    assert result.output.count("note: lines 1, 2 run one at a time") == 1
-    rows, lines = manifest(tmp_path / "out")
-    assert lines == 6 and {index: row["batch"] for index, row in rows.items() if "batch" in row} == {
-        **{index: [index] for index in (0, 2)},
-        **{index: [4, 5] for index in (4, 5)},
+ERRORS = {
+    "die": BatchError("the process died"),
+    "refuse": UnsupportedError("not with me"),
+    "raise": RuntimeError("CUDA error"),
+    "large": OutOfMemoryError("no memory"),
+    "lost": LoadError("can't be loaded again"),
+}
+
+
+class Progress:
+    def begin(self, what):
+        assert what.endswith(" actors at work")
+
+
+def made(workers, *batches, console=None):
+    """Results by line: the file, or the reason of a failure."""
+    indices = iter(range(99))
+    jobs = [[Job(next(indices), {"prompt": prompt}) for prompt in batch] for batch in batches]
+    engine = RayEngine(workers, console or Console(quiet=True))
+    try:
+        engine.wait_for_one()
+        results = {job.index: getattr(end, "reason", end) for job, end in engine.make_all(jobs, Progress())}
+    finally:
+        engine.close()
+    assert all(worker.is_closed for worker in workers)
+    return {index: end if isinstance(end, str) else (end.data.decode(), end.batch) for index, end in results.items()}
+
+
+def test_a_line_that_fails_every_time_is_given_up(capsys):
+    """After some attempts, each in a new process, or one refusal; the other lines are made, and notes stand once."""
+    worker = Hands()
+    ends = made([worker], ["a"], ["die"], ["refuse"], ["raise"], ["large"], ["b"], console=Console())
+    reasons = {1: "the process died", 2: "not with me", 3: "RuntimeError: CUDA error", 4: "no memory"}
+    assert ends == {0: ("a", [0]), 5: ("b", [5])} | reasons
+    assert [worker.calls.count(prompt) for prompt in ("a", "die", "refuse", "raise", "large")] == [1, 3, 1, 3, 3]
+    assert worker.restarts == 9
+    notes = capsys.readouterr().out
+    assert [notes.count(f"note: line {line}, attempt") for line in range(1, 7)] == [0, 3, 0, 3, 3, 0]
+
+
+def test_lines_of_a_batch_that_fails_are_made_alone(capsys):
+    """Each once more, at the end; a worker that has too little memory for the batch alone stays."""
+    worker = Hands()
+    ends = made([worker], ["a", "refuse"], ["b", "c"], ["d", "large"], console=Console())
+    assert ends == {
+        **{0: ("a", [0]), 1: "not with me", 2: ("b", [2, 3]), 3: ("c", [2, 3])},
+        **{4: ("d", [4]), 5: "no memory"},
     }
+    assert worker.calls[:5] == ["arefuse", "bc", "dlarge", "a", "refuse"] and worker.restarts == 3
+    notes = capsys.readouterr().out
+    assert "note: lines 1, 2 run one at a time, because one call failed: not with me" in notes
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["lines", "batches"])
-def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
-    cluster, generate, tmp_path, monkeypatch, size
-):
-    """Its memory may stay full; if only the batch was too large, the same actor makes its lines."""
-    monkeypatch.setattr(ray_engine, "_Actor", Large)
-    monkeypatch.setattr(ray_engine, "ATTEMPTS", 1)
-    lines = ["large", "b"] if size == 1 else ["a", "large", "b", "c"]  # of which the first two share a call
-    result = generate(lines, "--engine", "ray", "--actors", "1", "--batch-size", size)
-    assert result.exit_code == 1 and "error: 1 of" in result.output
-    full = {*re.findall(r"no memory in (\d+)", result.output)}
-    made = [path.read_text() for path in sorted((tmp_path / "out").glob("*.png"))]
-    assert len(made) == len(lines) - 1 and len({*made}) == len(full) == 1
-    assert ({*made} == full) == (size == 2)
+@pytest.mark.parametrize(
+    ("loads", "end", "restarts"),
+    [
+        ([BatchError("died"), RuntimeError("CUDA")], None, 2),
+        ([BatchError("died")] * 3, "no actor can load the pipeline: died", 2),
+        ([UnsupportedError("no such model")], "^no such model$", 0),
+    ],
+    ids=["defect", "defects", "refusal"],
+)
+def test_a_pipeline_is_loaded_so_often_and_no_more(loads, end, restarts):
+    """A refused pipeline is always refused; any other error may not repeat."""
+    worker = Hands(*loads)
+    if end is None:
+        assert made([worker], ["a"]) == {0: ("a", [0])}
+    else:
+        with pytest.raises(UnsupportedError if restarts == 0 else BatchError, match=end):
+            made([worker], ["a"])
+    assert worker.restarts == restarts
 
 
-def test_errors_that_come_of_every_attempt_are_tried_once():
-    """Invalid requests always fail; memory and device errors may not repeat."""
-    refused = [UnsupportedError("no"), ArgumentError("steps", "no")]
-    assert all(map(ray_engine._refuses, refused))
-    assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
+def test_others_go_on_without_an_actor_that_cannot_load(capsys):
+    workers = [Hands(UnsupportedError("not here")), Hands(), Hands(UnsupportedError("not here"))]
+    assert made(workers, ["a"], ["b"], console=Console()) == {0: ("a", [0]), 1: ("b", [1])}
+    assert workers[0].calls == [] and capsys.readouterr().out.count("not here") <= 1
+
+
+def test_actors_that_are_all_lost_end_the_run():
+    """A line is not given up for it, and does not wait for ever."""
+    with pytest.raises(BatchError, match="no actor can load the pipeline: can't be loaded again"):
+        made([Hands()], ["lost"])
+
+
+def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written():
+    """So an actor does not wait for the disk."""
+    worker, begun = Hands(), threading.Semaphore(0)
+    worker.run = lambda jobs, *more: begun.release() or Hands.run(worker, jobs, *more)
+    engine = RayEngine([worker], Console(quiet=True))
+    engine.wait_for_one()
+    jobs, taken = [[Job(index, {"prompt": "a"})] for index in range(3)], 0
+    for place, _ in enumerate(engine.make_all(jobs, Progress())):
+        while taken < min(place + 2, 3):
+            assert begun.acquire(timeout=60)
+            taken += 1
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -187,83 +213,31 @@ def test_errors_that_come_of_every_attempt_are_tried_once():
 )
 def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, device, needs, count):
     """Actors number at most the jobs, each with its pipeline's devices; the user's cluster stays up."""
-    made = []
+    started = []
 
-    class Engine:
-        def __init__(self, *what):
-            made.append(what)
+    class Actor(Hands):
+        def __init__(self, setup, patience, start, attempts):
+            super().__init__()
+            started.append((setup.loading.device, start.args))
 
-        wait_for_one = close = lambda self: made.append("called")
-
-    monkeypatch.setattr(ray_engine, "RayEngine", Engine)
+    monkeypatch.setattr(ray_engine, "RemoteWorker", Actor)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: place)
-    monkeypatch.setattr(ray, "shutdown", lambda: made.append("shut down"))
-    setup = Setup("model", None, {}, None, Loading(), {}, {}, 1)
-    with ray_engine.ray_engine(setup, None, [Job(index, {}) for index in range(3)], asked, Console(quiet=True)):
+    monkeypatch.setattr(ray, "shutdown", pytest.fail)
+    setup = Setup("model", jobs=[Job(index, {}) for index in range(3)])
+    with ray_engine.ray_engine(setup, asked, Console(quiet=True)):
         pass
-    (what, *after) = made
-    assert what[0].loading.device == device and what[3:5] == (count, needs) and after == ["called", "called"]
-
-
-@pytest.mark.parametrize(
-    ("error", "loads"),
-    [(RuntimeError("CUDA error"), 3), (UnsupportedError("no such model"), 1)],
-    ids=["defect", "refusal"],
-)
-def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
-    """A refused pipeline is always refused; any other error may not repeat."""
-    engine = object.__new__(ray_engine.RayEngine)
-    engine._opening, engine._busy, engine._idle, engine._console, engine._told = {}, {}, [], Console(quiet=True), set()
-    opened, killed = [], []
-    remote = SimpleNamespace(remote=lambda *_: opened.append("load") or len(opened))
-    engine._actor, engine._opens = SimpleNamespace(remote=lambda: SimpleNamespace(open=remote)), ()
-    monkeypatch.setattr(ray, "kill", killed.append)
-    monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._opening)))
-    monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: error)
-    engine._open()
-    with pytest.raises(UnsupportedError if loads == 1 else BatchError):
-        engine.wait_for_one()
-    assert len(opened) == len(killed) == loads
-
-
-def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(monkeypatch):
-    """So an actor does not wait for the disk; messages that all actors share are shown once."""
-    engine = object.__new__(ray_engine.RayEngine)
-    told, handed = io.StringIO(), []
-    actor = SimpleNamespace(make=SimpleNamespace(remote=lambda batch: handed.append(batch) or len(handed)))
-    engine._opening, engine._busy, engine._idle, engine._told = {}, {}, [actor], set()
-    engine._console = Console(file=told)
-    monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._busy)))
-    monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: ["made"])
-    batches = [[Job(index, {})] for index in range(3)]
-    before = [len(handed) for _ in engine.make_all(batches, SimpleNamespace(begin=lambda *_: None))]
-    assert before == [2, 3, 3] and handed == batches
-    for note in ("no model", "no model", "no memory"):
-        engine._note(note)
-    assert told.getvalue().splitlines() == ["note: no model", "note: no memory"]
+    assert started == [(device, (needs,))] * count
 
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
     """So paths of models and images mean the same; elsewhere the actor stays where it is."""
-    monkeypatch.setattr(ray_engine, "Worker", lambda *what: type("Worker", (), {"suffix": ".png", "preset": None}))
+    monkeypatch.setattr(ray_actor, "serve_jobs", lambda link, setup: link.send("loaded"))
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
     for folder in ("missing", "there"):
-        assert ray_engine._Actor().open((None, None, []), str(tmp_path / folder)) == (".png", None)
+        assert ray_actor._WorkerActor().open(None, str(tmp_path / folder)) == "loaded"
         assert os.getcwd() == str(tmp_path if folder == "missing" else tmp_path / "there")
-
-
-@pytest.mark.parametrize(
-    ("model", "code", "told"),
-    [
-        ("missing", 2, "error: no such model"),
-        ("broken", 1, "error: no actor can load the pipeline"),
-    ],
-)
-def test_a_pipeline_that_nobody_can_load_ends_the_run(cluster, generate, simple, model, code, told):
-    result = generate(["a", "b"], "--model", model, *RAY)
-    assert result.exit_code == code and told in result.output
 
 
 @pytest.mark.parametrize(

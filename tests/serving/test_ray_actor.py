@@ -17,7 +17,7 @@ from PIL import Image
 from dit_accel.errors import BatchError, UnsupportedError
 from dit_accel.presets import load_preset
 from dit_accel.serving import ray_actor, worker_process
-from dit_accel.serving.engine import Made, VideoForm
+from dit_accel.serving.engine import Loaded, Made, VideoForm
 from dit_accel.serving.http.api import Limits
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
@@ -41,7 +41,7 @@ NEEDS = {"num_cpus": 0, "num_gpus": 0}  # the cluster has two CPUs, and actors o
 class Simple:
     """Makes an image in the colour of its process's number; in the second step does as the prompt says."""
 
-    video_form, preset_in_use = VideoForm(16.0, 4), load_preset("balanced")
+    loaded = Loaded(VideoForm(16.0, 4), load_preset("balanced"), ".mp4", None)
 
     def __init__(self, setup):
         if setup.model == "missing":
@@ -49,7 +49,8 @@ class Simple:
         if setup.model == "broken":
             os._exit(1)
 
-    def make_one(self, job, preset, suffix, tell):
+    def run(self, jobs, preset, suffix, tell):
+        (job,) = jobs
         prompt = job.settings["prompt"]
         for step in range(job.settings["steps"]):
             tell(step + 1, job.settings["steps"], b"partial" if step == 0 else None)
@@ -66,7 +67,7 @@ class Simple:
                 raise RuntimeError("a defect")
         file = io.BytesIO()
         Image.new("RGB", (16, 16), (*os.getpid().to_bytes(3),)).save(file, "png")
-        return Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5})
+        return [Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5})]
 
 
 class Simply(ray_actor._WorkerActor):
@@ -96,7 +97,7 @@ def simple(cluster):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_actor, "_WorkerActor", Simply)
         with closing([start("simple") for _ in range(2)]) as workers:
-            assert [worker.wait() for worker in workers] == [(Simple.video_form, Simple.preset_in_use)] * 2
+            assert [worker.wait() for worker in workers] == [Simple.loaded] * 2
             yield workers
 
 
@@ -137,7 +138,7 @@ def test_a_stream_of_an_actor_equals_a_run_in_this_process(cluster, tmp_path, ru
     folder = tmp_path / "flux"
     tiny_pipeline("flux").save_pretrained(folder)
     with closing([start(folder)]) as workers:
-        assert workers[0].wait() == (None, None)
+        assert workers[0].wait() == Loaded(None, None, ".png", None)
         with serving(workers) as app:
             (stream,) = ask(app, {"stream": True})
     *steps, last = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: ")]
@@ -192,7 +193,7 @@ def test_a_cancelled_run_ends_between_two_steps(simple):
     with serving([worker]) as app:
         (before,) = ask(app, {})
         with pytest.raises(dispatching.Cancelled):
-            worker.make_one(Job(0, {"prompt": "a fox", "steps": 1000}), None, ".png", leave)
+            worker.run([Job(0, {"prompt": "a fox", "steps": 1000})], None, ".png", leave)
         (after,) = ask(app, {})
     assert steps == [(1, 1000, b"partial"), (2, 1000, None)]
     assert process_of(before) == process_of(after)

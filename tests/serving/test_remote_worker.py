@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from dit_accel.serving.engine import Made
+from dit_accel.serving.engine import Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from tests.forked import fork_server
@@ -47,7 +47,7 @@ class Struck:
         self.restart, self._worker, self._number, self._monkeypatch = worker.restart, worker, number, monkeypatch
         self.struck = []
 
-    def make_one(self, job, preset, suffix, tell):
+    def run(self, jobs, preset, suffix, tell):
         def strike(done, steps):
             tell(done, steps)
             self.struck.append(self._worker._process.process)
@@ -55,7 +55,7 @@ class Struck:
             if self._number == signal.SIGSTOP:
                 self._monkeypatch.setattr(self._worker, "_patience", 0.2)
 
-        return self._worker.make_one(job, preset, suffix, strike)
+        return self._worker.run(jobs, preset, suffix, strike)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,8 @@ def test_a_process_that_hangs_or_dies_is_replaced(worker, monkeypatch, number, a
     dispatcher.stop(10.0)
     assert dispatcher.failure is None
     assert len(struck.struck) == attempts and not any(process.is_alive() for process in struck.struck)
-    assert worker.make_one(JOB, None, ".png", lambda done, steps: None).data.startswith(b"\x89PNG")
+    (made,) = worker.run([JOB], None, ".png", lambda done, steps: None)
+    assert made.data.startswith(b"\x89PNG")
 
 
 def test_a_process_that_loads_is_ended_at_once(worker):
@@ -128,7 +129,7 @@ class Scripted:
         self.ends += 1
 
 
-LOADED, MADE = (None, None), Made(b"", 0.5, None, [0])
+LOADED, MADE = Loaded(None, None, ".png", None), [Made(b"", 0.5, None, [0])]
 
 
 def scripted(*processes):
@@ -153,10 +154,10 @@ def test_a_job_has_two_attempts(first, second, end):
     processes, steps = [Scripted(*first), *([Scripted(*second)] if second else [])], []
     worker = scripted(*processes)
     try:
-        assert worker.make_one(JOB, None, ".png", lambda *step: steps.append(step)) is MADE and end is None
+        assert worker.run([JOB], None, ".png", lambda *step: steps.append(step)) is MADE and end is None
     except remote.BatchError as error:
         assert end is not None and end in str(error)
-    assert steps == [each for each in (*first, *(second or [])) if isinstance(each, tuple) and each is not LOADED]
+    assert steps == [each for each in (*first, *(second or [])) if isinstance(each, tuple)]
     assert len(processes[0].sent) == 1 + sum(isinstance(each, tuple) for each in first)
     assert [process.ends for process in processes[:-1]] == [1] * (len(processes) - 1)
     assert processes[-1].ends == (end == "the pipeline can't be loaded again")
@@ -174,6 +175,6 @@ def test_a_cancelled_job_is_answered_until_its_process_ends_it():
             raise dispatching.Cancelled
 
     with pytest.raises(dispatching.Cancelled):
-        worker.make_one(JOB, None, ".png", tell)
-    assert worker.make_one(JOB, None, ".png", tell) is MADE and process.ends == 0
-    assert process.sent == [(JOB, None, ".png"), True, False, (JOB, None, ".png"), True]
+        worker.run([JOB], None, ".png", tell)
+    assert worker.run([JOB], None, ".png", tell) is MADE and process.ends == 0
+    assert process.sent == [([JOB], None, ".png"), True, False, ([JOB], None, ".png"), True]

@@ -60,7 +60,7 @@ def test_an_ended_job_leaves_nothing_on_the_gpu(worker, monkeypatch, error):
     for number in (1, 2):
         steps = []
         try:
-            made = worker.make_one(job(partial=1), None, ".png", lambda *step, to=steps: to.append(step[:2]))
+            (made,) = worker.run([job(partial=1)], None, ".png", lambda *step, to=steps: to.append(step[:2]))
             assert made.data.startswith(b"\x89PNG")
         except (KeyboardInterrupt, UnsupportedError) as raised:
             assert type(raised) is error

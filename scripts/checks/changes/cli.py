@@ -7,7 +7,8 @@ from scripts.checks.changes.mutant import Mutant, table
 # fmt: off
 MUTANTS: list[Mutant] = table({
     "dit_accel/cli/batch.py": [
-        ("manifest-without-preset", "outputs of another preset are not reused for this one", "tests/cli/test_manifest.py",
+        ("manifest-without-preset", "outputs of another preset are not reused for this one",
+         "tests/cli/test_manifest.py",
          'facts = {**facts, "preset": engine.preset}', "facts = {**facts}"),
         ("a-cut-line-ends-the-manifest", "lines after a truncated line count", "tests/cli/test_manifest.py",
          "        except ValueError:\n            continue\n", "        except ValueError:\n            break\n")],

@@ -194,7 +194,7 @@ def test_several_images_stay_in_their_order(name):
     """The job has a list of them, in both forms of the field's name."""
     held, seen = Held(), []
     held.release.set()
-    held.make_one, make = lambda job, *rest: seen.append(job.settings["image"]) or make(job, *rest), held.make_one
+    held.run, run = lambda jobs, *rest: seen.append(jobs[0].settings["image"]) or run(jobs, *rest), held.run
     files = [(name, (f"{width}.png", file((width, 8)))) for width in (16, 24)]
     with running(held) as (app, _):
         assert post(app, data=FORM, files=files).status_code == 200

@@ -60,7 +60,8 @@ class Held:
         if not self.restarts:
             raise BatchError("the pipeline can't be loaded again")
 
-    def make_one(self, job, preset, suffix, tell):
+    def run(self, jobs, preset, suffix, tell):
+        (job,) = jobs
         self.begun.set()
         prompt = job.settings["prompt"]
         if prompt == "memory":
@@ -76,7 +77,7 @@ class Held:
         self.made.append(prompt)
         file = io.BytesIO()
         Image.new("RGB", (16, 16)).save(file, "png")
-        return Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5}, (5, 48, 32))
+        return [Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5}, (5, 48, 32))]
 
 
 @contextmanager
@@ -240,7 +241,7 @@ def test_a_url_holds_the_file_itself():
 def test_a_rounded_size_is_noted(stream):
     held = Held()
     held.release.set()
-    held.make_one, make = lambda *given: replace(make(*given), note="the pipeline rounded"), held.make_one
+    held.run, run = lambda *call: [replace(each, note="the pipeline rounded") for each in run(*call)], held.run
     with running(held) as (app, _):
         text = post(app, {"prompt": "a fox", "stream": stream}).text
     answer = list(events(text))[-1][1] if stream else json.loads(text)
@@ -444,7 +445,7 @@ def test_a_cancelled_run_leaves_the_pipeline_as_it_was(worker):
         before = post(app, GOOD).json()["data"][0]["b64_json"]
         job = dispatching.Job(0, {"prompt": "an owl", "steps": 6, "height": 48, "width": 32, "seed": 9})
         with pytest.raises(dispatching.Cancelled):
-            worker.make_one(job, load_preset("balanced"), ".png", leave)
+            worker.run([job], load_preset("balanced"), ".png", leave)
         assert post(app, GOOD).json()["data"][0]["b64_json"] == before
 
 

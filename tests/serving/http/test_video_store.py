@@ -103,7 +103,7 @@ def test_ended_jobs_are_limited_in_number_and_age():
 def test_ended_jobs_are_limited_in_bytes(fitting, kept):
     """The oldest videos of the same key go first; the latest stays, whatever its size."""
     held, limits = released(), replace(LIMITS, video_bytes=int(fitting * 1000))
-    held.make_one, make = lambda *job: replace(make(*job), data=bytes(1000)), held.make_one
+    held.run, run = lambda *call: [replace(each, data=bytes(1000)) for each in run(*call)], held.run
     mine, other = ({"Authorization": f"Bearer {key}".encode()} for key in KEYS)
 
     async def conversation(app, _):
@@ -239,14 +239,14 @@ def test_a_cleaned_temporary_folder_is_made_again():
 def test_a_running_video_has_a_limit_of_its_own():
     """The time in the queue does not count; a run that takes longer ends at its next step."""
     held = Held()
-    make = held.make_one
+    run = held.run
 
     def hold_first(*given):
         if held.begun.is_set():
             held.release.set()
-        return make(*given)
+        return run(*given)
 
-    held.make_one = hold_first
+    held.run = hold_first
 
     async def conversation(http, dispatcher):
         ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]

@@ -172,7 +172,7 @@ def test_a_video_begins_with_its_input_reference(tmp_path):
 def test_fields_reach_the_job(fields, settings, form):
     """A duration becomes the nearest number of frames that the pipeline can make."""
     held, seen = released(), []
-    held.make_one, make = lambda job, *rest: seen.append(job.settings) or make(job, *rest), held.make_one
+    held.run, run = lambda jobs, *rest: seen.append(jobs[0].settings) or run(jobs, *rest), held.run
     given = {"prompt": "a fox"} | fields
 
     async def conversation(http, _):
