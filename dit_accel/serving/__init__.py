@@ -10,8 +10,7 @@ Read :mod:`~dit_accel.serving.engine` first: it defines an engine. ``worker`` is
 
 :mod:`~dit_accel.serving.http` is the server of ``dit-accel serve``. ``dispatcher`` queues its requests, and the jobs of
 ``ray_engine``; ``remote_worker`` runs them in processes (``worker_process``) or on a Ray cluster (``ray_actor``).
-``previews`` draws partial images. ``playground`` compares both sides for the page of ``dit-accel app``. Errors are those of
-:mod:`dit_accel.errors`.
+``previews`` draws partial images. ``playground`` compares both sides for the page of ``dit-accel app``.
 """
 
 from dit_accel.serving.engine import Engine, Failure, Made

@@ -222,7 +222,12 @@ class Dispatcher:
                     self._seconds += 0.2 * (time.monotonic() - started - self._seconds)
                     self._changed.notify_all()
             if is_broken and not self._closed:
-                self._restart(worker)
+                try:
+                    worker.restart()
+                except BatchError as error:
+                    self._failures[worker] = str(error)
+                else:
+                    self._failures.pop(worker, None)
 
     def _next(self) -> Task | None:
         """Wait for a task; None once the queue is closed."""
@@ -233,14 +238,6 @@ class Dispatcher:
                 self._changed.wait()
             self._running.append(task := self._waiting.popleft())
             return task
-
-    def _restart(self, worker: JobWorker) -> None:
-        try:
-            worker.restart()
-        except BatchError as error:
-            self._failures[worker] = str(error)
-        else:
-            self._failures.pop(worker, None)
 
     def _run(self, worker: JobWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""

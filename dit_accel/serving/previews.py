@@ -52,30 +52,22 @@ class JobPreviews:
     """
 
     def __init__(self, previewer: Previewer, count: int, suffix: str) -> None:
-        self._previewer, self._count, self._suffix = previewer, count, suffix
+        self.previewer, self._count, self._suffix = previewer, count, suffix
         self._steps = 0
         self._drawn: list[bytes] = []  # not passed on yet
 
     def telling(self, tell: Callable[..., None]) -> Callable[[int, int], None]:
         """Return a function that passes a step on to ``tell``, and the file of a partial image drawn after it."""
 
-        def told(done: int, steps: int) -> None:
+        def step(done: int, steps: int) -> None:
             drawn, self._drawn, self._steps = self._drawn, [], steps
             tell(done, steps, *drawn)
 
-        return told
+        return step
 
     def callback(self) -> Callable[..., dict[str, Any]]:
         """Return the run's ``callback_on_step_end``."""
-        return self._previewer.watch(self._keep, self._is_due)
-
-    def learn(self, result: Any) -> None:
-        """Fit the map from latents to colours to the run's result."""
-        self._previewer.learn(result)
-
-    def end(self) -> None:
-        """Drop the latents of a run, which may be on the GPU."""
-        self._previewer.forget_latents()
+        return self.previewer.watch(self._keep, self._is_due)
 
     def _is_due(self, index: int) -> bool:
         parts = self._count + 1

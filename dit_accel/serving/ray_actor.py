@@ -14,7 +14,6 @@ from typing import Any
 
 from dit_accel.serving.engine import reason_of
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.ray_cluster import enter_folder
 from dit_accel.serving.worker_process import serve_jobs
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,12 @@ class _WorkerActor:
     """Jobs of :func:`serve_jobs`, with a method call for each message."""
 
     def open(self, setup: Setup, folder: str) -> Any:
-        """Load the pipeline, in the command's folder; return the first message."""
-        enter_folder(folder)
+        """Load the pipeline in the command's folder if it exists here, so that paths mean the same.
+
+        Return the first message.
+        """
+        if os.path.isdir(folder):
+            os.chdir(folder)
         self._link, link = Pipe()
         Thread(target=serve_jobs, args=(link, setup), daemon=True).start()
         return self._link.recv()

@@ -66,9 +66,3 @@ def places(resources: dict[str, float], device: str | None, actors: int | None) 
     if actors is not None and actors > most:
         raise ArgumentError("actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
     return ("cuda" if on_gpus else "cpu"), actors or most
-
-
-def enter_folder(folder: str) -> None:
-    """Work in the command's folder if it exists on this machine, so that paths mean the same."""
-    if os.path.isdir(folder):
-        os.chdir(folder)

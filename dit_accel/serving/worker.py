@@ -91,7 +91,7 @@ class Worker:
             return self.make(jobs, suffix, previews, previews.telling(tell) if previews else tell)
         finally:
             if previews:
-                previews.end()
+                previews.previewer.forget_latents()  # which may be on the GPU
 
     def make(
         self,
@@ -103,7 +103,7 @@ class Worker:
         """Run jobs that share their settings in one call of the pipeline; ``suffix`` None = :attr:`suffix`."""
         output = self.call(batch, tell, previews and previews.callback())
         if previews:
-            previews.learn(output.results[0])
+            previews.previewer.learn(output.results[0])
         if len(output.results) != len(batch):
             raise UnsupportedError(f"{type(self.pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
         report = self.pipe.dit_accel.report() if self.preset else None

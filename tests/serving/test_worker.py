@@ -91,7 +91,7 @@ def test_each_size_has_its_own_previewer(monkeypatch):
     previews = Previews(Pipe())
 
     def of(width, height):
-        return previews.of(job(width, height), ".png")._previewer
+        return previews.of(job(width, height), ".png").previewer
 
     wide, tall = of(48, 32), of(32, 48)
     assert wide is not tall and of(48, 32) is wide
