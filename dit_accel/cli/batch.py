@@ -60,39 +60,40 @@ def run_jobs(
     facts = {**facts, "preset": engine.preset}
     if leads():
         _end_last_line(folder / MANIFEST)
-    there = _made(folder, {job.index: facts | job.settings for job in jobs}, force)
+    there = _finished(folder, {job.index: facts | job.settings for job in jobs}, force)
     left = [job for job in jobs if job.index not in there]
     console.out(f"{len(there)} of {len(jobs)} done before", highlight=False)
     failed: list[int] = []
     started = time.monotonic()
     with progress_bar(console, "making", "lines") as progress:
         progress.expect(len(jobs), len(there))
-        for done, (job, made) in enumerate(engine.make_all(batches(left, batch_size), progress), len(there) + 1):
+        for done, (job, result) in enumerate(engine.make_all(batches(left, batch_size), progress), len(there) + 1):
             progress.expect(len(jobs), done)
             if not leads():
                 continue
             row = {"index": job.index, **facts, **job.settings}
-            if isinstance(made, Failure):
+            if isinstance(result, Failure):
                 failed.append(job.index + 1)
-                _append(folder / MANIFEST, row | {"error": made.reason})
-                console.out(f"line {job.index + 1} failed: {made.reason}", highlight=False)
+                _append(folder / MANIFEST, row | {"error": result.reason})
+                console.out(f"line {job.index + 1} failed: {result.reason}", highlight=False)
                 continue
             file = folder / job.name(engine.suffix)
-            write_whole(file, made.data)
+            write_whole(file, result.data)
             row |= {"file": file.name, "sha256": _checksum(file)}
-            _append(folder / MANIFEST, row | {"batch": made.batch, "seconds": made.seconds, "report": made.report})
+            row |= {"batch": result.batch, "seconds": result.seconds, "report": result.report}
+            _append(folder / MANIFEST, row)
             console.out(f"wrote {file}", highlight=False)
-            if made.note:
-                console.out(f"note: line {job.index + 1}: {made.note}", highlight=False)
+            if result.note:
+                console.out(f"note: line {job.index + 1}: {result.note}", highlight=False)
     console.out(f"made {len(left) - len(failed)} in {time.monotonic() - started:.0f} s", highlight=False)
     if failed:
         lines = shortened(", ".join(map(str, sorted(failed))))
         raise BatchError(f"{len(failed)} of {len(jobs)} lines failed ({lines}); {folder / MANIFEST} holds the reasons")
 
 
-def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:
+def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:
     """Return the indices of lines whose file matches their latest row in the manifest."""
-    made = set()
+    finished = set()
     latest = {row["index"]: row for row in _rows(folder / MANIFEST) if "error" not in row}
     for index, settings in wanted.items():
         if index not in latest:
@@ -108,8 +109,8 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
             )
         file = folder / str(row.get("file"))
         if not changed and file.is_file() and _checksum(file) == row.get("sha256"):
-            made.add(index)
-    return made
+            finished.add(index)
+    return finished
 
 
 def _rows(manifest: Path) -> list[dict[str, Any]]:

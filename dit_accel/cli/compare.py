@@ -70,24 +70,13 @@ def command(options: CompareOptions) -> None:
     """
     from rich.console import Console
 
-    from dit_accel.models.presets import load_preset
     from dit_accel.tools.measure.compare import Bench, Prompt, Sheet, Sweep
     from dit_accel.tools.measure.origin import describe_run
 
     console = Console(quiet=options.quiet)
-    if (options.prompt is None) == (options.prompts is None):
-        both = (
-            "can't be combined with --prompts; give one of them" if options.prompts else "must be given, or --prompts"
-        )
-        raise ArgumentError("prompt", both)
+    texts, named_peers, presets = _texts(options), _peers(options.peers), _presets(options.presets)
     _require_output(options.output, options.force)
     require_extra("matplotlib", "dit-accel compare, which plots its results,")
-    named_peers, presets = _peers(options.peers), _names(options.presets)
-    if options.presets is not None and not presets:
-        raise ArgumentError("presets", "is empty; give names or paths, separated by commas, or leave it out")
-    for name in presets:
-        load_preset(name)  # reports a misspelt preset before the model loads
-    texts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
     loading, picture, others = options.loading(), read_image(options.image), parse_call(options.call)
 
     def load(console: Console) -> Any:
@@ -96,13 +85,8 @@ def command(options: CompareOptions) -> None:
     pipe = load(console)
     loaded = [pipe]
     arguments = call_arguments(pipe, options.model, {**options.sizes, "image": picture}, others)
-    facts = {
-        **options.sizes,
-        "image": options.image and str(options.image),
-        "dtype": str(pipe.dtype),
-        "model": options.model,
-    }
-    facts |= {"seed": options.seed} | ({"call": others} if others else {}) | loading.facts
+    facts = {"model": options.model, "dtype": str(pipe.dtype), "image": options.image and str(options.image)}
+    facts |= {**options.sizes, "seed": options.seed} | ({"call": others} if others else {}) | loading.facts
     sweep = Sweep(options.output, {**facts, "prompts": texts})
     sheet = Sheet(options.output, len(texts)) if options.images else None
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
@@ -141,6 +125,29 @@ def _require_output(stem: Path, force: bool) -> None:
     goes_on = os.path.isfile(document)
     for path in (document, *others):
         require_writable(path, "output", force=force or goes_on)
+
+
+def _texts(options: CompareOptions) -> list[str]:
+    """Return the prompts."""
+    if options.prompts is None and options.prompt is not None:
+        return [options.prompt]
+    if options.prompts is None:
+        raise ArgumentError("prompt", "must be given, or --prompts")
+    if options.prompt is not None:
+        raise ArgumentError("prompt", "can't be combined with --prompts; give one of them")
+    return read_prompts(options.prompts)
+
+
+def _presets(listed: str | None) -> list[str]:
+    """Parse the names of presets, and report a misspelt one before the model loads."""
+    from dit_accel.models.presets import load_preset
+
+    presets = _names(listed)
+    if listed is not None and not presets:
+        raise ArgumentError("presets", "is empty; give names or paths, separated by commas, or leave it out")
+    for name in presets:
+        load_preset(name)
+    return presets
 
 
 def _names(listed: str | None) -> list[str]:

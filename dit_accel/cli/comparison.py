@@ -111,9 +111,9 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
     """Write the output, and the comparison if both sides ran; return the paths in this order."""
     written = []
     plain, fast = sides.plain, sides.fast
-    made = fast or plain
-    for index, (result, file) in enumerate(zip(made.output.results, files, strict=True)):
-        written += medium.write(result, file, made.output.sound(index))
+    side = fast or plain
+    for index, (result, file) in enumerate(zip(side.output.results, files, strict=True)):
+        written += medium.write(result, file, side.output.sound(index))
         if plain and fast:
             labels = f"plain, {plain.seconds:.1f} s", f"accelerated, {fast.seconds:.1f} s"
             sounds = plain.output.sound(index), fast.output.sound(index)

@@ -94,7 +94,7 @@ def _images(device: str, dtype: torch.dtype) -> Iterator[str]:
     yield f"plain {plain.seconds:.2f} s"
     for name, changes in CHECKED.items():
         with accelerated(pipe, name.partition(",")[0], **changes):
-            made, report = call(), pipe.dit_accel.report()
-        like = psnr(made.results[0], plain.results[0])
-        yield f"{name} {made.seconds:.2f} s, PSNR {like:.1f} dB, computed {report.computed_fraction:.2f}"
+            output, report = call(), pipe.dit_accel.report()
+        like = psnr(output.results[0], plain.results[0])
+        yield f"{name} {output.seconds:.2f} s, PSNR {like:.1f} dB, computed {report.computed_fraction:.2f}"
         yield from (f"{name}: {note}" for note in (*report.notes, *report.fallbacks))

@@ -111,13 +111,10 @@ class GenerateOptions(RunOptions):
         "--json",
     )
 
-
-@dataclass(frozen=True)
-class Request:
-    """The options, checked as far as possible without the model."""
-
-    setup: Setup  # its jobs are the lines of --prompts
-    arguments: dict[str, Any]  # arguments of the call, by option; None = not given
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the call, by option; None = not given."""
+        return {"negative-prompt": self.negative_prompt, **self.sizes, "guidance": self.guidance}
 
 
 @takes_options()
@@ -136,29 +133,30 @@ def command(options: GenerateOptions) -> None:
     if not leads():  # the first process writes and prints
         options = replace(options, output=None, plot=None, json_path=None, quiet=True)
     console = Console(quiet=options.quiet)
-    request = _check(options)
+    setup = _setup(options)
     _note_unknown_words(
-        console, options.model, options.prompt or " ".join(job.settings["prompt"] for job in request.setup.jobs)
+        console, options.model, options.prompt or " ".join(job.settings["prompt"] for job in setup.jobs)
     )
     if options.output_dir is not None:
-        _make_lines(options, request.setup, console)
+        _make_lines(options, setup, console)
         return
-    pipe, medium, preset = open_pipeline(request.setup, console)
-    named = {"prompt": options.prompt, **request.arguments, "image": request.setup.image}
+    pipe, medium, preset = open_pipeline(setup, console)
+    named = {"prompt": options.prompt, **options.arguments, "image": setup.image}
     named |= {"num-images": options.num_images, "fps": options.fps}
-    arguments = call_arguments(pipe, options.model, named, request.setup.call)
+    arguments = call_arguments(pipe, options.model, named, setup.call)
     files = _files(options, medium)
     if note := long_run_note(pipe, arguments):
         console.print(f"note: {note}", markup=False)
     sides = _make(pipe, arguments, preset, options, console)
     if leads():
-        _write(options, request, medium, sides, files, preset, console)
+        _write(options, medium, sides, files, preset, console)
 
 
 def _require_consistent(options: GenerateOptions) -> None:
     """Check combinations of options."""
     many, on_ray = options.prompts is not None, options.engine == "ray"
     single = {"output": options.output, "json": options.json_path, "plot": options.plot, "compare": options.compare}
+    single |= {"num_images": options.num_images}
     if not many and options.prompt is None:
         raise ArgumentError("prompt", "must be given; or give a file of prompts with --prompts")
     if many and options.prompt is not None:
@@ -167,8 +165,9 @@ def _require_consistent(options: GenerateOptions) -> None:
         raise ArgumentError("output_dir", "must name a folder for the outputs of --prompts")
     if not many and options.output_dir is not None:
         raise ArgumentError("output_dir", "needs --prompts; name the file for one --prompt with --output")
-    for name in (each for each, value in {**single, "num_images": options.num_images}.items() if value and many):
-        raise ArgumentError(name, "needs --prompt; --prompts writes its outputs to --output-dir")
+    for name, value in single.items() if many else ():
+        if value:
+            raise ArgumentError(name, "needs --prompt; --prompts writes its outputs to --output-dir")
     if options.batch_size > 1 and not many:
         raise ArgumentError("batch_size", "needs --prompts; for several images of one --prompt use --num-images")
     # FLUX img2img would get other noise, and FLUX.2 uses all images for each prompt
@@ -181,8 +180,8 @@ def _require_consistent(options: GenerateOptions) -> None:
         raise ArgumentError("parallel", "can't be used with --engine ray, where each device works on its own lines")
 
 
-def _check(options: GenerateOptions) -> Request:
-    """Check the options without the model; read the image and the prompts."""
+def _setup(options: GenerateOptions) -> Setup:
+    """Check the options as far as possible without the model; read the image and the prompts."""
     degrees = parse_degrees(options.parallel, {"compare": options.compare, "offload": options.offload != "none"})
     if options.json_path is not None:
         require_writable(options.json_path, "json", force=options.force)
@@ -199,11 +198,9 @@ def _check(options: GenerateOptions) -> Request:
         raise ArgumentError("parallel", "branches need an accelerated run; use --preset exact instead of none")
     preset, overrides, loading = options.preset_and_loading()
     image, call = read_image(options.image), parse_call(options.call)
-    arguments = {"negative-prompt": options.negative_prompt, **options.sizes, "guidance": options.guidance}
-    jobs = [] if options.prompts is None else read_jobs(options.prompts, arguments | {"seed": options.seed})
+    jobs = [] if options.prompts is None else read_jobs(options.prompts, options.arguments | {"seed": options.seed})
     size = options.batch_size
-    setup = Setup(options.model, preset, overrides, options.fps, loading, degrees, call, size, image, jobs)
-    return Request(setup, arguments)
+    return Setup(options.model, preset, overrides, options.fps, loading, degrees, call, size, image, jobs)
 
 
 def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> None:
@@ -225,7 +222,7 @@ def _files(options: GenerateOptions, medium: Pictures | Clips) -> list[Path]:
         files = unused(medium.default_output, count, partial(medium.files, compare=options.compare))
     for file in files if leads() else ():
         medium.require_output(file, compare=options.compare, force=options.force)
-    written = [("output", each) for file in files for each in medium.files(file, compare=options.compare)]
+    written = [("output", path) for file in files for path in medium.files(file, compare=options.compare)]
     others = [(field, path) for field, path in (("plot", options.plot), ("json", options.json_path)) if path]
     require_distinct([*written, *others])
     return files
@@ -243,13 +240,12 @@ def _make(
             restore_pipeline(pipe), arguments, options.seed, preset, options.repeats, console, whole=whole
         )
     start_pipeline(pipe, preset, options.quiet)
-    made = Side.of(timed_call(pipe, arguments, options.seed))
-    return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)
+    side = Side.of(timed_call(pipe, arguments, options.seed))
+    return Sides(None, side, pipe.dit_accel.report()) if preset else Sides(side, None, None)
 
 
 def _write(
     options: GenerateOptions,
-    request: Request,
     medium: Pictures | Clips,
     sides: Sides,
     files: list[Path],
@@ -259,7 +255,7 @@ def _write(
     """Write all files; print their names and a summary."""
     for path in write_results(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
-    if note := size_note(request.arguments, (sides.fast or sides.plain).output.results[0]):
+    if note := size_note(options.sizes, (sides.fast or sides.plain).output.results[0]):
         console.out(f"note: {note}", highlight=False)
     summary = summary_of(medium, sides)
     if options.plot:
@@ -267,13 +263,9 @@ def _write(
 
         timeline_figure(sides.report, options.plot)
     if options.json_path:
-        facts = {
-            "model": options.model,
-            "preset": preset and preset.name,
-            "prompt": options.prompt,
-            "seed": options.seed,
-        }
-        facts |= {"call": request.setup.call} if request.setup.call else {}
+        facts = {"model": options.model, "preset": preset and preset.name}
+        facts |= {"prompt": options.prompt, "seed": options.seed}
+        facts |= {"call": parse_call(options.call)} if options.call else {}
         write_whole(options.json_path, json.dumps({**facts, **summary}, indent=2) + "\n")
     print_summary(console, summary, preset, sides)
     for path in filter(None, (options.plot, options.json_path)):

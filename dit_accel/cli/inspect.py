@@ -71,19 +71,19 @@ def command(options: InspectOptions) -> None:
     arguments = call_arguments(pipe, options.model, named, others)
     accelerate_pipeline(pipe, preset_for(pipe, preset, **overrides))
     run = timed_call(pipe, arguments, options.seed)
-    made, report = run.results[0], pipe.dit_accel.report()
+    result, report = run.results[0], pipe.dit_accel.report()
     if options.layer is not None:
         _require_symbols(pipe, options.layer)
 
     with console.status("plotting"):
-        medium.write(made, file, run.sound(0))
+        medium.write(result, file, run.sound(0))
         timeline, density, facts = figures
         timeline_figure(report, timeline)
         density_figure(report, density)
         write_whole(facts, json.dumps(report.to_json(), indent=2) + "\n")
-        _draw_symbols(pipe, made, options.layer, output, console)
+        _draw_symbols(pipe, result, options.layer, output, console)
     console.out(str(report), highlight=False)
-    if note := size_note(named, made):
+    if note := size_note(named, result):
         console.out(f"note: {note}", highlight=False)
     console.out(f"wrote {file.name}, timeline.png, density.png and report.json to {output}", highlight=False)
 
@@ -99,7 +99,9 @@ def _require_symbols(pipe: Any, layer: str) -> None:
         raise ArgumentError("layer", f"no symbols for layer {shown(layer)}; {valid}")
 
 
-def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:
+def _draw_symbols(
+    pipe: Any, result: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console
+) -> None:
     from dit_accel.tools.media.figures import symbol_map
 
     symbols = pipe.dit_accel.symbols()
@@ -109,7 +111,7 @@ def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, 
         return
     drawn = layer or list(symbols)[len(symbols) // 2]
     path = output / f"symbols-{drawn}.png"
-    picture, frame, frames = _middle(pipe, made)
+    picture, frame, frames = _middle(pipe, result)
     place = {"frame": frame, "frames": frames, "order": pipe.dit_accel.token_order}
     try:
         symbol_map(picture, pipe.dit_accel.layout, symbols[drawn], path, title=drawn, **place)
@@ -119,12 +121,12 @@ def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, 
         console.out(f"wrote {path}", highlight=False)
 
 
-def _middle(pipe: Any, made: Image.Image | np.ndarray) -> tuple[Image.Image, int, int]:
+def _middle(pipe: Any, result: Image.Image | np.ndarray) -> tuple[Image.Image, int, int]:
     """Return an image or a video's middle frame, the index of its latent frame, and the number of latent frames."""
     from PIL import Image
 
-    if isinstance(made, Image.Image):
-        return made, 0, 1
+    if isinstance(result, Image.Image):
+        return result, 0, 1
     factor = pipe.vae_scale_factor_temporal  # frames per latent frame; the first latent frame is one frame
-    frames = (len(made) - 1) // factor + 1
-    return Image.fromarray(made[frames // 2 * factor]), frames // 2, frames
+    frames = (len(result) - 1) // factor + 1
+    return Image.fromarray(result[frames // 2 * factor]), frames // 2, frames

@@ -29,6 +29,7 @@ FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 pixels are one token in
 MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def option_of(field: str) -> str:
@@ -61,19 +62,19 @@ def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any],
     def expand(command: Callable[[Any], None]) -> Callable[..., None]:
         (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
         types = get_type_hints(kind, include_extras=True)
-        own = {name: place for place, cls in enumerate(kind.__mro__) for name in vars(cls).get("__annotations__", ())}
+        order = {name: index for index, cls in enumerate(kind.__mro__) for name in vars(cls).get("__annotations__", ())}
         parameters = []
-        for each in sorted(fields(kind), key=lambda field: own[field.name]):
-            if each.name in without:
+        for option in sorted(fields(kind), key=lambda field: order[field.name]):
+            if option.name in without:
                 continue
-            default = Parameter.empty if each.default is MISSING else each.default
-            given = each.metadata.get("option")
-            annotation = Annotated[types[each.name], given] if given else types[each.name]
-            parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+            default = Parameter.empty if option.default is MISSING else option.default
+            typed = option.metadata.get("option")
+            annotation = Annotated[types[option.name], typed] if typed else types[option.name]
+            parameters.append(Parameter(option.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            command(kind(**given))
+        def run(**values: Any) -> None:
+            command(kind(**values))
 
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -217,18 +218,18 @@ def parse_call(arguments: list[str] | None) -> dict[str, Any]:
     return _parse_pairs("call", "NAME=VALUE, e.g. max_sequence_length=256", arguments)
 
 
-def _parse_pairs(field: str, form: str, given: list[str] | None) -> dict[str, Any]:
+def _parse_pairs(field: str, form: str, texts: list[str] | None) -> dict[str, Any]:
     from dit_accel.presets.reading import read_yaml
 
     pairs = {}
-    for each in given or []:
-        key, equals, value = each.partition("=")
+    for text in texts or []:
+        key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ArgumentError(field, f"must be {form}, got {shown(each)}")
+            raise ArgumentError(field, f"must be {form}, got {shown(text)}")
         try:
             pairs[key.strip()] = read_yaml(value)
         except PresetError as error:
-            raise ArgumentError(field, f"the value in {shown(each)} is {error}") from None
+            raise ArgumentError(field, f"the value in {shown(text)} is {error}") from None
     return pairs
 
 

@@ -45,7 +45,7 @@ def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
             f"{text} needs {max(needed, 2)} processes, but there {'is 1' if ranks() == 1 else f'are {ranks()}'}: "
             f"torchrun --nproc-per-node {max(needed, 2)} -m dit_accel generate --parallel {text} …",
         )
-    for field in (field for field, given in used.items() if given):
+    for field in (field for field, is_used in used.items() if is_used):
         raise ArgumentError(field, f"can't be used with --parallel {text}")
     return degrees
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dit_accel.cli.options import (
+    LOOPBACK,
     MOST_FRAMES,
     MOST_IMAGES,
     MOST_PIXELS,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from dit_accel.serving.http.api import Limits
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHORTEST_KEY = 16  # characters
 
 
@@ -93,19 +93,11 @@ class ServeOptions(RunOptions):
         return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
 
     def limits(self) -> Limits:
+        """Return the values of ``--max-side``, ``--max-steps`` and so on."""
         from dit_accel.serving.http.api import Limits
 
-        return Limits(
-            side=self.max_side,
-            steps=self.max_steps,
-            images=self.max_images,
-            body=self.max_body,
-            upload=self.max_upload,
-            seconds=self.max_seconds,
-            frames=self.max_frames,
-            videos=self.max_videos,
-            video_bytes=self.max_video_bytes,
-        )
+        names = (field.name for field in fields(Limits))
+        return Limits(**{name: getattr(self, f"max_{name}") for name in names if hasattr(self, f"max_{name}")})
 
 
 @takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
@@ -125,7 +117,9 @@ def command(options: ServeOptions) -> None:
     from dit_accel.serving.http.api import Served
     from dit_accel.serving.http.videos import VideoStore
 
-    _require_consistent(options)
+    require_engine(options.engine, options.actors, options.device)
+    if options.engine == "ray" and options.gpus is not None:
+        raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
     keys, hosts, limits = read_keys(options.api_key_file), options.hosts, options.limits()
     preset, overrides, loading = options.preset_and_loading()
     setup = Setup(options.model, preset, overrides, loading=loading, call=parse_call(options.call))
@@ -137,28 +131,19 @@ def command(options: ServeOptions) -> None:
     ready = f"ready at http://{where}:{options.port} (stop with Ctrl-C)"
     with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
         workers = []
-        for own in setups:
-            workers.append(RemoteWorker(own, options.max_step_seconds, start))
+        for place in setups:
+            workers.append(RemoteWorker(place, options.max_step_seconds, start))
             closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(options.model)}"):
-            opened = [worker.wait() for worker in workers]
-        form = opened[0].form
+            loaded, *_ = [worker.wait() for worker in workers]
         videos = None
-        if form is not None:
+        if loaded.form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
             videos = closing.enter_context(VideoStore(limits))
         dispatcher = Dispatcher(workers, options.queue)
-        app = server.build_app(
-            dispatcher, Served(_name(options.model), opened[0].preset, limits, form), keys, hosts, videos
-        )
+        served = Served(_name(options.model), loaded.preset, limits, loaded.form)
+        app = server.build_app(dispatcher, served, keys, hosts, videos)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
-
-
-def _require_consistent(options: ServeOptions) -> None:
-    """Check combinations of options."""
-    require_engine(options.engine, options.actors, options.device)
-    if options.engine == "ray" and options.gpus is not None:
-        raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
 
 
 @contextmanager
@@ -170,7 +155,8 @@ def _places(
     Ray sets its own handler of SIGTERM, so the server's must be set after this.
     """
     if options.engine == "process":
-        yield [replace(setup, loading=replace(setup.loading, device=each)) for each in _devices(options)], LocalProcess
+        devices = _devices(options)
+        yield [replace(setup, loading=replace(setup.loading, device=device)) for device in devices], LocalProcess
         return
     from dit_accel.serving.ray_actor import RayActor
     from dit_accel.serving.ray_cluster import joined_cluster

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.cli.progress import progress_bar
-from dit_accel.errors import ArgumentError
+from dit_accel.errors import ArgumentError, BatchError
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.outputs import require_writable
@@ -67,20 +65,12 @@ def command(options: TuneOptions) -> None:
     from dit_accel.presets.keywords import nested
     from dit_accel.tools.measure.tune import Target, split_prompts, tune
 
-    console = Console(quiet=options.quiet)
-    output = options.output
+    console, output = Console(quiet=options.quiet), options.output
     target = Target.of(options.target_psnr, options.target_error, options.coverage)
-    if output.suffix not in (".yaml", ".yml"):
-        raise ArgumentError("output", f"{output} must end in .yaml: the output is a preset")
-    if options.preset is not None and os.path.realpath(options.preset) == os.path.realpath(output):
-        raise ArgumentError("output", f"{output} is the preset to start from; name another file")
     plot, state = output.with_suffix(".png"), output.with_name(f"{output.stem}-tuning")
-    goes_on = os.path.isdir(state)  # a resumed tuning replaces its own files
-    for path in (output, plot):
-        require_writable(path, "output", force=options.force or goes_on)
+    _require_output(options, plot, state)
     require_extra("matplotlib", "dit-accel tune, which plots its results,")
-    plain = "a plain run has no thresholds; choose a preset"
-    preset, overrides, loading = options.preset_and_loading(plain)
+    preset, overrides, loading = options.preset_and_loading("a plain run has no thresholds; choose a preset")
     listed = tuning_prompts(options.model) if options.prompts is None else read_prompts(options.prompts)
     target.require_prompts(*map(len, split_prompts(listed, options.tuning_count, options.held_out_count)))
     named, others = {**options.sizes, "image": read_image(options.image)}, parse_call(options.call)
@@ -90,8 +80,8 @@ def command(options: TuneOptions) -> None:
     base = preset or preset_for(pipe).name
     with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as progress:
 
-        def tell(what: str, made: int, expected: int) -> None:
-            progress.expect(expected, made)
+        def tell(what: str, done: int, expected: int) -> None:
+            progress.expect(expected, done)
             progress.begin(what, share=1.0)
 
         result = tune(
@@ -115,12 +105,19 @@ def command(options: TuneOptions) -> None:
     _print_summary(console, result)
     console.out(f"wrote {output} and {plot}", highlight=False)
     if not result.met:
-        typer.echo(
-            f"error: no setting saves work and meets {result.target} on the held-out prompts; {output} comes closest, "
-            "and its header has the figures",
-            err=True,
-        )
-        raise typer.Exit(1)
+        missed = f"no setting saves work and meets {result.target} on the held-out prompts"
+        raise BatchError(f"{missed}; {output} comes closest, and its header has the figures")
+
+
+def _require_output(options: TuneOptions, plot: Path, state: Path) -> None:
+    """Check that the preset and its plot can be written; a resumed tuning replaces its own files."""
+    output = options.output
+    if output.suffix not in (".yaml", ".yml"):
+        raise ArgumentError("output", f"{output} must end in .yaml: the output is a preset")
+    if options.preset is not None and os.path.realpath(options.preset) == os.path.realpath(output):
+        raise ArgumentError("output", f"{output} is the preset to start from; name another file")
+    for path in (output, plot):
+        require_writable(path, "output", force=options.force or os.path.isdir(state))
 
 
 def _print_summary(console: Console, result: TuneResult) -> None:

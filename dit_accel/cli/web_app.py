@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from dit_accel.cli.options import LoadingOptions, option, takes_options
+from dit_accel.cli.options import LOOPBACK, LoadingOptions, option, takes_options
 from dit_accel.errors import ArgumentError, shortened
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import demo_names
 from dit_accel.tools.extras import require_extra
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,9 @@ def command(options: AppOptions) -> None:
     console, loading, model = Console(), options.loading(), options.model
 
     def open_worker(name: str) -> Worker:
-        own = loading if name == model else replace(loading, loras={})
+        options_of_model = loading if name == model else replace(loading, loras={})
         with console.status(f"loading {name}"):
-            worker = Worker(Setup(name, "none", loading=own))
+            worker = Worker(Setup(name, "none", loading=options_of_model))
         if worker.video_form is not None:
             require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes videos,")
         return worker

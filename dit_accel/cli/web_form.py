@@ -115,11 +115,12 @@ def _presets(family: str) -> Iterator[tuple[str, str]]:
 
 def _own_numbers(model: str, pipe: Any) -> dict[str, int | None]:
     folder = demo_path(model)
-    own = demo_arguments(folder) if folder else {}
+    numbers = demo_arguments(folder) if folder else {}
     if pipe is not None:
         parameters = inspect.signature(pipe.__call__).parameters
-        own = {name: each.default for name, each in parameters.items() if isinstance(each.default, int)} | own
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        numbers = {name: default for name, default in defaults.items() if isinstance(default, int)} | numbers
         sample, scale = (getattr(pipe, name, None) for name in ("default_sample_size", "vae_scale_factor"))
         if isinstance(sample, int) and isinstance(scale, int):
-            own = {name: sample * scale for name in ("height", "width") if name in parameters} | own
-    return {field: own.get(argument) for field, argument in NUMBERS.items()}
+            numbers = {name: sample * scale for name in ("height", "width") if name in parameters} | numbers
+    return {field: numbers.get(argument) for field, argument in NUMBERS.items()}

@@ -145,7 +145,7 @@ class Page:
         self._target.input(None, None, self._own_target, js="() => false", api_visibility="private")
         choices = [self._prompt, self._model, self._preset, self._own_target, self._target, self._seed, *numbers]
         results = [self._preview, self._video, self._slider, self._figures, self._timelines]
-        made = gr.on(
+        run = gr.on(
             [self._begin.click, self._prompt.submit, self._target.release],
             self.make,
             [*choices, self._session],
@@ -156,8 +156,8 @@ class Page:
             show_progress="minimal",
             show_progress_on=self._status,
         )
-        made.then(self.fill_numbers, [self._model, *numbers], numbers, **quick)
-        self._cancel.click(_cancelled, self._status, self._status, cancels=made, **quick)
+        run.then(self.fill_numbers, [self._model, *numbers], numbers, **quick)
+        self._cancel.click(_cancelled, self._status, self._status, cancels=run, **quick)
         of_preset = [self._preset, self._own_target, self._target, self._status]
         of_model = [self._prompt, self._note, *self._buttons, *numbers, *of_preset]
         self._model.change(self.suit_model, [self._model, self._prompt, self._preset], of_model, **quick)
@@ -257,8 +257,8 @@ class Page:
 
     def fill_numbers(self, name: str, *values: float | None) -> list[float | None]:
         """Fill empty numbers, once a model is loaded that was not known before."""
-        own = dict.fromkeys(NUMBERS) if self._playground.pipe(name) is None else self._fields(name).numbers
-        return [own[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
+        numbers = dict.fromkeys(NUMBERS) if self._playground.pipe(name) is None else self._fields(name).numbers
+        return [numbers[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
 
     def _fields(self, name: str) -> Fields:
         return fields_of(name, self._playground.pipe(name))

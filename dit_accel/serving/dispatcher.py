@@ -62,12 +62,7 @@ class JobWorker(Protocol):
 
 
 class Task(ABC):
-    """Jobs in the queue; a subclass takes their events.
-
-    Args:
-        preset: None = plain.
-        suffix: of the files.
-    """
+    """Jobs in the queue, and the preset (None = plain) and suffix of their files; a subclass takes their events."""
 
     is_one_call = False  # True: all jobs share a call; False: each has a call of its own
 
@@ -106,7 +101,7 @@ class Task(ABC):
 class AwaitedTask(Task):
     """A task whose client waits; create it in the event loop that iterates over it.
 
-    Iteration yields each :class:`Step` and the result of each job, and raises the error of a failed job.
+    Iteration yields all steps and results, and raises the error of a failed job.
     """
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
@@ -126,12 +121,7 @@ class AwaitedTask(Task):
 
 
 class Dispatcher:
-    """Queue with a thread for each worker.
-
-    Args:
-        workers: each makes one call at a time.
-        most: maximum number of tasks that wait for a worker.
-    """
+    """Queue with a thread for each worker; at most ``most`` tasks wait."""
 
     def __init__(self, workers: Sequence[JobWorker], most: float) -> None:
         self._failures: dict[JobWorker, str] = {}  # of workers that could not restart
@@ -170,11 +160,7 @@ class Dispatcher:
         return self._closed
 
     def add(self, task: Task) -> None:
-        """Add a task to the queue.
-
-        Raises:
-            Busy: the queue is full, or closed.
-        """
+        """Add a task; raise :class:`Busy` if the queue is full or closed."""
         with self._changed:
             if self._closed:
                 raise Busy("the server is shutting down", 10)
@@ -207,7 +193,7 @@ class Dispatcher:
 
     def _count_waiting(self) -> int:
         """Drop cancelled tasks from the queue, and count the others."""
-        for task in [each for each in self._waiting if each.is_cancelled]:
+        for task in [waiting for waiting in self._waiting if waiting.is_cancelled]:
             self._waiting.remove(task)
         return len(self._waiting)
 
@@ -245,8 +231,8 @@ class Dispatcher:
         task.begin()
         try:
             for jobs in [task.jobs] if task.is_one_call else [[job] for job in task.jobs]:
-                for made in worker.run(jobs, task.preset, task.suffix, partial(task.step, jobs[0])):
-                    task.tell(made)
+                for result in worker.run(jobs, task.preset, task.suffix, partial(task.step, jobs[0])):
+                    task.tell(result)
             self._failures.pop(worker, None)
         except (Cancelled, DitAccelError) as error:
             end = error

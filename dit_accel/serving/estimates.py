@@ -72,7 +72,7 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
     side = scale * max(_whole(config, "patch_size") or 1, TOKEN_PATCH)
     tokens = (height // side) * (width // side) * ((frames - 1) // per_latent + 1)
     channels = (_whole(config, "num_attention_heads") or 0) * (_whole(config, "attention_head_dim") or 0)
-    weights = max(sum(each.numel() for each in transformer.parameters()) for transformer in transformers)
+    weights = max(sum(weight.numel() for weight in transformer.parameters()) for transformer in transformers)
     attention = 4.0 * tokens**2 * channels * (_whole(config, "num_layers") or 0)
     itemsize, vae = transformers[0].dtype.itemsize, getattr(pipe, "vae", None)
     needed = [
@@ -88,12 +88,12 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
 
 def _number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
     """Return an argument of the call, or the pipeline's default."""
-    if (given := arguments.get(name)) is not None:
-        return given if isinstance(given, int) else None
+    if (value := arguments.get(name)) is not None:
+        return value if isinstance(value, int) else None
     parameter = inspect.signature(pipe.__call__).parameters.get(name)
     if parameter is not None and isinstance(parameter.default, int):
         return parameter.default
-    sample, scale = (getattr(pipe, each, None) for each in ("default_sample_size", "vae_scale_factor"))
+    sample, scale = (getattr(pipe, key, None) for key in ("default_sample_size", "vae_scale_factor"))
     is_side = parameter is not None and name in ("height", "width")
     return sample * scale if is_side and isinstance(sample, int) and isinstance(scale, int) else None
 
@@ -113,8 +113,8 @@ def _memory(place: Any) -> int | None:
         return torch.cuda.get_device_properties(place).total_memory
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":", 1) for line in file)
-        return int(facts["MemAvailable"].split()[0]) * 1024
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         try:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

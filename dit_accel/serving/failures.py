@@ -39,9 +39,6 @@ def explained_loading(field: str, what: str) -> Iterator[None]:
     """Within the block, turn any error but out-of-memory into an ``ArgumentError`` that names the file being loaded.
 
     diffusers checks little of a file's contents, so wrong files raise errors of any type.
-
-    Raises:
-        ArgumentError: the file can't be loaded.
     """
     try:
         yield
@@ -62,15 +59,15 @@ def _of_the_hub(error: BaseException, what: str) -> str | None:
         error = error.__cause__ or error.__context__ or error
     page = f"{constants.ENDPOINT}/{'/'.join(what.split('/')[:2])}"
     login = "log in with `hf auth login`, or set HF_TOKEN to a token that may read it"
-    for each in chain:
-        said = " ".join(str(getattr(each, "server_message", None) or each).split())
-        match each:
+    for cause in chain:
+        message = " ".join(str(getattr(cause, "server_message", None) or cause).split())
+        match cause:
             case errors.GatedRepoError():
-                return f"accept its licence on {page}, then {login} (the Hub says: {shortened(said)})"
+                return f"accept its licence on {page}, then {login} (the Hub says: {shortened(message)})"
             case errors.RepositoryNotFoundError():
                 return f"{page} does not exist, or is private: check the name; for a private one {login}"
             case errors.HfHubHTTPError():
-                return f"the Hub answers: {shortened(' '.join(str(each).split()), 400)}"
+                return f"the Hub answers: {shortened(' '.join(str(cause).split()), 400)}"
     kinds = {"httpx", "requests", "huggingface_hub"}
     lost = [e for e in chain if isinstance(e, ConnectionError) or type(e).__module__.partition(".")[0] in kinds]
     if not lost:
@@ -80,11 +77,7 @@ def _of_the_hub(error: BaseException, what: str) -> str | None:
 
 @contextlib.contextmanager
 def explained_memory() -> Iterator[None]:
-    """Within the block, add advice to out-of-memory errors of a device or the host.
-
-    Raises:
-        OutOfMemoryError: memory ran out.
-    """
+    """Within the block, turn out-of-memory errors of a device or the host into ``OutOfMemoryError`` with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

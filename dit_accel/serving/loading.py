@@ -134,7 +134,7 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
     for name, transformer in denoisers(pipe).items():
         if getattr(transformer, "hf_quantizer", None) is not None:
             raise ArgumentError("quantize", f"the model's {name} is already quantised; leave --quantize out")
-        names = {each for each, _ in block_linears(transformer)}
+        names = {layer for layer, _ in block_linears(transformer)}
         quantize_(transformer, config, lambda _, name, names=names: name in names, device=place)
 
 
@@ -154,7 +154,7 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
             kind = type(transformer).__name__
             raise ArgumentError("offload", f"group can't move the blocks of the model's {name}, {kind}; use model")
         transformer.enable_group_offload(place, num_blocks_per_group=1, use_stream=True)
-    moved = [id(each) for each in transformers.values()]
+    moved = [id(module) for module in transformers.values()]
     for part in pipe.components.values():
         if not isinstance(part, torch.nn.Module) or id(part) in moved:
             continue

@@ -21,16 +21,16 @@ KEYS = {  # keys of a preset, by the arguments of a fine-tuning
 }
 
 
-def parse_loras(given: list[str] | None) -> dict[str, float]:
+def parse_loras(texts: list[str] | None) -> dict[str, float]:
     """Parse ``["style.safetensors:0.8", …]`` into weights by LoRA: a folder, a file or an id on the Hub.
 
     Paths must exist; paths inside demo models (``demo-wan/sla``) are resolved.
     """
     loras: dict[str, float] = {}
-    for each in given or []:
-        source, colon, last = each.rpartition(":")
+    for text in texts or []:
+        source, colon, last = text.rpartition(":")
         weight = _number(last) if colon else None
-        source = _resolved(each if weight is None else source)
+        source = _resolved(text if weight is None else source)
         if source in loras:
             raise ArgumentError("lora", f"{shortened(source)} was given twice; give it once")
         loras[source] = 1.0 if weight is None else weight
@@ -40,11 +40,7 @@ def parse_loras(given: list[str] | None) -> dict[str, float]:
 
 
 def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
-    """Fuse LoRAs into a pipeline's weights. With quantised weights, which can't be fused, they stay separate layers.
-
-    Raises:
-        ArgumentError: the pipeline takes no LoRA, or a LoRA does not fit it.
-    """
+    """Fuse LoRAs into a pipeline's weights. With quantised weights, which can't be fused, they stay separate layers."""
     from dit_accel.models import denoisers
 
     if not loras:

@@ -185,7 +185,7 @@ class Clips:
 
         _, *beside = _with_comparison(path)
         clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
-        written = [self._write(*each, folder=folder) for each in zip(clips, beside, sounds, strict=True)]
+        written = [self._write(*parts, folder=folder) for parts in zip(clips, beside, sounds, strict=True)]
         save_image(frame_strip(plain, fast, labels), _strip(path))
         return [*chain(*written), _strip(path)]
 
@@ -247,15 +247,15 @@ def size_note(asked: Mapping[str, Any], result: Any) -> str | None:
         result: an image, or a video ``[frames, height, width, 3]``.
     """
     shape = getattr(result, "shape", None)
-    made = dict(zip(("width", "height"), result.size, strict=True)) if shape is None else {}
+    actual = dict(zip(("width", "height"), result.size, strict=True)) if shape is None else {}
     if shape is not None:
-        made = {"width": shape[2], "height": shape[1], "num-frames": shape[0]}
-    wanted = {name: asked.get(name) or value for name, value in made.items()}
-    if wanted == made:
+        actual = {"width": shape[2], "height": shape[1], "num-frames": shape[0]}
+    wanted = {name: asked.get(name) or value for name, value in actual.items()}
+    if wanted == actual:
         return None
     before, after = (
         f"{size['width']} × {size['height']}" + (f" × {size['num-frames']} frames" if "num-frames" in size else "")
-        for size in (wanted, made)
+        for size in (wanted, actual)
     )
     return f"the pipeline rounded the size {before} to {after}"
 
@@ -271,7 +271,7 @@ def unused(path: Path, pictures: int, files: Callable[[Path], list[Path]]) -> li
     """Return the first of NAME, NAME-2, NAME-3, … for which no file exists yet, as paths of all images."""
     names = chain([path], (_beside(path, str(number)) for number in count(2)))
     candidates = (numbered(name, pictures) for name in names)
-    return next(each for each in candidates if not any(file.exists() for path in each for file in files(path)))
+    return next(paths for paths in candidates if not any(file.exists() for path in paths for file in files(path)))
 
 
 def _beside(path: Path, kind: str) -> Path:

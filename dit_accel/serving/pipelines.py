@@ -119,8 +119,8 @@ def call_arguments(
     parameters = inspect.signature(pipe.__call__).parameters
     folder = demo_path(model)
     arguments = demo_arguments(folder) if folder else {}
-    given = {name: value for name, value in options.items() if value is not None}
-    true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in given or "true_cfg_scale" in arguments)
+    values = {name: value for name, value in options.items() if value is not None}
+    true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in values or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
     keys = {
         "steps": "num_inference_steps",
@@ -129,25 +129,25 @@ def call_arguments(
         "mask": "mask_image",
     }
     if (
-        makes_video(pipe) and given.pop("num-images", 1) > 1
+        makes_video(pipe) and values.pop("num-images", 1) > 1
     ):  # few video pipelines can make several, and some ignore the argument
         raise ArgumentError("num_images", f"{type(pipe).__name__} makes one video per run; run again with another seed")
-    if isinstance(given.get("image"), list) and not _takes_several_images(pipe):
-        raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(given['image'])}")
-    if (fps := given.pop("fps", None)) and sampling_rate(pipe):
+    if isinstance(values.get("image"), list) and not _takes_several_images(pipe):
+        raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(values['image'])}")
+    if (fps := values.pop("fps", None)) and sampling_rate(pipe):
         arguments |= {key: fps for key in ("frame_rate", "fps") if key in parameters}
-    if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
-        pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
-    for name, value in given.items():
+    if "guidance" in values and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
+        pipe.guider = pipe.guider.new(guidance_scale=values.pop("guidance"))
+    for name, value in values.items():
         key = keys.get(name, name.replace("-", "_"))
         if key not in parameters:
             raise ArgumentError(name.replace("-", "_"), f"{type(pipe).__name__} takes no {key}")
         arguments[key] = value
-    _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in given})
+    _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in values})
     arguments |= others
-    if "negative-prompt" in given and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
+    if "negative-prompt" in values and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
-    if "guidance" in given and not true_guidance and _ignores_guidance(pipe):
+    if "guidance" in values and not true_guidance and _ignores_guidance(pipe):
         raise ArgumentError(
             "guidance",
             f"this {type(pipe).__name__} has no guidance embedding; add a negative prompt to run a second branch",
@@ -159,19 +159,19 @@ def call_arguments(
 
 
 def _require_known(
-    pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], given: Collection[str]
+    pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], taken: Collection[str]
 ) -> None:
     """Check that the names in ``--call`` are arguments of the pipeline's call, are set by no other option, and hold
     numbers where required.
     """
     from dit_accel.presets.complaints import did_you_mean
 
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, value in others.items():
-        if name in given or name in SET_BY_US:
+        if name in taken or name in SET_BY_US:
             raise ArgumentError("call", f"{name} is already set by {SET_BY_US.get(name, 'its own option')}")
         if name not in parameters and not takes_any:
-            free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
+            free = sorted(parameters.keys() - taken - SET_BY_US.keys() - {"self", "kwargs"})
             meant = did_you_mean(name, free)
             raise ArgumentError("call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
         is_count = name.startswith("num_") or name in ("height", "width", "max_sequence_length")

@@ -70,11 +70,7 @@ class Wish:
     num_frames: int | None = None
 
     def require_bounds(self) -> None:
-        """Check numbers and the prompt's length.
-
-        Raises:
-            ArgumentError: a value is out of bounds.
-        """
+        """Check numbers and the prompt's length."""
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -178,9 +174,6 @@ class Playground:
         """Run both sides, and yield the state several times a second, in the end with the comparison.
 
         An iterator that is closed ends the run after its current step.
-
-        Raises:
-            ArgumentError: a value is out of bounds, or the preset does not fit the pipeline.
         """
         wish.require_bounds()
         run = ComparisonRun(wish)
@@ -246,7 +239,7 @@ class Playground:
     ) -> Output:
         def tell(done: int, total: int) -> None:
             records = worker.pipe.dit_accel.report().steps[:done] if side == "accelerated" else []
-            steps = [(each.mode, each.error) for each in records] + [("full", None)] * (done - len(records))
+            steps = [(record.mode, record.error) for record in records] + [("full", None)] * (done - len(records))
             activity = f"{side}: step {done} of {total}" if done else side
             run.change(activity=activity, steps={**run.steps, side: steps}, total=total)
 

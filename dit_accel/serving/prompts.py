@@ -74,8 +74,8 @@ def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
         settings = [_settings(line, number) for number, line in enumerate(lines, 1)]
     else:
         settings = [{"prompt": line} for line in lines]
-    given = {key: value for key, value in common.items() if value is not None}
-    return [Job(index, given | own) for index, own in enumerate(settings)]
+    defaults = {key: value for key, value in common.items() if value is not None}
+    return [Job(index, defaults | line) for index, line in enumerate(settings)]
 
 
 def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:

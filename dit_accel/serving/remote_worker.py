@@ -66,10 +66,7 @@ class RemoteWorker:
         self._process = start(setup)
 
     def wait(self, patience: float | None = None) -> Loaded:
-        """Wait until the pipeline is loaded.
-
-        Args:
-            patience: most seconds; None = no limit.
+        """Wait until the pipeline is loaded, up to ``patience`` seconds; None = no limit.
 
         Raises:
             BatchError: the process died.

@@ -76,8 +76,6 @@ class Worker:
         """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
 
         Args:
-            preset: None = plain.
-            suffix: of the file.
             tell: called with the number of finished steps and of all steps, and with the file of a partial image if
                 there is one. An exception from it ends the call.
 
@@ -107,7 +105,7 @@ class Worker:
         if len(output.results) != len(batch):
             raise UnsupportedError(f"{type(self.pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
         report = self.pipe.dit_accel.report() if self.preset else None
-        indices, made = [job.index for job in batch], []
+        indices, results = [job.index for job in batch], list[Made]()
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
                 file = Path(folder) / job.name(suffix or self.suffix)
@@ -115,11 +113,18 @@ class Worker:
                 if "fps" in job.settings:
                     medium = Clips(job.settings["fps"], medium.sampling_rate)
                 medium.write(result, file, output.sound(place))
-                own = report and report.of_prompt(place).to_json()
-                shape = result.shape[:3] if isinstance(medium, Clips) else None
-                facts = output.denoising_seconds, own, indices, output.stages, shape, size_note(job.settings, result)
-                made.append(Made(file.read_bytes(), *facts))
-        return made
+                results.append(
+                    Made(
+                        file.read_bytes(),
+                        output.denoising_seconds,
+                        report and report.of_prompt(place).to_json(),
+                        indices,
+                        output.stages,
+                        result.shape[:3] if isinstance(medium, Clips) else None,
+                        size_note(job.settings, result),
+                    )
+                )
+        return results
 
     def call(
         self,
@@ -166,11 +171,11 @@ class Worker:
         for job in batch:
             progress.begin(job.name(self.suffix), 1.0)
             try:
-                (made,) = self.make([job])
+                (result,) = self.make([job])
             except Exception as error:
                 errors.append(error)
             else:
-                yield job, made
+                yield job, result
         if errors:
             raise errors[0]
 
@@ -193,11 +198,11 @@ class Worker:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
             self.pipe.guider = self._guider
-        own = {"fps": self._setup.fps, **batch[0].settings}
-        own = {key: value for key, value in own.items() if key not in ("seed", PARTIAL_IMAGES)}
+        options = {"fps": self._setup.fps, **batch[0].settings}
+        options = {key: value for key, value in options.items() if key not in ("seed", PARTIAL_IMAGES)}
         if len(batch) > 1:
-            own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
-        return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **own}, self._setup.call)
+            options |= {key: [job.settings[key] for job in batch] for key in OWN if key in options}
+        return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **options}, self._setup.call)
 
 
 def _decided_apart(preset: Preset, console: Console) -> Preset:

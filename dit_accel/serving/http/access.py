@@ -39,8 +39,8 @@ class Access:
 
     def _key_of(self, authorization: str) -> int:
         """Compare with each key and return the index of the equal one; every comparison takes the same time."""
-        scheme, _, given = authorization.partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        scheme, _, sent = authorization.partition(" ")
+        matches = [hmac.compare_digest(sent.strip().encode("latin-1"), key) for key in self._keys]
         if not (scheme.lower() == "bearer" and any(matches)):
             raise RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
         return matches.index(True)

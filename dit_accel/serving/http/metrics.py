@@ -22,22 +22,22 @@ class Metrics:
     def __init__(self, dispatcher: Dispatcher, limits: Limits) -> None:
         self._limits = limits
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
-        self.requests = Counter("dit_accel_requests", "requests by outcome", ["outcome"], **own)
-        self.seconds = Histogram("dit_accel_request_seconds", "answered requests", buckets=SECONDS, **own)
-        self.stages = Counter("dit_accel_stage_seconds", "seconds of runs by stage", ["stage"], **own)
-        self.computed = Histogram("dit_accel_computed_fraction", "FLOPs of a run, plain = 1", buckets=FRACTIONS, **own)
-        Gauge("dit_accel_queue_length", "waiting requests", **own).set_function(lambda: dispatcher.waiting)
-        Gauge("dit_accel_running", "requests that run", **own).set_function(lambda: dispatcher.running)
+        into = {"registry": self.registry}
+        self.requests = Counter("dit_accel_requests", "requests by outcome", ["outcome"], **into)
+        self.seconds = Histogram("dit_accel_request_seconds", "answered requests", buckets=SECONDS, **into)
+        self.stages = Counter("dit_accel_stage_seconds", "seconds of runs by stage", ["stage"], **into)
+        self.computed = Histogram("dit_accel_computed_fraction", "FLOPs of a run, plain = 1", buckets=FRACTIONS, **into)
+        Gauge("dit_accel_queue_length", "waiting requests", **into).set_function(lambda: dispatcher.waiting)
+        Gauge("dit_accel_running", "requests that run", **into).set_function(lambda: dispatcher.running)
 
-    def finish(self, task: Task, made: Sequence[Made]) -> None:
+    def finish(self, task: Task, results: Sequence[Made]) -> None:
         """Count a finished request and its results."""
         self.requests.labels("ok").inc()
         self.seconds.observe(time.monotonic() - task.created)
-        for each in made:
-            for stage, seconds in each.stages.items():
+        for result in results:
+            for stage, seconds in result.stages.items():
                 self.stages.labels(stage).inc(seconds)
-            self.computed.observe(each.computed_fraction)
+            self.computed.observe(result.computed_fraction)
 
     def counted(self, error: BaseException) -> RequestError:
         """Return the answer to an error, and count its outcome."""

@@ -188,16 +188,16 @@ class EditRequest(ImageRequest):
     @model_validator(mode="after")
     def _require_equal_sizes(self) -> Self:
         if self.mask is not None and self.mask.size != self.image[0].size:
-            size, mask = ("x".join(map(str, each.size)) for each in (self.image[0], self.mask))
+            size, mask = ("x".join(map(str, image.size)) for image in (self.image[0], self.mask))
             message = f"mask must have the size of the first image, {size}, got {mask}"
             raise RequestError(message, "mask", "invalid_value")
         return self
 
     def jobs(self) -> list[Job]:
         images = self.image if len(self.image) > 1 else self.image[0]
-        own = {"image": images, "mask": self.mask, "strength": self.strength}
-        given = {key: value for key, value in own.items() if value is not None}
-        return [replace(job, settings=job.settings | given) for job in super().jobs()]
+        fields = {"image": images, "mask": self.mask, "strength": self.strength}
+        settings = {key: value for key, value in fields.items() if value is not None}
+        return [replace(job, settings=job.settings | settings) for job in super().jobs()]
 
 
 def _number(value: Any) -> Any:
@@ -229,9 +229,9 @@ class VideoRequest(PromptRequest):
 
     def job(self, form: VideoForm) -> Job:
         """Return the job of a pipeline that makes videos of this form."""
-        own = {"num-frames": self.frames(form), "fps": self.fps, "image": self.input_reference}
-        given = {key: value for key, value in own.items() if value is not None}
-        return Job(0, self.settings() | given)
+        fields = {"num-frames": self.frames(form), "fps": self.fps, "image": self.input_reference}
+        settings = {key: value for key, value in fields.items() if value is not None}
+        return Job(0, self.settings() | settings)
 
     def frames(self, form: VideoForm) -> int | None:
         """Return the number of frames; None = the model's."""

@@ -78,26 +78,26 @@ class ImageServer:
             raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
-        made = []
+        results = []
         try:
             async with self._watched(request, task):
-                made = [event async for event in task if isinstance(event, Made)]
+                results = [event async for event in task if isinstance(event, Made)]
         except Exception as error:
             raise self.metrics.counted(error) from None
         except asyncio.CancelledError as error:
             self.metrics.counted(error)
             raise
-        self.metrics.finish(task, made)
-        images = [self._image(wanted, task, index, each) for index, each in enumerate(made)]
+        self.metrics.finish(task, results)
+        images = [self._image(wanted, task, index, result) for index, result in enumerate(results)]
         if wanted.response_format == "url":
             for image in images:
                 image["url"] = f"data:image/{wanted.output_format};base64,{image.pop('b64_json')}"
         answer = {"created": int(time.time()), "output_format": wanted.output_format, "data": images}
-        return JSONResponse(answer | _notes(wanted, made))
+        return JSONResponse(answer | _notes(wanted, results))
 
     async def _events(self, request: Request, wanted: ImageRequest, task: AwaitedTask) -> AsyncIterator[str]:
         """Yield an event for each step, each partial image and each image, or for the error."""
-        made: list[Made] = []
+        results: list[Made] = []
         common = {"output_format": wanted.output_format}
         partials: Counter[int] = Counter()  # partial images by job
         try:
@@ -112,9 +112,9 @@ class ImageServer:
                             partial |= {"index": event.job.index, "b64_json": _base64(event.partial_image)}
                             yield _event(f"{wanted.event}.partial_image", {"created_at": int(time.time()), **partial})
                         continue
-                    image = self._image(wanted, task, len(made), event)
-                    made.append(event)
-                    whole = {"created_at": int(time.time()), **common, "index": len(made) - 1, **image}
+                    image = self._image(wanted, task, len(results), event)
+                    results.append(event)
+                    whole = {"created_at": int(time.time()), **common, "index": len(results) - 1, **image}
                     whole |= _notes(wanted, [event])
                     yield _event(f"{wanted.event}.completed", whole)
         except Exception as error:
@@ -123,7 +123,7 @@ class ImageServer:
             self.metrics.counted(error)
             raise
         else:
-            self.metrics.finish(task, made)
+            self.metrics.finish(task, results)
 
     @asynccontextmanager
     async def _watched(self, request: Request, task: Task) -> AsyncIterator[None]:
@@ -144,21 +144,21 @@ class ImageServer:
         finally:
             client.cancel()
 
-    def _image(self, wanted: ImageRequest, task: Task, index: int, made: Made) -> dict[str, Any]:
-        width, height = Image.open(BytesIO(made.data)).size
+    def _image(self, wanted: ImageRequest, task: Task, index: int, result: Made) -> dict[str, Any]:
+        width, height = Image.open(BytesIO(result.data)).size
         return {
-            "b64_json": _base64(made.data),
+            "b64_json": _base64(result.data),
             "size": f"{width}x{height}",
             "seed": task.jobs[index].settings["seed"],
             "preset": "none" if task.preset is None else task.preset.name,
-            "computed_fraction": made.computed_fraction,
-            "seconds": made.stages,
+            "computed_fraction": result.computed_fraction,
+            "seconds": result.stages,
         }
 
     async def models(self) -> dict[str, Any]:
         """Return OpenAI's list of models."""
-        own = {"object": "model", "created": self._started, "owned_by": "dit-accel"}
-        return {"object": "list", "data": [{"id": self.served.model, **own}]}
+        facts = {"object": "model", "created": self._started, "owned_by": "dit-accel"}
+        return {"object": "list", "data": [{"id": self.served.model, **facts}]}
 
     async def health(self) -> JSONResponse:
         """Return status 200 while the server accepts requests."""
@@ -193,12 +193,7 @@ def build_app(
     hosts: Collection[str] = (),
     videos: VideoStore | None = None,
 ) -> FastAPI:
-    """Return the ASGI application.
-
-    Args:
-        keys, hosts: those of :class:`~dit_accel.serving.http.access.Access`.
-        videos: of a model that makes videos.
-    """
+    """Return the ASGI application; keys and hosts are those of :class:`~dit_accel.serving.http.access.Access`."""
     metrics = Metrics(dispatcher, served.limits)
     server, video_server = ImageServer(dispatcher, served, metrics), VideoServer(dispatcher, served, metrics, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -252,8 +247,7 @@ def serve(
 ) -> None:
     """Serve until a signal of :func:`ended_by_signals`; then refuse waiting requests and finish running ones.
 
-    Args:
-        ready: called when the server listens.
+    ``ready`` is called when the server listens.
     """
     server = _Server(configured(app, limits))
     server.dispatcher, server.ready = dispatcher, ready
@@ -303,9 +297,9 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _notes(wanted: ImageRequest, made: Sequence[Made]) -> dict[str, list[str]]:
+def _notes(wanted: ImageRequest, results: Sequence[Made]) -> dict[str, list[str]]:
     """Return the notes of an answer: fields without effect, and rounded sizes; empty without notes."""
-    notes = [*wanted.notes(), *dict.fromkeys(each.note for each in made if each.note)]
+    notes = [*wanted.notes(), *dict.fromkeys(result.note for result in results if result.note)]
     return {"notes": notes} if notes else {}
 
 

@@ -37,11 +37,7 @@ class ContentQuery(BaseModel):
 
 
 class VideoServer:
-    """Handlers of the routes.
-
-    Args:
-        videos: None = the model makes images, so that each route answers with an error.
-    """
+    """Handlers of the routes; each answers with an error if there is no store, since the model makes images."""
 
     def __init__(self, dispatcher: Dispatcher, served: Served, metrics: Metrics, videos: VideoStore | None) -> None:
         self._dispatcher, self._served, self._metrics, self._store = dispatcher, served, metrics, videos

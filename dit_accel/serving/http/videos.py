@@ -29,10 +29,7 @@ SWEEP = 60.0  # seconds between deletions of old videos that no request asks for
 class VideoJob(Task):
     """A requested video, in OpenAI's form; any thread may read it while a worker runs it.
 
-    Args:
-        preset: None = plain.
-        owner: index of the API key that requested it; None without keys.
-        file: where the video is written.
+    ``owner`` is the index of the API key that requested it, None without keys.
     """
 
     def __init__(
@@ -73,11 +70,7 @@ class VideoJob(Task):
             return {"id": self.id, "object": "video", **state, **self._facts}
 
     def open(self) -> BinaryIO:
-        """Open the video.
-
-        Raises:
-            RequestError: the video is not completed, or was deleted meanwhile.
-        """
+        """Open the video; raise ``RequestError`` if it is not completed, or was deleted meanwhile."""
         with self._lock:
             if self.status != "completed":
                 message = f"the video is {self.status}; its content exists once its status is completed"
@@ -125,21 +118,21 @@ class VideoJob(Task):
                     self._error = self._metrics.counted(event).to_json()["error"]
                     self._end("failed")
 
-    def _complete(self, made: Made) -> None:
-        assert made.shape is not None  # of a video
-        now, (frames, height, width) = time.time(), made.shape
+    def _complete(self, result: Made) -> None:
+        assert result.shape is not None  # of a video
+        now, (frames, height, width) = time.time(), result.shape
         self._facts |= {
             "completed_at": int(now),
             "expires_at": int(now + self._limits.kept),
             "seconds": _seconds(frames, self._fps),
             "size": f"{width}x{height}",
             "num_frames": frames,
-            "computed_fraction": made.computed_fraction,
-            "stage_seconds": made.stages,
-        } | ({"notes": [made.note]} if made.note else {})
-        self._progress, self.bytes = 100, len(made.data)
+            "computed_fraction": result.computed_fraction,
+            "stage_seconds": result.stages,
+        } | ({"notes": [result.note]} if result.note else {})
+        self._progress, self.bytes = 100, len(result.data)
         self._end("completed")
-        self._metrics.finish(self, [made])
+        self._metrics.finish(self, [result])
 
     def _end(self, status: Literal["completed", "failed"]) -> None:
         self.status, self.ended = status, time.monotonic()
@@ -176,14 +169,7 @@ class VideoStore:
             self._jobs[job.id] = job
 
     def get(self, video_id: str, owner: int | None, param: str = "video_id") -> VideoJob:
-        """Return a job.
-
-        Args:
-            param: name of the id's field, for the error.
-
-        Raises:
-            RequestError: there is no such job, or another key requested it.
-        """
+        """Return a job; raise ``RequestError`` if there is none, or another key requested it."""
         with self._lock:
             self._drop_old()
             job = self._jobs.get(video_id)
@@ -217,7 +203,7 @@ class VideoStore:
         ended = [(job.ended, job) for job in self._jobs.values() if job.ended is not None]
         limits, latest = self._limits, time.monotonic() - self._limits.kept
         number, size = Counter[tuple[int | None, str]](), Counter[tuple[int | None, str]]()  # so far, newest first
-        for when, job in sorted(ended, key=lambda each: each[0], reverse=True):
+        for when, job in sorted(ended, key=lambda pair: pair[0], reverse=True):
             kind = job.owner, job.status
             number[kind] += 1
             size[kind] += job.bytes

@@ -18,7 +18,7 @@ MUTANTS: list[Mutant] = table({
         ("flags-are-numbers", "a seed of `true` is an error", "tests/cli/test_batch.py",
          "not isinstance(value, kinds) or isinstance(value, bool)", "not isinstance(value, kinds)"),
         ("options-over-lines", "values in a line override the options", "tests/cli/test_batch.py",
-         "Job(index, given | own)", "Job(index, own | given)")],
+         "Job(index, defaults | line)", "Job(index, line | defaults)")],
     "dit_accel/cli/progress.py": [
         ("pace-from-nothing", "the speed counts only images made since the command began", "tests/cli/test_progress.py",
          "/ (done - before) *", "/ done *"),
@@ -39,8 +39,8 @@ MUTANTS: list[Mutant] = table({
          '{"skip.projection": str(files[0]), **overrides, **trained}')],
     "dit_accel/serving/media.py": [
         ("some-names-are-free", "files of an earlier run are replaced only with --force", "tests/serving/test_media.py",
-         "if not any(file.exists() for path in each for file in files(path)))",
-         "if not all(file.exists() for path in each for file in files(path)))"),
+         "if not any(file.exists() for path in paths for file in files(path)))",
+         "if not all(file.exists() for path in paths for file in files(path)))"),
         ("model-rate-over-option", "--fps overrides the model's rate", "tests/cli/test_video.py",
          "Clips(fps or model_fps or", "Clips(model_fps or fps or")],
     "dit_accel/tools/advise/cards.py": [
@@ -57,11 +57,11 @@ MUTANTS: list[Mutant] = table({
          '    if name != "none":\n        load_preset(default_preset(name, is_video=False), **overrides)\n', "")],
     "dit_accel/cli/inspect.py": [
         ("one-latent-frame-short", "symbols are plotted over their own frame", "tests/cli/test_inspect.py",
-         "frames = (len(made) - 1) // factor + 1", "frames = len(made) // factor"),
+         "frames = (len(result) - 1) // factor + 1", "frames = len(result) // factor"),
         ("always-the-middle-layer", "--layer selects the layer whose symbols are plotted", "tests/cli/test_cli.py",
          "drawn = layer or list(symbols)[len(symbols) // 2]", "drawn = list(symbols)[len(symbols) // 2]"),
         ("the-middle-of-the-clip", "the plotted frame is of the plotted latent frame", "tests/cli/test_inspect.py",
-         "made[frames // 2 * factor]", "made[len(made) // 2]")],
+         "result[frames // 2 * factor]", "result[len(result) // 2]")],
     "dit_accel/cli/comparison.py": [
         ("few-steps-are-a-run", "times of plain runs with a few steps are scaled to a whole run",
          "tests/cli/test_comparison.py",
@@ -75,9 +75,9 @@ MUTANTS: list[Mutant] = table({
          "            target.unlink()\n", "            pass\n")],
     "dit_accel/serving/pipelines.py": [
         ("guidance-of-the-first-kind", "--guidance alone is FLUX's distilled guidance", "tests/cli/test_cli.py",
-         'and ("negative-prompt" in given or "true_cfg_scale" in arguments)', ""),
+         'and ("negative-prompt" in values or "true_cfg_scale" in arguments)', ""),
         ("options-twice", "--call steps together with --steps is an error", "tests/cli/test_cli.py",
-         "if name in given or name in SET_BY_US:", "if name in SET_BY_US:")],
+         "if name in taken or name in SET_BY_US:", "if name in SET_BY_US:")],
     "dit_accel/cli/compare.py": [
         ("each-prompt-same-seed", "every prompt of a comparison has its own noise", "tests/cli/test_compare.py",
          "Prompt(text, options.seed + index)", "Prompt(text, options.seed)"),
