@@ -145,8 +145,7 @@ def test_a_loop_of_ones_own_may_call_what_was_compiled(pipe):
         torch.testing.assert_close(run(compiled), plain)
 
 
-@every_way
-@pytest.mark.parametrize("order", ["compiled first", "offloaded first"])
+@pytest.mark.parametrize(("compile_whole", "order"), [(in_place, "offloaded first"), (wrapped, "compiled first")])
 def test_model_offload_beside_it(compile_whole, order, pipe):
     _, expected, _ = uncompiled("flux")
     offload = lambda pipe: pipe.enable_model_cpu_offload(device=torch.device("cpu"))  # noqa: E731

@@ -199,22 +199,6 @@ def test_an_autoencoder_that_takes_much_is_remarked(seconds, told):
     assert told in remark if told else remark is None
 
 
-class Parts:
-    """Records the reported parts."""
-
-    def __init__(self):
-        self.told = []
-
-    def begin(self, device):
-        self.told.append(("begin", device.type))
-
-    def enter(self, name):
-        self.told.append(name)
-
-    def leave(self):
-        self.told.append("left")
-
-
 class Encoder(torch.nn.Module):
     def forward(self, x):
         return x + 1
@@ -246,20 +230,6 @@ def test_a_module_is_timed_once_under_its_first_name():
         "vae.decoder",
         "odd",
     ]
-
-
-def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
-    """Each call reports its start, and each component its start and end; after closing nothing is reported."""
-    pipe, parts = Pipe(), Parts()
-    undo = component_times.time_components(pipe, parts)
-    pipe.encode_prompt(1)
-    with pytest.raises(TypeError):
-        pipe.vae.decoder(None)
-    told = [("begin", "cpu"), "encoder", "left", "vae.decoder", "left"]
-    assert parts.told == told
-    undo.close()
-    pipe.encode_prompt(1)
-    assert parts.told == told and "encode_prompt" not in vars(pipe)
 
 
 def test_a_pipeline_without_a_known_beginning_is_left_as_it_was():

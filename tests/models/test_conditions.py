@@ -25,7 +25,8 @@ NAMED = {  # in the report's note
     "weight-replaced": "weights",
 }
 CASES = [
-    *((name, kind, noted) for name in FAMILIES for kind, noted in NAMED.items()),
+    *(("flux", kind, noted) for kind, noted in NAMED.items()),
+    *((name, kind, NAMED[kind]) for name in FAMILIES[1:] for kind in ("prompt", "guidance")),
     ("wan", "negative-prompt", "encoder_hidden_states"),
     ("sd3", "pooled-prompt", "pooled_projections"),
     ("flux-ip-adapter", "picture-scale", "adapters"),

@@ -63,24 +63,6 @@ def test_received_tokens_are_arranged(ranks, text_first, order):
     assert exchange.divides(6) and not exchange.divides(4)
 
 
-def test_a_call_exchanges_tokens_in_its_own_order(ranks):
-    """The exchange of a call is kept for the next over the same tokens, and for no others or another order of them."""
-    ranks(2)
-    mesh = SimpleNamespace(get_group=lambda: None)
-    config = SimpleNamespace(_ulysses_mesh=mesh, ring_degree=1, ulysses_degree=2)
-    transformer = SimpleNamespace(_parallel_config=SimpleNamespace(context_parallel_config=config))
-    exchanges, orders = Exchanges(), [None, torch.tensor([3, 1, 0, 2]), torch.tensor([2, 3, 1, 0])]
-    tokens = Tokens(2, 4, text_first=True)
-    for order in (*orders, *orders):
-        exchange = exchanges.of(transformer, tokens, order, torch.device("cpu"))
-        fresh = Exchange(None, tokens, order, torch.device("cpu"))
-        numbers = torch.arange(6)[None]
-        assert torch.equal(exchange.arrange(numbers), fresh.arrange(numbers))
-        assert exchanges.of(transformer, tokens, order, torch.device("cpu")) is exchange
-    longer = exchanges.of(transformer, Tokens(3, 4, text_first=True), orders[-1], torch.device("cpu"))
-    assert longer.arrange(torch.arange(7)[None]).shape == (1, 7)
-
-
 @pytest.mark.parametrize("head_dim, offset", [(8, 0), (6, 0), (8, 3)], ids=["words", "odd heads", "odd places"])
 def test_tokens_come_back_whatever_their_memory(monkeypatch, head_dim, offset):
     """Reordered in pieces of 8 bytes where all of them have such; two devices, of which this one plays both."""
@@ -116,13 +98,6 @@ def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkey
         return agreed(transformer, measured[rank].clone()).tolist()
 
     assert found_by(0) == found_by(1) == [0.5, 1.5, torch.inf, 0.0, torch.inf]
-
-
-def test_a_device_alone_keeps_what_it_measured(monkeypatch):
-    """It communicates with no other device, and NaN stays NaN."""
-    monkeypatch.setattr(dist, "all_reduce", None)
-    numbers = torch.tensor([0.5, torch.nan])
-    assert agreed(SimpleNamespace(), numbers) is numbers
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -309,6 +309,16 @@ def test_flops_are_those_that_torch_counts(name):
         assert work.plain == pytest.approx(expected, rel=0.02 if name == "cogvideox" else 0.01), block
 
 
+def test_a_part_that_runs_in_chunks_is_refused():
+    """Its second output in a step would be taken for another step's."""
+    pipe = tiny.own("sd3")
+    pipe.transformer.enable_forward_chunking(chunk_size=1, dim=1)
+    with pytest.raises(UnsupportedError, match=r"ff of .*blocks\.0 runs in chunks.*disable_forward_chunking"):
+        run(
+            "sd3", load_preset("exact", model="sd3", forecast={"level": "layer"}, **{"schedule.interval": 3}), pipe=pipe
+        )
+
+
 def test_a_processor_that_is_set_later_is_caught_too():
     """It replaces the previous processor, and stays when the acceleration is removed."""
     pipe = tiny.own("sd3")

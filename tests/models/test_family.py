@@ -1,13 +1,11 @@
 """Facts of families: tokens and grids of a call, the outputs that count for the error, and expected memory."""
 
-import math
 from types import SimpleNamespace
 
-import diffusers
 import pytest
 import torch
 
-from dit_accel.models.families import require_family
+from dit_accel.models.families.cogvideox import FAMILY as COGVIDEOX
 from dit_accel.models.families.family import Tokens, batch_of, latents_of, part_of, work_beside_prompt
 from dit_accel.models.families.flux3 import FAMILY as FLUX3
 from dit_accel.models.families.hidream import FAMILY as HIDREAM
@@ -17,7 +15,7 @@ from dit_accel.models.families.lumina2 import FAMILY as LUMINA
 from dit_accel.models.families.prx import FAMILY as PRX
 from dit_accel.models.families.wan import FAMILY as WAN
 from dit_accel.models.families.wan_relatives import SKYREELS_V2
-from tests.models import tiny
+from dit_accel.models.families.z_image import FAMILY as Z_IMAGE
 
 
 def model(**config):
@@ -25,151 +23,80 @@ def model(**config):
     return SimpleNamespace(config=SimpleNamespace(**config))
 
 
-def clip(frames, height, width, channels=4, batch=2):
-    return torch.zeros(batch, channels, frames, height, width)
+def frames(*sizes, channels=4):
+    """Latents of two videos, or with two sizes of two images."""
+    return {"hidden_states": torch.zeros(2, channels, *sizes)}
+
+
+def hidream(*shape):
+    llama, size = torch.zeros(3, 2, 7, 8), SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64)
+    text = {"encoder_hidden_states_t5": TEXT, "encoder_hidden_states_llama3": llama}
+    return HIDREAM, size, {"hidden_states": torch.zeros(2, *shape), **text}
+
+
+def cogvideox(patch, count):
+    return (
+        COGVIDEOX,
+        model(patch_size=2, patch_size_t=patch),
+        PROMPT | {"hidden_states": torch.zeros(2, count, 4, 8, 6)},
+    )
+
+
+def z_image(**changes):
+    """Each image and each part of a prompt is padded to a multiple of 32 tokens."""
+    image, prompt = torch.zeros(16, 1, 12, 12), torch.zeros(33, 8)
+    return (
+        Z_IMAGE,
+        None,
+        {"x": [image], "cap_feats": [prompt]} | {name: make(image, prompt) for name, make in changes.items()},
+    )
 
 
 TEXT = torch.zeros(2, 5, 8)
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
-GRIDS = {  # by name: family, transformer, arguments, tokens
-    "wan": (WAN, model(patch_size=(1, 2, 2)), {"hidden_states": clip(3, 8, 6)}, Tokens(0, 36, grid=(3, 4, 3))),
-    "wan-patched-frames": (
-        WAN,
-        model(patch_size=(2, 1, 2)),
-        {"hidden_states": clip(4, 8, 6)},
-        Tokens(0, 48, grid=(2, 8, 3)),
-    ),
-    "kandinsky": (
-        KANDINSKY,
-        model(patch_size=(1, 2, 2)),
-        {"hidden_states": torch.zeros(2, 3, 8, 6, 4)},
-        Tokens(0, 36, grid=(3, 4, 3)),
-    ),
-    "prx": (
-        PRX,
-        model(patch_size=2),
-        {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_hidden_states": TEXT},
-        Tokens(5, 12, padding="mask", text_asks=False),
-    ),
-    "lumina": (  # the longest prompt without padding
-        LUMINA,
-        model(patch_size=2),
-        {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_attention_mask": MASK},
+PROMPT = {"encoder_hidden_states": TEXT}
+ONE_ENCODER = SimpleNamespace(config=SimpleNamespace(patch_size=(1, 1, 1)), context_embedder_2=None)
+TURNS = {"x": lambda image, _: [[image, image]], "cap_feats": lambda _, prompt: [[prompt, prompt[:5]]]}
+READ = {"siglip_feats": lambda *_: [[torch.zeros(3, 3, 8)]]}
+IMAGES = {"hidden_states": torch.zeros(2, 12, 4), "image_cond_hidden_states": torch.zeros(2, 9, 4)}
+GRIDS = {  # by name: family, transformer and arguments; tokens
+    "wan": ((WAN, model(patch_size=(1, 2, 2)), frames(3, 8, 6)), Tokens(0, 36, grid=(3, 4, 3))),
+    "wan-patched-frames": ((WAN, model(patch_size=(2, 1, 2)), frames(4, 8, 6)), Tokens(0, 48, grid=(2, 8, 3))),
+    "kandinsky": ((KANDINSKY, model(patch_size=(1, 2, 2)), frames(8, 6, 4, channels=3)), Tokens(0, 36, grid=(3, 4, 3))),
+    "prx": ((PRX, model(patch_size=2), frames(8, 6) | PROMPT), Tokens(5, 12, padding="mask", text_asks=False)),
+    # The longest prompt without padding.
+    "lumina": (
+        (LUMINA, model(patch_size=2), frames(8, 6) | {"encoder_attention_mask": MASK}),
         Tokens(4, 12, padding="all"),
     ),
-    "hunyuan-image-refiner": (  # one text encoder
-        HUNYUAN_IMAGE,
-        SimpleNamespace(config=SimpleNamespace(patch_size=(1, 1, 1)), context_embedder_2=None),
-        {"hidden_states": clip(1, 8, 6), "encoder_hidden_states": TEXT, "encoder_hidden_states_2": None},
+    "hunyuan-image-refiner": (
+        (HUNYUAN_IMAGE, ONE_ENCODER, frames(1, 8, 6) | PROMPT | {"encoder_hidden_states_2": None}),
         Tokens(5, 48, text_first=False, padding="all"),
     ),
-    "flux3-references": (
-        FLUX3,
-        model(),
-        {
-            "hidden_states": torch.zeros(2, 12, 4),
-            "encoder_hidden_states": TEXT,
-            "image_cond_hidden_states": torch.zeros(2, 9, 4),
-        },
-        Tokens(5, 21),
-    ),
-    "hidream-square": (
-        HIDREAM,
-        SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64),
-        {
-            "hidden_states": torch.zeros(2, 4, 8, 8),
-            "encoder_hidden_states_t5": TEXT,
-            "encoder_hidden_states_llama3": torch.zeros(3, 2, 7, 8),
-        },
-        Tokens(19, 16, text_first=False),
-    ),
-    "hidream-not-square": (
-        HIDREAM,
-        SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64),
-        {
-            "hidden_states": torch.zeros(2, 4, 8, 6),
-            "encoder_hidden_states_t5": TEXT,
-            "encoder_hidden_states_llama3": torch.zeros(3, 2, 7, 8),
-        },
-        Tokens(19, 64, text_first=False),
-    ),
-    "hidream-patches": (
-        HIDREAM,
-        SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64),
-        {
-            "hidden_states": torch.zeros(2, 12, 16),
-            "encoder_hidden_states_t5": TEXT,
-            "encoder_hidden_states_llama3": torch.zeros(3, 2, 7, 8),
-        },
-        Tokens(19, 12, text_first=False),
-    ),
+    "flux3-references": ((FLUX3, model(), PROMPT | IMAGES), Tokens(5, 21)),
+    "hidream-square": (hidream(4, 8, 8), Tokens(19, 16, text_first=False)),
+    "hidream-not-square": (hidream(4, 8, 6), Tokens(19, 64, text_first=False)),
+    "hidream-patches": (hidream(12, 16), Tokens(19, 12, text_first=False)),
+    **{
+        f"cogvideox-{patch}-{count}": (cogvideox(patch, count), Tokens(5, 12 * grid, grid=(grid, 4, 3)))
+        for patch, count, grid in ((None, 3, 3), (1, 3, 3), (2, 3, 2), (2, 4, 2))
+    },
+    "z-image": (z_image(), Tokens(64, 64, text_first=False, padding="all")),
+    "z-image-omni": (z_image(**TURNS), Tokens(64 + 32, 2 * 64, padding="all")),
+    "z-image-references": (z_image(**TURNS, **READ), Tokens(64 + 32, 2 * 64 + 32, padding="all")),
 }
 
 
-@pytest.mark.parametrize(("family", "transformer", "arguments", "tokens"), GRIDS.values(), ids=GRIDS)
-def test_tokens_of_a_call_follow_from_its_arguments(family, transformer, arguments, tokens):
-    """Sides that differ, patches of any shape, and a batch, which adds none to a sequence."""
+@pytest.mark.parametrize(("call", "tokens"), GRIDS.values(), ids=GRIDS)
+def test_tokens_of_a_call_follow_from_its_arguments(call, tokens):
+    """Sides that differ, patches of any shape, filled up, and a batch, which adds none to a sequence."""
+    family, transformer, arguments = call
     assert family.tokens(transformer, arguments) == tokens
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5])
-def test_cogvideox_rounds_frames_up_to_whole_patches(frames):
-    """Version 1.5 has two latent frames per token; the model's own blocks have the same number of tokens."""
-    transformer = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=8,
-        text_embed_dim=8,
-        num_layers=1,
-        sample_width=8,
-        sample_height=6,
-        sample_frames=8,
-        patch_size=2,
-        patch_size_t=2,
-        max_text_seq_length=5,
-        use_rotary_positional_embeddings=True,
-    )
-    family, grid = require_family(transformer), ((frames + 1) // 2, 3, 4)
-    for given in (frames, frames + frames % 2):
-        arguments = {"hidden_states": torch.zeros(1, given, 4, 6, 8), "encoder_hidden_states": TEXT[:1]}
-        assert family.tokens(transformer, arguments) == Tokens(5, math.prod(grid), grid=grid)
-    seen, rotary = [], (torch.ones(math.prod(grid), 16),) * 2
-    transformer.transformer_blocks[0].register_forward_pre_hook(
-        lambda _, given, named: seen.append(given[0].shape[1] if given else named["hidden_states"].shape[1]),
-        with_kwargs=True,
-    )
-    transformer(**arguments, timestep=torch.ones(1), image_rotary_emb=rotary)
-    assert seen == [math.prod(grid)]
-
-
-VIDEOS = ("wan", "wan22-5b-i2v", "hunyuan", "hunyuan15", "mochi", "cogvideox", "skyreels-v2", "kandinsky5")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", VIDEOS)
-def test_a_grid_is_that_of_the_latents(name):
-    """Frames, rows and columns, in this order, of a video whose sides all differ."""
-    pipe, calls = tiny.pipeline(name), []
-    handle = pipe.transformer.register_forward_pre_hook(lambda _, given, named: calls.append(named), with_kwargs=True)
-    try:
-        tiny.output(name, 2, **({} if name in ("kandinsky5", "skyreels-v2") else {"height": 64, "width": 96}))
-    finally:
-        handle.remove()
-    latents = calls[-1]["hidden_states"]
-    tokens = require_family(pipe.transformer).tokens(pipe.transformer, calls[-1])
-    sizes = {"cogvideox": (1, 3, 4), "kandinsky5": (1, 2, 3)}.get(name, (2, 3, 4))
-    frames, height, width = (latents.shape[axis] for axis in sizes)
-    assert tokens.vision == math.prod(tokens.grid)
-    ratios = [size / count for size, count in zip((frames, height, width), tokens.grid, strict=True)]
-    assert all(ratio == int(ratio) for ratio in ratios) and ratios[1] == ratios[2]
 
 
 def test_frames_that_are_given_to_wan_are_not_judged():
     """Their tokens have timestep 0; without timesteps of tokens all is made."""
-    transformer, latents = model(patch_size=(1, 2, 2)), clip(2, 4, 6, batch=1)
+    transformer, latents = model(patch_size=(1, 2, 2)), torch.zeros(1, 4, 2, 4, 6)
     output = torch.ones_like(latents)
     timestep = torch.tensor([[0.0] * 6 + [9.0] * 6])
     judged = WAN.used(transformer, output, {"hidden_states": latents, "timestep": timestep})
@@ -182,12 +109,12 @@ def test_frames_that_are_given_to_wan_are_not_judged():
 
 
 @pytest.mark.parametrize(
-    ("forcing", "frames", "has_grid"), [(None, 1, True), (False, 1, True), (True, 1, False), (False, 4, False)]
+    ("forcing", "count", "has_grid"), [(None, 1, True), (False, 1, True), (True, 1, False), (False, 4, False)]
 )
-def test_skyreels_keeps_its_order_where_frames_differ(forcing, frames, has_grid):
+def test_skyreels_keeps_its_order_where_frames_differ(forcing, count, has_grid):
     """Frames with different timesteps or attention ranges keep their order; the number of tokens is the same."""
-    transformer = model(patch_size=(1, 2, 2), num_frame_per_block=frames)
-    given = {"hidden_states": clip(3, 8, 6)} | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
+    transformer = model(patch_size=(1, 2, 2), num_frame_per_block=count)
+    given = frames(3, 8, 6) | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
     tokens = SKYREELS_V2.tokens(transformer, given)
     assert tokens.vision == 36 and (tokens.grid == (3, 4, 3) if has_grid else tokens.grid is None)
 
@@ -195,7 +122,7 @@ def test_skyreels_keeps_its_order_where_frames_differ(forcing, frames, has_grid)
 def test_images_beside_wans_prompt_count_for_their_sample():
     """A first and a last frame come in two rows a sample."""
     transformer = model(num_attention_heads=2, attention_head_dim=8, ffn_dim=64)
-    given = {"hidden_states": clip(1, 4, 4), "encoder_hidden_states": torch.zeros(2, 6, 8)}
+    given = {"hidden_states": torch.zeros(2, 4, 1, 4, 4), "encoder_hidden_states": torch.zeros(2, 6, 8)}
     for rows, prompt in ((None, 6), (2, 6 + 3), (4, 6 + 6)):
         image = {} if rows is None else {"encoder_hidden_states_image": torch.zeros(rows, 3, 8)}
         work = WAN.work(transformer, given | image, Tokens(0, 4), None)

@@ -168,32 +168,6 @@ def test_graphs_are_bounded(graph):
     assert len(graphs_of(pipe)) == MOST_GRAPHS
 
 
-CHANGES = {
-    "lora": lambda pipe: pipe.transformer.add_adapter(
-        LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False)
-    ),
-    "weights-elsewhere": lambda pipe: pipe.transformer.to(torch.float64).to(torch.float32),
-    "a-weight": lambda pipe: setattr(pipe.transformer.proj_out, "bias", torch.nn.Parameter(torch.ones(16))),
-    "processor": lambda pipe: pipe.transformer.set_attn_processor(
-        type(pipe.transformer.transformer_blocks[0].attn.processor)()
-    ),
-    "attention-backend": lambda pipe: pipe.transformer.set_attention_backend("_native_math"),
-    "training": lambda pipe: pipe.transformer.train(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_model_is_captured_again(graph, change):
-    """The first call after a change is not captured, and results are those of the changed model."""
-    torch.manual_seed(0)
-    pipe = accelerated("flux", "exact")
-    tiny_output(pipe, "flux", steps=3)
-    change(pipe)
-    replayed = tiny_output(pipe, "flux", steps=3)
-    assert (graph.captures, graph.replays) == (2, 2)
-    assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
-
-
 GROWING = {
     "hook": (lambda model: model[1].register_forward_hook(print), "1._forward_hooks"),
     "pre-hook": (lambda model: model[1].register_forward_pre_hook(print), "1._forward_pre_hooks"),
@@ -214,35 +188,6 @@ def test_additions_to_a_model_are_changes(change, named):
     assert state.change() is None
     change(model)
     assert (state.change() or "").startswith(named)
-
-
-def test_settings_of_a_lora_are_captured_again(graph):
-    """Another strength and another adapter are numbers on the host, which a graph does not read."""
-    torch.manual_seed(0)
-    pipe = accelerated("flux", "exact")
-    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "style")
-    for change in (lambda: None, lambda: pipe.transformer.set_adapters("style", 0.5), pipe.transformer.disable_lora):
-        change()
-        outputs = tiny_output(pipe, "flux", steps=3)
-        find_driver(pipe).graphs, kept = None, graphs_of(pipe)
-        assert torch.equal(outputs, tiny_output(pipe, "flux", steps=3))
-        find_driver(pipe).graphs = kept
-    assert graph.captures == 3
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=["number", "list"])
-def test_a_strength_in_a_tensor_of_the_cpu_is_captured_again(graph, shape):
-    """A launch on a GPU takes the strength as a number; peft puts it there if adapters are to be hot-swapped."""
-    pipe = accelerated("flux", "exact")
-    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "style")
-    layers = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
-    for layer in layers:
-        layer.scaling["style"] = torch.full(shape, layer.scaling["style"])
-    tiny_output(pipe, "flux", steps=3)
-    for layer in layers:
-        layer.scaling["style"].fill_(0.5)
-    tiny_output(pipe, "flux", steps=3)
-    assert graph.captures == 2
 
 
 def test_values_of_weights_may_change(graph):
@@ -305,59 +250,6 @@ def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, ch
     assert reason in note
 
 
-def watching():
-    return FlopCounterMode(display=False)
-
-
-@contextmanager
-def hooking():
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("mode", [watching, hooking])
-def test_calls_that_a_user_watches_are_not_captured(graph, mode):
-    """A counter of FLOPs and a hook of all modules see each computed step."""
-    pipe = accelerated("flux", "exact")
-    with mode():
-        tiny_output(pipe, "flux", steps=STEPS)
-    assert graph.captures == 0
-    assert any("watches the call" in note for note in pipe.dit_accel.report().notes)
-
-
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older setting")
-def test_a_newer_setting_of_precision_is_captured_again(graph):
-    """Torch's older getters raise after it is set."""
-    pipe, matmul = accelerated("flux", "exact"), torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    tiny_output(pipe, "flux", steps=STEPS)
-    try:
-        matmul.fp32_precision = "tf32"
-        tiny_output(pipe, "flux", steps=STEPS)
-    finally:
-        matmul.fp32_precision = before
-    assert graph.captures == 2
-
-
-@pytest.mark.parametrize("mode", ["gradients", "autocast"])
-def test_calls_under_what_can_not_be_captured(graph, mode):
-    pipe = accelerated("flux", "exact")
-    pipe.transformer.requires_grad_(False)
-    calls = []
-    handle = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    tiny_output(pipe, "flux", steps=3)
-    handle.remove()
-    with torch.set_grad_enabled(mode == "gradients"), torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        for call in calls:
-            pipe.transformer(**call)
-    assert graph.captures == 0
-    reason = {"gradients": "gradients are enabled", "autocast": "autocast"}[mode]
-    assert any(reason in note for note in pipe.dit_accel.report().notes)
-
-
 def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
     """With skipped tiles, attention runs sample by sample."""
     preset = load_preset("video-turbo", model="hunyuan_video", **TILES)
@@ -380,36 +272,6 @@ def test_a_capture_that_fails_is_not_tried_again(graph):
     graph.refuses = None
     tiny_output(pipe, "flux", steps=STEPS)
     assert graph.captures == 0
-
-
-def test_where_the_host_waits_nothing_is_captured(graph):
-    """A capture would fail there; the report says where."""
-    graph.trial = CaptureTrial("model.py, line 7", lambda: 1.0, lambda: 1.0)
-    pipe = accelerated("flux", "exact")
-    output = tiny_output(pipe, "flux", steps=5)
-    notes = [f"{REFUSED}: the host waits for the GPU in model.py, line 7"]
-    assert graph.captures == 0 and pipe.dit_accel.report().notes == notes
-    assert torch.equal(output, tiny_output(restore_pipeline(pipe), "flux", steps=5))
-
-
-@pytest.mark.parametrize("launched, captures", [(0.9, 1), (0.3, 0)], ids=["host-bound", "gpu-bound"])
-def test_auto_captures_where_the_gpu_waits_for_the_host(graph, launched, captures):
-    graph.trial = CaptureTrial(None, lambda: launched, lambda: 1.0)
-    pipe = accelerated("flux", "exact", "auto")
-    tiny_output(pipe, "flux", steps=5)
-    report = pipe.dit_accel.report()
-    reason = None if captures else "the step is not launch-bound: launches take 300 ms of 1000 ms"
-    assert (graph.captures, report.not_captured, report.notes) == (captures, reason, [])
-    assert ("no CUDA graphs" in str(report)) == (not captures)
-
-
-@pytest.mark.parametrize("wanted, captures", [("auto", 0), ("always", 1)])
-def test_auto_leaves_room_for_what_decodes(graph, wanted, captures):
-    graph.trial = CaptureTrial(None, lambda: 1.0, lambda: 1.0, room=0.1)
-    pipe = accelerated("flux", "exact", wanted)
-    tiny_output(pipe, "flux", steps=5)
-    reason = None if captures else "10% of the GPU's memory is free, and graphs keep a step's activations"
-    assert (graph.captures, pipe.dit_accel.report().not_captured) == (captures, reason)
 
 
 def own_processor(pipe):
@@ -469,13 +331,6 @@ def test_auto_does_not_repeat_what_it_does_not_know(graph, monkeypatch, change, 
     assert pipe.dit_accel.report().not_captured.startswith(reason)
 
 
-def test_always_repeats_code_of_the_users_own(graph):
-    pipe = accelerated("flux", "exact")
-    own_processor(pipe)
-    tiny_output(pipe, "flux", steps=5)
-    assert graph.captures == 1
-
-
 def test_outputs_that_hold_more_than_tensors_are_not_repeated():
     """For example the cache that FLUX.2 Klein's transformer fills and returns."""
     assert why_not_output((torch.ones(1), [None, 2])) is None
@@ -494,14 +349,6 @@ def test_a_prompt_of_another_length_behind_the_same_padding_is_captured_again(gr
     assert graph.captures >= 2
 
 
-def test_auto_is_what_presets_have_and_says_nothing_on_a_cpu():
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), "balanced")
-    assert graphs_of(pipe)._wanted == "auto"
-    tiny_output(pipe, "flux", steps=5)
-    report = pipe.dit_accel.report()
-    assert (report.not_captured, report.notes) == (None, [])
-
-
 @pytest.mark.parametrize("wanted", ["never", "auto", "always"])
 def test_weights_in_8_bits_stay_as_long_as_a_graph_reads_them(graph, wanted):
     """They are freed after a run unless a graph holds their addresses."""
@@ -509,13 +356,6 @@ def test_weights_in_8_bits_stay_as_long_as_a_graph_reads_them(graph, wanted):
     for steps in (2, 3):
         tiny_output(pipe, "flux", steps=steps)
         assert bool(find_driver(pipe).linears._weights) == (steps == 3 and wanted != "never")
-
-
-def test_a_cpu_has_none():
-    """The report says so where a preset asks for them."""
-    pipe = accelerated("flux", "exact")
-    tiny_output(pipe, "flux", steps=2)
-    assert pipe.dit_accel.report().notes == [f"{REFUSED}: computes on cpu"]
 
 
 def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
@@ -551,33 +391,164 @@ def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
     assert report.report().replayed == STEPS
 
 
-@pytest.mark.parametrize(
-    "mode", [partial(attention_backend, "_native_math"), torch.inference_mode], ids=["backend", "inference-mode"]
-)
-def test_a_mode_of_the_process_is_part_of_the_key(graph, mode):
-    """Another backend of attention launches other kernels, and inference mode makes other tensors."""
-    pipe = accelerated("flux", "exact")
-    for _ in range(2):
-        tiny_output(pipe, "flux", steps=STEPS)
-    before = graph.captures
-    with mode():
-        for _ in range(2):
-            tiny_output(pipe, "flux", steps=STEPS)
-    assert graph.captures == 2 * before > 0
-
-
-def test_a_function_of_attention_that_is_replaced_is_captured_again(graph, monkeypatch):
-    """Pages of attention kernels have users put theirs in the place of torch's, for the whole process."""
-    pipe, name = accelerated("flux", "exact"), "scaled_dot_product_attention"
-    attend = getattr(torch.nn.functional, name)
-    tiny_output(pipe, "flux", steps=3)
-    monkeypatch.setattr(torch.nn.functional, name, lambda *qkv, **how: attend(*qkv, **how) / 2)
-    replayed = tiny_output(pipe, "flux", steps=3)
-    assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
-
-
 def test_a_probe_that_single_blocks_have_is_not_captured():
     layers = {"transformer_blocks.0": {"probe_blocks": 1}}
     preset = load_preset("flux-sparge-balanced", **{"skip.layers": layers})
     assert "skip.probe_blocks" in why_not_preset(preset)
     assert why_not_preset(load_preset("flux-sparge-balanced", **{"skip.probe_blocks": 0, "skip.refresh": 1})) is None
+
+
+def add_lora(pipe, layers=("to_q", "proj_mlp")):
+    config = LoraConfig(r=2, target_modules=[*layers], init_lora_weights=False)
+    pipe.transformer.add_adapter(config, "style")
+
+
+def strengths(pipe):
+    return [each.scaling for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+
+
+def with_tensors(pipe, shape=()):
+    """Strengths in tensors of the CPU, as peft has them if adapters are to be hot-swapped; launches take numbers."""
+    add_lora(pipe)
+    for scaling in strengths(pipe):
+        scaling["style"] = torch.full(shape, scaling["style"])
+
+
+CHANGES = {  # of a model, after a preparation
+    "lora": (None, add_lora),
+    "lora-strength": (add_lora, lambda pipe: pipe.transformer.set_adapters("style", 0.5)),
+    "lora-off": (add_lora, lambda pipe: pipe.transformer.disable_lora()),
+    "strength-in-a-tensor": (with_tensors, lambda pipe: [scaling["style"].fill_(0.5) for scaling in strengths(pipe)]),
+    "strength-in-a-list": (
+        partial(with_tensors, shape=(1,)),
+        lambda pipe: [scaling["style"].fill_(0.5) for scaling in strengths(pipe)],
+    ),
+    "weights-elsewhere": (None, lambda pipe: pipe.transformer.to(torch.float64).to(torch.float32)),
+    "a-weight": (None, lambda pipe: setattr(pipe.transformer.proj_out, "bias", torch.nn.Parameter(torch.ones(16)))),
+    "processor": (
+        None,
+        lambda pipe: pipe.transformer.set_attn_processor(type(pipe.transformer.transformer_blocks[0].attn.processor)()),
+    ),
+    "attention-backend": (None, lambda pipe: pipe.transformer.set_attention_backend("_native_math")),
+    "training": (None, lambda pipe: pipe.transformer.train()),
+}
+
+
+@pytest.mark.parametrize(("prepare", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_is_captured_again(graph, prepare, change):
+    """The first call after a change is not captured, and results are those of the changed model."""
+    torch.manual_seed(0)
+    pipe = accelerated("flux", "exact")
+    if prepare is not None:
+        prepare(pipe)
+    tiny_output(pipe, "flux", steps=3)
+    change(pipe)
+    replayed = tiny_output(pipe, "flux", steps=3)
+    assert (graph.captures, graph.replays) == (2, 2)
+    assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
+
+
+@contextmanager
+def precision():
+    """The newer setting; torch's older getters raise after it is set."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch has the older setting")
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@contextmanager
+def another_attention():
+    """Pages of attention kernels have users put theirs in the place of torch's, for the whole process."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch:
+        halved = lambda *qkv, **settings: attend(*qkv, **settings) / 2  # noqa: E731
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", halved)
+        yield
+
+
+MODES = (partial(attention_backend, "_native_math"), torch.inference_mode, precision, another_attention)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["backend", "inference-mode", "precision", "function"])
+def test_a_mode_of_the_process_is_captured_again(graph, mode):
+    """It launches other kernels, or makes other tensors."""
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=3)
+    with mode():
+        replayed = tiny_output(pipe, "flux", steps=3)
+        assert graph.captures == 2
+        assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
+
+
+@contextmanager
+def hooking():
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+WATCHED = {
+    "counter": (partial(FlopCounterMode, display=False), "watches the call"),
+    "hook": (hooking, "watches the call"),
+    "gradients": (torch.enable_grad, "gradients are enabled"),
+    "autocast": (partial(torch.autocast, "cpu", torch.bfloat16), "autocast"),
+}
+
+
+@pytest.mark.parametrize(("mode", "reason"), WATCHED.values(), ids=WATCHED)
+def test_calls_under_what_can_not_be_captured(graph, mode, reason):
+    """A counter of FLOPs and a hook of all modules see each computed step."""
+    pipe, calls = accelerated("flux", "exact"), []
+    pipe.transformer.requires_grad_(False)
+    handle = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    tiny_output(pipe, "flux", steps=3)
+    handle.remove()
+    with torch.no_grad(), mode():
+        for call in calls:
+            pipe.transformer(**call)
+    assert graph.captures == 0
+    assert any(reason in note for note in pipe.dit_accel.report().notes)
+
+
+WAITS = "the host waits for the GPU in model.py, line 7"
+BOUND = "the step is not launch-bound: launches take 300 ms of 1000 ms"
+FULL = "10% of the GPU's memory is free, and graphs keep a step's activations"
+TRIALS = {  # option, measured launches, wait and room, and why nothing is captured
+    "host-bound": ("auto", 0.9, None, 1.0, None),
+    "gpu-bound": ("auto", 0.3, None, 1.0, BOUND),
+    "gpu-bound-always": ("always", 0.3, None, 1.0, None),
+    "no-room": ("auto", 1.0, None, 0.1, FULL),
+    "no-room-always": ("always", 1.0, None, 0.1, None),
+    "waits": ("auto", 1.0, "model.py, line 7", 1.0, WAITS),
+    "waits-always": ("always", 1.0, "model.py, line 7", 1.0, WAITS),
+}
+
+
+@pytest.mark.parametrize(("wanted", "launched", "waits", "room", "reason"), TRIALS.values(), ids=TRIALS)
+def test_steps_are_captured_where_it_helps(graph, wanted, launched, waits, room, reason):
+    """Launch-bound steps if memory is left for decoding; `always` overrides all but a capture that would fail."""
+    graph.trial = CaptureTrial(waits, lambda: launched, lambda: 1.0, room)
+    pipe = accelerated("flux", "exact", wanted)
+    output, report = tiny_output(pipe, "flux", steps=5), pipe.dit_accel.report()
+    assert graph.captures == (reason is None)
+    is_noted = reason is not None and wanted == "always"
+    assert report.notes == [f"{REFUSED}: {reason}"] * is_noted and report.not_captured == (None if is_noted else reason)
+    assert ("no CUDA graphs" in str(report)) == (reason is not None and not is_noted)
+    assert torch.equal(output, tiny_output(restore_pipeline(pipe), "flux", steps=5))
+
+
+@pytest.mark.parametrize(("wanted", "notes"), [("always", [f"{REFUSED}: computes on cpu"]), ("auto", [])])
+def test_a_cpu_has_none(wanted, notes):
+    """The report says so where a preset asks for them; presets have `auto`."""
+    pipe = accelerated("flux", "balanced", wanted)
+    tiny_output(pipe, "flux", steps=5)
+    report = pipe.dit_accel.report()
+    assert (report.not_captured, report.notes) == (None, notes)
+    assert load_preset("balanced").kernels.graphs == "auto"

@@ -30,6 +30,7 @@ PRESETS = {
     ),
 }
 every_preset = pytest.mark.parametrize("name, preset", PRESETS.values(), ids=PRESETS)
+every_place = pytest.mark.parametrize("name, preset", [PRESETS[each] for each in ("output", "head", "tiles")])
 
 
 def recorded_calls(pipe, name):
@@ -48,7 +49,7 @@ def gradients(pipe, call):
     return {name: parameter.grad for name, parameter in pipe.transformer.named_parameters()}
 
 
-@every_preset
+@every_place
 def test_gradients_are_those_of_the_plain_transformer(name, preset):
     """Steps that would be forecast or skip tiles run plainly; the report and a warning say so."""
     pipe = tiny_pipeline(name)
@@ -87,7 +88,7 @@ def test_gradients_of_inputs_alone():
         assert loop(True).steps_by_mode == {"full": STEPS}
 
 
-@every_preset
+@every_place
 def test_some_steps_under_gradients(name, preset):
     """They run plainly, earlier records are dropped, and the following steps are accelerated again."""
     pipe = tiny_pipeline(name)
