@@ -43,6 +43,6 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
         module = unwrapped(getattr(pipe, name, None))
         if module is None or (name not in TRANSFORMER_NAMES and not denoises(type(module))):
             continue
-        if not any(module is each for each in found.values()):
+        if not any(module is item for item in found.values()):
             found[name] = module
     return found

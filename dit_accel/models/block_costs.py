@@ -13,13 +13,7 @@ from dit_accel.sparse.site_state import SiteState, states_of
 
 
 class BlockCosts:
-    """FLOPs of a transformer's blocks, counted once for each kind of block (its class and its parts).
-
-    Args:
-        family: the transformer's facts.
-        blocks: the transformer's blocks, by name.
-        sites: attentions of each block.
-    """
+    """FLOPs of a transformer's blocks, counted once for each kind of block (its class and its parts)."""
 
     def __init__(
         self, family: Family, blocks: Mapping[str, nn.Module], sites: Mapping[str, Sequence[Attention]]
@@ -36,12 +30,7 @@ class BlockCosts:
         return {name: works[kind] for name, kind in self._kinds.items()}
 
     def account(self, call: Call, works: Mapping[str, BlockWork], level: str) -> None:
-        """Fill ``call.work`` and ``call.branch.plain``.
-
-        Args:
-            works: FLOPs of each block in a plain call.
-            level: level at which the preset forecasts.
-        """
+        """Fill ``call.work`` and ``call.branch.plain``."""
         kinds = {id(work): work for work in works.values()}
         totals = {key: (work.plain, sum(work.tiles.values())) for key, work in kinds.items()}
         may_skip = call.mode is StepMode.DISPATCH or len(call.branch.sites) > 0
@@ -53,12 +42,7 @@ class BlockCosts:
             call.work[name] = pairs + others, pairs
 
     def computed(self, call: Call, name: str, work: BlockWork, level: str) -> tuple[float, float]:
-        """FLOPs that a block computed in a call: attention scores and values, and all else.
-
-        Args:
-            work: FLOPs of the block in a plain call.
-            level: level at which the preset forecasts.
-        """
+        """FLOPs that a block computed in a call: attention scores and values, and all else."""
         pairs = sum(work.tiles.values())
         others = work.plain - pairs
         if call.mode is StepMode.DISPATCH:
@@ -69,13 +53,13 @@ class BlockCosts:
             densities = site.tiles.densities
             rows = work.rows * densities.rows + work.row_blocks * densities.row_blocks
             return pairs * densities.tiles, rows + work.rest
-        for each in self._sites[name]:
-            states = [*states_of(call.branch.sites, each.site)]
+        for item in self._sites[name]:
+            states = [*states_of(call.branch.sites, item.site)]
             for site in states:
                 tiles, densities = site.tiles, site.tiles.densities
                 if tiles.measured_step == call.tick.step:
                     older = len(site.heads.bias_coordinates[1:])
                     left_out = 1 - densities.attended - tiles.probed
-                    pairs -= work.tiles[each.name] * left_out / len(states)
+                    pairs -= work.tiles[item.name] * left_out / len(states)
                     others += work.bias * densities.projected * older
         return pairs, others

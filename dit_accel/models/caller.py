@@ -73,7 +73,7 @@ def held_module(owner: Any, transformer: torch.nn.Module) -> torch.nn.Module | N
     held = [*getattr(owner, "__dict__", {}).values()]
     if any(map(is_, held, repeat(transformer))):
         return transformer
-    return next((found for each in held if (found := entry(each, transformer)) is not None), None)
+    return next((found for item in held if (found := entry(item, transformer)) is not None), None)
 
 
 def clock_of(pipe: weakref.ref) -> SchedulerClock:
@@ -84,6 +84,6 @@ def clock_of(pipe: weakref.ref) -> SchedulerClock:
 def _further_schedulers(pipe: Any) -> dict[str, Any]:
     """Return the schedulers of further outputs by name: "audio" for ``audio_scheduler`` and ``audio_hidden_states``."""
     suffix = "_scheduler"
-    inputs = {name for each in denoisers(pipe).values() for name in parameters_of(type(each))}
-    named = {name.removesuffix(suffix): each for name, each in vars(pipe).items() if name.endswith(suffix)}
-    return {part: each for part, each in named.items() if any(name.startswith(f"{part}_") for name in inputs)}
+    inputs = {name for item in denoisers(pipe).values() for name in parameters_of(type(item))}
+    named = {name.removesuffix(suffix): item for name, item in vars(pipe).items() if name.endswith(suffix)}
+    return {part: item for part, item in named.items() if any(name.startswith(f"{part}_") for name in inputs)}

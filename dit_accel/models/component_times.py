@@ -45,12 +45,8 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
 
 
 def autoencoder_remark(seconds: dict[str, float]) -> str | None:
-    """Advice if the autoencoder took more than a quarter of a finished call, else None.
-
-    Args:
-        seconds: times of the call's parts, from :class:`CallParts`.
-    """
-    coders = sum(each for name, each in seconds.items() if name.rpartition(".")[2] in CODERS)
+    """Advice if the autoencoder took more than a quarter of a finished call, else None."""
+    coders = sum(item for name, item in seconds.items() if name.rpartition(".")[2] in CODERS)
     share = coders / (sum(seconds.values()) or 1.0)
     if REST not in seconds or share <= MUCH:
         return None
@@ -69,7 +65,7 @@ def _components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
         modules = {f"{name}.{coder}": getattr(component, coder, None) for coder in CODERS} if is_autoencoder else {}
         for part, module in (modules or {name: component}).items():
             inner = unwrapped(module)
-            if isinstance(module, nn.Module) and not any(inner is each for each in seen):
+            if isinstance(module, nn.Module) and not any(inner is item for item in seen):
                 seen.append(inner)
                 yield part, module
 

@@ -30,11 +30,7 @@ ADAPTER_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_a
 
 
 class Conditions:
-    """Reads the conditions of one transformer's calls.
-
-    Args:
-        transformer: the transformer whose adapters count.
-    """
+    """Reads the conditions of one transformer's calls."""
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
@@ -51,21 +47,15 @@ class Conditions:
         self._latest: dict[str, tuple] = {}  # keys of adapters and weights at the latest call
 
     def of(self, arguments: dict[str, Any], pipeline: Any, net: nn.Module | None) -> dict[str, Any]:
-        """Return the conditions of a call by name.
-
-        Args:
-            arguments: arguments of the transformer, by name.
-            pipeline: pipeline that calls the transformer, or None.
-            net: ControlNet that was called before the transformer, or None.
-        """
+        """Return the conditions of a call by name."""
         items = leaves(arguments, LATENTS_AND_TIME)
         for owner in (pipeline, getattr(pipeline, "guider", None)):
             for name, value in getattr(owner, "__dict__", {}).items():
                 if type(value) in NUMBERS and SCALE.search(name):
                     items[f"{name.lstrip('_')} of {type(owner).__name__}"] = value
         if net is not None and (hook := hook_of(net)) is not None:
-            own = leaves(hook.arguments, LATENTS_AND_TIME | arguments.keys())
-            items |= {f"{name} of the ControlNet": leaf for name, leaf in own.items()}
+            of_net = leaves(hook.arguments, LATENTS_AND_TIME | arguments.keys())
+            items |= {f"{name} of the ControlNet": leaf for name, leaf in of_net.items()}
         for name, key in ("adapters", self._adapters()), ("weights", self._versions()):
             if key != self._latest.get(name):
                 self._latest[name] = key
@@ -89,7 +79,7 @@ class Conditions:
                 for name, weight in module._parameters.items()
                 if weight is not None and not weight.is_meta
             ]
-        found = [_frozen(each.get(setting)) for each in self._adapted for setting in ADAPTER_SETTINGS]
+        found = [_frozen(item.get(setting)) for item in self._adapted for setting in ADAPTER_SETTINGS]
         for attention in self._attentions:
             if hasattr(processor := attention.processor, "scale"):
                 found.append((id(processor), _frozen(processor.scale)))
@@ -108,7 +98,7 @@ class Conditions:
 def _is_offloaded(module: nn.Module) -> bool:
     """Return True if accelerate moves a module's weights to the device for each call, as new tensors."""
     hook = vars(module).get("_hf_hook")
-    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+    return any(getattr(item, "offload", False) for item in getattr(hook, "hooks", (hook,)))
 
 
 def _frozen(setting: Any) -> Any:
@@ -116,7 +106,7 @@ def _frozen(setting: Any) -> Any:
     if isinstance(setting, dict):
         setting = [*setting, *setting.values()]
     if isinstance(setting, (list, tuple)):  # in each of hundreds of layers, mostly one name and one number
-        return tuple([each if type(each) in (str, float) else _frozen(each) for each in setting])
+        return tuple([item if type(item) in (str, float) else _frozen(item) for item in setting])
     return (id(setting), version_of(setting)) if type(setting) in PLAIN_TENSORS else setting
 
 

@@ -27,7 +27,7 @@ def left_plain(pipe: Any) -> list[str]:
     return [
         name
         for name, part in modules.items()
-        if timestep_names(parameter_names(part)) and not any(unwrapped(part) is each for each in driven)
+        if timestep_names(parameter_names(part)) and not any(unwrapped(part) is item for item in driven)
     ]
 
 
@@ -35,10 +35,6 @@ def drive(
     transformer: torch.nn.Module, preset: Preset, name: str, called: Callable[[], torch.nn.Module]
 ) -> TransformerDriver:
     """Return the driver of a transformer, not attached yet.
-
-    Args:
-        name: the transformer's name in the pipeline.
-        called: returns the module that the pipeline calls, which may be a wrapper around the transformer.
 
     Raises:
         UnsupportedError: the transformer takes no timestep.

@@ -52,8 +52,6 @@ class FamilyDriver(TransformerDriver):
     GPU.
 
     Args:
-        transformer, preset, name, called: as for :class:`TransformerDriver`.
-        family: the transformer's facts.
         hand_written: hooks that replace the forward of blocks; None = the family has none.
     """
 
@@ -107,7 +105,7 @@ class FamilyDriver(TransformerDriver):
         _, head_dim = self.family.heads(self.transformer)
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
         self._costs = BlockCosts(self.family, self.blocks(), self._sites)
-        sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
+        sites = {item.site: name for name, attentions in self._sites.items() for item in attentions}
         self._projections = Projections(self.preset, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
     def _refuse_compiled(self) -> None:
@@ -140,8 +138,8 @@ class FamilyDriver(TransformerDriver):
                 for module in feeding:
                     self.hook(module, FeedHook(session))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
-                for each in self._sites[name]:
-                    self.hook(each.module, CaughtAttention(self, each).hook(), ATTENTION_HOOK)
+                for item in self._sites[name]:
+                    self.hook(item.module, CaughtAttention(self, item).hook(), ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
             self._order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
@@ -153,7 +151,7 @@ class FamilyDriver(TransformerDriver):
     # One call.
 
     def enter(
-        self, call: Call, given: tuple[tuple, dict], arguments: Arguments
+        self, call: Call, passed: tuple[tuple, dict], arguments: Arguments
     ) -> tuple[tuple[tuple, dict], Arguments]:
         """Prepare a call whose blocks run; cut off the padding behind its longest prompt, and read its facts.
 
@@ -245,7 +243,7 @@ class FamilyDriver(TransformerDriver):
         return self.facts.text, self.facts.exchange
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
-        blocks = {each.site: name for name, attentions in self._sites.items() for each in attentions}
+        blocks = {item.site: name for name, attentions in self._sites.items() for item in attentions}
         for name, measured in densities.items():
             self.site(name, blocks.get(name, name)).announce(symbols.get(name), measured)
 
@@ -261,8 +259,8 @@ class FamilyDriver(TransformerDriver):
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
         size = self.family.size(self.transformer, arguments, layout, symbols)
-        own = -(-heads // parallel_degree(self.transformer))  # heads of the device that has most
-        return replace(size, width=size.width * own // heads, symbols=size.symbols * own // heads)
+        most = -(-heads // parallel_degree(self.transformer))  # heads of the device that has most
+        return replace(size, width=size.width * most // heads, symbols=size.symbols * most // heads)
 
     def lengths(self, arguments: Arguments) -> tuple:
         """Text tokens that blocks get: a mask of the same shape may have another length."""
@@ -280,12 +278,7 @@ class FamilyDriver(TransformerDriver):
 
 
 class CaughtAttention:
-    """An attention that keeps its own processor, while its call of torch's attention runs at a tile site.
-
-    Args:
-        driver: driver of the transformer.
-        facts: facts of the attention.
-    """
+    """An attention that keeps its own processor, while its call of torch's attention runs at a tile site."""
 
     def __init__(self, driver: FamilyDriver, facts: Attention) -> None:
         self._driver = driver

@@ -198,14 +198,14 @@ def mend_chain(module: torch.nn.Module) -> None:
         if registry is None:  # another thread has removed all hooks since the call began
             return
         for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
-            own = getattr(registry.hooks[name], "new_forward", None)
-            if own is None:
+            new_forward = getattr(registry.hooks[name], "new_forward", None)
+            if new_forward is None:
                 reference.forward = _beneath(reference.forward, registry)
                 continue
-            is_cut = getattr(reference.forward, "func", None) != own
+            is_cut = getattr(reference.forward, "func", None) != new_forward
             reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
             if is_cut:
-                reference.forward = update_wrapper(partial(own, module), own)
+                reference.forward = update_wrapper(partial(new_forward, module), new_forward)
         ours = [hook for hook in registry.hooks.values() if isinstance(hook, Hook)]
         if any(hook.follows_class for hook in ours) and not _is_of_class(module, _bottom(module)):
             reference = registry._fn_refs[0]
@@ -273,8 +273,10 @@ def runs_known_code(module: torch.nn.Module) -> bool:
     """Return True if a module runs its class's own forward beneath hooks, and all of it is code of known packages."""
     if not is_known_class(type(module)):
         return False
-    own = type(module).forward
-    return _is_of_class(module, _bottom(module)) and is_known(own) and is_known(vars(module).get("forward", own))
+    forward = type(module).forward
+    return (
+        _is_of_class(module, _bottom(module)) and is_known(forward) and is_known(vars(module).get("forward", forward))
+    )
 
 
 def is_known_class(cls: type, packages: Collection[str] = KNOWN) -> bool:

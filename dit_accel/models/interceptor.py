@@ -45,7 +45,6 @@ class AttentionHook(Hook):
     Args:
         tokens: returns at each call the tokens of the attention to intercept; other attentions of the module (such as
             those to an image prompt) run unchanged. None = intercept nothing.
-        attend: runs the attention.
         missed: called with a reason if a call should have been intercepted but was not.
     """
 
@@ -149,8 +148,6 @@ def with_leading_keys(
     Kernels also need as many queries as keys: if text has no queries, zeros stand for them and their output is dropped.
 
     Args:
-        tokens: tokens of the attention.
-        block: tokens in a block of the layout.
         qkv, dense, kv_len: as in :class:`~dit_accel.sparse.tile_site.Inputs`.
         mask: as in :func:`key_lengths`, if it marks the valid text tokens.
     """

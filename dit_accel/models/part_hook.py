@@ -20,11 +20,7 @@ from dit_accel.sparse.site_state import SiteState
 
 
 class FeedHook(Hook):
-    """Skips a module that only feeds a forecast part: it returns zeros, which nothing reads, for each stream of tokens.
-
-    Args:
-        session: session of the transformer; it has the call in progress.
-    """
+    """Skips a module that only feeds a forecast part; it returns zeros for each stream, which nothing reads."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -34,11 +30,11 @@ class FeedHook(Hook):
         call = self._session.call
         if call is None or call.mode is not StepMode.DISPATCH:
             return self.fn_ref.original_forward(*args, **kwargs)
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-        streams = [each for each in given if each.ndim == 3]  # [B, S, C]; a mask has other dimensions
-        features = [getattr(module, "out_features", each.shape[-1]) for each in streams]
+        tensors = (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+        streams = [item for item in tensors if item.ndim == 3]  # [B, S, C]; a mask has other dimensions
+        features = [getattr(module, "out_features", item.shape[-1]) for item in streams]
         zeros = [
-            each.new_zeros(1).expand(*each.shape[:-1], width) for each, width in zip(streams, features, strict=True)
+            item.new_zeros(1).expand(*item.shape[:-1], width) for item, width in zip(streams, features, strict=True)
         ]
         return tuple(zeros) if len(zeros) > 1 else zeros[0]
 
@@ -47,9 +43,6 @@ class PartHook(Hook):
     """Remembers or forecasts the output of one part of a block, a tensor or a tuple of tensors.
 
     Args:
-        session: session of the transformer; it has the call in progress.
-        block: the block's name in the report.
-        part: the part's name in the block.
         calls: how often the block calls the part; each of these calls has a history of its own.
     """
 

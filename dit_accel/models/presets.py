@@ -38,11 +38,7 @@ def preset_schema() -> dict[str, Any]:
 
 
 def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
-    """Names of the presets that a model family can run; a plain name includes its video form.
-
-    Args:
-        levels: levels that the family has.
-    """
+    """Names of the presets that a model family can run; a plain name includes its video form."""
     named = {name: presets.load_preset(name) for name in preset_names() if not name.startswith("video-")}
     return [n for n, preset in named.items() if preset.model in ("any", family) and preset.forecast.level in levels]
 

@@ -58,8 +58,8 @@ class Runs:
                 return found
             thread = threading.get_ident()
             if thread not in self._of_threads:
-                alive = {each.ident for each in threading.enumerate()}
-                self._of_threads = {each: kept for each, kept in self._of_threads.items() if each in alive}
+                alive = {item.ident for item in threading.enumerate()}
+                self._of_threads = {item: kept for item, kept in self._of_threads.items() if item in alive}
                 self._of_threads[thread] = self._make(None)
             return self._of_threads[thread]
 
@@ -137,11 +137,11 @@ def between_calls(runs: Callable[[], Sequence[Runs]], change: Callable[[], objec
         change: raises errors here if it is made now; later they are warnings.
     """
     with ExitStack() as reserved:
-        for each in runs():
-            if not each._reserve():
-                each._due.append(partial(between_calls, runs, change))
-                reserved.callback(each._make_due_changes)  # the call may have ended since
+        for item in runs():
+            if not item._reserve():
+                item._due.append(partial(between_calls, runs, change))
+                reserved.callback(item._make_due_changes)  # the call may have ended since
                 return
-            reserved.callback(each._release)
-            each._make_due_changes()  # in their order
+            reserved.callback(item._release)
+            item._make_due_changes()  # in their order
         change()

@@ -53,10 +53,6 @@ ALL_LATENTS = (*LATENTS, *FURTHER_LATENTS)
 class Session:
     """Owns the calls of one transformer, which run one at a time and may nest.
 
-    Args:
-        driver: driver of the transformer.
-        runs: runs over the transformer.
-
     Attributes:
         run: run of the call in progress, otherwise of the latest call.
         call: the call in progress, which blocks read; None = there is none.
@@ -155,21 +151,21 @@ class Session:
         refuse_other_cache(self.driver.transformer, self.driver.name, by_hooks=self.is_first)
         self.is_first = False
 
-    def _compute(self, call: Call, original: Callable, given: tuple[tuple, dict], arguments: dict[str, Any]) -> Any:
+    def _compute(self, call: Call, original: Callable, passed: tuple[tuple, dict], arguments: dict[str, Any]) -> Any:
         """Run a call with its blocks, and pass its output to the loop.
 
         Args:
-            given: the same arguments as ``arguments``, as the pipeline passed them.
+            passed: the same arguments as ``arguments``, as the pipeline passed them.
         """
         self._refuse_other_cache()
         driver, run = self.driver, self.run
         original = driver.computing(original)
-        given, arguments = driver.enter(call, given, arguments)
+        passed, arguments = driver.enter(call, passed, arguments)
         if (remark := replaced_forward_remark(driver.transformer, driver.name)) is not None:
             call.report.note(remark)
         if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
-            given = (), arguments_of_rows(arguments, call.computed_rows)
-        args, kwargs = given = computed(given)
+            passed = (), arguments_of_rows(arguments, call.computed_rows)
+        args, kwargs = passed = computed(passed)
         compute = partial(original, *args, **kwargs)
         if driver.graphs is not None:
             compute = partial(driver.graphs.run, original, call, args, kwargs)
@@ -180,7 +176,7 @@ class Session:
         if run.may_forecast:
             compute = partial(driver.foreign.watch, call.branch, compute)
         try:
-            output = driver.branches.run(self, call, given, compute, partial(self._observe, run, call, arguments))
+            output = driver.branches.run(self, call, passed, compute, partial(self._observe, run, call, arguments))
         finally:
             if driver.linears is not None:
                 driver.linears.end_call()
@@ -319,7 +315,7 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     The first leaf is one if it is a tensor. Another leaf is one if it has the shape of some latents of the call, except
     for the number of channels.
     """
-    shapes = [each.shape for each in (*latents_of(arguments), *further_latents_of(arguments))]
+    shapes = [item.shape for item in (*latents_of(arguments), *further_latents_of(arguments))]
     return [
         isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
         for place, leaf in enumerate(leaves)
@@ -343,4 +339,4 @@ def _nested(structure: tuple | None, tensors: Sequence[torch.Tensor]) -> Any:
 def _wants_gradients(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return True if a call's inputs or weights require gradients, given that gradients are enabled."""
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return any(each.requires_grad for each in (*module.parameters(), *tensors))
+    return any(item.requires_grad for item in (*module.parameters(), *tensors))

@@ -28,8 +28,6 @@ class TokenOrder:
     """The preset's order of tokens, on any grid.
 
     Args:
-        name: one of ``dit_accel.sparse.token_order.TOKEN_ORDERS``.
-        block: tokens in a block.
         first_frame_apart: True = the first frame's tokens stay first.
     """
 

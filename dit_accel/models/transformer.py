@@ -41,9 +41,6 @@ class TransformerDriver:
     """Drives one transformer from outside: forecasts its output, or runs it and measures the forecast's error.
 
     Args:
-        transformer: a diffusers transformer that a pipeline calls once per step and branch.
-        preset: preset of the acceleration.
-        name: the transformer's name in the pipeline.
         called: returns the transformer, or its wrapper from ``torch.compile`` if the pipeline calls that.
     """
 
@@ -172,17 +169,17 @@ class TransformerDriver:
         tensors = [*latents_of(arguments), *further_latents_of(arguments)]
         if not tensors:
             return ModelSize()
-        return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
+        return ModelSize(output=sum(item.numel() for item in tensors), itemsize=tensors[0].element_size())
 
     def lengths(self, arguments: dict[str, Any]) -> tuple:
         """Lengths besides shapes on which records of the blocks depend."""
         return ()
 
     def enter(
-        self, call: Call, given: tuple[tuple, dict], arguments: dict[str, Any]
+        self, call: Call, passed: tuple[tuple, dict], arguments: dict[str, Any]
     ) -> tuple[tuple[tuple, dict], dict[str, Any]]:
         """Prepare a call whose blocks run; return its arguments, as they are passed and by name."""
-        return given, arguments
+        return passed, arguments
 
     # For CUDA graphs of computed steps.
 

@@ -26,7 +26,7 @@ def unwrapped(component: Any) -> Any:
     if "_orig_mod" not in getattr(component, "__dict__", {}).get("_modules", ()) and not _wraps(type(component)):
         return component
     inside = [path[-1] for path in wrapped(component)]
-    inside = [each for each in inside if denoises(type(each))] or inside
+    inside = [item for item in inside if denoises(type(item))] or inside
     return inside[0] if len(inside) == 1 else component
 
 
@@ -44,7 +44,7 @@ def wrapped(component: Any) -> list[tuple[Any, ...]]:
             found.append(path)
             continue
         held = [*vars(path[-1]).get("_modules", {}).values(), *vars(path[-1]).values()]
-        held += [each for group in held if type(group) in (list, tuple) for each in group]
+        held += [item for group in held if type(group) in (list, tuple) for item in group]
         for part in held:
             if (isinstance(part, torch.nn.Module) or _wraps(type(part))) and id(part) not in seen:
                 seen.add(id(part))
@@ -81,10 +81,10 @@ def _orig_mod(component: Any) -> Any:
 
 def parameters_of(cls: type) -> list[str]:
     """Return the parameters of a class's forward by name; if it takes any arguments, those of its base's forward."""
-    for each in cls.__mro__:
-        if callable(forward := vars(each).get("forward")):
+    for item in cls.__mro__:
+        if callable(forward := vars(item).get("forward")):
             parameters = list(inspect.signature(forward).parameters.values())[1:]
-            if names := [each.name for each in parameters if each.kind not in GATHERED]:
+            if names := [item.name for item in parameters if item.kind not in GATHERED]:
                 return names
     return []
 
@@ -92,8 +92,8 @@ def parameters_of(cls: type) -> list[str]:
 @cache
 def denoises(cls: type) -> bool:
     """Return True for a class of diffusers' transformers that takes latents and a timestep."""
-    of_diffusers = [each for each in cls.__mro__ if each.__module__.startswith("diffusers.models.transformers.")]
-    if not of_diffusers or any(each.__name__ in PRIORS for each in of_diffusers):
+    of_diffusers = [item for item in cls.__mro__ if item.__module__.startswith("diffusers.models.transformers.")]
+    if not of_diffusers or any(item.__name__ in PRIORS for item in of_diffusers):
         return False
     names = parameters_of(cls)
     return bool(timestep_names(names)) and not set(names).isdisjoint(LATENTS)
@@ -105,5 +105,5 @@ def _wraps(cls: type) -> bool:
     forward = getattr(cls, "forward", None)
     if not callable(forward) or cls.__module__.partition(".")[0] in ("diffusers", "transformers"):
         return False
-    gathers = any(each.kind in GATHERED for each in inspect.signature(forward).parameters.values())
+    gathers = any(item.kind in GATHERED for item in inspect.signature(forward).parameters.values())
     return gathers and not timestep_names(parameters_of(cls))

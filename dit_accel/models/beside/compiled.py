@@ -18,13 +18,7 @@ from torch.utils import _pytree as pytree
 
 
 class CompiledEntry:
-    """Replacement of the compiler's entry that calls the transformer's hook instead.
-
-    Args:
-        holder: the transformer, or the wrapper around it.
-        attribute: attribute of the holder that has the entry.
-        transformer: the compiled transformer.
-    """
+    """Replacement of the compiler's entry that calls the transformer's hook instead."""
 
     def __init__(self, holder: nn.Module, attribute: str, transformer: nn.Module) -> None:
         self._holder, self._attribute, self._transformer = holder, attribute, transformer
@@ -35,11 +29,7 @@ class CompiledEntry:
         return self._transformer.forward(*args, **kwargs)
 
     def compute(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled code and copy its output, because a captured graph overwrites its tensors later.
-
-        Args:
-            forward: the forward beneath our hook on the transformer.
-        """
+        """Run the compiled code and copy its output, because a captured graph overwrites its tensors later."""
         transformer = self._transformer
         hooked = transformer.forward
         if getattr(forward, "__func__", None) is type(transformer).forward:

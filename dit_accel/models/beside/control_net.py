@@ -44,11 +44,7 @@ class TensorForm:
 
 
 class DeferredCall:
-    """A call that runs once, when one of its tensors is first read.
-
-    Args:
-        run: makes the call.
-    """
+    """A call that runs once, when one of its tensors is first read."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run: Callable[[], Any] | None = run
@@ -63,13 +59,7 @@ class DeferredCall:
 
 
 class DeferredTensor(torch.Tensor):
-    """Placeholder of a deferred call's tensor; every operation on it runs the call.
-
-    Args:
-        call: the deferred call.
-        index: index of the tensor among the leaves of the output.
-        form: form that the tensor will have.
-    """
+    """Placeholder of a deferred call's tensor; every operation on it runs the call."""
 
     @staticmethod
     def __new__(cls, call: DeferredCall, index: int, form: TensorForm) -> DeferredTensor:
@@ -101,7 +91,6 @@ class ControlNetHook(Hook):
     """Defers a ControlNet's call if it is like the previous call, whose output then has the same form.
 
     Args:
-        names: parameter names of the net's forward, in order.
         defers: False = every call runs at once, and the hook only remembers its arguments.
     """
 

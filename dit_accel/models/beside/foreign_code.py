@@ -77,8 +77,6 @@ class Code:
     """One processor, hook, forward or module inside a transformer.
 
     Args:
-        name: its name in notes.
-        roots: objects whose state counts.
         hooks, place: of a torch hook, the dict that holds it and its key there.
         acts: False if it is a hook that has only watched so far.
     """
@@ -192,9 +190,9 @@ class ForeignCode:
 
     def _form_now(self) -> list[Any]:
         held = [*map(vars, self._modules)]
-        filled = [hooks for each in held for key in (*HOOKS, "_modules") if (hooks := each[key])]
-        filled += [each["_diffusers_hook"].hooks for each in held if "_diffusers_hook" in each]
-        replaced = [each.get(key) for each in held for key in ("forward", "processor")]
+        filled = [hooks for item in held for key in (*HOOKS, "_modules") if (hooks := item[key])]
+        filled += [item["_diffusers_hook"].hooks for item in held if "_diffusers_hook" in item]
+        replaced = [item.get(key) for item in held for key in ("forward", "processor")]
         classes = {type(module).forward: None for module in self._modules}
         return [*map(len, held), *chain.from_iterable(map(dict.values, filled)), *replaced, *classes]
 
@@ -204,14 +202,14 @@ def _inside(transformer: nn.Module) -> Iterator[Code]:
     own_packages = {*LIBRARIES, type(transformer).__module__.partition(".")[0]}
     for name, module in transformer.named_modules():
         held, where = vars(module), name or type(transformer).__name__
-        own = own_forward(module)
+        forward = own_forward(module)
         if name and not is_known_class(type(module), own_packages):
             if not is_stateless(module):
                 yield Code(f"module {where} ({type(module).__name__})", (module,))
-        elif _is_foreign(own, own_packages):
-            yield Code(f"forward of {where}, {place_of_definition(own)},", (own, module))
+        elif _is_foreign(forward, own_packages):
+            yield Code(f"forward of {where}, {place_of_definition(forward)},", (forward, module))
         for key, value in held.items():
-            is_other = isinstance(value, FUNCTIONS) and getattr(value, "__func__", value) is not own
+            is_other = isinstance(value, FUNCTIONS) and getattr(value, "__func__", value) is not forward
             if is_other and (name or key != "forward") and _is_foreign(value):
                 yield Code(f"{key} of {where}, {place_of_definition(value)},", (value, module))
         processor = held.get("processor")
@@ -257,7 +255,7 @@ def _watch(code: Code) -> Callable[[], None]:
     hooks, hook = code.hooks, code.hooks[code.place]
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        tensors = [each for each in pytree.tree_leaves((args[1:], kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [item for item in pytree.tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
         before = [*map(version_of, tensors)]
         returned = hook(*args, **kwargs)
         code.acts = code.acts or returned is not None or [*map(version_of, tensors)] != before
@@ -277,12 +275,12 @@ def _returns(hook: Any) -> set[bool]:
         hook = hook.func
     function = inspect.unwrap(hook if isinstance(hook, FUNCTIONS) else type(hook).__call__)
     found, before = set(), None
-    for each in dis.get_instructions(function) if hasattr(function, "__code__") else ():
-        if each.opname == "RETURN_CONST":  # Python 3.12 and 3.13
-            found.add(each.argval is None)
-        elif each.opname == "RETURN_VALUE" and before is not None:
+    for item in dis.get_instructions(function) if hasattr(function, "__code__") else ():
+        if item.opname == "RETURN_CONST":  # Python 3.12 and 3.13
+            found.add(item.argval is None)
+        elif item.opname == "RETURN_VALUE" and before is not None:
             found.add(before.opname == "LOAD_CONST" and before.argval is None)
-        before = each
+        before = item
     return found or {False}
 
 
@@ -295,51 +293,51 @@ def _state(roots: tuple, seen: dict[int, Any]) -> list[Any]:
     found: list[Any] = []
     waiting = [(root, 0) for root in reversed(roots)]
     while waiting and len(found) < MOST_VALUES:
-        each, depth = waiting.pop()
-        if each is None or isinstance(each, NUMBERS):
-            found.append(each)
-        elif id(each) not in seen:
-            seen[id(each)] = each
-            held = _held(each) if depth < DEPTH else ()
+        item, depth = waiting.pop()
+        if item is None or isinstance(item, NUMBERS):
+            found.append(item)
+        elif id(item) not in seen:
+            seen[id(item)] = item
+            held = _held(item) if depth < DEPTH else ()
             if held is None:
-                found.append(_identity(each))
+                found.append(_identity(item))
             else:
                 waiting += [(value, depth + 1) for value in reversed(held)]
     return found
 
 
-def _held(each: Any) -> list[Any] | None:
+def _held(item: Any) -> list[Any] | None:
     """Return values that an object holds; None = only its identity counts."""
-    package = type(each).__module__.partition(".")[0]
-    if isinstance(each, torch.Tensor):
-        is_number = each.is_inference() and each.numel() == 1  # such tensors count no versions
-        return [_identity(each), version_of(each), each.item() if is_number else None]
-    if package == "numpy" and getattr(each, "nbytes", MOST_BYTES + 1) <= MOST_BYTES:
-        return [each.tobytes()]
-    if isinstance(each, dict):
-        return [len(each), *islice(chain.from_iterable(each.items()), MOST_VALUES)]
-    if isinstance(each, SEQUENCES):
-        return [len(each), *islice(each, MOST_VALUES)]
-    if isinstance(each, FUNCTIONS):
-        return _variables(each)
-    if isinstance(each, Iterator) and package in ("builtins", "itertools"):
-        return [repr(each) if type(each) is count else length_hint(each, 0), *gc.get_referents(each)]
-    if isinstance(each, type):
+    package = type(item).__module__.partition(".")[0]
+    if isinstance(item, torch.Tensor):
+        is_number = item.is_inference() and item.numel() == 1  # such tensors count no versions
+        return [_identity(item), version_of(item), item.item() if is_number else None]
+    if package == "numpy" and getattr(item, "nbytes", MOST_BYTES + 1) <= MOST_BYTES:
+        return [item.tobytes()]
+    if isinstance(item, dict):
+        return [len(item), *islice(chain.from_iterable(item.items()), MOST_VALUES)]
+    if isinstance(item, SEQUENCES):
+        return [len(item), *islice(item, MOST_VALUES)]
+    if isinstance(item, FUNCTIONS):
+        return _variables(item)
+    if isinstance(item, Iterator) and package in ("builtins", "itertools"):
+        return [repr(item) if type(item) is count else length_hint(item, 0), *gc.get_referents(item)]
+    if isinstance(item, type):
         return [
             value
-            for cls in each.__mro__
+            for cls in item.__mro__
             if not _is_library(cls.__module__)
             for value in map(_unbound, vars(cls).values())
         ]
-    if isinstance(each, SimpleNamespace):
-        return [*vars(each).values()]
-    if _is_library(type(each).__module__):
-        if package in (*FOREIGN, "dit_accel") and not isinstance(each, nn.Module):
+    if isinstance(item, SimpleNamespace):
+        return [*vars(item).values()]
+    if _is_library(type(item).__module__):
+        if package in (*FOREIGN, "dit_accel") and not isinstance(item, nn.Module):
             return None
-        skipped = (*TORCHS_OWN, "_modules", "_parameters", "_buffers") if isinstance(each, nn.Module) else ()
-        own = getattr(each, "__dict__", {}).items()
-        return [value for key, value in own if key not in skipped and isinstance(value, PLAIN)]
-    return _attributes(each)
+        skipped = (*TORCHS_OWN, "_modules", "_parameters", "_buffers") if isinstance(item, nn.Module) else ()
+        attributes = getattr(item, "__dict__", {}).items()
+        return [value for key, value in attributes if key not in skipped and isinstance(value, PLAIN)]
+    return _attributes(item)
 
 
 def _variables(function: Any) -> list[Any]:
@@ -353,7 +351,7 @@ def _variables(function: Any) -> list[Any]:
         return [held.get("__wrapped__")]
     names = [*dict.fromkeys(_names(function.__code__))]
     named = [function.__globals__[name] for name in names if name in function.__globals__]
-    modules = [vars(each) for each in named if isinstance(each, ModuleType) and not _is_library(each.__name__)]
+    modules = [vars(item) for item in named if isinstance(item, ModuleType) and not _is_library(item.__name__)]
     attributes = [module[name] for module in modules for name in names if name in module]
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # an empty cell has none
     return [held, *cells, function.__defaults__, function.__kwdefaults__, *named, *attributes]
@@ -367,12 +365,12 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def _attributes(each: Any) -> list[Any]:
+def _attributes(item: Any) -> list[Any]:
     """Return the attributes of an object of no known package, and of its class; weights may be offloaded."""
-    is_module = isinstance(each, nn.Module)
-    held = {key: value for key, value in getattr(each, "__dict__", {}).items() if not (is_module and key in WEIGHTS)}
-    slots = (name for cls in type(each).__mro__ for name in vars(cls).get("__slots__", ()))
-    return [*held.values(), *(getattr(each, name, None) for name in slots), type(each)]
+    is_module = isinstance(item, nn.Module)
+    held = {key: value for key, value in getattr(item, "__dict__", {}).items() if not (is_module and key in WEIGHTS)}
+    slots = (name for cls in type(item).__mro__ for name in vars(cls).get("__slots__", ()))
+    return [*held.values(), *(getattr(item, name, None) for name in slots), type(item)]
 
 
 def _unbound(value: Any) -> Any:
@@ -384,12 +382,12 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in (*LIBRARIES, *FOREIGN)
 
 
-def _identity(each: Any) -> Any:
+def _identity(item: Any) -> Any:
     """Return something that is the same object as long as this one lives, and keeps it alive only if it must."""
     try:
-        return ref(each)
+        return ref(item)
     except TypeError:
-        return each
+        return item
 
 
 def _differ(before: list[Any], after: list[Any]) -> bool:

@@ -68,7 +68,6 @@ class HostWeights:
     """Weights of a transformer's layers that wait on the host; iterates over the layers.
 
     Args:
-        layers: layers whose weights :meth:`attach` moves.
         moved: called before a layer moves to another device.
     """
 
@@ -98,9 +97,9 @@ class HostWeights:
 
     def attach(self) -> None:
         """Move weights to the host one by one."""
-        own = {*self._layers}
-        others = (module for module in self._transformer.modules() if module not in own)
-        around = next((each.device for module in others for each in module.parameters(recurse=False)), HOST)
+        chosen = {*self._layers}
+        others = (module for module in self._transformer.modules() if module not in chosen)
+        around = next((item.device for module in others for item in module.parameters(recurse=False)), HOST)
         for layer in self._layers:
             if layer not in self._weights and layer not in self._needed:
                 device = layer.weight.device
@@ -155,8 +154,8 @@ def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
 
     Versions miss changes through ``.data``, such as those of a merged LoRA.
     """
-    tensors = [each for each in (layer.weight, layer.bias) if each is not None]
-    return [(each.data_ptr(), version_of(each), _sample(each.detach())) for each in tensors]
+    tensors = [item for item in (layer.weight, layer.bias) if item is not None]
+    return [(item.data_ptr(), version_of(item), _sample(item.detach())) for item in tensors]
 
 
 def is_same_state(state: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:

@@ -25,9 +25,6 @@ class LinearTrial:
 
     The first two calls of a kind run in 8 bits, the next two unchanged, each timed, which waits for the GPU. Nothing is
     decided on a CPU or with a call that replays a graph: those stay in 8 bits.
-
-    Args:
-        stopwatch: starts a stopwatch on a device.
     """
 
     def __init__(self, stopwatch: Callable[[torch.device], Stopwatch] = stopwatch_on) -> None:

@@ -37,7 +37,6 @@ def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: boo
     """Raise an error if another cache is on a transformer.
 
     Args:
-        name: the transformer's name in the pipeline.
         by_hooks: also look for hooks of a cache that was added without ``enable_cache``; this takes milliseconds.
 
     Raises:
@@ -88,11 +87,7 @@ def replaced_forward(transformer: torch.nn.Module) -> Callable | None:
 
 
 def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | None:
-    """Remark on a known class's forward that unknown code has replaced; None = it was not replaced.
-
-    Args:
-        name: the transformer's name in the pipeline.
-    """
+    """Remark on a known class's forward that unknown code has replaced; None = it was not replaced."""
     forward = replaced_forward(transformer)
     if forward is None:
         return None

@@ -93,9 +93,6 @@ class QuantizedLinears:
     """The 8-bit layers of one transformer, and the state that they share.
 
     Args:
-        transformer: the transformer that has the layers.
-        section: the preset's section ``linear``.
-        note: takes remarks for the report of a run.
         moved: called when the transformer moves to another device, if weights wait on the host.
 
     Raises:
@@ -153,7 +150,6 @@ class QuantizedLinears:
         """Prepare a call of the transformer: round the weights again if a new run has begun.
 
         Args:
-            run: report of the run.
             kind: key of everything on which the time of a call depends.
         """
         self._kind, slower = kind, self._trial.slower(kind)
@@ -171,7 +167,7 @@ class QuantizedLinears:
         self._note(f"{remark}, weights of {len(self.on_host)} on the host" if self.on_host else remark)
         for layers, device in self._together.items():  # now: a captured graph would round in each replay
             held, weights = self._weights.get(layers), [layer.weight for layer in layers]
-            are_plain = all(type(each) in PLAIN_TENSORS for each in weights)
+            are_plain = all(type(item) in PLAIN_TENSORS for item in weights)
             if not are_plain or any(self.on_host.device_of(layer) != device for layer in layers):  # offloaded since
                 self._weights.pop(layers, None)
                 continue
@@ -183,9 +179,9 @@ class QuantizedLinears:
                 self._weights[layers] = new
                 continue
             with torch.inference_mode():  # under which they may have been made
-                for each, fresh in zip(held, new, strict=True):
-                    if each is not None:
-                        each.copy_(fresh)
+                for item, fresh in zip(held, new, strict=True):
+                    if item is not None:
+                        item.copy_(fresh)
 
     @property
     def is_timing(self) -> bool:
@@ -277,9 +273,9 @@ class QuantizedLinears:
         """Return a layer's rounded weights, if they exist; they may be rows of weights that are used together."""
         for layers, weights in self._weights.items():
             if layer in layers:
-                start = sum(each.out_features for each in layers[: layers.index(layer)])
+                start = sum(item.out_features for item in layers[: layers.index(layer)])
                 rows = slice(start, start + layer.out_features)
-                return Rounded(*(each if each is None else each[rows] for each in hold(weights)))
+                return Rounded(*(item if item is None else item[rows] for item in hold(weights)))
         return self._ready.pop(layer, None)
 
     def _remember(self, layers: tuple[nn.Linear, ...]) -> None:
@@ -331,7 +327,7 @@ def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
 def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """Outputs of layers of equal width, from one product if they run in 8 bits."""
     linears, *others = (in_8_bits(layer, x) for layer in layers)
-    if linears is None or any(each is not linears for each in others) or not _are_alike(layers):
+    if linears is None or any(item is not linears for item in others) or not _are_alike(layers):
         return [layer(x) for layer in layers]
     return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
 
@@ -358,7 +354,7 @@ def _joined(parts: Sequence[Rounded]) -> Rounded:
 
 def _differ(held: torch.Tensor | None, new: torch.Tensor | None) -> bool:
     """Return True if values of one can't be copied into the other without rounding."""
-    forms = [None if each is None else (each.shape, each.dtype) for each in (held, new)]
+    forms = [None if item is None else (item.shape, item.dtype) for item in (held, new)]
     return forms[0] != forms[1]
 
 

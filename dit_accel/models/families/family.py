@@ -140,9 +140,6 @@ class Attention(NamedTuple):
 
     Args:
         site: name in reports; the first attention of a block has the block's name.
-        block: the block's name.
-        name: attribute of the block.
-        module: the attention module.
         sees_text: True if text is among the tokens.
     """
 
@@ -240,11 +237,7 @@ class Family:
     fused: Literal["layer", "head"] | None = None
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
-        """Return the transformer's blocks in order, by their names in reports.
-
-        Args:
-            name: the transformer's name in the pipeline.
-        """
+        """Return the transformer's blocks in order, by their names in reports."""
         prefix = f"{name}." if self.names_transformer else ""
         lists = {stack.attribute: getattr(transformer, stack.attribute) for stack in self.stacks}
         return {f"{prefix}{kind}.{i}": block for kind, blocks in lists.items() for i, block in enumerate(blocks)}
@@ -252,15 +245,15 @@ class Family:
     def attentions_of(self, block: nn.Module, name: str) -> list[Attention]:
         """Return the attentions of a block; some of the family's may be missing in it."""
         found: list[Attention] = []
-        for each, sees_text in self.attentions.items():
-            if (module := part_of(block, each)) is not None:
-                found.append(Attention(f"{name}.{each}" if found else name, name, each, module, sees_text))
+        for item, sees_text in self.attentions.items():
+            if (module := part_of(block, item)) is not None:
+                found.append(Attention(f"{name}.{item}" if found else name, name, item, module, sees_text))
         return found
 
     def all_attentions(self, transformer: nn.Module, name: str) -> list[Attention]:
         """Return the attentions of all blocks; ``name`` as for :meth:`blocks`."""
         blocks = self.blocks(transformer, name).items()
-        return [each for block_name, block in blocks for each in self.attentions_of(block, block_name)]
+        return [item for block_name, block in blocks for item in self.attentions_of(block, block_name)]
 
     def parts_of(self, block: nn.Module) -> tuple[dict[str, nn.Module], list[nn.Module]]:
         """Return the parts of a block that level ``layer`` remembers, by name, and the modules that only feed them."""
@@ -274,7 +267,7 @@ class Family:
             return self.work(transformer, arguments, tokens, block)
         width, batch, joint = math.prod(self.heads(transformer)), batch_of(arguments), tokens.text + tokens.vision
         counts = {
-            each.name: joint if each.sees_text else tokens.vision for each in self.attentions_of(block, self.name)
+            item.name: joint if item.sees_text else tokens.vision for item in self.attentions_of(block, self.name)
         }
         projection = 2 * batch * joint * width * width
         others = sum(counts.values()) - joint  # tokens of further attentions, which have their own projections
@@ -289,12 +282,7 @@ class Family:
         )
 
     def size(self, transformer: nn.Module, arguments: Arguments, layout: TokenLayout, symbols: int) -> ModelSize:
-        """Size of everything that a call makes the transformer remember.
-
-        Args:
-            layout: layout of the joint sequence.
-            symbols: bytes of one block's symbols.
-        """
+        """Size of everything that a call makes the transformer remember."""
         config, latents, tokens = transformer.config, latents_of(arguments), layout.tokens
         heads, head_dim = self.heads(transformer)
         width = heads * head_dim
@@ -308,12 +296,12 @@ class Family:
             for stack in self.stacks
             for _ in getattr(transformer, stack.attribute)
         ]
-        output, given = sum(each.numel() for each in latents), getattr(config, "in_channels", None)
-        if given and (made := getattr(config, "out_channels", None)):
+        output, in_channels = sum(item.numel() for item in latents), getattr(config, "in_channels", None)
+        if in_channels and (out_channels := getattr(config, "out_channels", None)):
             patch = config.patch_size**2 if latents[0].dim() == 3 else 1
-            output = output // given * made * patch
+            output = output // in_channels * out_channels * patch
         return ModelSize(
-            output=output + sum(each.numel() for each in further_latents_of(arguments)),
+            output=output + sum(item.numel() for item in further_latents_of(arguments)),
             itemsize=latents[0].element_size(),
             batch=batch_of(arguments),
             layout=layout,
@@ -351,8 +339,8 @@ def batch_of(arguments: Arguments) -> int:
 def part_of(block: nn.Module, name: str) -> nn.Module | None:
     """Return a block's part by its name, which may have dots; None = the block has none."""
     part: Any = block
-    for each in name.split("."):
-        part = getattr(part, each, None)
+    for item in name.split("."):
+        part = getattr(part, item, None)
     return part
 
 
@@ -367,13 +355,7 @@ def width_of(transformer: nn.Module) -> int:
 
 
 def work_beside_prompt(name: str, batch: int, tokens: int, prompt: int, width: int, mlp: float) -> BlockWork:
-    """FLOPs of self-attention over vision tokens, cross-attention to a prompt, and an MLP.
-
-    Args:
-        name: name of the self-attention.
-        tokens, prompt: number of vision tokens, and of the prompt's.
-        mlp: as in :class:`Family`.
-    """
+    """FLOPs of self-attention over vision tokens, cross-attention to a prompt, and an MLP."""
     projection = 2 * batch * tokens * width * width
     return BlockWork(
         tiles={name: 4 * batch * tokens**2 * width},

@@ -14,7 +14,7 @@ from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack
 SCALES = {"short": 1, "mid": 2, "long": 4}  # of the patches of the history
 
 
-def made(transformer: nn.Module, arguments: Arguments) -> int:
+def part_tokens(transformer: nn.Module, arguments: Arguments) -> int:
     """Number of tokens of this part of the video."""
     return patches(arguments["hidden_states"].shape[2:], transformer.config.patch_size)
 
@@ -26,7 +26,7 @@ def patches(sizes: tuple[int, ...], patch_size: tuple[int, ...], scale: int = 1)
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     """Tokens of this part and its history; the prompt is not in the sequence."""
-    count = made(transformer, arguments)
+    count = part_tokens(transformer, arguments)
     for name, scale in SCALES.items():
         latents, places = (arguments.get(f"{kind}latents_history_{name}") for kind in ("", "indices_"))
         if latents is not None and places is not None:
@@ -38,7 +38,7 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     """FLOPs of self-attention, cross-attention to the prompt, which may leave out the history, and the MLP."""
     config, width, batch = transformer.config, width_of(transformer), batch_of(arguments)
     prompt = arguments["encoder_hidden_states"].shape[1]
-    asking = made(transformer, arguments) if config.guidance_cross_attn else tokens.vision
+    asking = part_tokens(transformer, arguments) if config.guidance_cross_attn else tokens.vision
     matrix = 2 * batch * width**2
     return BlockWork(
         tiles={"attn1": 4 * batch * tokens.vision**2 * width},

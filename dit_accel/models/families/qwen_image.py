@@ -20,8 +20,8 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     images = shapes[0] if shapes else ()  # of the first sample; a flat list has no samples
     if not images or not isinstance(images[0], (tuple, list)):
         return output
-    made = len(images) - 1 if getattr(transformer.config, "use_layer3d_rope", False) else 1
-    return output[:, : sum(map(math.prod, images[:made]))]
+    count = len(images) - 1 if getattr(transformer.config, "use_layer3d_rope", False) else 1
+    return output[:, : sum(map(math.prod, images[:count]))]
 
 
 FAMILY = Family(

@@ -18,10 +18,10 @@ LATENTS_PER_SLOT = 4  # tokens of an image for each of its tokens in the prompt
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    made = math.prod(arguments["img_shapes"][0][-1])
-    given = arguments["hidden_states"].shape[1] - made
-    text = arguments["encoder_hidden_states"].shape[1] + given - given // LATENTS_PER_SLOT
-    return Tokens(text, made, padding="mask", text_asks=False)
+    image = math.prod(arguments["img_shapes"][0][-1])
+    references = arguments["hidden_states"].shape[1] - image
+    text = arguments["encoder_hidden_states"].shape[1] + references - references // LATENTS_PER_SLOT
+    return Tokens(text, image, padding="mask", text_asks=False)
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
@@ -34,10 +34,10 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     width, batch = width_of(transformer), batch_of(arguments)
     text = 0 if arguments.get("kv_cache_mode") == "cached" else tokens.text
     matrix = 2 * batch * width**2
-    own = 4 * batch * text**2 * width  # attention of the tokens before the image, at most
+    before = 4 * batch * text**2 * width  # attention of the tokens before the image, at most
     return BlockWork(
         tiles={"attn": 4 * batch * tokens.vision * (tokens.vision + tokens.text) * width},
-        rest=matrix * (tokens.vision + text) * (2 + 3 * transformer.config.mlp_ratio) + 2 * matrix * text + own,
+        rest=matrix * (tokens.vision + text) * (2 + 3 * transformer.config.mlp_ratio) + 2 * matrix * text + before,
         rows=2 * matrix * tokens.vision,
         bias=matrix * tokens.vision,
     )

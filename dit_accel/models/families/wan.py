@@ -32,8 +32,8 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     if timestep.ndim < 2:
         return output
     grid = tokens(transformer, arguments).grid
-    made = (timestep > 0).to(output.dtype).unflatten(1, grid)  # [B, frames, rows, columns]
-    return output * nn.functional.interpolate(made[:, None], size=output.shape[2:], mode="nearest")
+    denoised = (timestep > 0).to(output.dtype).unflatten(1, grid)  # [B, frames, rows, columns]
+    return output * nn.functional.interpolate(denoised[:, None], size=output.shape[2:], mode="nearest")
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:

@@ -23,13 +23,13 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     patch, frames = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
 
     def images(sample: list | torch.Tensor) -> int:
-        sides = (each.shape[1:] for each in _tensors(sample))
+        sides = (tensor.shape[1:] for tensor in _tensors(sample))
         return _filled(math.prod(side) // (frames * patch * patch) for side in sides)
 
     vision = [images(sample) for sample in arguments["x"]]
-    text = [_filled(len(each) for each in _tensors(sample)) for sample in arguments["cap_feats"]]
+    text = [_filled(len(tensor) for tensor in _tensors(sample)) for sample in arguments["cap_feats"]]
     for place, sample in enumerate(arguments.get("siglip_feats") or ()):
-        vision[place] += _filled(math.prod(each.shape[:2]) for each in _tensors(sample))
+        vision[place] += _filled(math.prod(tensor.shape[:2]) for tensor in _tensors(sample))
     longest = max(map(sum, zip(vision, text, strict=True)))
     is_omni = isinstance(arguments["x"][0], list)
     return Tokens(longest - vision[0], vision[0], text_first=is_omni, padding="all")

@@ -37,10 +37,6 @@ class BlockHook(Hook, ABC):
     """Replaces a block's forward in calls that record, forecast or skip, and where fused kernels are faster.
 
     In all other calls the block's own forward runs. A family derives a hook for each block class.
-
-    Args:
-        name: the block's name in the report.
-        driver: driver of the transformer; its session has the call in progress.
     """
 
     processors: tuple[type, ...]  # attention processors that the hook can replace
@@ -66,21 +62,21 @@ class BlockHook(Hook, ABC):
         self._why_other = f"in this version of diffusers the block takes no {missing[0]}" if missing else None
         return module
 
-    # A family implements these. `given` holds arguments by the names of the block's own forward.
+    # A family implements these. `inputs` holds arguments by the names of the block's own forward.
 
     @abstractmethod
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> Any:
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> Any:
         """Compute the block's output, with attention by :meth:`site` if :attr:`attends`, and remember features."""
 
     @abstractmethod
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> Any:
         """Compute the block's output from forecast features; modulation and gates are fresh."""
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         """Projections whose weights GEMM-Q and GEMM-O read at level ``head`` without calling the module."""
         return []
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         """Why the block's attention must be left to its own processor now, or None."""
         for name in self.attentions:
             processor = getattr(block, name).processor
@@ -88,7 +84,7 @@ class BlockHook(Hook, ABC):
                 return f"attention processor {type(processor).__name__}"
         return self._why_not_shared()
 
-    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+    def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         """Why the block's own forward must run now, or None."""
         return None
 
@@ -99,12 +95,12 @@ class BlockHook(Hook, ABC):
         call, level = self.driver.session.call, self.preset.forecast.level
         if torch.compiler.is_compiling() or call is None or not self.stands_in(call) or is_compiled(module):
             return self.fn_ref.original_forward(*args, **kwargs)
-        given = self._bind(args, kwargs)
+        inputs = self._bind(args, kwargs)
         reason = self._why_other or why_not_replaceable(module) or why_called(module, self.norms)
-        reason = reason or why_no_kernels(given.hidden_states) or self.why_own(module, given)
+        reason = reason or why_no_kernels(inputs.hidden_states) or self.why_own(module, inputs)
         forecasts_whole = reason is None and level == "layer"  # with any attention
         if reason is None and self.attends:
-            reason = self._why_dense(module, given)
+            reason = self._why_dense(module, inputs)
         if reason is not None:
             call.blocks.dense.add(self.name)
             if level == "head" or not call.skips:  # else the hook on its attention runs it, or reports why not
@@ -113,8 +109,8 @@ class BlockHook(Hook, ABC):
                 return self.fn_ref.original_forward(*args, **kwargs)
         whole_layer = level == "layer" or call.site(self.name, SiteState).heads.degraded
         if call.mode is StepMode.DISPATCH and whole_layer:
-            return self.forecast(module, given)
-        return self.compute(module, given)
+            return self.forecast(module, inputs)
+        return self.compute(module, inputs)
 
     def stands_in(self, call: Call) -> bool:
         """Return True if the call in progress needs more than the block's own forward."""
@@ -129,11 +125,11 @@ class BlockHook(Hook, ABC):
         call = self.call
         return (self.preset.forecast.level == "head" or call.skips) and self.name not in call.blocks.dense
 
-    def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
+    def runs_attention(self, block: nn.Module, inputs: SimpleNamespace) -> bool:
         """Return True if attention runs here: at the site, or as dense attention after fused kernels."""
         if self.attends or not self.driver.facts.fuses:
             return self.attends
-        return why_called(block, self.attentions) is None and self.why_dense(block, given) is None
+        return why_called(block, self.attentions) is None and self.why_dense(block, inputs) is None
 
     def attend_whole(
         self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arranged: bool
@@ -223,12 +219,12 @@ class BlockHook(Hook, ABC):
         heads, _ = self.driver.family.heads(self.driver.transformer)
         return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
-    def _why_dense(self, module: nn.Module, given: SimpleNamespace) -> str | None:
+    def _why_dense(self, module: nn.Module, inputs: SimpleNamespace) -> str | None:
         """Return why the site can't run sparse attention now, or None."""
-        call, device = self.call, given.hidden_states.device
+        call, device = self.call, inputs.hidden_states.device
         if torch.is_autocast_enabled(device.type):  # it casts inputs of modules, and sites call no modules
             return "autocast"
-        reason = why_called(module, self.attentions) or self.why_dense(module, given)
+        reason = why_called(module, self.attentions) or self.why_dense(module, inputs)
         if reason is not None or self.preset.forecast.level != "head":
             return reason
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
@@ -242,4 +238,4 @@ class BlockHook(Hook, ABC):
 def _defaults(kind: type[nn.Module]) -> dict[str, Any]:
     """Return the parameters of a block's forward with their defaults."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return {each.name: each.default for each in parameters if each.kind not in GATHERED}
+    return {item.name: item.default for item in parameters if item.kind not in GATHERED}

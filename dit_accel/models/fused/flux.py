@@ -37,10 +37,10 @@ class FluxBlockHook(JointBlockHook):
     processors = (FluxAttnProcessor,)
     text_first = True
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, given)) is not None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, inputs)) is not None:
             return reason
-        unknown = set(given.joint_attention_kwargs or {}) - _IGNORED_ATTENTION_ARGUMENTS
+        unknown = set(inputs.joint_attention_kwargs or {}) - _IGNORED_ATTENTION_ARGUMENTS
         return f"joint_attention_kwargs {sorted(unknown)}" if unknown else None
 
     def query_projection(self, attn: FluxAttention) -> nn.Module:
@@ -51,10 +51,10 @@ class FluxBlockHook(JointBlockHook):
         return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
     def attend_by_module(
-        self, attn: FluxAttention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
+        self, attn: FluxAttention, inputs: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
-        extra = given.joint_attention_kwargs or {}
-        return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=given.image_rotary_emb, **extra)
+        extra = inputs.joint_attention_kwargs or {}
+        return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=inputs.image_rotary_emb, **extra)
 
     def project(
         self,

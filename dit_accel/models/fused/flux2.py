@@ -32,8 +32,8 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
     processors = (Flux2AttnProcessor,)
     reads = "temb_mod_img", "temb_mod_txt"
 
-    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
-        return None, in_parts(given.temb_mod_img, 6), in_parts(given.temb_mod_txt, 6)
+    def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values, Values]:
+        return None, in_parts(inputs.temb_mod_img, 6), in_parts(inputs.temb_mod_txt, 6)
 
     def feed_forward(self, mlp: Flux2FeedForward, x: torch.Tensor) -> torch.Tensor:
         is_plain = type(mlp) is Flux2FeedForward and not is_hooked(mlp)
@@ -55,29 +55,29 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [block.attn.to_qkv_mlp_proj, block.attn.to_out]
 
-    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values]:
-        return None, in_parts(given.temb_mod, 3)
+    def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values]:
+        return None, in_parts(inputs.temb_mod, 3)
 
     def epsilon(self, block: nn.Module) -> float:
         return block.norm.eps
 
     def attend_by_module(
-        self, attn: Flux2ParallelSelfAttention, given: SimpleNamespace, x: torch.Tensor, context: None
+        self, attn: Flux2ParallelSelfAttention, inputs: SimpleNamespace, x: torch.Tensor, context: None
     ) -> Any:
         """Run the block's attention module, which includes the MLP."""
-        return attn(hidden_states=x, image_rotary_emb=self.tables(given), **(given.joint_attention_kwargs or {}))
+        return attn(hidden_states=x, image_rotary_emb=self.tables(inputs), **(inputs.joint_attention_kwargs or {}))
 
-    def transform(self, block: nn.Module, given: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
-        if not self.runs_attention(block, given):
-            return self.attend_by_module(block.attn, given, x, None)
-        site, attn, out, rotary = self.site(), block.attn, block.attn.to_out, self.tables(given)
+    def transform(self, block: nn.Module, inputs: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        if not self.runs_attention(block, inputs):
+            return self.attend_by_module(block.attn, inputs, x, None)
+        site, attn, out, rotary = self.site(), block.attn, block.attn.to_out, self.tables(inputs)
         first, width = attn.to_qkv_mlp_proj, attn.inner_dim
         if site.dispatches:
             bias = None if first.bias is None else first.bias[width:]
-            made = functional.linear(x, first.weight[width:], bias)
+            output = functional.linear(x, first.weight[width:], bias)
         else:
-            made = first(x)
-        *qk, v, hidden = made.split([width] * (2 if site.dispatches else 3) + [2 * attn.mlp_hidden_dim], dim=2)
+            output = first(x)
+        *qk, v, hidden = output.split([width] * (2 if site.dispatches else 3) + [2 * attn.mlp_hidden_dim], dim=2)
         *qk, v = (heads_of(attn, part) for part in (*qk, v))
         if site.dispatches:
             q, k = torch.empty_like(v, memory_format=torch.contiguous_format), normalise_heads(attn.norm_k, *qk, rotary)
@@ -94,14 +94,14 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
         features[..., :width] = o.flatten(2)
         return out(features)
 
-    def joined(self, given: SimpleNamespace) -> torch.Tensor:
-        text = given.encoder_hidden_states
-        return given.hidden_states if text is None else join_streams(text, given.hidden_states)
+    def joined(self, inputs: SimpleNamespace) -> torch.Tensor:
+        text = inputs.encoder_hidden_states
+        return inputs.hidden_states if text is None else join_streams(text, inputs.hidden_states)
 
-    def parted(self, joint: torch.Tensor, given: SimpleNamespace) -> Any:
-        if not given.split_hidden_states:
+    def parted(self, joint: torch.Tensor, inputs: SimpleNamespace) -> Any:
+        if not inputs.split_hidden_states:
             return joint
-        text = given.text_seq_len if given.encoder_hidden_states is None else given.encoder_hidden_states.shape[1]
+        text = inputs.text_seq_len if inputs.encoder_hidden_states is None else inputs.encoder_hidden_states.shape[1]
         return joint[:, :text], joint[:, text:]
 
 

@@ -47,22 +47,22 @@ class _HunyuanBlockHook(JointBlockHook):
             attention_mask = self.driver.facts.exchange.as_received(attention_mask, axis=-1)
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        reason, norm = super().why_dense(block, given), block.attn.norm_q
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        reason, norm = super().why_dense(block, inputs), block.attn.norm_q
         if reason is None and not isinstance(norm, RMSNorm):
             return f"queries are normalised by {type(norm).__name__}, not RMSNorm"
         return reason
 
     def attend_by_module(
-        self, attn: Attention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
+        self, attn: Attention, inputs: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
         """Run the block's attention; the output of text padding is zeros, so that no mask is needed."""
-        rotary = self.tables(given)
+        rotary = self.tables(inputs)
         if context is None:
-            vision = given.hidden_states.shape[1]
-            return torch.cat(self.attend_by_module(attn, given, x[:, :vision], x[:, vision:]), dim=1)
+            vision = inputs.hidden_states.shape[1]
+            return torch.cat(self.attend_by_module(attn, inputs, x[:, :vision], x[:, vision:]), dim=1)
         if not self.is_ragged or self.driver.facts.exchange is not None:
-            mask = given.attention_mask
+            mask = inputs.attention_mask
             return attn(hidden_states=x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rotary)
         outputs = []
         for sample, length in self.driver.facts.text.samples():
@@ -109,8 +109,8 @@ class _HunyuanBlockHook(JointBlockHook):
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.preset.kernels.gemm)
         else:
-            own = tuple(table[: x.shape[1]] for table in rotary)
-            normalise_heads(norm, heads_of(attn, linear(x)), own, out=out[:, : x.shape[1]])
+            of_stream = tuple(table[: x.shape[1]] for table in rotary)
+            normalise_heads(norm, heads_of(attn, linear(x)), of_stream, out=out[:, : x.shape[1]])
 
 
 class HunyuanDualBlockHook(_HunyuanBlockHook, DoubleBlockHook):

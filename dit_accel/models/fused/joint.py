@@ -50,7 +50,7 @@ class JointBlockHook(BlockHook):
 
     @abstractmethod
     def attend_by_module(
-        self, attn: nn.Module, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
+        self, attn: nn.Module, inputs: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
         """Output of the block's own attention for the streams, image first, or for the joint sequence ``x``."""
 
@@ -66,9 +66,9 @@ class JointBlockHook(BlockHook):
         """Return the epsilon of the block's layer norms."""
         return 1e-6
 
-    def tables(self, given: SimpleNamespace) -> Rotary:
+    def tables(self, inputs: SimpleNamespace) -> Rotary:
         """Return the RoPE tables of the tokens that are rotated."""
-        return getattr(given, self.rotary)
+        return getattr(inputs, self.rotary)
 
     def in_order(self, image: Any, text: Any) -> tuple[Any, Any]:
         """Put image and text into the sequence's order; the same swap turns that order back."""
@@ -114,9 +114,9 @@ class DoubleBlockHook(JointBlockHook):
 
     mlps = "ff", "ff_context"  # names of the image's and the text's
 
-    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[int | None, Values, Values]:
+    def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[int | None, Values, Values]:
         """Return :func:`of_frames` of the image's six values, and the text's six values."""
-        return *of_frames(block.norm1, given, 6), in_parts(modulation(block.norm1_context, given.temb), 6)
+        return *of_frames(block.norm1, inputs, 6), in_parts(modulation(block.norm1_context, inputs.temb), 6)
 
     def feed_forward(self, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Run a stream's MLP."""
@@ -125,17 +125,17 @@ class DoubleBlockHook(JointBlockHook):
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [self.query_projection(block.attn), block.attn.to_out[0]]
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> Streams:
-        x, context = given.hidden_states, given.encoder_hidden_states
-        first, values, c_values = self.modulations(block, given)
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> Streams:
+        x, context = inputs.hidden_states, inputs.encoder_hidden_states
+        first, values, c_values = self.modulations(block, inputs)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values
         c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = c_values
         norm, add_and_norm = (partial(op, eps=self.epsilon(block)) for op in (norm_modulate, add_gated_norm_modulate))
         norm_x, norm_c = _by_frame(norm, (x,), first, scale, shift), norm(context, c_scale, c_shift)
-        if self.runs_attention(block, given):
-            attended = self.attend(block.attn, norm_x, norm_c, self.tables(given))
+        if self.runs_attention(block, inputs):
+            attended = self.attend(block.attn, norm_x, norm_c, self.tables(inputs))
         else:
-            attended = self.attend_by_module(block.attn, given, norm_x, norm_c)
+            attended = self.attend_by_module(block.attn, inputs, norm_x, norm_c)
         self.remember("attention", attended)
         attn_x, attn_c, *more = attended
         x, norm_x = _by_frame(add_and_norm, (x, attn_x), first, gate, mlp_scale, mlp_shift)
@@ -145,11 +145,11 @@ class DoubleBlockHook(JointBlockHook):
         x, context = _by_frame(add_gated, (x, mlp_x), first, mlp_gate), add_gated(context, mlp_c, c_mlp_gate)
         return self._streams(x, context, more)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> Streams:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> Streams:
         """Compute the output from cached attention and MLP; gates are fresh."""
-        x, context = given.hidden_states, given.encoder_hidden_states
+        x, context = inputs.hidden_states, inputs.encoder_hidden_states
         (attn_x, attn_c, *more), (mlp_x, mlp_c) = self.recall("attention"), self.recall("mlp")
-        first, *both = self.modulations(block, given)
+        first, *both = self.modulations(block, inputs)
         (gate, mlp_gate), (c_gate, c_mlp_gate) = (values[2::3] for values in both)
         x = _by_frame(add_gated, (_by_frame(add_gated, (x, attn_x), first, gate), mlp_x), first, mlp_gate)
         context = add_gated(add_gated(context, attn_c, c_gate), mlp_c, c_mlp_gate)
@@ -175,48 +175,48 @@ class DoubleBlockHook(JointBlockHook):
 class SingleBlockHook(JointBlockHook):
     """A block over the joint sequence, whose last projection is ``[W_attn | W_mlp]``; the cached bias is of W_attn."""
 
-    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[int | None, Values]:
+    def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[int | None, Values]:
         """Return :func:`of_frames` of three values."""
-        return of_frames(block.norm, given, 3)
+        return of_frames(block.norm, inputs, 3)
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [self.query_projection(block.attn), block.proj_out]
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> Any:
-        residual = self.joined(given)
-        first, (shift, scale, gate) = self.modulations(block, given)
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> Any:
+        residual = self.joined(inputs)
+        first, (shift, scale, gate) = self.modulations(block, inputs)
         norm = partial(norm_modulate, eps=self.epsilon(block))
-        out = self.transform(block, given, _by_frame(norm, (residual,), first, scale, shift))
+        out = self.transform(block, inputs, _by_frame(norm, (residual,), first, scale, shift))
         self.remember("attention and mlp", (out,))
-        return self.parted(self.bounded(_by_frame(add_gated, (residual, out), first, gate)), given)
+        return self.parted(self.bounded(_by_frame(add_gated, (residual, out), first, gate)), inputs)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> Any:
         """Compute the output from cached attention and MLP; the gate is fresh."""
         (out,) = self.recall("attention and mlp")
-        first, (_, _, gate) = self.modulations(block, given)
-        return self.parted(self.bounded(_by_frame(add_gated, (self.joined(given), out), first, gate)), given)
+        first, (_, _, gate) = self.modulations(block, inputs)
+        return self.parted(self.bounded(_by_frame(add_gated, (self.joined(inputs), out), first, gate)), inputs)
 
-    def transform(self, block: nn.Module, given: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+    def transform(self, block: nn.Module, inputs: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
         """Attention and MLP of the normalised sequence ``x`` ``[B, T, C]``, with the last projection."""
         late = activating(block.proj_out, block.act_mlp, x)
         mlp = project_gelu(block.proj_mlp, block.act_mlp, x) if late is None else block.proj_mlp(x)
         attn, out, width = block.attn, block.proj_out, x.shape[2]
-        if not self.runs_attention(block, given):
-            return _project_both(out, self.attend_by_module(attn, given, x, None), mlp, late)
+        if not self.runs_attention(block, inputs):
+            return _project_both(out, self.attend_by_module(attn, inputs, x, None), mlp, late)
         site = self.site()
-        q, k, v = self.project(site, attn, x, None, self.tables(given))
-        o = self.attend_jointly(site, attn, q, k, v, given.encoder_hidden_states.shape[1])
+        q, k, v = self.project(site, attn, x, None, self.tables(inputs))
+        o = self.attend_jointly(site, attn, q, k, v, inputs.encoder_hidden_states.shape[1])
         if not site.caches_bias:
             return _project_both(out, o.flatten(2), mlp, late)
         return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
 
-    def joined(self, given: SimpleNamespace) -> torch.Tensor:
+    def joined(self, inputs: SimpleNamespace) -> torch.Tensor:
         """Return the joint sequence from the block's arguments."""
-        return join_streams(*self.in_order(given.hidden_states, given.encoder_hidden_states))
+        return join_streams(*self.in_order(inputs.hidden_states, inputs.encoder_hidden_states))
 
-    def parted(self, joint: torch.Tensor, given: SimpleNamespace) -> Any:
+    def parted(self, joint: torch.Tensor, inputs: SimpleNamespace) -> Any:
         """Split a joint sequence into the block's return values."""
-        start = self.in_order(given.hidden_states, given.encoder_hidden_states)[0].shape[1]
+        start = self.in_order(inputs.hidden_states, inputs.encoder_hidden_states)[0].shape[1]
         return joint[:, :start], joint[:, start:]
 
 
@@ -227,7 +227,7 @@ def _project_both(
     return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, gelu=mlp)
 
 
-def of_frames(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int | None, Values]:
+def of_frames(norm: nn.Module, inputs: SimpleNamespace, count: int) -> tuple[int | None, Values]:
     """Return the ``count`` values of a block's norm: shift, scale and gate of its attention, then of its MLP.
 
     HunyuanVideo's image-to-video variant (``token_replace``) modulates the tokens of the first frame by a separate
@@ -237,11 +237,11 @@ def of_frames(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int 
         In that variant the number of these tokens, and a pair ``[B, 1, C]`` for each value; else None, and
         ``[B, 1, C]`` for each value.
     """
-    values = in_parts(modulation(norm, given.temb), count)
-    own = getattr(given, "token_replace_emb", None)
-    if own is None:
+    values = in_parts(modulation(norm, inputs.temb), count)
+    embedding = getattr(inputs, "token_replace_emb", None)
+    if embedding is None:
         return None, values
-    return given.num_tokens, tuple(zip(in_parts(modulation(norm, own), count), values, strict=True))
+    return inputs.num_tokens, tuple(zip(in_parts(modulation(norm, embedding), count), values, strict=True))
 
 
 def modulation(norm: nn.Module, temb: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _by_frame(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...], f
     if first is None:
         return function(*tensors, *values)
     parts = zip((slice(first), slice(first, None)), *values, strict=True)
-    results = [function(*(x[:, tokens] for x in tensors), *own) for tokens, *own in parts]
+    results = [function(*(x[:, tokens] for x in tensors), *of_part) for tokens, *of_part in parts]
     if isinstance(results[0], tuple):
         return tuple(torch.cat(part, dim=1) for part in zip(*results, strict=True))
     return torch.cat(results, dim=1)

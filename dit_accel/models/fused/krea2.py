@@ -24,27 +24,27 @@ class Krea2BlockHook(BlockHook):
 
     processors = (Krea2AttnProcessor,)
 
-    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        return _why_not_plain((block.norm1, block.norm2), given.hidden_states)
+    def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        return _why_not_plain((block.norm1, block.norm2), inputs.hidden_states)
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, given)) is not None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, inputs)) is not None:
             return reason
-        if given.attention_mask is not None:
+        if inputs.attention_mask is not None:
             return "a mask hides padding behind shorter prompts"
-        return _why_not_plain((block.attn.norm_q, block.attn.norm_k), given.hidden_states)
+        return _why_not_plain((block.attn.norm_q, block.attn.norm_k), inputs.hidden_states)
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [block.attn.to_q, block.attn.to_out[0]]
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
-        x, rotary = given.hidden_states, given.image_rotary_emb
-        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = _modulation(block, given.temb)
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
+        x, rotary = inputs.hidden_states, inputs.image_rotary_emb
+        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = _modulation(block, inputs.temb)
         norm_x = norm_modulate(x, _scaled(block.norm1, scale), shift, eps=block.norm1.eps, rms=True)
-        if self.runs_attention(block, given):
+        if self.runs_attention(block, inputs):
             attended = self.attend(block.attn, norm_x, rotary)
         else:
-            attended = block.attn(norm_x, attention_mask=given.attention_mask, image_rotary_emb=rotary)
+            attended = block.attn(norm_x, attention_mask=inputs.attention_mask, image_rotary_emb=rotary)
         attended = attended.to(x.dtype)  # under autocast it has another one
         scale = _scaled(block.norm2, mlp_scale)
         x, norm_x = add_gated_norm_modulate(x, attended, gate, scale, mlp_shift, eps=block.norm2.eps, rms=True)
@@ -52,25 +52,25 @@ class Krea2BlockHook(BlockHook):
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         """Attention and MLP from the cache; their gates are fresh."""
         attended, mlp = self.recall("attention and mlp")
-        _, _, gate, _, _, mlp_gate = _modulation(block, given.temb)
-        return add_gated(add_gated(given.hidden_states, attended, gate), mlp, mlp_gate)
+        _, _, gate, _, _, mlp_gate = _modulation(block, inputs.temb)
+        return add_gated(add_gated(inputs.hidden_states, attended, gate), mlp, mlp_gate)
 
     def attend(self, attn: nn.Module, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Attention ``[B, S, C]`` with its gate and output projection; the cached bias is of the gated attention."""
         site, out, norm_q, norm_k = self.site(), attn.to_out[0], attn.norm_q, attn.norm_k
-        k, v = (_heads(attn.num_kv_heads, made) for made in project_together((attn.to_k, attn.to_v), x))
+        k, v = (_heads(attn.num_kv_heads, output) for output in project_together((attn.to_k, attn.to_v), x))
         k = norm_rope(k, 1 + norm_k.weight, rotary, eps=norm_k.eps)
-        k, v = (each.repeat_interleave(attn.num_heads // attn.num_kv_heads, dim=2) for each in (k, v))
+        k, v = (item.repeat_interleave(attn.num_heads // attn.num_kv_heads, dim=2) for item in (k, v))
         if site.dispatches:
             q, gate = torch.empty_like(v), _heads(attn.num_heads, attn.to_gate(x)).sigmoid()
             norm = SimpleNamespace(weight=(1 + norm_q.weight).to(x.dtype), eps=norm_q.eps)
             site.query(x, attn.to_q.weight, attn.to_q.bias, norm, rotary, out=q, offset=0)
             o = site.attend(q, k, v)
         else:
-            q, gate = (_heads(attn.num_heads, made) for made in project_together((attn.to_q, attn.to_gate), x))
+            q, gate = (_heads(attn.num_heads, output) for output in project_together((attn.to_q, attn.to_gate), x))
             q, gate = norm_rope(q, 1 + norm_q.weight, rotary, eps=norm_q.eps), gate.sigmoid()
             o = self.attend_computed(site, attn, q, k, v, gate=gate)
         return self.project_out(site, out, o * gate)

@@ -40,62 +40,62 @@ class LTX2BlockHook(BlockHook):
     reads = ("temb_prompt", "temb_prompt_audio", "use_a2v_cross_attention", "use_v2a_cross_attention", *PERTURBED)
     norms = ("norm", "audio_norm", "audio_to_video_norm", "video_to_audio_norm")
 
-    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+    def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         norms = [part for name, part in block.named_children() if name.startswith(self.norms)]
         are_plain = all(type(norm) is RMSNorm and norm.weight is None and norm.eps == norms[0].eps for norm in norms)
         return None if are_plain else "a norm is no RMSNorm without weights"
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, given)) is not None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, inputs)) is not None:
             return reason
         masks = (mask for *_, mask in ATTENTIONS.values())
-        if any(getattr(given, name) is not None for name in (PERTURBED[0], *masks)):
+        if any(getattr(inputs, name) is not None for name in (PERTURBED[0], *masks)):
             return "guidance or a mask changes attention"
         parts = [getattr(block, name) for name in ATTENTIONS]
         if any(attn.rope_type != "split" for attn in parts):
             return "RoPE turns adjacent features"
         norms = (norm for attn in parts for norm in (attn.norm_q, attn.norm_k))
-        return why_no_plain_norms(norms, given.hidden_states.device)
+        return why_no_plain_norms(norms, inputs.hidden_states.device)
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> tuple[torch.Tensor, ...]:
-        attend = partial(self.attend, block, given, self.runs_attention(block, given))
-        streams = [Stream(block, given, prefix) for prefix in STREAMS]
-        for each in streams:
-            each.add(attend(f"{each.prefix}attn1", each.norm(each.norms[0])))
-            mask = getattr(given, f"{each.prefix}encoder_attention_mask")
-            each.add(getattr(block, f"{each.prefix}attn2")(each.normed, each.prompt, mask))
-        pairs = [(each, other) for each, other in (streams, streams[::-1]) if each.crosses]
-        crossed = [attend(STREAMS[each.prefix], each.normed, other.norm(other.of_keys)) for each, other in pairs]
-        for (each, _), update in zip(pairs, crossed, strict=True):
-            each.add(update)
-        for each in streams:
-            each.add(feed_forward(getattr(block, f"{each.prefix}ff"), each.normed))
-            self.remember(f"{each.prefix}{len(each.gates)} parts", tuple(each.updates))
-        return tuple(each.x for each in streams)
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+        attend = partial(self.attend, block, inputs, self.runs_attention(block, inputs))
+        streams = [Stream(block, inputs, prefix) for prefix in STREAMS]
+        for item in streams:
+            item.add(attend(f"{item.prefix}attn1", item.norm(item.norms[0])))
+            mask = getattr(inputs, f"{item.prefix}encoder_attention_mask")
+            item.add(getattr(block, f"{item.prefix}attn2")(item.normed, item.prompt, mask))
+        pairs = [(item, other) for item, other in (streams, streams[::-1]) if item.crosses]
+        crossed = [attend(STREAMS[item.prefix], item.normed, other.norm(other.of_keys)) for item, other in pairs]
+        for (item, _), update in zip(pairs, crossed, strict=True):
+            item.add(update)
+        for item in streams:
+            item.add(feed_forward(getattr(block, f"{item.prefix}ff"), item.normed))
+            self.remember(f"{item.prefix}{len(item.gates)} parts", tuple(item.updates))
+        return tuple(item.x for item in streams)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[torch.Tensor, ...]:
         """Attentions and MLPs from the cache; their gates are fresh."""
-        streams = [Stream(block, given, prefix) for prefix in STREAMS]
-        for each in streams:
-            for update, gate in zip(self.recall(f"{each.prefix}{len(each.gates)} parts"), each.gates, strict=True):
-                each.x = add_gated(each.x, update, gate)
-        return tuple(each.x for each in streams)
+        streams = [Stream(block, inputs, prefix) for prefix in STREAMS]
+        for item in streams:
+            for update, gate in zip(self.recall(f"{item.prefix}{len(item.gates)} parts"), item.gates, strict=True):
+                item.x = add_gated(item.x, update, gate)
+        return tuple(item.x for item in streams)
 
     def attend(
         self,
         block: nn.Module,
-        given: SimpleNamespace,
+        inputs: SimpleNamespace,
         runs_here: bool,
         name: str,
         x: torch.Tensor,
         *other: torch.Tensor,
     ) -> torch.Tensor:
         """Attention ``[B, S, C]`` of a stream to itself or to the other one, with its output projection."""
-        attn, (rotary, key_rotary, mask) = getattr(block, name), (getattr(given, each) for each in ATTENTIONS[name])
+        attn, (rotary, key_rotary, mask) = getattr(block, name), (getattr(inputs, item) for item in ATTENTIONS[name])
         if not runs_here:
-            more = {} if other or not block.perturbed_attn else {each: getattr(given, each) for each in PERTURBED}
+            more = {} if other or not block.perturbed_attn else {item: getattr(inputs, item) for item in PERTURBED}
             return attn(x, *(other or (None,)), mask, rotary, key_rotary, **more)
-        tables, key_tables = (tuple(each.transpose(1, 2) for each in both) for both in (rotary, key_rotary))
+        tables, key_tables = (tuple(item.transpose(1, 2) for item in both) for both in (rotary, key_rotary))
         layers = (attn.to_q, attn.to_k, attn.to_v)
         parts = [attn.to_q(x), *project_together(layers[1:], *other)] if other else project_together(layers, x)
         q, k, v = (heads_of(attn, part) for part in parts)
@@ -119,21 +119,21 @@ class Stream:
     factor ``[B, 1 or S, C]`` of each part, and ``updates`` the outputs of the parts so far.
     """
 
-    def __init__(self, block: nn.Module, given: SimpleNamespace, prefix: str) -> None:
+    def __init__(self, block: nn.Module, inputs: SimpleNamespace, prefix: str) -> None:
         suffix, direction = ("_audio", "v2a") if prefix else ("", "a2v")
-        x, prompt = (getattr(given, f"{prefix}{name}") for name in ("hidden_states", "encoder_hidden_states"))
+        x, prompt = (getattr(inputs, f"{prefix}{name}") for name in ("hidden_states", "encoder_hidden_states"))
         values, table = partial(block.get_mod_params, batch_size=len(x)), getattr(block, f"{prefix}scale_shift_table")
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, *of_prompt = values(table, getattr(given, f"temb{suffix}"))
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, *of_prompt = values(table, getattr(inputs, f"temb{suffix}"))
         prompt_shift, prompt_scale, prompt_gate = of_prompt or (None, x.new_zeros(1, 1, x.shape[2]), None)
         if block.cross_attn_adaln:
-            table, temb = getattr(block, f"{prefix}prompt_scale_shift_table"), getattr(given, f"temb_prompt{suffix}")
+            table, temb = getattr(block, f"{prefix}prompt_scale_shift_table"), getattr(inputs, f"temb_prompt{suffix}")
             added, factor = values(table, x.new_zeros(len(x), 1, table.numel()) if temb is None else temb)
             prompt = prompt * (1 + factor) + added
         table = getattr(block, f"{prefix or 'video_'}a2v_cross_attn_scale_shift_table")
-        both = values(table[:4], getattr(given, f"temb_ca{suffix}_scale_shift"))  # to the video, and to the audio
+        both = values(table[:4], getattr(inputs, f"temb_ca{suffix}_scale_shift"))  # to the video, and to the audio
         of_query, self.of_keys = (both[2:], both[:2]) if prefix else (both[:2], both[2:])
-        self.crosses = getattr(given, f"use_{direction}_cross_attention")
-        crossing = [(of_query, *values(table[4:], getattr(given, f"temb_ca{suffix}_gate")))] if self.crosses else []
+        self.crosses = getattr(inputs, f"use_{direction}_cross_attention")
+        crossing = [(of_query, *values(table[4:], getattr(inputs, f"temb_ca{suffix}_gate")))] if self.crosses else []
         parts = [((scale, shift), gate), ((prompt_scale, prompt_shift), prompt_gate), *crossing]
         self.norms, self.gates = zip(*parts, ((mlp_scale, mlp_shift), mlp_gate), strict=True)
         self.prefix, self.x, self.prompt, self.eps = prefix, x, prompt, block.norm1.eps

@@ -23,24 +23,24 @@ class MiniMaxH3BlockHook(BlockHook):
 
     processors = (MiniMaxH3AttnProcessor,)
 
-    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        return why_no_plain_norms((block.norm1, block.norm2), given.hidden_states.device)
+    def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        return why_no_plain_norms((block.norm1, block.norm2), inputs.hidden_states.device)
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, given)) is not None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, inputs)) is not None:
             return reason
-        if given.attention_mask is not None:
+        if inputs.attention_mask is not None:
             return "a mask changes attention"
-        return why_no_plain_norms((block.attn.norm_q, block.attn.norm_k), given.hidden_states.device)
+        return why_no_plain_norms((block.attn.norm_q, block.attn.norm_k), inputs.hidden_states.device)
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
-        x, rows = given.hidden_states, given.adaln_indices
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, given.temb)
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
+        x, rows = inputs.hidden_states, inputs.adaln_indices
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, inputs.temb)
         norm_x = norm_modulate(x, _scaled(block.norm1, scale), shift, eps=block.norm1.eps, rms=True, rows=rows)
-        if self.runs_attention(block, given):
-            attended = self.attend(block.attn, norm_x, given.rotary_emb)
+        if self.runs_attention(block, inputs):
+            attended = self.attend(block.attn, norm_x, inputs.rotary_emb)
         else:
-            attended = block.attn(norm_x, given.rotary_emb, given.attention_mask)
+            attended = block.attn(norm_x, inputs.rotary_emb, inputs.attention_mask)
         attended, scale = attended.to(x.dtype), _scaled(block.norm2, mlp_scale)  # under autocast it has another dtype
         settings = {"eps": block.norm2.eps, "rms": True, "rows": rows}
         x, norm_x = add_gated_norm_modulate(x, attended, gate, scale, mlp_shift, **settings)
@@ -48,12 +48,12 @@ class MiniMaxH3BlockHook(BlockHook):
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate, rows=rows)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         """Attention and MLP from the cache; their gates are fresh."""
         attended, mlp = self.recall("attention and mlp")
-        _, _, gate, _, _, mlp_gate = _modulation(block, given.temb)
-        x = add_gated(given.hidden_states, attended, gate, rows=given.adaln_indices)
-        return add_gated(x, mlp, mlp_gate, rows=given.adaln_indices)
+        _, _, gate, _, _, mlp_gate = _modulation(block, inputs.temb)
+        x = add_gated(inputs.hidden_states, attended, gate, rows=inputs.adaln_indices)
+        return add_gated(x, mlp, mlp_gate, rows=inputs.adaln_indices)
 
     def attend(self, attn: nn.Module, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Attention ``[B, S, C]`` with its output projection."""

@@ -27,40 +27,40 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
     mlps = "img_mlp", "txt_mlp"
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
-        given = super()._bind(args, kwargs)
+        inputs = super()._bind(args, kwargs)
         if self._why_other is None:  # one negative prompt may serve the whole batch
-            given.encoder_hidden_states = given.encoder_hidden_states.expand(len(given.hidden_states), -1, -1)
-        return given
+            inputs.encoder_hidden_states = inputs.encoder_hidden_states.expand(len(inputs.hidden_states), -1, -1)
+        return inputs
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        if given.encoder_hidden_states_mask is not None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        if inputs.encoder_hidden_states_mask is not None:
             return "a mask hides padding between text and image"
         if block.attn.fused_projections:
             return "its projections were fused, which its processor ignores"
-        return super().why_dense(block, given)
+        return super().why_dense(block, inputs)
 
     def attend_by_module(
-        self, attn: Attention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
+        self, attn: Attention, inputs: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
-        mask, tables = given.encoder_hidden_states_mask, given.image_rotary_emb
-        extra = dict(given.joint_attention_kwargs or {}, encoder_hidden_states_mask=mask, image_rotary_emb=tables)
+        mask, tables = inputs.encoder_hidden_states_mask, inputs.image_rotary_emb
+        extra = dict(inputs.joint_attention_kwargs or {}, encoder_hidden_states_mask=mask, image_rotary_emb=tables)
         return attn(hidden_states=x, encoder_hidden_states=context, **extra)
 
-    def tables(self, given: SimpleNamespace) -> Rotary:
+    def tables(self, inputs: SimpleNamespace) -> Rotary:
         """Return the RoPE tables of the joint sequence; all blocks of a call share them."""
-        of_image, of_text = given.image_rotary_emb
+        of_image, of_text = inputs.image_rotary_emb
         known = _REAL.get(of_image)
         if known is None or known[0] is not of_text:
             _REAL[of_image] = known = of_text, _real(torch.cat([of_text, of_image]))
         return known[1]
 
-    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
+    def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values, Values]:
         """Return the modulations; with ``zero_cond_t`` the tokens of images to edit have a separate timestep.
 
         ``modulate_index`` then marks their tokens, and the batch of embeddings holds first the latents' timestep, then
         that of the images to edit.
         """
-        temb, index, image = given.temb, getattr(given, "modulate_index", None), block.img_mod(given.temb)
+        temb, index, image = inputs.temb, getattr(inputs, "modulate_index", None), block.img_mod(inputs.temb)
         if getattr(block, "zero_cond_t", False):  # diffusers 0.36 has neither
             temb = temb.chunk(2)[0]
         if index is not None:

@@ -46,18 +46,18 @@ class WanBlockHook(BlockHook):
         attn, cross = block.attn1, block.attn2
         return [query_projection(attn), attn.to_out[0], cross.to_q, cross.to_out[0]]
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
-        x, context = given.hidden_states, given.encoder_hidden_states
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, given.temb, range(6))
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
+        x, context = inputs.hidden_states, inputs.encoder_hidden_states
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, inputs.temb, range(6))
         norm_x = norm_modulate(x, scale, shift, eps=block.norm1.eps)
         site = self.site()
         rows = _rows_of_any_head(site.plan) if site.dispatches else None
-        if self.runs_attention(block, given):
-            attended = self.attend(site, block.attn1, norm_x, given.rotary_emb, rows)
+        if self.runs_attention(block, inputs):
+            attended = self.attend(site, block.attn1, norm_x, inputs.rotary_emb, rows)
         else:
-            attended = block.attn1(norm_x, None, None, given.rotary_emb)
+            attended = block.attn1(norm_x, None, None, inputs.rotary_emb)
         x, norm_x = _add_and_normalise(x, attended, gate, block.norm2)
-        if self.runs_attention(block, given):
+        if self.runs_attention(block, inputs):
             crossed = self.attend_to_prompt(block.attn2, norm_x, context, rows)
         else:
             crossed = block.attn2(norm_x, context, None, None)
@@ -67,12 +67,12 @@ class WanBlockHook(BlockHook):
         self.remember("cross-attention", (crossed,), by_row=True)
         return add_gated(x, mlp, mlp_gate)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         """Attention, cross-attention and MLP from the cache; gates are fresh."""
-        gate, mlp_gate = _modulation(block, given.temb, (2, 5))
+        gate, mlp_gate = _modulation(block, inputs.temb, (2, 5))
         attended, mlp = self.recall("attention and mlp")
         (crossed,) = self.recall("cross-attention")
-        x = add_gated(add_gated(given.hidden_states, attended, gate), crossed, None)
+        x = add_gated(add_gated(inputs.hidden_states, attended, gate), crossed, None)
         return add_gated(x, mlp, mlp_gate)
 
     def attend(

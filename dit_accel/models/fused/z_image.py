@@ -40,14 +40,14 @@ class ZImageBlockHook(BlockHook):
     attentions = ("attention",)
     norms = ("attention_norm", "ffn_norm")
 
-    def why_own(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        return why_no_plain_norms((getattr(block, name) for name in NORMS), given.x.device)
+    def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        return why_no_plain_norms((getattr(block, name) for name in NORMS), inputs.x.device)
 
-    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, given)) is not None:
+    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        if (reason := super().why_dense(block, inputs)) is not None:
             return reason
-        is_one = len(given.x) == 1
-        if given.attn_mask is not None and not is_one:  # older versions pass a mask of ones
+        is_one = len(inputs.x) == 1
+        if inputs.attn_mask is not None and not is_one:  # older versions pass a mask of ones
             return "a mask hides padding behind shorter sequences"
         if block.attention.norm_q is None:
             return "queries have no norm"
@@ -58,14 +58,14 @@ class ZImageBlockHook(BlockHook):
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [block.attention.to_q, block.attention.to_out[0]]
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
-        x = given.x
-        scale, gate, mlp_scale, mlp_gate = _modulation(block, given, NORMS)
+    def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
+        x = inputs.x
+        scale, gate, mlp_scale, mlp_gate = _modulation(block, inputs, NORMS)
         norm_x = norm_modulate(x, scale, eps=block.attention_norm1.eps, rms=True)
-        if self.runs_attention(block, given):
-            attended = self.attend(block.attention, norm_x, _tables(given.freqs_cis))
+        if self.runs_attention(block, inputs):
+            attended = self.attend(block.attention, norm_x, _tables(inputs.freqs_cis))
         else:
-            attended = block.attention(norm_x, attention_mask=given.attn_mask, freqs_cis=given.freqs_cis)
+            attended = block.attention(norm_x, attention_mask=inputs.attn_mask, freqs_cis=inputs.freqs_cis)
         attended = attended.to(x.dtype)  # under autocast it has another one
         eps = {"eps": block.ffn_norm1.eps, "update_eps": block.attention_norm2.eps}
         x, norm_x = add_gated_norm_modulate(x, attended, gate, mlp_scale, rms=True, **eps)
@@ -73,11 +73,11 @@ class ZImageBlockHook(BlockHook):
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> torch.Tensor:
+    def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         """Attention and MLP from the cache; their norms and gates are fresh."""
-        gate, mlp_gate = _modulation(block, given, NORMS[1::2])
+        gate, mlp_gate = _modulation(block, inputs, NORMS[1::2])
         attended, mlp = self.recall("attention and mlp")
-        x = add_gated(given.x, attended, gate, update_eps=block.attention_norm2.eps)
+        x = add_gated(inputs.x, attended, gate, update_eps=block.attention_norm2.eps)
         return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
 
     def attend(self, attn: nn.Module, x: torch.Tensor, rotary: list[Rotary]) -> torch.Tensor:
@@ -89,23 +89,23 @@ class ZImageBlockHook(BlockHook):
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary[0], out=q, offset=0)
             o = site.attend(q, k, v)
         else:
-            q, k, v = (heads_of(attn, made) for made in project_together((attn.to_q, attn.to_k, attn.to_v), x))
-            turned = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k)]
+            q, k, v = (heads_of(attn, output) for output in project_together((attn.to_q, attn.to_k, attn.to_v), x))
+            turned = [torch.empty_like(item, memory_format=torch.contiguous_format) for item in (q, k)]
             for sample, tables in enumerate(rotary):
                 of_sample = slice(sample, sample + 1)
-                own = tuple(each[of_sample] for each in turned)
-                normalise_pair(norms, q[of_sample], k[of_sample], tables, out=own)
+                written = tuple(item[of_sample] for item in turned)
+                normalise_pair(norms, q[of_sample], k[of_sample], tables, out=written)
             o = self.attend_computed(site, attn, *turned, v)
         projected = self.project_out(site, out, o)
         return projected if len(attn.to_out) == 1 else attn.to_out[1](projected)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
-        given = super()._bind(args, kwargs)
-        given.hidden_states = given.x
-        return given
+        inputs = super()._bind(args, kwargs)
+        inputs.hidden_states = inputs.x
+        return inputs
 
 
-def _modulation(block: nn.Module, given: SimpleNamespace, names: Sequence[str]) -> list[torch.Tensor]:
+def _modulation(block: nn.Module, inputs: SimpleNamespace, names: Sequence[str]) -> list[torch.Tensor]:
     """Return the modulations that follow some of the norms, times the norms' weights: float32 ``[B, 1 or S, C]``.
 
     A norm before a part has a scale, of which 1 is subtracted; a norm behind a part has a gate. With input images
@@ -115,11 +115,11 @@ def _modulation(block: nn.Module, given: SimpleNamespace, names: Sequence[str]) 
     def values(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
         return dict(zip(NORMS, block.adaLN_modulation(embedding).float().unsqueeze(1).chunk(4, dim=2), strict=True))
 
-    if (noisy := getattr(given, "noise_mask", None)) is None:
-        found = values(given.adaln_input)
+    if (noisy := getattr(inputs, "noise_mask", None)) is None:
+        found = values(inputs.adaln_input)
     else:
-        own, clean = values(given.adaln_noisy), values(given.adaln_clean)
-        found = {name: torch.where(noisy.unsqueeze(-1) == 1, own[name], clean[name]) for name in names}
+        fresh, clean = values(inputs.adaln_noisy), values(inputs.adaln_clean)
+        found = {name: torch.where(noisy.unsqueeze(-1) == 1, fresh[name], clean[name]) for name in names}
     weights = {name: getattr(block, name).weight.float() for name in names}
     return [
         weights[name] * (1 + found[name]) - 1 if name.endswith("1") else weights[name] * found[name].tanh()

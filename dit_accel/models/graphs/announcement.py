@@ -17,13 +17,10 @@ class Announcement:
     """Symbols and measured densities of a captured step's attentions.
 
     It is made during the capture, so that packing is part of the graph.
-
-    Args:
-        symbols, densities: by the attention's name.
     """
 
     def __init__(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
-        parts = [tensor for each in symbols.values() for tensor in each.tensors()]
+        parts = [tensor for item in symbols.values() for tensor in item.tensors()]
         tensors = {id(tensor): tensor for tensor in (*parts, *densities.values())}  # sites may share them
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         forms: dict[int, torch.Tensor] = {}
@@ -34,8 +31,8 @@ class Announcement:
             self._places[id(forms[key])] = tensor.dtype, len(alike)
             alike.append(tensor.reshape(-1))
         self._packed = {dtype: torch.cat(alike) for dtype, alike in by_dtype.items()}
-        self._sizes = {dtype: [each.numel() for each in alike] for dtype, alike in by_dtype.items()}
-        self._symbols = {name: each.mapped(lambda tensor: forms[id(tensor)]) for name, each in symbols.items()}
+        self._sizes = {dtype: [item.numel() for item in alike] for dtype, alike in by_dtype.items()}
+        self._symbols = {name: item.mapped(lambda tensor: forms[id(tensor)]) for name, item in symbols.items()}
         self._densities = {name: forms[id(tensor)] for name, tensor in densities.items()}
 
     def copied(self) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
@@ -46,5 +43,5 @@ class Announcement:
             dtype, place = self._places[id(form)]
             return parts[dtype][place].view(form.shape)
 
-        symbols = {name: each.mapped(part) for name, each in self._symbols.items()}
+        symbols = {name: item.mapped(part) for name, item in self._symbols.items()}
         return symbols, {name: part(form) for name, form in self._densities.items()}

@@ -28,13 +28,7 @@ OF_ONE = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autog
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a capture, and the static tensors that it reads and writes.
-
-    Args:
-        operation: one of :data:`OPERATIONS`.
-        arguments: its arguments.
-        output: its nested output tensors.
-    """
+    """One collective of a capture, and the static tensors that it reads and writes."""
 
     operation: Any
     arguments: tuple
@@ -51,17 +45,13 @@ class Collective:
             group = _resolve_process_group(group) if isinstance(group, str) else group
             dist.all_to_all_single(self.output, sent, counts_received, counts_sent, group=group)
             return
-        made = self.operation(*self.arguments)
-        for static, fresh in zip(pytree.tree_leaves(self.output), pytree.tree_leaves(made), strict=True):
+        result = self.operation(*self.arguments)
+        for static, fresh in zip(pytree.tree_leaves(self.output), pytree.tree_leaves(result), strict=True):
             static.copy_(functional.wait_tensor(fresh))
 
 
 class CutAtCollectives(TorchDispatchMode):
-    """Context in which collectives are passed to ``cut`` instead of run; their outputs are uninitialised.
-
-    Args:
-        cut: called with each collective.
-    """
+    """Context in which collectives are passed to ``cut`` instead of run; their outputs are uninitialised."""
 
     def __init__(self, cut: Callable[[Collective], None]) -> None:
         super().__init__()

@@ -84,9 +84,9 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
         return f"{where} is compiled"
     linear = find_hook(module, LINEAR_HOOK)
     unread = module.weight if linear is not None and module in linear.linears.on_host else None
-    for each in (*module._parameters.values(), *module._buffers.values()):
-        if each is not None and each is not unread and (type(each) not in PLAIN_TENSORS or each.device != device):
-            return f"a weight of {where} is a {type(each).__name__} on {each.device}"
+    for item in (*module._parameters.values(), *module._buffers.values()):
+        if item is not None and item is not unread and (type(item) not in PLAIN_TENSORS or item.device != device):
+            return f"a weight of {where} is a {type(item).__name__} on {item.device}"
     return None
 
 

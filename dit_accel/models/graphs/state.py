@@ -37,9 +37,6 @@ class ModelState:
     Modules, containers and other objects are followed through their attributes and compared by identity; numbers and
     containers are compared by value. Hooks, functions, and objects of torch and Python's standard library are not
     followed.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,9 +50,9 @@ class ModelState:
         found = self._follow()
         self._counts, self._keys, self._held = self._numbers_of_attributes(), self._entries(), self._values()
         weights = self._weights_now()
-        self._refs = [type(None) if each is None else weakref.ref(each) for each in weights]
-        self._tensors = [weakref.ref(each) for each in (*weights, *found) if type(each) in PLAIN_TENSORS]
-        self._numbers = [each for each in found if type(each) in PLAIN_TENSORS and each.device.type == "cpu"]
+        self._refs = [type(None) if item is None else weakref.ref(item) for item in weights]
+        self._tensors = [weakref.ref(item) for item in (*weights, *found) if type(item) in PLAIN_TENSORS]
+        self._numbers = [item for item in found if type(item) in PLAIN_TENSORS and item.device.type == "cpu"]
         self._places, self._versions = self._placed(), self._written()
         self._paths = [*self._named()]
 
@@ -117,7 +114,7 @@ class ModelState:
     def _named(self) -> Iterator[str]:
         """Yield the names of all entries, then of the weights."""
         of_modules = ((name, names) for names, modules in self._modules.items() for name in modules)
-        places = ((name, range(len(each))) for name, each in self._sequences.items())
+        places = ((name, range(len(item))) for name, item in self._sequences.items())
         owners = chain(of_modules, self._dicts.items(), places, self._classes.items(), self._weights.items())
         return (_joined(name, key) for name, keys in owners for key in keys)
 
@@ -130,25 +127,25 @@ class ModelState:
         seen: set[int] = set()
         waiting: deque[tuple[str, Any]] = deque([("", self._model)])
         while waiting:
-            name, each = waiting.popleft()
-            if id(each) in seen:
+            name, item = waiting.popleft()
+            if id(item) in seen:
                 continue
-            seen.add(id(each))
-            if isinstance(each, torch.Tensor):
-                found.append(each)
+            seen.add(id(item))
+            if isinstance(item, torch.Tensor):
+                found.append(item)
                 continue
-            for key, value in self._take(name, each):
+            for key, value in self._take(name, item):
                 if type(value) not in NUMBERS and value is not None and _is_followed(value):
                     waiting.append((_joined(name, key), value))
         return found
 
-    def _take(self, name: str, each: Any) -> Iterator[tuple[Any, Any]]:
+    def _take(self, name: str, item: Any) -> Iterator[tuple[Any, Any]]:
         """Store an object's contents, and yield those that may hold more."""
-        if isinstance(each, nn.Module):
-            held = vars(each)
-            own = tuple(key for key in held if key not in TORCHS_OWN)
-            self._modules.setdefault(own, {})[name] = held
-            self._take_class(type(each))
+        if isinstance(item, nn.Module):
+            held = vars(item)
+            keys = tuple(key for key in held if key not in TORCHS_OWN)
+            self._modules.setdefault(keys, {})[name] = held
+            self._take_class(type(item))
             for key in HOOKS:
                 if held[key]:
                     self._dicts[_joined(name, key)] = held[key]
@@ -164,26 +161,26 @@ class ModelState:
             else:
                 self._empty.append(held["_modules"])
             yield from held["_modules"].items()
-            yield from ((key, held[key]) for key in own if key not in ("_modules", *OF_TENSORS))
-        elif isinstance(each, HookRegistry):
-            yield from (("hooks", each.hooks), ("order", each._hook_order))
-        elif isinstance(each, (dict, *SEQUENCES)) and not each:
-            self._empty.append(each)
-        elif isinstance(each, SEQUENCES):
-            self._sequences[name] = each
-            yield from enumerate(each)
-        elif isinstance(each, dict):
-            self._dicts[name] = each
-            yield from each.items()
+            yield from ((key, held[key]) for key in keys if key not in ("_modules", *OF_TENSORS))
+        elif isinstance(item, HookRegistry):
+            yield from (("hooks", item.hooks), ("order", item._hook_order))
+        elif isinstance(item, (dict, *SEQUENCES)) and not item:
+            self._empty.append(item)
+        elif isinstance(item, SEQUENCES):
+            self._sequences[name] = item
+            yield from enumerate(item)
+        elif isinstance(item, dict):
+            self._dicts[name] = item
+            yield from item.items()
         else:
-            self._dicts[name] = vars(each)
-            self._take_class(type(each))
-            yield from vars(each).items()
+            self._dicts[name] = vars(item)
+            self._take_class(type(item))
+            yield from vars(item).items()
 
     def _take_class(self, cls: type) -> None:
         """Store a class's code and its numbers."""
-        for each in cls.__mro__[:-1]:
-            self._classes[f"{each.__module__}.{each.__qualname__}"] = each.__dict__
+        for item in cls.__mro__[:-1]:
+            self._classes[f"{item.__module__}.{item.__qualname__}"] = item.__dict__
 
 
 def _is_followed(value: Any) -> bool:

@@ -86,7 +86,6 @@ class StepGraphs:
     """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run.
 
     Args:
-        driver: the transformer's driver.
         graph: the class that captures; tests use a fake for the CPU.
     """
 
@@ -177,8 +176,8 @@ class StepGraphs:
     def _replay(self, captured: Captured, leaves: list) -> Any:
         """Replay a call's graph with these arguments and return its output."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        for static, given in zip(captured.inputs, tensors, strict=True):
-            static.copy_(given)
+        for static, tensor in zip(captured.inputs, tensors, strict=True):
+            static.copy_(tensor)
         captured.graph.replay()
         self._driver.session.run.report.replayed += 1
         for entry in captured.fallbacks:
@@ -208,7 +207,7 @@ class StepGraphs:
         graph = self._graph(self._device(leaves), self._pool)
         try:
             with capturing() as capture:
-                made = graph.capture(compute)
+                result = graph.capture(compute)
         except Exception as error:  # the driver, a kernel or the model's own code may raise anything under capture
             first: BaseException = error
             while first.__context__ is not None:  # ending a failed capture raises too
@@ -217,7 +216,7 @@ class StepGraphs:
             self._failed = headline(first)
             return self._failed
         inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
-        return Captured(graph, inputs, *made, (capture.held, self._driver.shared_tensors()))
+        return Captured(graph, inputs, *result, (capture.held, self._driver.shared_tensors()))
 
     def _why_not(self, call: Call, leaves: list) -> str | None:
         """Return why a call runs eagerly, or None."""
@@ -238,7 +237,7 @@ class StepGraphs:
         changed = None
         if self._state is not None and (changed := self._state.change()) is None:
             return None
-        changes = [each for each in self._changes if each is report] + [report] * (changed is not None)
+        changes = [item for item in self._changes if item is report] + [report] * (changed is not None)
         self.clear()
         self._changes = changes
         for name, module in transformer.named_modules():
@@ -264,7 +263,7 @@ class StepGraphs:
 
     def _make_room(self, key: tuple) -> None:
         """Free graphs of this branch at other shapes, and the oldest graphs above the limit."""
-        staying = {each: kept for each, kept in self._kept.items() if each[0] != key[0] or each[1] == key[1]}
+        staying = {item: kept for item, kept in self._kept.items() if item[0] != key[0] or item[1] == key[1]}
         while len(staying) >= MOST_GRAPHS:
             del staying[next(iter(staying))]
         if len(staying) < len(self._kept):

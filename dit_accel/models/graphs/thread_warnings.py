@@ -43,22 +43,18 @@ class _Taker:
 
 
 class _Hook:
-    """Replacement of ``warnings.showwarning``.
-
-    Args:
-        shown: the function that it replaces.
-    """
+    """Replacement of ``warnings.showwarning``."""
 
     def __init__(self, shown: Callable) -> None:
         self._shown = shown
 
     def __call__(self, message: Any, category: Any, filename: str, lineno: int, *others: Any, **more: Any) -> None:
         text, thread = str(message), threading.get_ident()
-        takers = [each for each in _TAKERS if text.startswith(each.beginning)]
-        own = [each for each in takers if each.thread == thread]
-        for each in own:
-            each.taken.places.append(f"{filename}, line {lineno}")
-        if not own and not any(each.hides_others for each in takers):
+        takers = [item for item in _TAKERS if text.startswith(item.beginning)]
+        of_thread = [item for item in takers if item.thread == thread]
+        for item in of_thread:
+            item.taken.places.append(f"{filename}, line {lineno}")
+        if not of_thread and not any(item.hides_others for item in takers):
             self._shown(message, category, filename, lineno, *others, **more)
 
 
@@ -67,7 +63,6 @@ def taken_aside(beginning: str, *, hides_others: bool = False) -> Iterator[Taken
     """Collect warnings of this thread whose message begins with ``beginning``, instead of showing them.
 
     Args:
-        beginning: beginning of the message.
         hides_others: also hide such warnings of other threads, for example if code here causes them.
     """
     taker = _Taker(beginning, threading.get_ident(), Taken(), hides_others)

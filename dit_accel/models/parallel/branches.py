@@ -24,27 +24,20 @@ GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the group of de
 
 
 class SharedBranches:
-    """Runs a transformer's calls, or receives their outputs from another device.
-
-    Args:
-        transformer: the transformer; it may have a group under the name above.
-    """
+    """Runs a transformer's calls, or receives their outputs from another device."""
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
         self._forms: dict[tuple, tuple[Any, Any]] = {}  # forms of outputs, and of observed outputs, by kind of call
 
     def run(
-        self, session: Any, call: Call, given: Any, compute: Callable[[], Any], observe: Callable[[Any], Any]
+        self, session: Any, call: Call, passed: Any, compute: Callable[[], Any], observe: Callable[[Any], Any]
     ) -> Any:
         """Return the output of a call that is not forecast.
 
         The first call of its kind runs on all devices, because the form of the output is not known yet.
 
         Args:
-            session: owns the call (:class:`~dit_accel.models.session.Session`).
-            given: arguments of the call.
-            compute: computes the output on this device.
             observe: takes the output from any device, and returns the output for the pipeline.
 
         Raises:
@@ -54,7 +47,7 @@ class SharedBranches:
         group = getattr(self._transformer, GROUP, None)
         if group is None:
             return observe(compute())
-        kind = self._kind(call, given)
+        kind = self._kind(call, passed)
         owner, known = call.place % dist.get_world_size(group), self._forms.get(kind)
         is_own = owner == dist.get_rank(group)
         if known is not None and not is_own:
@@ -72,16 +65,16 @@ class SharedBranches:
                 f"with branches=2 equal calls of the transformer must give equal forms of output, got {form} after "
                 f"{known[0]}: run the pipeline on one device"
             )
-        made = observe(_sent(output, owner, group))
-        self._forms[kind] = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, made)
-        return made
+        result = observe(_sent(output, owner, group))
+        self._forms[kind] = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, result)
+        return result
 
-    def _kind(self, call: Call, given: Any) -> tuple:
+    def _kind(self, call: Call, passed: Any) -> tuple:
         """Key of everything that decides the form of a call's output."""
         weight = next(self._transformer.parameters())
         device = weight.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return call_form(given), call.branch.shapes, weight.dtype, cast
+        return call_form(passed), call.branch.shapes, weight.dtype, cast
 
     def _awaited(self, session: Any, form: Any, receive: Callable[[], Any]) -> Any:
         """Return a placeholder of that form, which receives the output when it is first read."""

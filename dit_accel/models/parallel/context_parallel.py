@@ -38,9 +38,9 @@ def split_plan(transformer: nn.Module, family: Family | None) -> Any:
     Raises:
         UnsupportedError: a given image replaces the first frame, and blocks find its tokens by position.
     """
-    own = getattr(transformer, "_cp_plan", None)
-    if own is not None or family is None or family.split is None:
-        return own
+    of_class = getattr(transformer, "_cp_plan", None)
+    if of_class is not None or family is None or family.split is None:
+        return of_class
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
     if family.first_frame_apart(transformer):
@@ -87,10 +87,7 @@ class Exchange:
     """Exchange of tokens for heads between the ranks of a group that share one sequence.
 
     Args:
-        group: the ranks.
-        tokens: the whole sequence.
         order: order of its vision tokens, int64 ``[S]``, for arranged tokens; None = unchanged.
-        device: device of the exchanged tensors.
     """
 
     def __init__(
@@ -119,11 +116,11 @@ class Exchange:
                 that does not depend on the order.
         """
         words, dtype = _words(*tensors), tensors[0].dtype
-        batch, own, heads, size = words[0].shape
-        send = words[0].new_empty(self._ranks, own, len(tensors), batch, heads // self._ranks, size)
+        batch, count, heads, size = words[0].shape
+        send = words[0].new_empty(self._ranks, count, len(tensors), batch, heads // self._ranks, size)
         for place, tensor in enumerate(words):
             send[:, :, place].copy_(tensor.unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4))
-        received = self._exchanged(send.flatten(0, 1), self._counts, [own] * self._ranks)
+        received = self._exchanged(send.flatten(0, 1), self._counts, [count] * self._ranks)
         if arranged and self._arranged is not None:
             received = received.index_select(0, self._arranged)
         return tuple(part.transpose(0, 1) for part in received.view(dtype).unbind(1))
@@ -183,7 +180,7 @@ def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
 
     def whole(x: Any, plan: Any) -> Any:
         if isinstance(x, (list, tuple)):
-            return [whole(each, own) for each, own in zip(x, plan, strict=True)]
+            return [whole(item, part) for item, part in zip(x, plan, strict=True)]
         is_split = isinstance(x, torch.Tensor) and not plan.split_output and plan.expected_dims in (None, x.dim())
         return unshard(x, plan.split_dim, config._flattened_mesh) if is_split else x
 

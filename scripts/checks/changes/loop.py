@@ -127,7 +127,7 @@ MUTANTS: list[Mutant] = table({
         ("reset-forgotten", "a reset in a call takes effect after it", "tests/models/test_runs.py",
          "while self._due and not self._is_changing and self._reserve():", "while False:"),
         ("threads-pile-up", "ended threads leave no records", "tests/models/test_runs.py",
-         "                self._of_threads = {each: kept for each, kept in self._of_threads.items() if each in"
+         "                self._of_threads = {item: kept for item, kept in self._of_threads.items() if item in"
          " alive}\n",
          "")],
     "dit_accel/loop/trajectory.py": [

@@ -68,14 +68,14 @@ MUTANTS: list[Mutant] = table({
         ("output-is-as-wide-as-input",
          "expected memory fits the outputs of a model with fewer output than input channels",
          "tests/loop/test_memory.py",
-         "output // given * made * patch", "output")],
+         "output // in_channels * out_channels * patch", "output")],
     "dit_accel/models/families/qwen_image.py": [
         ("layers-of-the-last-image", "the extra conditioning image does not enter the error",
          "tests/models/test_facts.py",
-         "made = len(images) - 1 if", "made = len(images) if")],
+         "count = len(images) - 1 if", "count = len(images) if")],
     "dit_accel/models/families/wan.py": [
         ("given-frames-are-judged", "given frames do not enter the error", "tests/models/test_facts.py",
-         "made = (timestep > 0)", "made = (timestep >= 0)")],
+         "denoised = (timestep > 0)", "denoised = (timestep >= 0)")],
     "dit_accel/models/families/ltx.py": [
         ("given-tokens-are-judged", "given tokens do not enter the error", "tests/models/test_facts.py",
          "return output * (timestep > 0)", "return output * (timestep >= 0)")],
