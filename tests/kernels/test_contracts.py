@@ -160,9 +160,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"history": [VECTOR, zeros(3)], "weights": [1, 2]}, r"history\[1\] must have shape \[6\], got \[3\]"),
         ({"history": [VECTOR, VECTOR.half()], "weights": [1, 2]}, r"history\[1\] must have history\[0\]'s"),
         ({"history": [VECTOR.int()]}, r"history\[0\] must have dtype"),
-        ({"out": zeros(3)}, r"out must have shape \[6\], got \[3\]"),
-        ({"history": [Q], "plan": PLAN}, "out must be given with a plan"),
-        ({"history": [zeros(1, 130, 3, 16)], "plan": PLAN}, r"history\[0\] must have shape \[B, 130, 2, D\]"),
     ],
     "select_tiles": [
         ({"probabilities": zeros(3, 3)}, r"probabilities must have shape \[B, H, T, T\], got \[3, 3\]"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import torch
 
@@ -29,7 +28,6 @@ TEXT_TOKENS = 512  # FLUX's prompt
 TAU_Q, TAU_KV = 0.5, 0.15  # FlashOmni's thresholds
 DIFFERING = 1e-3  # share of decisions that rounding may change compared with the references
 FORECASTS = {"M=2": (1.5, -0.5), "M=3": (1.875, -1.25, 0.375)}
-REUSED = 0.5
 
 
 def bench_lowering(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
@@ -102,20 +100,17 @@ def _judge_symbols(actual: SparseSymbols, expected: SparseSymbols) -> Verdict:
 
 
 def bench_forecast(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """Time the weighted sum by the bytes it must move, against a copy; for all rows, and into reused rows only."""
-    inputs = make_inputs(replace(case, rows=1 - REUSED), recorder.device)
+    """Time the weighted sum by the bytes it must move, against a copy."""
+    inputs = make_inputs(case, recorder.device)
     history = [inputs.features() for _ in range(3)]
     out = inputs.features()
     copy_ms = median_ms(partial(out.copy_, history[0]), recorder.device)
-    for (name, weights), reuses in product(FORECASTS.items(), (False, True)):
-        used, plan = history[: len(weights)], inputs.plan if reuses else None
-        judge = partial(verify.verify_weighted_sum, history=used, weights=weights, inputs=inputs if reuses else None)
-        share = 1 - inputs.row_density if reuses else 1.0
-        work = share * (len(used) + 1) * out.nbytes  # reads every entry, writes the sum
+    for name, weights in FORECASTS.items():
+        used = history[: len(weights)]
+        judge = partial(verify.verify_weighted_sum, history=used, weights=weights)
+        work = (len(used) + 1) * out.nbytes  # reads every entry, writes the sum
         baselines = {"copy of as many bytes": copy_ms * work / (2 * out.nbytes)}
-        figures = {"density": share, "ideal": 1.0, "work": work, "unit": "GB/s", "baselines": baselines}
+        figures = {"density": 1.0, "ideal": 1.0, "work": work, "unit": "GB/s", "baselines": baselines}
         for backend in recorder.backends:
-            call = partial(kernels.weighted_sum, used, weights, plan=plan, out=out, backend=backend)
-            recorder.time(
-                "weighted_sum", backend, f"{name}, reused rows" if reuses else name, case, call, judge, **figures
-            )
+            call = partial(kernels.weighted_sum, used, weights, backend=backend)
+            recorder.time("weighted_sum", backend, name, case, call, judge, **figures)
