@@ -10,10 +10,10 @@ from dit_accel.kernels.symbols import AttentionPlan
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_DIMS = (16, 32, 64, 128)
+Shape = tuple[int | str, ...]  # the length of an axis, or the name of one of any length
 
 
-def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    """Check the shape; ``shape`` holds a number for an axis of known length and a name for a free one."""
+def require_shape(name: str, tensor: torch.Tensor, shape: Shape) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name} must be a tensor [{', '.join(map(str, shape))}], got {type(tensor).__name__}")
     came = tensor.shape
@@ -29,15 +29,6 @@ def require_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ..
         raise ShapeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
 
 
-def require_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Check that both tensors have the same dtype and device."""
-    if tensor.dtype != other.dtype or tensor.device != other.device:
-        raise ShapeError(
-            f"{name} must have {other_name}'s dtype and device, {other.dtype} on {other.device}, "
-            f"got {tensor.dtype} on {tensor.device}"
-        )
-
-
 def require_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if tensor.device != other.device:
         raise ShapeError(f"{name} must be on {other_name}'s device {other.device}, got {tensor.device}")
@@ -50,36 +41,48 @@ def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def require_floats(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    """Check an op's main argument: a floating dtype, and stride 1 along the last axis."""
+def require_floats(name: str, tensor: torch.Tensor, shape: Shape, *, strided: bool = False) -> None:
+    """Check an op's main argument: a floating dtype, and stride 1 along the last axis unless it may be ``strided``."""
     require_shape(name, tensor, shape)
     require_dtype(name, tensor, FLOAT_DTYPES)
-    require_unit_stride(name, tensor)
-
-
-def require_like(
-    name: str, tensor: torch.Tensor | None, shape: tuple[int | str, ...], other_name: str, other: torch.Tensor
-) -> None:
-    """Check, if it is given, that a tensor has the other's dtype and device, and stride 1 along the last axis."""
-    if tensor is not None:
-        require_shape(name, tensor, shape)
-        require_same(name, tensor, other_name, other)
+    if not strided:
         require_unit_stride(name, tensor)
 
 
+def require_same(other_name: str, other: torch.Tensor, shape: Shape, **tensors: torch.Tensor | None) -> None:
+    """Check that tensors have a shape, and the other's dtype and device; None is none of them."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        require_shape(name, tensor, shape)
+        if tensor.dtype != other.dtype or tensor.device != other.device:
+            raise ShapeError(
+                f"{name} must have {other_name}'s dtype and device, {other.dtype} on {other.device}, "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+
+
+def require_like(other_name: str, other: torch.Tensor, shape: Shape, **tensors: torch.Tensor | None) -> None:
+    """:func:`require_same`, and stride 1 along the last axis."""
+    require_same(other_name, other, shape, **tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_unit_stride(name, tensor)
+
+
 def require_typed(
-    name: str,
-    tensor: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
     other_name: str,
     other: torch.Tensor,
+    shape: Shape,
+    dtypes: torch.dtype | tuple[torch.dtype, ...] = FLOAT_DTYPES,
+    **tensors: torch.Tensor | None,
 ) -> None:
-    """Check, if it is given, that a tensor has one of these dtypes, and the other's device."""
-    if tensor is not None:
-        require_shape(name, tensor, shape)
-        require_dtype(name, tensor, (dtype,))
-        require_device(name, tensor, other_name, other)
+    """Check that tensors have a shape, one of these dtypes, and the other's device; None is none of them."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_shape(name, tensor, shape)
+            require_dtype(name, tensor, dtypes if isinstance(dtypes, tuple) else (dtypes,))
+            require_device(name, tensor, other_name, other)
 
 
 def require_block(block: int) -> None:

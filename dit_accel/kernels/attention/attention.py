@@ -236,13 +236,12 @@ def _threshold_limit(q: torch.Tensor, pv_threshold: float | None) -> str | None:
 def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
     checks.require_floats("q", q, ("B", "S", "H", "D"))
     batch, tokens, heads, head_dim = q.shape
-    for name, x in (("k", k), ("v", v)):
-        checks.require_like(name, x, (batch, tokens, "H_kv", head_dim), "q", q)
+    checks.require_like("q", q, (batch, tokens, "H_kv", head_dim), k=k, v=v)
     if k.shape[2] != v.shape[2] or k.shape[2] == 0 or heads % k.shape[2]:
         raise ShapeError(
             f"k and v must have one number of heads that divides q's {heads}, got {k.shape[2]} and {v.shape[2]}"
         )
-    checks.require_like("out", out, (batch, tokens, heads, head_dim), "q", q)
+    checks.require_like("q", q, (batch, tokens, heads, head_dim), out=out)
     checks.require_whole_plan(plan, q)
     if scale is not None and not scale > 0:
         raise ShapeError(f"scale must be positive, got {scale}")
@@ -251,4 +250,4 @@ def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
             f"pv_threshold must be negative (a distance below the best score), got {pv_threshold}; "
             "use None to skip no tile"
         )
-    checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
+    checks.require_typed("q", q, (batch,), torch.int32, kv_len=kv_len)

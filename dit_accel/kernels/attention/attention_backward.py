@@ -141,10 +141,9 @@ def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
     if plan.slices is not None:
         raise UnsupportedError("plan must have no slices when gradients are needed; use a policy of whole tiles")
     _require_one_key_head_each(q, k)
-    for name, x in (("o", o), ("do", do)):
-        checks.require_like(name, x, tuple(q.shape), "q", q)
+    checks.require_like("q", q, tuple(q.shape), o=o, do=do)
     batch, tokens, heads, _ = q.shape
-    checks.require_typed("lse", lse, (batch, heads, tokens), torch.float32, "q", q)
+    checks.require_typed("q", q, (batch, heads, tokens), torch.float32, lse=lse)
 
 
 def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:

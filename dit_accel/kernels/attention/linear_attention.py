@@ -60,7 +60,7 @@ def linear_attention(
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:
         raise ShapeError("accumulate adds to out, and out is None; pass out")
-    checks.require_like("out", out, tuple(q.shape), "q", q)
+    checks.require_like("q", q, tuple(q.shape), out=out)
     if projection is not None:
         checks.require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
         projection = projection.to(q.device, q.dtype).contiguous()
@@ -129,11 +129,10 @@ def computing_rows(plan: AttentionPlan) -> torch.Tensor:
 
 def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:
     checks.require_floats("q", q, ("B", "S", "H", "D"))
-    for name, x in (("k", k), ("v", v)):
-        checks.require_like(name, x, tuple(q.shape), "q", q)
+    checks.require_like("q", q, tuple(q.shape), k=k, v=v)
     checks.require_whole_plan(plan, q)
     if plan.linear_bits is None:
         raise ShapeError("plan must have linear_bits, got None; lower symbols of policy sla")
     if feature_map not in FEATURE_MAPS:
         raise ShapeError(f"feature_map must be one of {FEATURE_MAPS}, got {feature_map!r}")
-    checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)
+    checks.require_typed("q", q, (q.shape[0],), torch.int32, kv_len=kv_len)

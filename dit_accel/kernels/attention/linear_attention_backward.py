@@ -57,7 +57,7 @@ def linear_attention_backward(
         of features, have dq 0 and add nothing to dk and dv; keys that are marginal to no row have dk and dv 0.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
-    checks.require_like("do", do, tuple(q.shape), "q", q)
+    checks.require_like("q", q, tuple(q.shape), do=do)
     chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":

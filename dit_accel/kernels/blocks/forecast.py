@@ -53,5 +53,4 @@ def _require_arguments(history: Sequence[torch.Tensor], weights: Sequence[float]
     for index, features in enumerate(history):
         fits = type(features) is torch.Tensor and features.shape == first.shape
         if not fits or features.dtype != first.dtype or features.device != first.device:
-            checks.require_shape(f"history[{index}]", features, tuple(first.shape))
-            checks.require_same(f"history[{index}]", features, "history[0]", first)
+            checks.require_same("history[0]", first, tuple(first.shape), **{f"history[{index}]": features})

@@ -57,9 +57,8 @@ def gemm_o_update(
         entry per history entry.
     """
     _require_arguments(o, weight, plan, offset)
-    checks.require_like("bias", bias, (weight.shape[0],), "o", o)
-    for index, entry in enumerate(history):
-        checks.require_like(f"history[{index}]", entry, tuple(o.shape), "o", o)
+    checks.require_like("o", o, (weight.shape[0],), bias=bias)
+    checks.require_like("o", o, tuple(o.shape), **{f"history[{m}]": entry for m, entry in enumerate(history)})
     if previous is not None:
         _require_previous(previous, o, weight, plan, history)
     arguments = o, weight, bias, plan, history, previous, offset
@@ -170,8 +169,7 @@ def _require_previous(previous, o, weight, plan, history) -> None:
 
 
 def _require_contiguous(name, tensor, shape, other_name, other) -> None:
-    checks.require_shape(name, tensor, shape)
-    checks.require_same(name, tensor, other_name, other)
+    checks.require_same(other_name, other, shape, **{name: tensor})
     if not tensor.is_contiguous():
         raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
 
@@ -180,4 +178,4 @@ def _require_arguments(o, weight, plan, offset) -> None:
     checks.require_floats("o", o, ("B", "S", plan.heads, "D"))
     checks.require_plan(plan, "o", o)
     checks.require_stream(plan, "o", o.shape[1], offset)
-    checks.require_like("weight", weight, ("N", o.shape[2] * o.shape[3]), "o", o)
+    checks.require_like("o", o, ("N", o.shape[2] * o.shape[3]), weight=weight)

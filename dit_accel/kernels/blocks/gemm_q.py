@@ -88,18 +88,18 @@ def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) ->
     """Check all arguments and return the head dimension."""
     checks.require_floats("x", x, ("B", "S", "C"))
     checks.require_plan(plan, "x", x)
-    checks.require_like("weight", weight, ("H * D", x.shape[-1]), "x", x)
+    checks.require_like("x", x, ("H * D", x.shape[-1]), weight=weight)
     if weight.shape[0] == 0 or weight.shape[0] % plan.heads:
         raise ShapeError(f"weight must have a multiple of the plan's {plan.heads} heads as rows, got {weight.shape[0]}")
     head_dim = weight.shape[0] // plan.heads
     checks.require_stream(plan, "x", x.shape[1], offset)
-    checks.require_like("bias", bias, (weight.shape[0],), "x", x)
-    checks.require_like("norm_weight", norm_weight, (head_dim,), "x", x)
-    checks.require_like("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim), "x", x)
+    checks.require_like("x", x, (weight.shape[0],), bias=bias)
+    checks.require_like("x", x, (head_dim,), norm_weight=norm_weight)
+    checks.require_like("x", x, (x.shape[0], plan.tokens, plan.heads, head_dim), out=out)
     if rope is not None:
         if head_dim % 2:
             raise ShapeError(f"rope rotates pairs, so head_dim must be even, got {head_dim}")
         for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
-            checks.require_typed(name, table, (plan.tokens, head_dim), torch.float32, "x", x)
+            checks.require_typed("x", x, (plan.tokens, head_dim), torch.float32, **{name: table})
             checks.require_unit_stride(name, table)
     return head_dim

@@ -24,8 +24,7 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ``[..., N]`` like x.
     """
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    checks.require_shape("weight", weight, ("N", x.shape[-1]))
-    checks.require_same("weight", weight, "x", x)
+    checks.require_same("x", x, ("N", x.shape[-1]), weight=weight)
     if bias is None or not x.is_cuda:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     checks.require_shape("bias", bias, (weight.shape[0],))

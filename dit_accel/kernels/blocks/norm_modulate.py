@@ -95,18 +95,16 @@ def _rows(
     x, update, gate, scale, shift, eps, backend, *, rms=False, update_eps=None, rows=None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return x' if there is an update, and y if there is a scale."""
-    checks.require_shape("x", x, ("B", "S", "C"))
-    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    if update is not None:
-        checks.require_shape("update", update, tuple(x.shape))
-        checks.require_same("update", update, "x", x)
+    checks.require_floats("x", x, ("B", "S", "C"), strided=True)
+    checks.require_same("x", x, tuple(x.shape), update=update)
     if rows is not None:
-        checks.require_typed("rows", rows, (x.shape[1],), torch.int64, "x", x)
+        checks.require_typed("x", x, (x.shape[1],), torch.int64, rows=rows)
         checks.require_unit_stride("rows", rows)
-    if gate is not None:
-        _require_modulation(x, rows, gate=gate)
+    for name, value in (("gate", gate), ("scale", scale)):
+        if value is not None:
+            _require_modulation(x, rows, name, value)
     if scale is not None:
-        _require_modulation(x, rows, scale=scale, **({} if shift is None else {"shift": shift}))
+        checks.require_same("scale", scale, tuple(scale.shape), shift=shift)
     width = x.shape[-1]
     limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {width}" if width > MAX_WIDTH_TRITON else None
     summed = normed = None
@@ -120,7 +118,7 @@ def _rows(
         rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, rms=rms, update_eps=update_eps)
         return summed, normed
     if rows is not None:
-        gate, scale, shift = (None if each is None else each[:, rows] for each in (gate, scale, shift))
+        gate, scale, shift = (None if value is None else value[:, rows] for value in (gate, scale, shift))
     if update is not None:
         update = update.float() if update_eps is None else F.rms_norm(update.float(), update.shape[-1:], eps=update_eps)
         x = summed = (x.float() + (update if gate is None else gate.float() * update)).to(x.dtype)
@@ -131,17 +129,13 @@ def _rows(
     return summed, normed
 
 
-def _require_modulation(x: torch.Tensor, rows: torch.Tensor | None, **values: torch.Tensor) -> None:
-    """Check that the values have the same shape, which broadcasts to x's, the same dtype, and x's device."""
-    (first_name, first), *others = values.items()
+def _require_modulation(x: torch.Tensor, rows: torch.Tensor | None, name: str, value: torch.Tensor) -> None:
+    """Check that the value broadcasts to x, or has rows for its tokens, and x's device."""
     batch, tokens, width = x.shape
-    shape = first.shape
+    shape = value.shape
     fits = len(shape) == 3 and shape[0] in (1, batch) and shape[2] == width
     if not fits or not (shape[1] in (1, tokens) or rows is not None):
         count = f"{tokens} or 1" if rows is None else "R"
-        raise ShapeError(f"{first_name} must have shape [{batch} or 1, {count}, {width}], got {list(shape)}")
-    checks.require_dtype(first_name, first, checks.FLOAT_DTYPES)
-    checks.require_device(first_name, first, "x", x)
-    for name, value in others:
-        checks.require_shape(name, value, shape)
-        checks.require_same(name, value, first_name, first)
+        raise ShapeError(f"{name} must have shape [{batch} or 1, {count}, {width}], got {list(shape)}")
+    checks.require_dtype(name, value, checks.FLOAT_DTYPES)
+    checks.require_device(name, value, "x", x)

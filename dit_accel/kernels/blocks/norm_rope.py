@@ -68,8 +68,7 @@ def norm_rope_pair(
         Queries and keys, both in ``out``.
     """
     out_q, out_k = out or (None, None)
-    checks.require_shape("k", k, tuple(q.shape))
-    checks.require_same("k", k, "q", q)
+    checks.require_same("q", q, tuple(q.shape), k=k)
     _require_rows(q, weights[0], out_q, "q")
     _require_rows(k, weights[1], out_k, "k")
     _require_tables(q, rope)
@@ -117,7 +116,7 @@ def _norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
 
 def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor | None, name: str = "x") -> None:
     checks.require_floats(name, x, ("B", "S", "H", "D"))
-    checks.require_like("out", out, tuple(x.shape), name, x)
+    checks.require_like(name, x, tuple(x.shape), out=out)
     for role, tensor in ((name, x), ("out", out)):
         if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]:
             raise ShapeError(
@@ -147,5 +146,5 @@ def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | N
                 f"{list(shape)}"
             )
     for name, table in zip(("rope[0]", "rope[1]"), rope, strict=True):
-        checks.require_typed(name, table, shape, torch.float32, "x", x)
+        checks.require_typed("x", x, shape, torch.float32, **{name: table})
         checks.require_unit_stride(name, table)

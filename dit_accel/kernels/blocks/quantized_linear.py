@@ -53,9 +53,7 @@ def quantize_rows(
     if dtype not in LINEAR_DTYPES:
         raise ShapeError(f"dtype must be one of {tuple(LINEAR_DTYPES)}, got {dtype!r}")
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    if gelu is not None:
-        checks.require_shape("gelu", gelu, (*x.shape[:-1], "M"))
-        checks.require_same("gelu", gelu, "x", x)
+    checks.require_same("x", x, (*x.shape[:-1], "M"), gelu=gelu)
     kind, turned = LINEAR_DTYPES[dtype], dtype == "int8"
     widths = (x.shape[-1], 0 if gelu is None else gelu.shape[-1])
     if turned and any(width % TURNED for width in widths):
@@ -117,13 +115,10 @@ def quantized_linear(
     """
     checks.require_dtype("values", values, tuple(LARGEST))
     checks.require_unit_stride("values", values)
-    checks.require_typed("scales", scales, values.shape[:-1], torch.float32, "values", values)
-    checks.require_like("weight", weight, ("N", values.shape[-1]), "values", values)
-    checks.require_typed("weight_scales", weight_scales, (len(weight),), torch.float32, "values", values)
-    if bias is not None:
-        checks.require_shape("bias", bias, (len(weight),))
-        checks.require_dtype("bias", bias, checks.FLOAT_DTYPES)
-        checks.require_device("bias", bias, "values", values)
+    checks.require_typed("values", values, values.shape[:-1], torch.float32, scales=scales)
+    checks.require_like("values", values, ("N", values.shape[-1]), weight=weight)
+    checks.require_typed("values", values, (len(weight),), torch.float32, weight_scales=weight_scales)
+    checks.require_typed("values", values, (len(weight),), bias=bias)
     names = tuple(str(dtype).removeprefix("torch.") for dtype in checks.FLOAT_DTYPES)
     if out_dtype not in names:
         raise ShapeError(f"out_dtype must be one of {names}, got {out_dtype!r}")

@@ -48,17 +48,12 @@ def causal_norm(
         ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout, and a copy of its last two
         frames without their border, the past of the next call.
     """
-    checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
-    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    checks.require_floats("x", x, ("B", "C", "T", "H", "W"), strided=True)
     batch, channels, time, height, width = x.shape
-    checks.require_shape("weight", weight, (channels,))
-    if input_bias is not None:
-        checks.require_shape("input_bias", input_bias, (channels,))
-    if past is not None:
-        checks.require_same("past", past, "x", x)
-        checks.require_shape("past", past, (batch, channels, "P", height, width))
-        if past.shape[2] > frames:
-            raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
+    checks.require_typed("x", x, (channels,), weight=weight, input_bias=input_bias)
+    checks.require_same("x", x, (batch, channels, "P", height, width), past=past)
+    if past is not None and past.shape[2] > frames:
+        raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.causal_norm import norm_into
 

@@ -20,7 +20,6 @@ from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.decoder.group_norm import add_residual
 
 LAST = torch.channels_last_3d
-SPATIAL = ("T", "H", "W")
 CHANNELS = 16  # input channels of the kernel are a multiple
 
 
@@ -52,9 +51,7 @@ def convolution(
     """
     _require(x, weight, ("O", "C", "kt", "kh", "kw"), bias)
     shape = _shape_behind(x, weight, padding)
-    if residual is not None:
-        checks.require_shape("residual", residual, shape)
-        checks.require_same("residual", residual, "x", x)
+    checks.require_same("x", x, shape, residual=residual)
     outputs = weight.shape[0]
     is_faster = outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
     if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
@@ -170,14 +167,10 @@ def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: boo
 
 
 def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None) -> None:
-    checks.require_shape("x", x, ("B", "C", *SPATIAL))
-    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    checks.require_floats("x", x, ("B", "C", "T", "H", "W"), strided=True)
     channels = shape.index("C")
-    checks.require_shape("weight", weight, (*shape[:channels], x.shape[1], *shape[channels + 1 :]))
-    checks.require_same("weight", weight, "x", x)
-    if bias is not None:
-        checks.require_shape("bias", bias, (weight.shape[channels - 1],))
-        checks.require_same("bias", bias, "x", x)
+    checks.require_same("x", x, (*shape[:channels], x.shape[1], *shape[channels + 1 :]), weight=weight)
+    checks.require_same("x", x, (weight.shape[channels - 1],), bias=bias)
 
 
 def _shape_behind(x: torch.Tensor, weight: torch.Tensor, padding: int) -> tuple[int, ...]:

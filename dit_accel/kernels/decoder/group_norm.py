@@ -37,7 +37,7 @@ def group_moments(
         number).
     """
     _require_features(x, groups)
-    _require_channels(x, input_bias=input_bias)
+    checks.require_typed("x", x, (x.shape[1],), input_bias=input_bias)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import moments_into
 
@@ -89,8 +89,8 @@ def group_norm(
         raise ShapeError("before, border, frames and scale need x of shape [B, C, T, H, W], got an image")
     if scale is not None or shift is not None:
         _require_maps(x, scale, shift)
-    _require_channels(x, weight=weight, bias=bias, input_bias=input_bias)
-    checks.require_typed("moments", moments, (x.shape[0], groups, 2), torch.float32, "x", x)
+    checks.require_typed("x", x, (x.shape[1],), weight=weight, bias=bias, input_bias=input_bias)
+    checks.require_typed("x", x, (x.shape[0], groups, 2), torch.float32, moments=moments)
     if moments is None:
         moments = group_moments(x, groups=groups, input_bias=input_bias, backend=backend)
     if resolve_backend(backend, x) == "triton":
@@ -135,11 +135,9 @@ def add_residual(
     Returns:
         Like x, in channels-last layout.
     """
-    checks.require_shape("x", x, ("B", "C", "H", "W"))
-    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    checks.require_shape("update", update, tuple(x.shape))
-    checks.require_same("update", update, "x", x)
-    _require_channels(x, bias=bias)
+    checks.require_floats("x", x, ("B", "C", "H", "W"), strided=True)
+    checks.require_same("x", x, tuple(x.shape), update=update)
+    checks.require_typed("x", x, (x.shape[1],), bias=bias)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import add_residual_into
 
@@ -173,8 +171,8 @@ def _dense(vector: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _require_features(x: torch.Tensor, groups: int) -> None:
-    checks.require_shape("x", x, ("B", "C", "T", "H", "W") if x.ndim == 5 else ("B", "C", "H", "W"))
-    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    shape = ("B", "C", "T", "H", "W") if x.ndim == 5 else ("B", "C", "H", "W")
+    checks.require_floats("x", x, shape, strided=True)
     if groups < 1 or x.shape[1] % groups:
         raise ShapeError(f"groups must divide the {x.shape[1]} channels of x, got {groups}")
 
@@ -183,19 +181,8 @@ def _require_maps(x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tens
     """Raise unless each of their pixels counts for a square of x."""
     if scale is None or shift is None:
         raise ShapeError("scale and shift must be given together, got one")
-    checks.require_shape("scale", scale, (*x.shape[:3], "H / n", "W / n"))
-    checks.require_shape("shift", shift, tuple(scale.shape))
-    for name, each in (("scale", scale), ("shift", shift)):
-        checks.require_device(name, each, "x", x)
+    checks.require_typed("x", x, (*x.shape[:3], "H / n", "W / n"), scale=scale)
+    checks.require_typed("x", x, tuple(scale.shape), shift=shift)
     times, rows, columns = x.shape[3] // scale.shape[3], scale.shape[3], scale.shape[4]
     if (rows * times, columns * times) != tuple(x.shape[3:]):
         raise ShapeError(f"scale must divide the height and width of x by one number, got {list(scale.shape)}")
-
-
-def _require_channels(x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
-    """Raises unless each vector has one number a channel, on the device of x."""
-    for name, vector in vectors.items():
-        if vector is not None:
-            checks.require_shape(name, vector, (x.shape[1],))
-            if vector.device != x.device:
-                raise ShapeError(f"{name} must be on {x.device}, as x is, got {vector.device}")

@@ -56,15 +56,8 @@ def pixel_norm(
     batch, channels = x.shape[:2]
     if (shift is None) != (scale is None):
         raise ShapeError("shift and scale must be given together, got one; pass zeros for the other")
-    for name, vector, shape in (
-        ("weight", weight, (channels,)),
-        ("shift", shift, (batch, channels)),
-        ("scale", scale, (batch, channels)),
-        ("input_bias", input_bias, (channels,)),
-    ):
-        if vector is not None:
-            checks.require_shape(name, vector, shape)
-            checks.require_device(name, vector, "x", x)
+    checks.require_typed("x", x, (channels,), weight=weight, input_bias=input_bias)
+    checks.require_typed("x", x, (batch, channels), shift=shift, scale=scale)
     out = _padded(x, before, after, border)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.pixel_norm import pixel_norm_into
@@ -118,8 +111,7 @@ def _pad_into(out: torch.Tensor, x: torch.Tensor, before: int, border: int, refl
 
 
 def _require_video(x: torch.Tensor, before: int, after: int, border: int, reflect: bool) -> None:
-    checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
-    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    checks.require_floats("x", x, ("B", "C", "T", "H", "W"), strided=True)
     if min(before, after, border) < 0:
         raise ShapeError(f"before, after and border must be at least 0, got {before}, {after} and {border}")
     if reflect and border >= min(x.shape[3:]):

@@ -37,8 +37,7 @@ def single_head_attention(
     checks.require_floats("query", query, ("B", "S", "D"))
     batch, _, features = query.shape
     checks.require_floats("key", key, ("B", "K", "D"))
-    for name, given in (("key", key), ("value", value)):
-        checks.require_like(name, given, (batch, key.shape[1], features), "query", query)
+    checks.require_like("query", query, (batch, key.shape[1], features), key=key, value=value)
     is_wide = features > WIDEST_FLASH and query.dtype != torch.float32
     if resolve_backend(backend, query) == "triton" and is_wide:
         return _by_products(query, key, value)

@@ -58,7 +58,7 @@ def classify_tiles(
     checks.require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
     checks.require_dtype("probabilities", probabilities, (torch.float32,))
     require_shares(critical, negligible)
-    checks.require_typed("valid_blocks", valid_blocks, (batch,), torch.int32, "probabilities", probabilities)
+    checks.require_typed("probabilities", probabilities, (batch,), torch.int32, valid_blocks=valid_blocks)
     start, stop, _ = always.indices(blocks)
     units = round(critical * (1 << SHARE_BITS)), round(negligible * (1 << SHARE_BITS))
     if resolve_backend(backend, probabilities) == "reference":

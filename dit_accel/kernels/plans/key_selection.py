@@ -49,13 +49,13 @@ def select_keys(
     """
     checks.require_floats("q", q, ("B", "Q", "H", "D"))
     batch, queries, heads, head_dim = q.shape
-    checks.require_like("k", k, (batch, "S", heads, head_dim), "q", q)
+    checks.require_like("q", q, (batch, "S", heads, head_dim), k=k)
     if not threshold > 0:
         raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
     checks.require_block(block)
     if group not in (1, *BLOCK_SIZES):
         raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
-    checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
+    checks.require_typed("q", q, (batch,), torch.int32, kv_len=kv_len)
     backend = resolve_backend(backend, q, {"triton": checks.triton_limit(head_dim)})
     row_bytes = block_count(k.shape[1], block) * block // 8
     # zeros, because kernels write no byte that has no valid key

@@ -63,9 +63,9 @@ def pooled_map(
         kv_len: int32 ``[B]``, valid keys of each sample; None = all. All queries are valid.
     """
     checks.require_floats("q", q, ("B", "S", "H", "D"))
-    checks.require_like("k", k, tuple(q.shape), "q", q)
+    checks.require_like("q", q, tuple(q.shape), k=k)
     checks.require_block(block)
-    checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)
+    checks.require_typed("q", q, (q.shape[0],), torch.int32, kv_len=kv_len)
     if resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1])}) == "reference":
         return _pooled_map_reference(q, k, block, kv_len)
     from dit_accel.kernels._triton.pooling import pooled_map_into

@@ -55,10 +55,8 @@ def select_tiles(
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
     if top_k is not None and not 0 < top_k <= 1:
         raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
-    for name, blocks_kept in (("rows", rows), ("columns", columns)):
-        checks.require_typed(
-            name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
-        )
+    of_blocks = tuple(probabilities.shape[:3])
+    checks.require_typed("probabilities", probabilities, of_blocks, torch.bool, rows=rows, columns=columns)
     blocks = probabilities.shape[-1]
     start, stop, _ = always.indices(blocks)
     units = tau_units(1 - top_k if tau is None else tau)
