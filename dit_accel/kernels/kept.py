@@ -23,12 +23,12 @@ class Capture:
 
     Args:
         held: values that it has read from caches.
-        made: values that it has made instead, by cache and key.
+        results: values that it has computed instead, by cache and key.
     """
 
     def __init__(self) -> None:
         self.held: list[Any] = []
-        self.made: dict[tuple[int, Hashable], Any] = {}
+        self.results: dict[tuple[int, Hashable], Any] = {}
 
 
 @contextmanager
@@ -70,11 +70,11 @@ class Kept(Generic[Value]):
         value, capture = self._values.get(key), _current()
         if value is not None:
             return hold(value)
-        if capture is not None and (id(self), key) in capture.made:
-            return capture.made[id(self), key]
+        if capture is not None and (id(self), key) in capture.results:
+            return capture.results[id(self), key]
         value = make()
         if capture is not None:
-            capture.made[id(self), key] = value
+            capture.results[id(self), key] = value
         elif not is_capturing():
             while len(self._values) >= self._most:
                 self._values.pop(next(iter(self._values)), None)

@@ -28,9 +28,9 @@ FIRST_PARTIAL_TILE = 2
 class _Tensors:
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, with those of masks and slices last."""
-        held = list(vars(self).values())
-        own = [value for value in held if isinstance(value, torch.Tensor)]
-        return own + [tensor for part in held if isinstance(part, _Tensors) for tensor in part.tensors()]
+        values = list(vars(self).values())
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        return tensors + [tensor for part in values if isinstance(part, _Tensors) for tensor in part.tensors()]
 
 
 @dataclass(frozen=True)

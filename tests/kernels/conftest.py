@@ -19,6 +19,12 @@ def is_refused(case: dict) -> bool:
     return (case["backend"], case["dtype"], DEVICE) == ("triton", torch.bfloat16, "cpu")
 
 
+def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor | float) -> None:
+    """Allow half a unit of the result's dtype, and float32 rounding of its ``terms``."""
+    allowed = 0.505 * torch.finfo(actual.dtype).eps * exact.abs() + 32 * torch.finfo(torch.float32).eps * terms
+    assert ((actual.double() - exact).abs() <= allowed).all()
+
+
 class Sparsity(NamedTuple):
     """Random symbols, the masks they were packed from and the plan they lower to."""
 

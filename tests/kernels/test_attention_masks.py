@@ -42,7 +42,7 @@ def either_backend(request, monkeypatch):
     return request.param.removesuffix("-long")
 
 
-@pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (190, 63)], ids=str)
+@pytest.mark.parametrize("lengths", [(130, 0), (190, 64)], ids=str)
 def test_masks_with_kv_len(lengths, either_backend, device, make_tensor, make_sparsity, assert_no_worse):
     """NaN in keys beyond ``kv_len`` has no effect in masked tiles either."""
     backend = either_backend

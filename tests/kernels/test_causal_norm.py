@@ -16,8 +16,8 @@ def test_normalises_behind_the_past(shape, known, has_bias, backend, dtype, make
     batch, channels, time, height, width = shape
     x, weight, bias = make_tensor(*shape, dtype=dtype), make_tensor(channels), make_tensor(channels)
     past = None if known is None else make_tensor(batch, channels, known, height, width, dtype=dtype)
-    given = {"input_bias": bias if has_bias else None, "backend": backend}
-    out, last = causal_norm(x.contiguous(memory_format=LAST), weight, past, **given)
+    options = {"input_bias": bias if has_bias else None, "backend": backend}
+    out, last = causal_norm(x.contiguous(memory_format=LAST), weight, past, **options)
     assert torch.equal(last, out[:, :, -2:]) and last.is_contiguous(memory_format=LAST)
     assert out.shape == (batch, channels, 2 + time, height, width) and out.is_contiguous(memory_format=LAST)
     kept = known or 0

@@ -1,4 +1,4 @@
-"""The three classes of each row: their sizes, their order, and the bits of every backend."""
+"""The three classes of bits_of_class row: their sizes, their order, and the bits of every backend."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_rows_fall_into_classes_by_rank(case, backend, device):
     bits = classify_tiles(
         probabilities.to(device), critical, negligible, always=always, valid_blocks=lengths, backend=backend
     )
-    classes = [unpack_bits(each.cpu(), blocks, backend="reference") for each in bits]
+    classes = [unpack_bits(bits_of_class.cpu(), blocks, backend="reference") for bits_of_class in bits]
     for b, h, i in torch.ones(probabilities.shape[:3]).nonzero().tolist():
         row = probabilities[b, h, i].tolist()
         expected = classes_by_definition(row, i, critical, negligible, always, valid[b])
@@ -57,4 +57,4 @@ def test_rows_fall_into_classes_by_rank(case, backend, device):
 
 def test_bits_beyond_the_last_block_are_0(backend, device):
     bits = classify_tiles(pooled(9).to(device), 0.2, 0.0, backend=backend)
-    assert all((each[..., 1] <= 1).all() for each in bits)
+    assert all((bits_of_class[..., 1] <= 1).all() for bits_of_class in bits)

@@ -50,7 +50,6 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     ),
     "linear_attention_backward": (kernels.linear_attention_backward, (Q, K, V, DO, SLA_PLAN), {"feature_map": "elu"}),
     "lower": (kernels.lower, (SYMBOLS,), {}),
-    "lower-masks-slices": (kernels.lower, (SLICED,), {"order": "head"}),
     "pack_bits": (kernels.pack_bits, (MAP > 0.2,), {}),
     "pooled_map": (kernels.pooled_map, (Q, K, BLOCK), {"kv_len": KV_LEN}),
 }

@@ -41,7 +41,7 @@ def make_rope(tokens, device, head_dim=HEAD_DIM):
 
 
 def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm_weight=None, rope=None):
-    """Check a NaN-poisoned output over the whole sequence, and one of x's own length."""
+    """Check a NaN-poisoned output over the whole sequence, and one of x's alone length."""
     plan, heads = sparsity.plan, sparsity.plan.heads
     stream = slice(offset, offset + x.shape[1])
     computed = sparsity.tokens_computed()
@@ -64,9 +64,9 @@ def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm
     if chosen.any():
         assert_no_worse(out[:, stream][chosen], exact[chosen], low[chosen])
 
-    own = gemm_q(x, weight, bias, plan, **options)
-    assert own.shape == (*x.shape[:2], *out.shape[2:])
-    assert torch.equal(own[chosen], out[:, stream][chosen])
+    alone = gemm_q(x, weight, bias, plan, **options)
+    assert alone.shape == (*x.shape[:2], *out.shape[2:])
+    assert torch.equal(alone[chosen], out[:, stream][chosen])
 
 
 @every_pair(is_refused, case=CASES, fusion=FUSIONS, **IMPLEMENTED)
@@ -88,7 +88,7 @@ def test_whole_heads_of_full_size(head_dim, backend, dtype, device, make_tensor,
 
 @pytest.mark.parametrize("seam", [0, 30, 64, 100, 399])
 def test_two_streams_share_the_block_at_the_seam(seam, backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """Text and vision have their own weights; the seam may cut a block anywhere."""
+    """Text and vision have their alone weights; the seam may cut a block anywhere."""
     sparsity = make_sparsity(2, 2, 400)
     rope, norm_weight = make_rope(400, device), make_tensor(HEAD_DIM)
     for offset, length in ((0, seam), (seam, 400 - seam)):

@@ -27,9 +27,9 @@ def assert_close(actual, expected, dtype):
 def test_normalises_groups(shape, silu, has_bias, backend, dtype, make_tensor):
     x, channels = make_tensor(*shape, dtype=dtype) * 3 + 1, shape[1]
     weight, bias, input_bias = (make_tensor(channels, dtype=dtype) for _ in range(3))
-    given = {"groups": 8, "eps": 1e-6, "silu": silu, "input_bias": input_bias if has_bias else None}
-    out = group_norm(x.contiguous(memory_format=LAST), weight, bias, **given, backend=backend)
-    assert_close(out, exact(x, weight, bias, *given.values()), dtype)
+    options = {"groups": 8, "eps": 1e-6, "silu": silu, "input_bias": input_bias if has_bias else None}
+    out = group_norm(x.contiguous(memory_format=LAST), weight, bias, **options, backend=backend)
+    assert_close(out, exact(x, weight, bias, *options.values()), dtype)
 
 
 @every_pair(is_refused, shape=SHAPES | {"video": (2, 8, 3, 5, 7)}, **IMPLEMENTED)
@@ -45,10 +45,10 @@ def test_moments_of_groups(shape, backend, dtype, make_tensor):
 
 def test_a_norm_takes_other_moments(backend, make_tensor):
     x, weight, bias = make_tensor(2, 8, 6, 5), make_tensor(8), make_tensor(8)
-    given = {"groups": 4, "eps": 1e-6, "input_bias": bias, "backend": backend}
+    options = {"groups": 4, "eps": 1e-6, "input_bias": bias, "backend": backend}
     moments = group_moments(x, groups=4, input_bias=bias, backend=backend)
-    rows = [group_norm(part, weight, bias, moments=moments, **given) for part in x.split(4, 2)]
-    assert (torch.cat(rows, 2) - group_norm(x, weight, bias, **given)).abs().max() < 1e-5
+    rows = [group_norm(part, weight, bias, moments=moments, **options) for part in x.split(4, 2)]
+    assert (torch.cat(rows, 2) - group_norm(x, weight, bias, **options)).abs().max() < 1e-5
 
 
 def test_a_mean_far_from_zero_costs_no_digits(backend, make_tensor):
@@ -87,11 +87,11 @@ def test_videos_get_a_border_of_repeated_pixels(padding, times, backend, dtype, 
     out = group_norm(x, weight, bias, scale, shift, groups=4, eps=1e-6, **padding, backend=backend)
     whole = exact(x.flatten(2, 3), weight, bias, 4, 1e-6, False, None).unflatten(2, x.shape[2:4])
     if times is not None:
-        of_pixels = (each.double().repeat_interleave(times, 3).repeat_interleave(times, 4) for each in (scale, shift))
+        of_pixels = (y.double().repeat_interleave(times, 3).repeat_interleave(times, 4) for y in (scale, shift))
         whole = whole * next(of_pixels) + next(of_pixels)
     whole = F.silu(whole)
     frames, before, border = padding.get("frames", slice(0, 5)), padding.get("before", 0), padding.get("border", 0)
-    places = [max(each, 0) for each in range(frames.start - before, frames.stop)]
+    places = [max(frame, 0) for frame in range(frames.start - before, frames.stop)]
     expected = F.pad(whole[:, :, places], (border,) * 4 + (0, 0), mode="replicate")
     assert out.shape == expected.shape and out.is_contiguous(memory_format=torch.channels_last_3d)
     assert ((out.double() - expected).abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 2e-5).all()

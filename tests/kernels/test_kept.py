@@ -9,10 +9,10 @@ from dit_accel.kernels.kept import Kept, capturing, hold, is_capturing
 
 
 def test_a_value_is_made_once_and_the_oldest_goes():
-    kept, made = Kept(2), []
+    kept, values = Kept(2), []
     for key in ("a", "b", "a", "c", "a"):
-        kept.get(key, lambda key=key: made.append(key) or key)
-    assert made == ["a", "b", "c", "a"]
+        kept.get(key, lambda key=key: values.append(key) or key)
+    assert values == ["a", "b", "c", "a"]
 
 
 def test_what_a_capture_makes_stays_with_the_capture():
@@ -29,9 +29,9 @@ def test_what_a_capture_makes_stays_with_the_capture():
 def test_caches_of_a_capture_share_no_keys():
     first, second = Kept(4), Kept(4)
     with capturing():
-        made = [kept.get("a", lambda: torch.zeros(1)) for kept in (first, second)]
-        assert made[0] is not made[1] and all(
-            kept.get("a", list) is each for kept, each in zip((first, second), made, strict=True)
+        values = [kept.get("a", lambda: torch.zeros(1)) for kept in (first, second)]
+        assert values[0] is not values[1] and all(
+            kept.get("a", list) is value for kept, value in zip((first, second), values, strict=True)
         )
 
 
@@ -63,4 +63,4 @@ def test_a_capture_within_another_ends_alone():
         with capturing() as inner:
             assert kept.get("a", lambda: torch.ones(1)) is not mine
         assert kept.get("a", lambda: torch.ones(1)) is mine
-    assert outer.made.keys() == inner.made.keys()
+    assert outer.results.keys() == inner.results.keys()

@@ -5,7 +5,7 @@ import math
 import torch
 
 from dit_accel.kernels import norm_rope, norm_rope_pair
-from tests.kernels.conftest import BACKENDS, IMPLEMENTED, is_refused
+from tests.kernels.conftest import BACKENDS, IMPLEMENTED, assert_rounded_once, is_refused
 from tests.pairs import every_pair
 
 WEIGHTS = {"per-head": lambda heads, dim: dim, "across-heads": lambda heads, dim: heads * dim, "no-norm": None}
@@ -39,20 +39,15 @@ def exact_norm_rope(x, weight, rope, eps):
     return y
 
 
-def assert_rounded_once(actual, exact, dtype):
-    allowed = 0.505 * torch.finfo(dtype).eps * exact.abs() + 64 * torch.finfo(torch.float32).eps * exact.abs().max()
-    assert ((actual.double() - exact).abs() <= allowed).all()
-
-
 @every_pair(is_refused, size=((3, 16), (4, 64)), length=WEIGHTS, rotated=(True, False), **IMPLEMENTED)
 def test_norm_and_rotation(size, length, rotated, backend, dtype, make_tensor):
     heads, head_dim = size
     x = make_tensor(2, 5, heads, head_dim, dtype=dtype) * 2
     weight = None if length is None else make_tensor(length(heads, head_dim), dtype=dtype)
     rope = (make_tensor(5, head_dim), make_tensor(5, head_dim)) if rotated else None
-    actual = norm_rope(x, weight, rope, eps=1e-5, backend=backend)
+    actual, expected = norm_rope(x, weight, rope, eps=1e-5, backend=backend), exact_norm_rope(x, weight, rope, 1e-5)
     assert actual.dtype == dtype
-    assert_rounded_once(actual, exact_norm_rope(x, weight, rope, 1e-5), dtype)
+    assert_rounded_once(actual, expected, 2 * expected.abs().max())
 
 
 HALVES = {  # batch and heads of the tables, and the features apart, of 16
@@ -71,9 +66,10 @@ def test_halves_of_a_head_are_rotated(length, sizes, backend, dtype, make_tensor
         weight = make_tensor(length(3, 16), dtype=dtype)
     rope = tuple(make_tensor(batch, heads, 5, 2 * half).transpose(1, 2)[..., :half] for _ in range(2))
     expected = exact_norm_rope(x, weight, rope, 1e-5)
-    assert_rounded_once(norm_rope(x, weight, rope, eps=1e-5, backend=backend), expected, dtype)
-    for out in norm_rope_pair(x, x.clone(), (weight, weight), rope, eps=1e-5, backend=backend):
-        assert_rounded_once(out, expected, dtype)
+    pair = norm_rope_pair(x, x.clone(), (weight, weight), rope, eps=1e-5, backend=backend)
+    for out in (norm_rope(x, weight, rope, eps=1e-5, backend=backend), *pair):
+        assert out.dtype == dtype
+        assert_rounded_once(out, expected, 2 * expected.abs().max())
 
 
 def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):

@@ -54,8 +54,8 @@ def test_normalises_and_pads(shape, padding, is_modulated, backend, dtype, make_
     x = make_tensor(*shape, dtype=dtype)
     shift, scale = (make_tensor(batch, channels, dtype=dtype) if is_modulated else None for _ in range(2))
     bias = make_tensor(channels) if is_modulated else None
-    given = {"eps": 1e-3, "input_bias": bias, "backend": backend, **padding}
-    out = pixel_norm(x.contiguous(memory_format=LAST), None, shift, scale, **given)
+    options = {"eps": 1e-3, "input_bias": bias, "backend": backend, **padding}
+    out = pixel_norm(x.contiguous(memory_format=LAST), None, shift, scale, **options)
     expected = F.silu(exact_pad(exact_norm(x, None, shift, scale, bias, 1e-3), **padding))
     assert out.shape == expected.shape and out.is_contiguous(memory_format=LAST)
     assert is_close(out, expected)

@@ -68,7 +68,7 @@ def test_product_is_that_of_the_rounded(backend, dtype, biased, shape, make_tens
     batch, tokens, channels, columns = shape
     x, weight = make_tensor(batch, tokens, channels), make_tensor(columns, channels)
     bias = make_tensor(columns) if biased else None
-    rows, weights = (quantize_rows(each, dtype=dtype, backend="reference") for each in (x, weight))
+    rows, weights = (quantize_rows(y, dtype=dtype, backend="reference") for y in (x, weight))
     exact = F.linear(dequantized(*rows).double(), dequantized(*weights).double())
     exact = exact if bias is None else exact + bias.double()
     product = quantized_linear(*rows, *weights, bias, out_dtype="float32", backend=backend)

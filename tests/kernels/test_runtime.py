@@ -1,6 +1,8 @@
 """The CUDA runtime on a machine without a GPU: its disk cache, its arguments and its errors."""
 
 import ctypes
+import shutil
+import subprocess
 import types
 
 import pytest
@@ -11,6 +13,14 @@ from dit_accel.kernels import backend_status
 from dit_accel.kernels._cuda import runtime
 from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
 from dit_accel.kernels.backends import resolve_backend
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize("source", sorted(runtime.SOURCES.glob("*.cu")), ids=lambda path: path.stem)
+def test_sources_compile_without_a_warning(source, tmp_path):
+    flags = ["-cubin", "-std=c++17", "-Werror", "all-warnings", "-gencode", "arch=compute_90a,code=sm_90a"]
+    run = subprocess.run(["nvcc", *flags, "-o", tmp_path / "out", source], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.fixture

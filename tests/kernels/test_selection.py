@@ -181,12 +181,12 @@ def test_backends_agree_at_full_size(blocks, make_map, make_flags):
     probabilities = make_map(1, 3, blocks)
     expected = select_tiles(probabilities, 0.3, always=slice(0, 2), backend="reference")
     rows_kept, columns_kept = make_flags(1, 3, blocks), make_flags(1, 3, blocks)
-    judged = {"tau": 0.3}, {"tau": None, "top_k": 0.2}
+    choices = {"tau": 0.3}, {"tau": None, "top_k": 0.2}
     text, vision = slice(0, 4), slice(4, blocks)
     rows = select_rows(probabilities, 0.5, text=text, vision=vision, backend="reference")
     assert torch.equal(select_tiles(probabilities, 0.3, always=slice(0, 2), backend="triton"), expected)
-    for each in judged:
-        options = {"rows": rows_kept, "columns": columns_kept, **each}
+    for choice in choices:
+        options = {"rows": rows_kept, "columns": columns_kept, **choice}
         same = select_tiles(probabilities, backend="triton", **options)
         assert torch.equal(same, select_tiles(probabilities, backend="reference", **options))
     other = select_rows(probabilities, 0.5, text=text, vision=vision, backend="triton")

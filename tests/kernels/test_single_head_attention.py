@@ -22,7 +22,7 @@ def exact(query, key, value):
     return scores.softmax(-1) @ value.double()
 
 
-def given(shape, dtype, make_tensor):
+def make_qkv(shape, dtype, make_tensor):
     batch, queries, keys, features = shape
     return [make_tensor(batch, tokens, features, dtype=dtype) for tokens in (queries, keys, keys)]
 
@@ -35,14 +35,14 @@ def assert_close(out, expected):
 
 @every_pair(is_refused, shape=SHAPES, **IMPLEMENTED)
 def test_attends(shape, backend, dtype, make_tensor):
-    qkv = given(shape, dtype, make_tensor)
+    qkv = make_qkv(shape, dtype, make_tensor)
     assert_close(single_head_attention(*qkv, backend=backend), exact(*qkv))
 
 
 @every_pair(is_refused, **IMPLEMENTED)
 def test_large_scores(backend, dtype, make_tensor):
     """Some weights are 0 and 1."""
-    query, key, value = given(SHAPES["wide"], dtype, make_tensor)
+    query, key, value = make_qkv(SHAPES["wide"], dtype, make_tensor)
     assert_close(single_head_attention(30 * query, key, value, backend=backend), exact(30 * query, key, value))
 
 
@@ -57,5 +57,5 @@ def test_many_equal_weights_keep_their_sum(make_tensor):
 def test_some_queries_at_a_time(make_tensor, monkeypatch):
     """The last ones are fewer; strided tensors."""
     monkeypatch.setattr(sys.modules[single_head_attention.__module__], "SCORES", 70 * 32)
-    query, key, value = given((2, 70, 70, 3 * 320), torch.float16, make_tensor)[0].chunk(3, -1)
+    query, key, value = make_qkv((2, 70, 70, 3 * 320), torch.float16, make_tensor)[0].chunk(3, -1)
     assert_close(single_head_attention(query, key, value, backend="triton"), exact(query, key, value))

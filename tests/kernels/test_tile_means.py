@@ -29,9 +29,9 @@ def naive(q, k, v, sparsity, kv_len):
         keys, values = [], []
         for tile in range(sparsity.plan.blocks):
             end = tokens if kv_len is None else int(kv_len[b])
-            own = slice(tile * block, min((tile + 1) * block, end))
-            for made, x in ((keys, k[b, h, own]), (values, v[b, h, own])):
-                made.append(x if sparsity.tiles[b, h, row, tile] else x.mean(0, keepdim=True).expand(len(x), -1))
+            of_tile = slice(tile * block, min((tile + 1) * block, end))
+            for parts, x in ((keys, k[b, h, of_tile]), (values, v[b, h, of_tile])):
+                parts.append(x if sparsity.tiles[b, h, row, tile] else x.mean(0, keepdim=True).expand(len(x), -1))
         rows = slice(row * block, (row + 1) * block)
         scores = q[b, h, rows] @ torch.cat(keys).T * q.shape[-1] ** -0.5
         out[b, h, rows], lse[b, h, rows] = scores.softmax(-1) @ torch.cat(values), scores.logsumexp(-1)
@@ -49,13 +49,13 @@ def test_means_equal_blocks_of_equal_keys(make_sparsity, case, lengths, backend)
     q, k, v = (torch.randn(shape, generator=generator).to(DEVICE) for _ in range(3))
     kv_len = torch.tensor([case["tokens"] - 37] * case["batch"], dtype=torch.int32, device=DEVICE) if lengths else None
     out = torch.full_like(q, torch.nan)
-    made, lse = attention(
+    out_with_means, lse = attention(
         q, k, v, sparsity.plan, kv_len=kv_len, tile_means=True, return_lse=True, out=out, backend=backend
     )
     expected, expected_lse = naive(q, k, v, sparsity, kv_len)
     computes = sparsity.rows.repeat_interleave(sparsity.plan.block, 2)[..., : case["tokens"]].transpose(1, 2)
     expected[~computes] = torch.nan
-    torch.testing.assert_close(made, expected.float(), atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(out_with_means, expected.float(), atol=1e-5, rtol=1e-5, equal_nan=True)
     torch.testing.assert_close(lse, expected_lse.float(), atol=1e-4, rtol=1e-4)
 
 
@@ -66,9 +66,9 @@ def test_query_heads_share_the_means_of_their_keys(make_sparsity, backend):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 200, 64, generator=generator).to(DEVICE, torch.float16).transpose(1, 2)
     k, v = (torch.randn(1, 200, 2, 64, generator=generator).to(DEVICE, torch.float16) for _ in range(2))
-    made = attention(q, k, v, sparsity.plan, tile_means=True, out=torch.zeros_like(q), backend=backend)
+    out_with_means = attention(q, k, v, sparsity.plan, tile_means=True, out=torch.zeros_like(q), backend=backend)
     expected, _ = naive(q, k, v, sparsity, None)
-    torch.testing.assert_close(made.float(), expected.float(), atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(out_with_means.float(), expected.float(), atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -84,5 +84,5 @@ def test_keys_that_are_their_mean_cost_nothing(backend):
         lower(SparseSymbols(every_row, pack_bits(tiles), heads=2, tokens=tokens, block=block))
         for tiles in (kept, torch.ones_like(kept))
     )
-    made = attention(q, k, v, few, tile_means=True, backend=backend)
-    torch.testing.assert_close(made, attention(q, k, v, every, backend=backend), atol=1e-5, rtol=1e-5)
+    out_with_means = attention(q, k, v, few, tile_means=True, backend=backend)
+    torch.testing.assert_close(out_with_means, attention(q, k, v, every, backend=backend), atol=1e-5, rtol=1e-5)

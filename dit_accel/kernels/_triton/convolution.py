@@ -92,7 +92,7 @@ def _convolve(
 
 def _config(x: torch.Tensor, outputs: int) -> dict[str, int]:
     channels, is_half = x.shape[1], x.element_size() == 2
-    depth = next(each for each in (64, 32, 16) if channels % each == 0 and (is_half or each < 64))
+    depth = next(tile for tile in (64, 32, 16) if channels % tile == 0 and (is_half or tile < 64))
     pairs = ((128, 64), (64, 32), (128, 0), (64, 0), (32, 0))
     first, second = next(pair for pair in pairs if outputs % sum(pair) == 0)
     pixels = 128 if is_half and first + second == 192 else 256  # 192 columns fill the registers of four warps

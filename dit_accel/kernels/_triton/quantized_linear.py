@@ -59,8 +59,8 @@ def _quantize_rows(
     if HAS_X:
         feature = tl.arange(0, FEATURES)
         inside = feature < width
-        own = _turn(tl.load(x + row * x_row + feature, inside, other=0.0), FEATURES, TURNED)
-        maximum = tl.max(tl.abs(own), 0)
+        turned = _turn(tl.load(x + row * x_row + feature, inside, other=0.0), FEATURES, TURNED)
+        maximum = tl.max(tl.abs(turned), 0)
     if HAS_GELU:
         gelu_feature = tl.arange(0, GELU_FEATURES)
         gelu_inside = gelu_feature < gelu_width
@@ -69,7 +69,7 @@ def _quantize_rows(
         maximum = tl.maximum(maximum, tl.max(tl.abs(active), 0))
     scale = tl.maximum(maximum / largest, smallest)
     if HAS_X:
-        _store(values + feature, own * (1.0 / scale), inside)
+        _store(values + feature, turned * (1.0 / scale), inside)
     if HAS_GELU:
         _store(values + width + gelu_feature, active * (1.0 / scale), gelu_inside)
     tl.store(scales + row, scale)

@@ -66,8 +66,8 @@ def convolution(
     x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
     if residual is None:
         return F.conv3d(x, weight, bias, padding=zeros).contiguous(memory_format=LAST)
-    own = F.conv3d(x, weight, padding=zeros)
-    images = (each.contiguous(memory_format=LAST).transpose(1, 2).flatten(0, 1) for each in (residual, own))
+    convolved = F.conv3d(x, weight, padding=zeros)
+    images = (y.contiguous(memory_format=LAST).transpose(1, 2).flatten(0, 1) for y in (residual, convolved))
     added = add_residual(*images, bias, backend="reference" if backend == "reference" else "auto")
     return added.unflatten(0, (shape[0], shape[2])).transpose(1, 2)
 
@@ -103,18 +103,18 @@ def upsampled_convolution(
         return out
     rows, columns = shape[3] // 2, shape[4] // 2
     kernel = weight.flatten(0, 1).contiguous(memory_format=LAST)
-    made = F.conv3d(x.contiguous(memory_format=LAST), kernel)
-    for phase, own in enumerate(made.chunk(phases, 1)):
+    phases_of_input = F.conv3d(x.contiguous(memory_format=LAST), kernel)
+    for phase, pixels in enumerate(phases_of_input.chunk(phases, 1)):
         down, right = phase // 2 % 2, phase % 2
-        own = own[..., down : down + rows, right : right + columns]
+        pixels = pixels[..., down : down + rows, right : right + columns]
         if bias is not None:
-            own = own + bias[:, None, None, None]
+            pixels = pixels + bias[:, None, None, None]
         if phases == 4:
-            out[..., down::2, right::2] = own
+            out[..., down::2, right::2] = pixels
         elif phase < 4:  # of the repeated frames; the first one is not
-            out[:, :, 1::2, down::2, right::2] = own[:, :, 1:]
+            out[:, :, 1::2, down::2, right::2] = pixels[:, :, 1:]
         else:
-            out[:, :, ::2, down::2, right::2] = own
+            out[:, :, ::2, down::2, right::2] = pixels
     return out
 
 

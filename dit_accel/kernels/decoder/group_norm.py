@@ -101,25 +101,29 @@ def group_norm(
         start = 0 if frames is None else frames.start
         is_same = shape == tuple(x.shape) and scale is None and start == before
         padding = None if is_same else (start - before, border)
-        x, scale, shift = (
-            each if each is None else each.contiguous(memory_format=LAST[x.ndim]) for each in (x, scale, shift)
-        )
+        x, scale, shift = (y if y is None else y.contiguous(memory_format=LAST[x.ndim]) for y in (x, scale, shift))
         vectors = tuple(map(_dense, (weight, bias, input_bias)))
         group_norm_into(x, *vectors, moments.contiguous(), scale, shift, eps, silu, out, padding)
         return out
     values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
-    mean, variance = moments[..., None].unbind(2)  # [B, groups, 1]
-    normed = (values.reshape(*moments.shape[:2], -1) - mean) * torch.rsqrt(variance + eps)
-    normed = normed.view(x.shape) * _by_channel(weight, x) + _by_channel(bias, x)
-    if scale is not None:
-        scale, shift = (F.interpolate(each.float(), size=x.shape[2:]) for each in (scale, shift))
-        normed = normed * scale + shift
-    made = (F.silu(normed) if silu else normed).to(x.dtype)
+    normed = _normed(values, weight, bias, scale, shift, eps, moments)
+    result = (F.silu(normed) if silu else normed).to(x.dtype)
     if x.ndim == 5:
         frames = frames or slice(0, x.shape[2])
         place = torch.arange(frames.start - before, frames.stop, device=x.device).clamp(min=0)
-        made = F.pad(made.index_select(2, place), (border, border, border, border, 0, 0), mode="replicate")
-    return made.contiguous(memory_format=LAST[x.ndim])
+        result = F.pad(result.index_select(2, place), (border, border, border, border, 0, 0), mode="replicate")
+    return result.contiguous(memory_format=LAST[x.ndim])
+
+
+def _normed(x, weight, bias, scale, shift, eps, moments) -> torch.Tensor:
+    """Normalise and modulate float32 features."""
+    mean, variance = moments[..., None].unbind(2)  # [B, groups, 1]
+    normed = (x.reshape(*moments.shape[:2], -1) - mean) * torch.rsqrt(variance + eps)
+    normed = normed.view(x.shape) * _by_channel(weight, x) + _by_channel(bias, x)
+    if scale is not None:
+        scale, shift = (F.interpolate(y.float(), size=x.shape[2:]) for y in (scale, shift))
+        normed = normed * scale + shift
+    return normed
 
 
 @eager_op
@@ -142,7 +146,7 @@ def add_residual(
         from dit_accel.kernels._triton.group_norm import add_residual_into
 
         out = _empty(x)
-        images = (each.contiguous(memory_format=LAST[4]) for each in (x, update))
+        images = (y.contiguous(memory_format=LAST[4]) for y in (x, update))
         add_residual_into(*images, bias, out)
         return out
     total = x.float() + update.float()

@@ -62,7 +62,7 @@ def pixel_norm(
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.pixel_norm import pixel_norm_into
 
-        vectors = tuple(each if each is None else each.contiguous() for each in (weight, shift, scale, input_bias))
+        vectors = tuple(y if y is None else y.contiguous() for y in (weight, shift, scale, input_bias))
         pixel_norm_into(x.contiguous(memory_format=LAST), vectors, eps, before, border, reflect, silu, out)
         return out
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
@@ -71,7 +71,7 @@ def pixel_norm(
     if weight is not None:
         y = y * weight.float()[:, None, None, None]
     if shift is not None:
-        shift, scale = (each.float()[:, :, None, None, None] for each in (shift, scale))
+        shift, scale = (y.float()[:, :, None, None, None] for y in (shift, scale))
         y = y * (1 + scale) + shift
     _pad_into(out, F.silu(y) if silu else y, before, border, reflect)
     return out

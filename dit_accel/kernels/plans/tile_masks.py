@@ -51,7 +51,7 @@ def symbols_from_mask(
         batch, heads: B and H; None = the mask's own.
     """
     checks.require_dtype("mask", mask, (torch.bool,))
-    batch, heads = (own if asked is None else asked for own, asked in zip(mask.shape, (batch, heads), strict=False))
+    batch, heads = (size if count is None else count for size, count in zip(mask.shape, (batch, heads), strict=False))
     tokens = mask.shape[-1]
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or mask.shape[2] != tokens or tokens == 0:
