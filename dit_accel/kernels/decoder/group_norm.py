@@ -87,8 +87,7 @@ def group_norm(
     _require_features(x, groups)
     if x.ndim == 4 and (before or border or frames is not None or scale is not None):
         raise ShapeError("before, border, frames and scale need x of shape [B, C, T, H, W], got an image")
-    if scale is not None or shift is not None:
-        _require_maps(x, scale, shift)
+    _require_maps(x, scale, shift)
     checks.require_typed("x", x, (x.shape[1],), weight=weight, bias=bias, input_bias=input_bias)
     checks.require_typed("x", x, (x.shape[0], groups, 2), torch.float32, moments=moments)
     if moments is None:
@@ -102,11 +101,10 @@ def group_norm(
         is_same = shape == tuple(x.shape) and scale is None and start == before
         padding = None if is_same else (start - before, border)
         x, scale, shift = (y if y is None else y.contiguous(memory_format=LAST[x.ndim]) for y in (x, scale, shift))
-        vectors = tuple(map(_dense, (weight, bias, input_bias)))
+        vectors = map(_dense, (weight, bias, input_bias))
         group_norm_into(x, *vectors, moments.contiguous(), scale, shift, eps, silu, out, padding)
         return out
-    values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
-    normed = _normed(values, weight, bias, scale, shift, eps, moments)
+    normed = _normed(x, input_bias, weight, bias, scale, shift, eps, moments)
     result = (F.silu(normed) if silu else normed).to(x.dtype)
     if x.ndim == 5:
         frames = frames or slice(0, x.shape[2])
@@ -115,10 +113,10 @@ def group_norm(
     return result.contiguous(memory_format=LAST[x.ndim])
 
 
-def _normed(x, weight, bias, scale, shift, eps, moments) -> torch.Tensor:
-    """Normalise and modulate float32 features."""
+def _normed(x, input_bias, weight, bias, scale, shift, eps, moments) -> torch.Tensor:
+    values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
     mean, variance = moments[..., None].unbind(2)  # [B, groups, 1]
-    normed = (x.reshape(*moments.shape[:2], -1) - mean) * torch.rsqrt(variance + eps)
+    normed = (values.reshape(*moments.shape[:2], -1) - mean) * torch.rsqrt(variance + eps)
     normed = normed.view(x.shape) * _by_channel(weight, x) + _by_channel(bias, x)
     if scale is not None:
         scale, shift = (F.interpolate(y.float(), size=x.shape[2:]) for y in (scale, shift))
@@ -182,7 +180,9 @@ def _require_features(x: torch.Tensor, groups: int) -> None:
 
 
 def _require_maps(x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> None:
-    """Raise unless each of their pixels counts for a square of x."""
+    """Raise unless both or neither came, and each of their pixels counts for a square of x."""
+    if scale is None and shift is None:
+        return
     if scale is None or shift is None:
         raise ShapeError("scale and shift must be given together, got one")
     checks.require_typed("x", x, (*x.shape[:3], "H / n", "W / n"), scale=scale)

@@ -22,7 +22,7 @@ MUTANTS: list[Mutant] = table({
          "        _THREAD.capture = before\n", "        _THREAD.capture = None\n")],
     "dit_accel/kernels/blocks/forecast.py": [
         ("doubles-summed-in-float32", "features in float64 are summed in float64", "tests/kernels/test_forecast.py",
-         "torch.promote_types(history[0].dtype, torch.float32)", "torch.float32")],
+         "torch.promote_types(first.dtype, torch.float32)", "torch.float32")],
     "dit_accel/kernels/attention/attention.py": [
         ("values-of-another-head", "query heads that share a key head read its values",
          "tests/kernels/test_attention_masks.py",
