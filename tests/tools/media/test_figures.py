@@ -98,7 +98,7 @@ def test_symbol_map_of_a_video_paints_the_frame_asked_for(tmp_path, is_swapped):
 
 @pytest.mark.parametrize(
     ("layers", "errors"),
-    [(1, [None]), (4, [0.0]), (57, [None, 0.1, 0.02])],
+    [(1, [None]), (4, [0.0]), (30, [None, 0.1, 0.02])],
     ids=["unmeasured", "exact", "measured"],
 )
 def test_every_run_can_be_drawn(tmp_path, layers, errors):

@@ -163,19 +163,19 @@ def test_the_file_is_a_preset_on_its_base(tmp_path, monkeypatch, base):
 def test_an_interrupted_tuning_goes_on(tmp_path):
     """After a stop at any run, the total number of runs and the result are the same as without a stop."""
     progress, phases = counting()
-    expected = tuned(progress=progress)
+    expected = tuned(progress=progress, evaluations=1)
     for after in (2, 7):
         state = tmp_path / str(after)
         interrupted, before = counting(after)
         with pytest.raises(Interrupt):
-            tuned(state=state, progress=interrupted)
+            tuned(state=state, progress=interrupted, evaluations=1)
         going_on, behind = counting()
-        result = tuned(state=state, progress=going_on)
+        result = tuned(state=state, progress=going_on, evaluations=1)
         assert len(before) - 1 + len(behind) == len(phases)
         assert (result.setting, result.held_out) == (expected.setting, expected.held_out)
         assert {path.suffix for path in state.iterdir()} == {".json", ".safetensors"}
     again, phases = counting()
-    tuned(state=state, progress=again)
+    tuned(state=state, progress=again, evaluations=1)
     assert phases == [], "a finished tuning needs no run"
 
 
@@ -224,7 +224,7 @@ def target_slack(evaluation) -> float:
 
 def test_an_unreachable_target_gives_the_closest(tmp_path):
     """Nothing is lost: the closest that was found is written, and its header says that it misses."""
-    result = tuned(target_psnr=99, evaluations=6)
+    result = tuned(target_psnr=99, evaluations=4)
     assert not result.met
     assert computed_fraction(result.held_out) < 1, "it saves something"
     taken = next(tried for tried in result.evaluations if tried.setting == result.setting)
