@@ -12,7 +12,7 @@ from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, hea
 from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, default_preset, load_preset, preset_names
-from dit_accel.presets.names import PLAIN
+from dit_accel.presets.loading import PLAIN
 from dit_accel.tools.advise.identify import identify
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts, unknown_words
 

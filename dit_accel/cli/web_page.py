@@ -25,7 +25,7 @@ from dit_accel.cli.web_form import (
 from dit_accel.cli.web_look import FACE
 from dit_accel.errors import DitAccelError
 from dit_accel.presets import Preset
-from dit_accel.presets.names import DEFAULT
+from dit_accel.presets.loading import DEFAULT
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playground, Wish
 

@@ -7,13 +7,11 @@ Read ``sections.py`` first: it has every key with its default and its meaning, a
 ``skip``. ``preset.py`` puts the sections together, checks them against each other, and has the table of keys that have
 no effect with others. ``loading.py`` reads presets by name or path and applies overrides, which ``keywords.py`` assigns
 to sections. ``section.py`` is the base class of sections, ``reading.py`` the bounded YAML reader, ``complaints.py`` the
-wording of errors. ``names.py`` chooses the video form of a name, and ``measured.py`` reads the measurements of shipped
-presets.
+wording of errors. ``measured.py`` reads the measurements of shipped presets.
 """
 
-from dit_accel.presets.loading import load_preset, preset_names, preset_path, preset_schema
+from dit_accel.presets.loading import default_preset, load_preset, preset_names, preset_path, preset_schema
 from dit_accel.presets.measured import MeasuredRun, measured
-from dit_accel.presets.names import default_preset
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule, Stages
 from dit_accel.presets.skip import Skip

@@ -11,12 +11,13 @@ from pydantic import ValidationError
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets.complaints import did_you_mean, explained
 from dit_accel.presets.keywords import merge, nested
-from dit_accel.presets.names import PLAIN
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.section import section_in
 from dit_accel.presets.skip import drop_foreign_keys
 
+DEFAULT = "balanced"
+PLAIN = ("quality", "balanced", "turbo")  # names for any pipeline; video pipelines get the video form
 LONGEST_CHAIN = 20  # presets in a chain of bases
 DECISIVE = ("forecast", "skip", "reuse", "blocks", "linear", "kernels")  # sections that change a target error's PSNR
 EQUIVALENT = {"kernels": {"attention", "gemm", "graphs"}}  # keys of them that do not
@@ -65,6 +66,15 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
     if "name" in values:
         raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; the file name is the preset's name")
     return _validated({**values, "name": name}, source=name)
+
+
+def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
+    """Return the argument of :func:`load_preset` for a pipeline that makes images or videos; None = `balanced`.
+
+    Only None and the plain names `quality`, `balanced` and `turbo` have a separate form for videos.
+    """
+    name = DEFAULT if preset is None else preset
+    return f"video-{name}" if is_video and name in PLAIN else name
 
 
 def preset_schema() -> dict[str, Any]:

@@ -69,35 +69,28 @@ class Preset(Section):
 
     def _idle_keys(self) -> dict[tuple[str, str], str]:
         """Return the sections and keys that have no effect, each with the reason and the remedy."""
-        level, control, order = self.forecast.level, self.schedule.control, self.forecast.order
-        dense = level != "head" and self.skip.steps != "all"
-        kernels = ("attention", "gemm", "qk_dtype")
+        level, adaptive = self.forecast.level, self.schedule.control == "adaptive"
+        runs_no_attention = level != "head" and self.skip.steps != "all"
+        records_nothing = level == "output" and not self.skip.keeps_residuals
+        repeats = level == "head" and self.forecast.order == 0
+        kernels, linear = ("attention", "gemm", "qk_dtype"), ("dtype", "exclude", "weights")
+        here, unrecorded = f"at level '{level}'", "at level 'output', where blocks record nothing"
+        unmeasured = "with control 'interval', which measures no errors"
+        of_heads = "as attention outputs are recorded at level 'head' only"
         table = (
-            (dense, "kernels", kernels, f"at level '{level}'", "set forecast.level to head, or skip.steps to all"),
-            (level != "output", "kernels", ["graphs"], f"at level '{level}'", "set forecast.level to output"),
-            (
-                *(level == "output" and control != "adaptive", "forecast", LOOP_KEYS),
-                *("with control 'interval', which measures no errors", "set schedule.control to adaptive"),
-            ),
-            (
-                *(level == "output" and not self.skip.keeps_residuals, "memory", ["history_dtype"]),
-                *("at level 'output', where blocks record nothing", "set forecast.level to layer"),
-            ),
-            (
-                *(level != "head", "memory", ["offload"]),
-                *("as attention outputs are recorded at level 'head' only", "set forecast.level to head"),
-            ),
-            (level == "head" and order == 0, "memory", ["offload"], "with order 0", "set forecast.order to 1"),
-            (
-                *(self.linear.dtype is None, "linear", ("dtype", "exclude", "weights")),
-                *("without a dtype", "set linear.dtype to int8 or float8"),
-            ),
-            (not self.stages.prompts, "stages", ["prompts_mib"], "without prompts", "set stages.prompts to true"),
-            (not self.stages.decode, "stages", ["share"], "without decode", "set stages.decode to true"),
+            (runs_no_attention, "kernels", kernels, here, "forecast.level to head, or skip.steps to all"),
+            (level != "output", "kernels", ["graphs"], here, "forecast.level to output"),
+            (level == "output" and not adaptive, "forecast", LOOP_KEYS, unmeasured, "schedule.control to adaptive"),
+            (records_nothing, "memory", ["history_dtype"], unrecorded, "forecast.level to layer"),
+            (level != "head", "memory", ["offload"], of_heads, "forecast.level to head"),
+            (repeats, "memory", ["offload"], "with order 0", "forecast.order to 1"),
+            (self.linear.dtype is None, "linear", linear, "without a dtype", "linear.dtype to int8 or float8"),
+            (not self.stages.prompts, "stages", ["prompts_mib"], "without prompts", "stages.prompts to true"),
+            (not self.stages.decode, "stages", ["share"], "without decode", "stages.decode to true"),
         )
         return {
-            (section, key): f"{where}: remove it, or {remedy}"
-            for holds, section, keys, where, remedy in table
+            (section, key): f"{where}: remove it, or set {change}"
+            for holds, section, keys, where, change in table
             if holds
             for key in keys
         }

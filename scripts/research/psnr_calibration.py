@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dit_accel.presets import load_preset
-from dit_accel.presets.names import default_preset
+from dit_accel.presets import default_preset, load_preset
 from dit_accel.tools.measure.tune.result import conformal
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "conditions.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dit_accel.errors import UnsupportedError, shown
 from dit_accel.presets import Preset
-from dit_accel.presets.names import PLAIN
+from dit_accel.presets.loading import PLAIN
 from dit_accel.tools.demo import demo_names, demo_path
 
 if TYPE_CHECKING:
