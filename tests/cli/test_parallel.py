@@ -77,12 +77,6 @@ def test_degrees_that_do_not_fit_say_what_would(processes, count, text, told):
     assert told in str(error.value)
 
 
-def test_what_several_processes_cannot_serve_is_refused(processes):
-    processes(2)
-    with pytest.raises(ArgumentError, match="compare: can't be used with --parallel ulysses=2"):
-        parse_degrees("ulysses=2", {"--offload": False, "--compare": True})
-
-
 @pytest.mark.parametrize("option", [("--compare",), ("--offload", "model")], ids=" ".join)
 def test_generate_refuses_what_several_processes_cannot_serve(run, processes, option):
     """Before a model is looked for."""

@@ -101,11 +101,10 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "unit"),
     [
-        (("compare", "-p", "a", "--presets", "turbo,quality", "--peers", "none"), "settings"),
         (("tune", "--prompts", "prompts.txt", "--target-psnr", "25", "--evaluations", "2"), "runs at most"),
         (("generate", "-p", "a", "--compare"), "runs"),
     ],
-    ids=["compare", "tune", "generate"],
+    ids=["tune", "generate"],
 )
 def test_commands_show_steps_and_what_is_left(run, model, tmp_path, monkeypatch, command, unit):
     """On a terminal each command shows a bar with both."""

@@ -56,7 +56,9 @@ def test_compare_writes_clips_and_agreeing_numbers(run, models, tmp_path):
 @pytest.mark.parametrize("suffix", [".mp4", ".gif"])
 def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path, suffix):
     """NAME-plain and NAME-compare have NAME's format, and the strip is an image; the videos keep their length."""
-    result = run("generate", "-p", "a", "-m", models / "hunyuan", *SMALL, "--compare", "-o", f"clip{suffix}")
+    result = run(
+        "generate", "-p", "a", "-m", models / "hunyuan", *SMALL, "--compare", "--repeats", 1, "-o", f"clip{suffix}"
+    )
     assert result.exit_code == 0, result.output
     names = {f"clip{kind}{suffix}" for kind in ("", "-plain", "-compare")}
     assert {path.name for path in tmp_path.iterdir()} == names | {"clip-strip.png"}
@@ -65,20 +67,11 @@ def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path
 
 def test_compare_serves_a_schedule_that_takes_two_steps_at_least(run, models, tmp_path):
     """Mochi's schedule divides by half the steps, also in the warm-up; balanced means its video form."""
-    size = ("--steps", 8, "--height", 112, "--width", 96, "--num-frames", 7)
+    size = ("--repeats", 1, "--steps", 8, "--height", 112, "--width", 96, "--num-frames", 7)
     result = run("generate", "-p", "a", "-m", models / "mochi", *size, "--compare", "-o", "m", "--json", "m.json")
     assert result.exit_code == 0, result.output
     assert len(read_clip(tmp_path / "m")) == len(read_clip(tmp_path / "m-plain")) == 7
     assert json.loads((tmp_path / "m.json").read_text())["preset"] == "video-balanced"
-
-
-def test_what_lies_beside_an_existing_folder_is_of_its_kind(run, models, tmp_path):
-    """NAME decides once: if the folder `run.1` exists, the others are folders too, whatever their suffix."""
-    (tmp_path / "run.1").mkdir()
-    result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--compare", "-o", "run.1")
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"run.1", "run-plain.1", "run-compare.1", "run-strip.png"}
-    assert len(read_clip(tmp_path / "run-plain.1")) == len(read_clip(tmp_path / "run-compare.1")) == FRAMES
 
 
 def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
@@ -133,13 +126,6 @@ def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model
     """A demo model that is guided by a second branch needs no --negative-prompt for that, and 1 switches it off."""
     arguments = call_arguments(tiny_pipeline("hunyuan"), model, options)
     assert {name: value for name, value in arguments.items() if name.endswith("_scale")} == scales
-
-
-def test_one_clip_without_output_is_an_mp4(run, models, tmp_path):
-    """--num-images 1 is every pipeline's default."""
-    result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--num-images", 1)
-    assert result.exit_code == 0, result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["output.mp4"]
 
 
 @pytest.mark.parametrize(

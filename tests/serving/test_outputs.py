@@ -124,6 +124,15 @@ def test_files_of_sound_are_files_of_the_run(tmp_path, name, holds, compare):
         medium.require_output(other / name, compare=compare, force=True)
 
 
+def test_what_lies_beside_an_existing_folder_is_of_its_kind(tmp_path):
+    """NAME decides once: if the folder `run.1` exists, the others are folders too, whatever their suffix."""
+    (tmp_path / "run.1").mkdir()
+    clip = np.zeros((5, 16, 16, 3), dtype=np.uint8)
+    Clips(8.0).write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "run.1")
+    assert {path.name for path in tmp_path.iterdir()} == {"run.1", "run-plain.1", "run-compare.1", "run-strip.png"}
+    assert len([*(tmp_path / "run-plain.1").iterdir()]) == len([*(tmp_path / "run-compare.1").iterdir()]) == 5
+
+
 def test_sides_of_a_comparison_have_their_own_sound(tmp_path):
     """NAME-compare has the accelerated side's."""
     clip, plain, fast = np.zeros((5, 16, 16, 3), dtype=np.uint8), torch.full((1, 99), 0.5), torch.full((1, 99), 0.25)

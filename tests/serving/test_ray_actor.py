@@ -3,14 +3,12 @@
 import asyncio
 import base64
 import io
-import json
 import os
 import sys
 import time
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -22,8 +20,6 @@ from dit_accel.serving.http.api import Limits
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from tests.rounding import equal_up_to_rounding
-from tests.tiny import tiny_pipeline
 
 ray = pytest.importorskip("ray")
 httpx = pytest.importorskip("httpx")
@@ -131,23 +127,6 @@ def made(answer):
 def process_of(answer):
     """The number of the process that made an image."""
     return int.from_bytes(Image.open(io.BytesIO(made(answer))).getpixel((0, 0)))
-
-
-def test_a_stream_of_an_actor_equals_a_run_in_this_process(cluster, tmp_path, run):
-    """It has every step, and the image."""
-    folder = tmp_path / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    with closing([start(folder)]) as workers:
-        assert workers[0].wait() == Loaded(None, None, ".png", None)
-        with serving(workers) as app:
-            (stream,) = ask(app, {"stream": True})
-    *steps, last = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: ")]
-    assert [content["step"] for content in steps] == [0, 1, 2, 3]
-    options = ("--prompt", "a fox", "--width", "32", "--height", "32", "--steps", "3", "--seed", "3")
-    result = run("generate", "--model", folder, "--preset", "none", *options, "--output", "fox.png")
-    assert result.exit_code == 0, result.output
-    streamed = Image.open(io.BytesIO(base64.b64decode(last["b64_json"])))
-    assert equal_up_to_rounding(np.asarray(streamed), np.asarray(Image.open(tmp_path / "fox.png")))
 
 
 def test_an_actor_that_dies_costs_no_request(simple, tmp_path, caplog):

@@ -320,27 +320,16 @@ def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
     assert whole == sent
 
 
-IDS = [
-    "%2e%2e",
-    "..%2f..%2fetc%2fpasswd",
-    "%00",
-    "video_",
-    "ü" * 500,
-    "%ff",
-    "'; --",
-    "00000000.mp4",
-    "\\",
-    "%0d%0a",
-]
+IDS = ["%2e%2e", "..%2f..%2fetc%2fpasswd", "%00", "video_", "ü" * 500, "%ff", "'; --", "00000000.mp4", "\\", "%0d%0a"]
 
 
-@pytest.mark.parametrize("wrong", IDS, ids=lambda wrong: ascii(wrong)[:20])
-def test_a_wrong_id_names_no_file(wrong):
+def test_a_wrong_id_names_no_file():
     """Every route answers 404, and no file is changed."""
 
     async def conversation(http, _):
         job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
-        paths = [f"{PATH}/{wrong}", f"{PATH}/{wrong}/content", f"{PATH}/{job['id']}/{wrong}"]
+        routes = [(f"/{wrong}", f"/{wrong}/content", f"/{job['id']}/{wrong}") for wrong in IDS]
+        paths = [PATH + path for route in routes for path in route]
         answers = [await http.request(method, path) for path in paths for method in ("GET", "DELETE")]
         return answers, await http.get(f"{PATH}/{job['id']}/content")
 
