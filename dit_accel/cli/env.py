@@ -36,10 +36,7 @@ def command(
     import dit_accel
     from dit_accel.kernels.backends import backend_status
 
-    rows = {
-        "dit-accel": dit_accel.__version__,
-        "python": f"{platform.python_version()} on {platform.platform()}",
-    }
+    rows = {"dit-accel": dit_accel.__version__, "python": f"{platform.python_version()} on {platform.platform()}"}
     for package in PACKAGES:
         try:
             rows[package] = version(package)

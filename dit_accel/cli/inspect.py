@@ -31,8 +31,7 @@ class InspectOptions(RunOptions):
     prompt: str = option("Text prompt of the image or video.", "--prompt", "-p", default=MISSING)
     output: Path = option("Folder to write into; created if missing.", "--output", "-o", default=MISSING)
     layer: str | None = option(
-        "Block whose computed parts are shown over the image; for presets of level head.",
-        show_default="the middle one",
+        "Block whose computed parts are shown over the image; for presets of level head.", show_default="the middle one"
     )
 
 

@@ -144,8 +144,7 @@ def preset_option(more: str = "") -> Any:
 def engine_option(processes: str) -> Any:
     """Field of the option ``--engine``; ``processes`` says what runs where without Ray."""
     return option(
-        f"Where {processes}, or on a Ray cluster (extra `ray`), at RAY_ADDRESS or started here.",
-        default="process",
+        f"Where {processes}, or on a Ray cluster (extra `ray`), at RAY_ADDRESS or started here.", default="process"
     )
 
 

@@ -117,12 +117,7 @@ def _require_float8(place: torch.device, precision: torch.dtype) -> None:
 
 def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
     """Quantise the linear layers in the blocks of each transformer with torchao, one layer at a time on ``place``."""
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int8WeightOnlyConfig,
-        PerRow,
-        quantize_,
-    )
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8WeightOnlyConfig, PerRow, quantize_
 
     from dit_accel.models import denoisers
     from dit_accel.models.beside.quantized_linears import block_linears
@@ -173,8 +168,7 @@ def resolve_model(model: str) -> str:
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(demo_names()) or "none in this installation"
         raise ArgumentError(
-            "model",
-            f"{shortened(model)} is not a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})",
+            "model", f"{shortened(model)} is not a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})"
         )
     return model
 

@@ -223,10 +223,7 @@ def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, tol
         (("--prompts", "x.txt"), "--output-dir: must name a folder"),
         (("-p", "a", "--output-dir", "out"), "--output-dir: needs --prompts"),
         (("-p", "a", "--batch-size", "2"), "--batch-size: needs --prompts"),
-        (
-            (*LINES, "--batch-size", "2", "--image", "x.png"),
-            "--batch-size: can't be used with --image",
-        ),
+        ((*LINES, "--batch-size", "2", "--image", "x.png"), "--batch-size: can't be used with --image"),
         *(
             (("--prompts", "x.txt", "--output-dir", "out", *option), f"{option[0]}: needs --prompt;")
             for option in (

@@ -35,11 +35,7 @@ def test_a_disturbed_time_changes_no_speedup():
 
 @pytest.mark.parametrize(
     ("whole", "repeats", "calls"),
-    [
-        (False, 1, 2 * STEPS),
-        (False, 3, 2 * STEPS + 2 * (PLAIN_STEPS + STEPS)),
-        (True, 3, 6 * STEPS),
-    ],
+    [(False, 1, 2 * STEPS), (False, 3, 2 * STEPS + 2 * (PLAIN_STEPS + STEPS)), (True, 3, 6 * STEPS)],
     ids=["once", "three", "whole"],
 )
 def test_plain_repeats_are_a_few_steps(whole, repeats, calls):

@@ -88,22 +88,14 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--output": Acts(("--output", "o.png"), {"files": {"o.png"}}),
         "--compare": Acts(
             ("--compare",),
-            {
-                "files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"},
-                "repeats": 3,
-                "whole": False,
-            },
+            {"files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"}, "repeats": 3, "whole": False},
         ),
         "--plot": Acts(("--plot", "p.svg"), {"files": {"output-2.png", "p.svg"}}),
         "--json": Acts(("--json", "j.json"), {"files": {"output-2.png", "j.json"}}),
         "--force": Acts(("--force",), {"files": {"output.png"}}),
         "--repeats": Acts(
             ("--compare", "--repeats", 5),
-            {
-                "files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"},
-                "repeats": 5,
-                "whole": False,
-            },
+            {"files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"}, "repeats": 5, "whole": False},
         ),
         "--parallel": "tests/cli/test_parallel.py::test_the_pipeline_is_shared_as_asked",
         "--prompts": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",

@@ -44,11 +44,7 @@ def processes(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "text", "degrees"),
-    [
-        (1, None, {}),
-        (2, "ulysses=2", {"ulysses": 2}),
-        (4, "ulysses=2, branches=2", {"ulysses": 2, "branches": 2}),
-    ],
+    [(1, None, {}), (2, "ulysses=2", {"ulysses": 2}), (4, "ulysses=2, branches=2", {"ulysses": 2, "branches": 2})],
     ids=["alone", "tokens", "both"],
 )
 def test_degrees_that_fit(processes, count, text, degrees):

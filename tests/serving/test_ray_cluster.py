@@ -11,8 +11,7 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.mark.parametrize(
-    ("device", "actors", "places"),
-    [(None, None, ("cuda", 4)), (None, 2, ("cuda", 2)), ("cpu", 8, ("cpu", 8))],
+    ("device", "actors", "places"), [(None, None, ("cuda", 4)), (None, 2, ("cuda", 2)), ("cpu", 8, ("cpu", 8))]
 )
 def test_gpus_are_taken_where_there_are_some(device, actors, places):
     assert ray_cluster.places({"CPU": 64.0, "GPU": 4.0}, device, actors) == places
