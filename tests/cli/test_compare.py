@@ -87,21 +87,6 @@ def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeyp
     assert warmup.prompt not in [each.prompt for each in prompts]
 
 
-def test_an_edited_preset_is_measured_again(run, model, tmp_path):
-    """Under its old name, in its old row's place; plain seconds stay."""
-    documents = []
-    for warmup in (2, 6):
-        schedule = f"{{warmup: {warmup}, target_error: 0.9}}"
-        (tmp_path / "mine.yaml").write_text(f"base: balanced\nschedule: {schedule}\n")
-        result = run("compare", "-m", model, "-p", "a red fox", "--presets", "mine.yaml", "--peers", "none", *SMALL)
-        assert result.exit_code == 0, result.output
-        documents.append(json.loads((tmp_path / "comparison.json").read_text()))
-    first, edited = (document["results"] for document in documents)
-    assert [row["name"] for row in edited] == ["mine"]
-    assert edited[0]["computed_fraction"] == 1.0 > first[0]["computed_fraction"]
-    assert len({document["plain"]["seconds"] for document in documents}) == 1
-
-
 def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
     """A device may not have room for two; here a method changes weights, so the comparison loads a fresh pipeline."""
     loaded = []

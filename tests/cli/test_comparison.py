@@ -33,22 +33,14 @@ def test_a_disturbed_time_changes_no_speedup():
     assert sides([4.0, 4.1], [2.0, 2.1]).remarks() == [] == Sides(shaken.plain, None, None).remarks()
 
 
-@pytest.mark.parametrize(
-    ("whole", "repeats", "calls"),
-    [(False, 1, 2 * STEPS), (False, 3, 2 * STEPS + 2 * (PLAIN_STEPS + STEPS)), (True, 3, 6 * STEPS)],
-    ids=["once", "three", "whole"],
-)
-def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
-    """A few steps represent a whole run, unless whole runs are requested; the pipeline is plain again afterwards."""
-    pipe = tiny_pipeline("flux")
-    seen = []
+def test_plain_repeats_are_a_few_steps():
+    """They represent a whole run; the pipeline is plain again afterwards."""
+    pipe, seen = tiny_pipeline("flux"), []
     pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
     arguments = {"prompt": "a", "num_inference_steps": STEPS, "height": 32, "width": 32}
-    console = Console(file=io.StringIO(), quiet=True)
-    made = both_sides(pipe, arguments, 0, load_preset("exact"), repeats, console, whole=whole)
-    warmup = 2
-    assert len(seen) == warmup + calls and not hasattr(pipe, "dit_accel")
-    assert len(made.plain.repeats) == len(made.fast.repeats) == repeats
+    made = both_sides(pipe, arguments, 0, load_preset("exact"), 2, Console(quiet=True), whole=False)
+    assert len(seen) == 2 + 3 * STEPS + PLAIN_STEPS and not hasattr(pipe, "dit_accel"), "2 of them for the warm-up"
+    assert len(made.plain.repeats) == len(made.fast.repeats) == 2
     assert made.plain.repeats[0] == made.plain.output.denoising_seconds and min(made.plain.repeats) > 0
     assert made.report.computed_fraction == 1.0
 

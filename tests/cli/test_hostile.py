@@ -8,6 +8,8 @@ import sys
 import pytest
 from PIL import Image
 
+from dit_accel.errors import ComparisonError
+from dit_accel.tools.measure.compare import Sweep
 from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "2", "--height", "64", "--width", "64")
@@ -234,11 +236,11 @@ def test_other_commands_refuse_likewise(run, tmp_path, command, complaint):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"settings": 5}'], ids=["empty", "list", "broken", "other"])
-def test_a_comparison_does_not_go_on_from_another_file(run, model, tmp_path, content):
+def test_a_comparison_does_not_go_on_from_another_file(tmp_path, content):
     """A JSON file without a comparison is refused and stays."""
     (tmp_path / "mine.json").write_text(content)
-    result = run("compare", "-p", "a", "-m", model, *SMALL, "-o", "mine", "--peers", "none", "--presets", "exact")
-    assert_refused(result, "mine.json holds no comparison: name another output, or remove the file")
+    with pytest.raises(ComparisonError, match=r"mine\.json holds no comparison: name another output, or remove"):
+        Sweep(tmp_path / "mine", {})
     assert (tmp_path / "mine.json").read_text() == content
 
 

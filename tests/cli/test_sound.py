@@ -1,7 +1,6 @@
 """Videos with sound from the commands and the server's worker, on a tiny pipeline whose sound is a tone."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from dit_accel.serving import pipelines
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
-from tests.clips import read_clip, read_sound
+from tests.clips import read_sound
 from tests.models.tiny.videos import cosmos3
 
 FRAMES, RATE, HERTZ = 5, 16_000, 500
@@ -65,23 +64,6 @@ def test_compare_writes_the_sound_of_each_side(run, model, tmp_path, name):
     assert {line.removeprefix("wrote ") for line in result.stdout.splitlines() if "wrote" in line} == files
     fast, plain, both = (level(tmp_path / sound) for sound in sounds)
     assert fast == pytest.approx(both) and abs(fast - plain) > 0.05
-
-
-def test_lines_of_a_file_have_their_sound(run, model, tmp_path):
-    (tmp_path / "two.txt").write_text("a fox\na dog\n")
-    given = ("-m", model, *SMALL, *CALL, "--fps", 12)
-    result = run("generate", "--prompts", "two.txt", "--output-dir", "out", *given)
-    assert result.exit_code == 0, result.output
-    assert all(level(tmp_path / "out" / f"000{index}.mp4", fps=12) > 0.05 for index in range(2))
-    rows = [json.loads(line) for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
-    assert [row["file"] for row in rows] == ["0000.mp4", "0001.mp4"]
-
-
-def test_a_video_without_sound_is_silent(run, model, tmp_path):
-    """The pipeline could make sound, and was not asked to."""
-    result = run("generate", "-p", "a fox", "-m", model, *SMALL, "--call", "enable_safety_check=false", "-o", "fox.mp4")
-    assert result.exit_code == 0, result.output
-    assert read_sound(tmp_path / "fox.mp4") is None and len(read_clip(tmp_path / "fox.mp4")) == FRAMES
 
 
 def test_inspect_writes_the_sound(run, model, tmp_path):

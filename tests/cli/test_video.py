@@ -15,7 +15,7 @@ from dit_accel.tools.measure.metrics import clip_ssim, psnr
 from dit_accel.tools.media.video import as_clip
 from tests.clips import read_clip
 from tests.rounding import equal_up_to_rounding
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 FRAMES = 5
 SMALL = ("--steps", "10", "--height", "64", "--width", "48", "--num-frames", FRAMES)
@@ -100,16 +100,6 @@ def test_image_is_the_first_frame_of_image_to_video(run, models, tmp_path):
         assert result.exit_code == 0, result.output
         clips.append(read_clip(tmp_path / "frames"))
     assert (clips[0] != clips[1]).any()
-
-
-def test_guidance_reaches_a_pipeline_that_has_a_component_for_it():
-    """HunyuanVideo 1.5 keeps its guidance in a guider: --guidance is no argument of the call, and changes the video."""
-    pipe = tiny_pipeline("hunyuan15")
-    outputs = []
-    for guidance in (2.0, 9.0):
-        assert call_arguments(pipe, "model", {"guidance": guidance}) == {}
-        outputs.append(tiny_output(pipe, "hunyuan15", steps=2))
-    assert (outputs[0] != outputs[1]).any()
 
 
 @pytest.mark.parametrize(

@@ -151,23 +151,6 @@ def test_a_broken_worker_is_healthy_once_it_restarts_or_makes_a_result(dispatche
     assert run(queue, lambda tell: "made") == ["made", None] and queue.failure is None
 
 
-def test_the_end_cancels_the_tasks_that_still_run(dispatcher):
-    """Whichever of two workers is done first."""
-    first, second = (
-        Noted(lambda tell: [tell(1, 2) or time.sleep(0.001) for _ in iter(int, 1)]),
-        Noted(lambda tell: "made"),
-    )
-    queue = dispatcher([Hands(), Hands()], 0)
-    queue.add(first)
-    assert first.begun.wait(60)
-    queue.add(second)
-    assert second.ended.wait(60)
-    with queue._changed:
-        assert queue._changed.wait_for(lambda: len(queue._running) == 1, 20)
-    queue.stop(10.0)
-    assert isinstance(first.events[-1], Cancelled) and second.events == ["made", None]
-
-
 def test_a_stop_cancels_the_runs_of_all_workers(dispatcher):
     tasks = [Noted(lambda tell: [tell(1, 2) or time.sleep(0.001) for _ in iter(int, 1)]) for _ in range(3)]
     queue = dispatcher([Hands() for _ in tasks], 0)
