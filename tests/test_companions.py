@@ -215,16 +215,6 @@ def test_levels_inside_of_blocks_run_or_say_why_not(companion):
             assert all(reason in entry["reason"] for entry in report.fallbacks) and report.fallbacks
 
 
-@pytest.mark.parametrize("preset", [CLOSED_LOOP, LAYERS, HEADS], ids=["output", "layer", "head"])
-def test_group_offload_that_comes_later_changes_nothing(preset):
-    """Its hooks are above ours then, so every level continues as before."""
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
-    expected = tiny_output(pipe, "flux", steps=STEPS)
-    group_offload(pipe, "block_level")
-    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), expected)
-    assert pipe.dit_accel.report().computed_fraction < 1
-
-
 def test_prompt_embeddings_equal_their_prompt():
     """An encoded prompt gives the same result as the prompt itself, forecasts included."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), CLOSED_LOOP)

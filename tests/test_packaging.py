@@ -117,19 +117,10 @@ def environment(built, tmp_path_factory):
 
     def install(pattern):
         (wheel,) = built.glob(pattern)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            place,
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            wheel,
-        ]
-        subprocess.run(command, check=True, env=clean, cwd=place)
+        options = ["install", "--quiet", "--no-deps", "--no-index"]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--python", place, *options, wheel], check=True, env=clean, cwd=place
+        )
 
     def run(command, *arguments):
         return subprocess.run(
@@ -156,13 +147,15 @@ def test_an_installed_wheel_runs(environment):
 
 
 def test_wheel_installs_the_command(wheel):
-    """The `dit-accel` script, the licence and the version of the package are in the metadata."""
+    """The `dit-accel` script, the licence, the version, which the changelog has too, and the marker of types."""
     import dit_accel
 
     (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     assert info == f"dit_accel-{dit_accel.__version__}.dist-info"
     assert "dit-accel = dit_accel.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
+    assert f"## [{dit_accel.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "dit_accel/py.typed" in wheel.namelist()
 
 
 def test_extras_hold_what_only_some_tools_need(metadata):
@@ -176,12 +169,6 @@ def test_extras_hold_what_only_some_tools_need(metadata):
                 held_by.add(condition.strip())
     for package, extra in (("matplotlib", "plots"), ("imageio-ffmpeg", "video")):
         assert f"extra == '{extra}'" in extras[package] and "" not in extras[package]
-
-
-def test_wheel_says_that_it_is_typed(wheel, metadata):
-    """Type checkers read the annotations of an installed package that has the marker."""
-    assert "dit_accel/py.typed" in wheel.namelist()
-    assert "Typing :: Typed" in metadata.get_all("Classifier")
 
 
 def test_description_has_no_relative_link(metadata):
@@ -234,13 +221,6 @@ def test_the_release_builds_what_the_extra_names():
     assert any("scripts/test --release" in step.get("run", "") for step in workflow["jobs"]["test"]["steps"])
     uploaded = {step["with"]["packages-dir"] for step in publish["steps"] if "pypi-publish" in step["uses"]}
     assert uploaded == {"dist/library/", "dist/demos/"}
-
-
-def test_changelog_names_this_version():
-    """CHANGELOG.md has a section for the version that is built."""
-    import dit_accel
-
-    assert f"## [{dit_accel.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_every_requirement_is_pinned_for_the_scripts():

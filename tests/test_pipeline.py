@@ -3,18 +3,19 @@
 import copy
 import functools
 import warnings
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler
 from diffusers.hooks import HookRegistry, ModelHook, hooks
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop.controller import STUCK
-from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models.beside.host_weights import HostWeights
 from dit_accel.models.hooks import find_hook
 from tests.rounding import equal_up_to_rounding
@@ -90,16 +91,6 @@ def test_closed_loop_skips_steps_and_stays_close(name):
     assert all(note.startswith("nothing corrected") for note in report.notes) and report.fallbacks == []
 
 
-def test_accelerating_is_faster_on_a_cpu(pipe):
-    """A forecast step costs a small part of a computed one."""
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    call(pipe, steps=30, height=320, width=320)
-    steps = pipe.dit_accel.report().steps
-    computed = sorted(step.seconds for step in steps if step.mode != "dispatch")
-    forecast = sorted(step.seconds for step in steps if step.mode == "dispatch")
-    assert forecast[len(forecast) // 2] < 0.2 * computed[len(computed) // 2]
-
-
 @pytest.mark.parametrize("preset", FLUX_PRESETS)
 def test_changed_resolution_steps_and_prompt_equal_fresh_runs(preset):
     """Abuse: after any call, the next equals one of a fresh process."""
@@ -110,32 +101,34 @@ def test_changed_resolution_steps_and_prompt_equal_fresh_runs(preset):
     assert equal_up_to_rounding(call(pipe, prompt="another prompt"), fresh(preset, prompt="another prompt"))
 
 
-@pytest.mark.parametrize("preset", FLUX_PRESETS)
-def test_exception_in_a_callback_leaves_the_next_run_clean(preset):
-    """Abuse: a run that dies in the middle hands nothing on."""
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
+def explode(pipe, *_):
+    raise RuntimeError("in the middle")
 
-    def explode(pipe, step, timestep, tensors):
+
+def interrupt(pipe, *_):
+    pipe._interrupt = True
+
+
+@pytest.mark.parametrize("place", ["callback", "interrupt", "block"])
+@pytest.mark.parametrize("preset", FLUX_PRESETS)
+def test_a_run_that_ends_in_the_middle_leaves_the_next_one_clean(pipe, preset, place):
+    """Abuse: an exception in a callback or in a block, and ``pipe._interrupt``, hand nothing on."""
+    accelerate_pipeline(pipe, preset)
+    end = interrupt if place == "interrupt" else explode
+
+    def callback(pipe, step, timestep, tensors):
         if step == 6:
-            raise RuntimeError("callback failed")
+            end(pipe)
         return tensors
 
-    with pytest.raises(RuntimeError, match="callback failed"):
-        call(pipe, callback_on_step_end=explode)
-    assert equal_up_to_rounding(call(pipe), fresh(preset))
-
-
-@pytest.mark.parametrize("preset", FLUX_PRESETS)
-def test_interrupt_leaves_the_next_run_clean(preset):
-    """Abuse: ``pipe._interrupt`` stops a run; the next is whole."""
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
-
-    def interrupt(pipe, step, timestep, tensors):
-        pipe._interrupt = step == 6
-        return tensors
-
-    call(pipe, callback_on_step_end=interrupt)
-    assert len(pipe.dit_accel.report().steps) == 7
+    if place == "block":
+        block = pipe.transformer.single_transformer_blocks[1]
+        handle = block.norm.register_forward_hook(lambda *_: explode(pipe) if pipe.scheduler.step_index == 6 else None)
+    with suppress(RuntimeError):
+        call(pipe, callback_on_step_end=None if place == "block" else callback)
+        assert place == "interrupt" and len(pipe.dit_accel.report().steps) == 7
+    if place == "block":
+        handle.remove()
     assert equal_up_to_rounding(call(pipe), fresh(preset))
 
 
@@ -171,52 +164,6 @@ def test_a_run_ends_well_if_its_own_thread_restores_in_the_middle(pipe, preset, 
         assert equal_up_to_rounding(call(pipe), fresh(preset))
 
 
-def test_exception_inside_the_transformer_drops_its_caches(pipe):
-    """A failing block ends the run, and no call is left open."""
-    accelerate_pipeline(pipe, HEADS)
-    block = pipe.transformer.single_transformer_blocks[1]
-
-    def explode(*args):
-        if pipe.scheduler.step_index == 5:
-            raise RuntimeError("block failed")
-
-    handle = block.norm.register_forward_hook(explode)
-    with pytest.raises(RuntimeError, match="block failed"):
-        call(pipe)
-    handle.remove()
-    assert equal_up_to_rounding(call(pipe), fresh(HEADS))
-
-
-def test_accelerating_twice_replaces_the_preset(pipe):
-    """Abuse: the new preset takes the old one's place, and one restore undoes both."""
-    accelerate_pipeline(accelerate_pipeline(pipe, HEADS), CLOSED_LOOP)
-    assert pipe.dit_accel.preset == CLOSED_LOOP
-    assert equal_up_to_rounding(call(pipe), fresh(CLOSED_LOOP))
-    restore_pipeline(pipe)
-    assert equal_up_to_rounding(call(pipe), plain())
-
-
-def test_two_pipelines_over_one_transformer_share_the_latest_acceleration(pipe):
-    """A transformer has one acceleration, the latest, and all its pipelines share it."""
-    other = type(pipe)(**pipe.components)
-    accelerate_pipeline(pipe, HEADS)
-    accelerate_pipeline(other, CLOSED_LOOP)
-    assert pipe.dit_accel is other.dit_accel
-    assert equal_up_to_rounding(call(other), fresh(CLOSED_LOOP))
-    assert equal_up_to_rounding(call(pipe), fresh(CLOSED_LOOP))
-
-
-def test_restoring_twice_does_nothing(pipe):
-    """Abuse: restoring a plain pipeline, or one that is restored already, is harmless."""
-    restore_pipeline(pipe)
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    acceleration = pipe.dit_accel
-    acceleration.restore()
-    acceleration.restore()
-    restore_pipeline(pipe)
-    assert equal_up_to_rounding(call(pipe), plain())
-
-
 def test_an_error_in_the_middle_leaves_nothing(pipe, monkeypatch):
     """If the host has no memory for weights, the hooks that are on the pipeline by then go."""
 
@@ -230,17 +177,6 @@ def test_an_error_in_the_middle_leaves_nothing(pipe, monkeypatch):
         accelerate_pipeline(pipe, "exact", linear={"dtype": "int8", "weights": "host"})
     assert before == [set(vars(part)) for part in parts]
     assert torch.equal(call(pipe), plain())
-
-
-def test_unknown_preset_key_changes_nothing(pipe):
-    """Abuse: a wrong key is an error that lists the valid ones, and the pipeline keeps its acceleration."""
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    with pytest.raises(
-        PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: level"
-    ):
-        accelerate_pipeline(pipe, "balanced", **{"forecast.ordre": 2})
-    assert pipe.dit_accel.preset == CLOSED_LOOP
-    assert equal_up_to_rounding(call(pipe), fresh(CLOSED_LOOP))
 
 
 def test_keys_are_keywords_of_every_front_door(pipe):
@@ -259,49 +195,70 @@ def test_keys_are_keywords_of_every_front_door(pipe):
     assert accelerate_transformer(pipe.transformer, "turbo", [1.0], cooldown=2).preset.schedule.cooldown == 2
 
 
-def test_threshold_out_of_range(pipe):
-    """Abuse: τ above 1 is refused with its range and the given value."""
-    with pytest.raises(PresetError, match=r"reuse.tau_q: Input should be less than or equal to 1, got 1.5"):
-        accelerate_pipeline(pipe, "flux-flashomni-paper", **{"reuse.tau_q": 1.5})
-    assert not hasattr(pipe, "dit_accel")
+def test_accelerating_and_restoring_twice(pipe):
+    """Abuse: the new preset takes the old one's place, a wrong one changes nothing, and one restore undoes all."""
+    restore_pipeline(pipe)
+    accelerate_pipeline(accelerate_pipeline(pipe, HEADS), CLOSED_LOOP)
+    with pytest.raises(
+        PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: level"
+    ):
+        accelerate_pipeline(pipe, "balanced", **{"forecast.ordre": 2})
+    acceleration = pipe.dit_accel
+    assert acceleration.preset == CLOSED_LOOP
+    assert equal_up_to_rounding(call(pipe), fresh(CLOSED_LOOP))
+    acceleration.restore()
+    acceleration.restore()
+    restore_pipeline(pipe)
+    assert equal_up_to_rounding(call(pipe), plain())
 
 
-def test_unsupported_pipeline():
-    """Abuse: something that is no transformer pipeline is refused by name."""
-    with pytest.raises(UnsupportedError, match=r"named transformer, transformer_2 or .*, got Namespace"):
-        accelerate_pipeline(type("Namespace", (), {})(), "balanced")
-
-
-def test_a_pipeline_without_a_scheduler_is_refused():
-    """Echo's modular pipeline has its noise levels in its blocks: the error says how its loop could run."""
+def without_scheduler():
+    """Echo's modular pipeline has its noise levels in its blocks."""
     pipe = SimpleNamespace(components={"transformer": tiny_pipeline("flux").transformer})
     pipe.transformer = pipe.components["transformer"]
-    with pytest.raises(UnsupportedError, match=r"must have a scheduler, .*, got SimpleNamespace; accelerate_"):
-        accelerate_pipeline(pipe)
+    return pipe
 
 
-def test_preset_of_another_family():
-    """A FLUX preset on another model names fitting ones; a preset that needs blocks names the supported families."""
-    pipe = tiny_pipeline("sd3")
-    fitting = "presets that fit it: balanced, exact, quality, turbo$"
-    with pytest.raises(UnsupportedError, match=f"is for flux models, and SD3Transformer2DModel is not one; {fitting}"):
-        accelerate_pipeline(pipe, "flux-fora")
-    with pytest.raises(UnsupportedError, match=r"WanTransformer3DModel is not one; .*: balanced, .*wan21-taylorseer"):
-        accelerate_pipeline(tiny_pipeline("wan"), "flux-fora")
+TILES = {"skip": {"policy": "sparge", "steps": "all"}}
+NO_BLOCKS = r"can't run on HunyuanVideoFramepackTransformer3DModel.*amilies that can: flux, .*, sd3, qwen_image"
+REFUSED = {  # pipeline, preset, keys, error
+    "no-pipeline": (lambda: SimpleNamespace(), "balanced", {}, r"named transformer, transformer_2 or .*, got Simple"),
+    "no-scheduler": (without_scheduler, "exact", {}, r"must have a scheduler, .*, got SimpleNamespace; accelerate_"),
+    "family": (
+        partial(tiny_pipeline, "sd3"),
+        "flux-fora",
+        {},
+        r"flux models, and SD3Transformer2DModel is not one; presets that fit it: balanced, exact, quality, turbo$",
+    ),
+    "family-with-blocks": (
+        partial(tiny_pipeline, "wan"),
+        "flux-fora",
+        {},
+        r"WanTransformer3DModel is not one; .*: balanced, .*wan21-taylorseer",
+    ),
+    "unknown-blocks": (partial(tiny_pipeline, "framepack"), "balanced", {"level": "layer"}, NO_BLOCKS),
+    "unknown-attention": (partial(tiny_pipeline, "framepack"), "balanced", TILES, NO_BLOCKS),
+}
 
 
-@pytest.mark.parametrize(
-    "keys", [{"level": "layer"}, {"skip": {"policy": "sparge", "steps": "all"}}], ids=["layer", "tiles"]
-)
-def test_what_needs_blocks_is_refused_where_they_are_not_known(keys):
-    """A preset for any model may ask for it, and whether it can be had shows when a pipeline is accelerated."""
-    pipe = tiny_pipeline("framepack")
-    with pytest.raises(
-        UnsupportedError,
-        match=r"can't run on HunyuanVideoFramepackTransformer3DModel.*amilies that can: flux, .*, sd3, qwen_image",
-    ):
-        accelerate_pipeline(pipe, **keys)
+@pytest.mark.parametrize(("make", "preset", "keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_can_not_be_accelerated_is_refused(make, preset, keys, message):
+    """Abuse: the error says what came and what would fit, and nothing is changed."""
+    pipe = make()
+    with pytest.raises(UnsupportedError, match=message):
+        accelerate_pipeline(pipe, preset, **keys)
     assert not hasattr(pipe, "dit_accel")
+
+
+def test_a_pipeline_is_no_transformer(pipe):
+    """The error says where a pipeline goes."""
+    with pytest.raises(UnsupportedError, match=r"must be a module, got FluxPipeline; .* accelerate_pipeline"):
+        accelerate_transformer(pipe, "balanced", [1.0, 0.5])
+
+
+@pytest.mark.parametrize("keys", [{"level": "layer"}, TILES], ids=["layer", "tiles"])
+def test_presets_of_any_family_may_need_blocks(keys):
+    """They do what a preset of the family does."""
     flux = accelerate_pipeline(tiny_pipeline("flux"), **keys)
     named = accelerate_pipeline(tiny_pipeline("flux"), **keys, model="flux")
     assert equal_up_to_rounding(call(flux), call(named)) and flux.dit_accel.report().computed_fraction < 1.0
@@ -343,27 +300,6 @@ def test_scheduler_that_repeats_timesteps_runs_densely():
     assert report.notes == ["every step computed: FlowMatchHeunDiscreteScheduler repeats timesteps (order 2)"]
 
 
-def test_offload_hooks_keep_working(pipe):
-    """Model offload takes its hooks off and on after each call; ours stay beneath them."""
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-    for accelerate_first in (True, False):
-        if accelerate_first:
-            accelerate_pipeline(pipe, CLOSED_LOOP)
-        add_hook_to_module(pipe.transformer, ModelHook())
-        if not accelerate_first:
-            accelerate_pipeline(pipe, CLOSED_LOOP)
-        for _ in range(2):
-            assert equal_up_to_rounding(call(pipe), fresh(CLOSED_LOOP))
-            remove_hook_from_module(pipe.transformer)
-            add_hook_to_module(pipe.transformer, ModelHook())
-        restore_pipeline(pipe)
-        assert equal_up_to_rounding(call(pipe), plain())
-        assert hasattr(pipe.transformer, "_hf_hook")
-        remove_hook_from_module(pipe.transformer)
-        assert equal_up_to_rounding(call(pipe), plain())
-
-
 @pytest.mark.parametrize(
     "name, preset",
     [("flux", "flux-flashomni-paper"), ("flux-controlnet", "exact"), ("sd3", "exact"), ("ltx", "balanced")],
@@ -376,12 +312,6 @@ def test_copies_are_made_of_restored_pipelines(name, preset):
             copy.deepcopy(each)
     copied = copy.deepcopy(restore_pipeline(pipe))
     assert equal_up_to_rounding(tiny_output(copied, name, steps=2), tiny_output(pipe, name, steps=2))
-
-
-def test_a_pipeline_is_no_transformer(pipe):
-    """The error says where a pipeline goes."""
-    with pytest.raises(UnsupportedError, match=r"must be a module, got FluxPipeline; .* accelerate_pipeline"):
-        accelerate_transformer(pipe, "balanced", [1.0, 0.5])
 
 
 @pytest.mark.parametrize("gives_steps", [False, pytest.param(True, marks=GIVES_STEPS)], ids=["timesteps", "context"])
@@ -453,19 +383,6 @@ def _modules(pipe):
             yield from ((f"{name}.{key}", module) for key, module in component.named_modules())
 
 
-@pytest.mark.parametrize("rounding", [torch.float32, torch.bfloat16])
-def test_loop_that_begins_in_the_middle_counts_from_there(rounding):
-    """Video-to-video starts mid-schedule without notice to the scheduler; its first step is step 0 of the rest."""
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    scheduler.set_timesteps(20)
-    clock, sample, ticks = SchedulerClock(lambda: scheduler), torch.zeros(1, 4), []
-    for timestep in scheduler.timesteps[8:]:
-        ticks.append(clock.read(timestep.to(rounding)))
-        sample = scheduler.step(torch.zeros(1, 4), timestep, sample).prev_sample
-    assert [tick.step for tick in ticks] == list(range(12))
-    assert {tick.steps for tick in ticks} == {12}
-
-
 def test_branch_that_begins_late_is_measured_before_it_is_forecast():
     """SD3's skip-layer guidance adds a call after some steps: its first two are computed and all stays close."""
     pipe = tiny_pipeline("sd3")
@@ -498,15 +415,6 @@ def test_blocks_that_carry_another_hook_run_through_it(pipe, preset):
     ]
     restore_pipeline(pipe)
     assert list(pipe.transformer.transformer_blocks[0]._diffusers_hook.hooks) == ["counter"]
-
-
-def test_another_pipelines_loop_goes_by_its_own_scheduler(pipe):
-    """A pipeline that shares an accelerated transformer has its own steps, decisions and report."""
-    other = type(pipe)(**{**pipe.components, "scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)})
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    pipe.scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=1.0)
-    assert equal_up_to_rounding(call(other), fresh(CLOSED_LOOP))
-    assert pipe.dit_accel.report().notes == []
 
 
 def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):

@@ -57,32 +57,15 @@ def calls_of(name: str, **arguments) -> dict[torch.nn.Module, list[dict]]:
 
 
 @every_pipeline
-def test_two_builds_generate_the_same(name):
-    """Equal seeds give equal weights, inputs and so latents, bit for bit."""
-    again = tiny_output(tiny_pipeline(name), name, steps=STEPS)
-    assert equal_up_to_rounding(again, plain(name))
-
-
-@every_pipeline
-def test_seeds_of_weights_and_noise_count(name):
-    """Another seed of the pipeline, or of the inputs, gives another result."""
-    other_weights = tiny_output(tiny_pipeline(name, seed=1), name, steps=STEPS)
-    assert relative_change(other_weights, plain(name)) > 0.1
-    assert relative_change(generate(name, seed=1), plain(name)) > 0.1
-
-
-@every_pipeline
-def test_finite_and_bounded_over_many_steps(name):
-    """Random weights neither overflow nor collapse: latents stay near the size of the noise."""
+def test_a_pipeline_repeats_and_reacts(name):
+    """Equal seeds give equal latents; other weights, noise, prompts and steps move them by more than rounding, 2%."""
+    assert equal_up_to_rounding(tiny_output(tiny_pipeline(name), name, steps=STEPS), plain(name))
+    others = tiny_output(tiny_pipeline(name, seed=1), name, steps=STEPS), generate(name, seed=1)
+    assert min(relative_change(other, plain(name)) for other in others) > 0.1
     latents = plain(name, MANY_STEPS)
     assert latents.isfinite().all() and 0.5 < latents.std() < 10
-
-
-@every_pipeline
-def test_reacts_to_prompt_and_steps(name):
-    """The prompt and the number of steps each move the latents by more than rounding could, 2%."""
-    assert relative_change(generate(name, prompt="two blue whales asleep"), plain(name)) > 0.02
-    assert relative_change(plain(name, MANY_STEPS), plain(name)) > 0.02
+    others = generate(name, prompt="two blue whales asleep"), latents
+    assert min(relative_change(other, plain(name)) for other in others) > 0.02
 
 
 @every_pipeline
@@ -155,13 +138,6 @@ def test_conditioning_picture_counts(name, argument):
     assert relative_change(generate(name, steps, **other), plain(name, steps)) > 0.01
 
 
-def test_overrides_replace_arguments_and_size_pictures():
-    """An override replaces the default, and an image is as large as the requested result."""
-    arguments = tiny_inputs("flux-control", height=64, guidance_scale=2.0, output_type="pt")
-    assert arguments["control_image"].shape == (1, 3, 64, arguments["width"])
-    assert (arguments["height"], arguments["guidance_scale"], arguments["output_type"]) == (64, 2.0, "pt")
-
-
 def test_lora_changes_the_picture_and_unloads():
     """The LoRA weights load into FLUX, change its result, and leave no trace once unloaded."""
     pytest.importorskip("peft")
@@ -178,13 +154,6 @@ def test_building_leaves_the_global_random_state():
     tiny_pipeline("flux")
     tiny_inputs("flux")
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("function", [tiny_pipeline, tiny_inputs])
-def test_unknown_name_lists_the_valid_ones(function):
-    """A misspelt name is refused with every valid one."""
-    with pytest.raises(ValueError, match=r"name must be one of flux, .*hunyuan15-i2v; got 'fluxx'"):
-        function("fluxx")
 
 
 REFUSED = pytest.mark.xfail(reason="diffusers keeps history_key_scale in float32, and attention refuses such keys")

@@ -6,7 +6,19 @@ from types import SimpleNamespace
 import diffusers
 import torch
 
-from tests.models.tiny.parts import TOKENS, WIDTH, flow, like, text
+from tests.models.tiny.parts import (
+    FOUR_CHANNELS,
+    HEADS,
+    ROPE,
+    SQUARE,
+    TOKENS,
+    TWO_KINDS,
+    WIDTH,
+    flow,
+    like,
+    prompts,
+    text,
+)
 from tests.tiny import encoders, flux
 from tests.tiny.families import SIZES
 from tests.tiny.inputs import random_picture
@@ -16,16 +28,13 @@ def flux2():
     """Guidance is distilled; attention and MLP of a single block are one module."""
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **TWO_KINDS,
         joint_attention_dim=WIDTH,
         timestep_guidance_channels=32,
         axes_dims_rope=(8, 8, 8, 8),
     )
     pipe = diffusers.Flux2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
-    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 192, "width": 192}
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **SQUARE}
 
 
 def z_image():
@@ -73,16 +82,15 @@ def qwen_image_21():
         in_channels=16,
         out_channels=16,
         num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **HEADS,
         context_in_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
+        **ROPE,
     )
     vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
     )
     pipe = diffusers.QwenImage21Pipeline(flow(use_dynamic_shifting=True), vae, None, NoPrompts(), transformer)
-    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 192, "width": 192}
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **SQUARE}
 
 
 def hidream():
@@ -90,21 +98,15 @@ def hidream():
     transformer = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2,
         in_channels=flux.LATENT_CHANNELS,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **TWO_KINDS,
         caption_channels=[WIDTH, WIDTH],
         text_emb_dim=WIDTH,
         axes_dims_rope=(16, 8, 8),
         max_resolution=(32, 32),
         llama_layers=[0, 1],
     )
-    prompt = {}
-    for seed, name in enumerate(("", "negative_")):
-        prompt[f"{name}prompt_embeds_t5"] = text(1, TOKENS, WIDTH, seed=seed)
-        prompt[f"{name}prompt_embeds_llama3"] = text(2, 1, TOKENS, WIDTH, seed=seed)
-        prompt[f"{name}pooled_prompt_embeds"] = text(1, WIDTH, seed=seed)
+    of_t5, of_llama = (1, TOKENS, WIDTH), (2, 1, TOKENS, WIDTH)
+    prompt = prompts(prompt_embeds_t5=of_t5, prompt_embeds_llama3=of_llama, pooled_prompt_embeds=(1, WIDTH))
     pipe = diffusers.HiDreamImagePipeline(flow(shift=3.0), flux.image_vae(), *[None] * 8, transformer)
     pipe.default_sample_size = 24  # its output's size in latents, for every input
     return pipe, prompt
@@ -127,10 +129,8 @@ def lumina2():
     pipe = diffusers.Lumina2Pipeline(transformer, flow(shift=3.0), None, None, None)
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[1, TOKENS // 2 :] = 0
-    prompt = {}
-    for seed, name in enumerate(("", "negative_")):
-        prompt |= {f"{name}prompt_embeds": text(2, TOKENS, WIDTH, seed=seed), f"{name}prompt_attention_mask": mask}
-    return pipe, {**prompt, "height": 192, "width": 192}
+    masks = dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), mask)
+    return pipe, {**prompts(prompt_embeds=(2, TOKENS, WIDTH)), **masks, **SQUARE}
 
 
 def prx():
@@ -145,32 +145,22 @@ def prx():
     )
     pipe = diffusers.PRXPipeline(transformer, flow(shift=1.0), *encoders.t5().values(), flux.image_vae())
     counts = torch.arange(TOKENS)[None] >= 5  # some tokenizers put padding first
-    prompt = {
-        "prompt_embeds": text(1, TOKENS, WIDTH),
-        "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1),
-        "prompt_attention_mask": counts,
-        "negative_prompt_attention_mask": ~counts,
-        "use_resolution_binning": False,
-    }
-    return pipe, prompt
+    masks = {"prompt_attention_mask": counts, "negative_prompt_attention_mask": ~counts}
+    return pipe, {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **masks, "use_resolution_binning": False}
 
 
 def chroma():
     """A mask hides the padding of its prompts but for one token; a single block projects attention and MLP together."""
     transformer = diffusers.ChromaTransformer2DModel(
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **TWO_KINDS,
         joint_attention_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
+        **ROPE,
         approximator_hidden_dim=16,
     )
     pipe = diffusers.ChromaPipeline(flow(), None, None, None, transformer)
-    prompt = {"height": 192, "width": 192}
+    prompt = prompts(prompt_embeds=(2, TOKENS, WIDTH)) | SQUARE
     for seed, name in enumerate(("", "negative_")):
-        prompt[f"{name}prompt_embeds"] = text(2, TOKENS, WIDTH, seed=seed)
         prompt[f"{name}prompt_attention_mask"] = torch.arange(TOKENS) <= torch.tensor([[TOKENS], [4 + seed]])
     return pipe, prompt
 
@@ -179,28 +169,23 @@ def longcat_image():
     """Its pipeline takes no embeddings without a prompt, so its own encoding of prompts is replaced."""
     transformer = diffusers.LongCatImageTransformer2DModel(
         in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **TWO_KINDS,
         joint_attention_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
+        **ROPE,
     )
     pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe._encode_prompt = lambda prompt: like(transformer, text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0])))
-    return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, "height": 192, "width": 192}
+    return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, **SQUARE}
 
 
 def hunyuan_image():
     """Text of two encoders is padded, and the padding of both comes last."""
     transformer = diffusers.HunyuanImageTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
+        **FOUR_CHANNELS,
         num_layers=1,
         num_single_layers=1,
         num_refiner_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **HEADS,
         text_embed_dim=WIDTH,
         text_embed_2_dim=WIDTH,
         rope_axes_dim=(16, 16),
@@ -218,8 +203,7 @@ def krea2():
     transformer = diffusers.Krea2Transformer2DModel(
         in_channels=16,
         num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **HEADS,
         num_key_value_heads=1,
         intermediate_size=96,
         timestep_embed_dim=16,
@@ -230,14 +214,13 @@ def krea2():
         text_intermediate_size=32,
         num_layerwise_text_blocks=1,
         num_refiner_text_blocks=1,
-        axes_dims_rope=(8, 12, 12),
+        **ROPE,
     )
     pipe = diffusers.Krea2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
-    prompt = {"height": 192, "width": 192}
+    prompt = prompts(prompt_embeds=(2, TOKENS, 2, WIDTH)) | SQUARE
     for seed, name in enumerate(("", "negative_")):
         valid = torch.arange(TOKENS) < torch.tensor([[TOKENS], [4 + seed]])
         valid[:, -1] = True
-        prompt[f"{name}prompt_embeds"] = text(2, TOKENS, 2, WIDTH, seed=seed)
         prompt[f"{name}prompt_embeds_mask"] = valid
     return pipe, prompt
 
@@ -249,14 +232,13 @@ def ernie_image():
         num_attention_heads=2,
         num_layers=2,
         ffn_hidden_size=96,
-        in_channels=4,
-        out_channels=4,
+        **FOUR_CHANNELS,
         text_in_dim=WIDTH,
         rope_axes_dim=(8, 12, 12),
     )
     pipe = diffusers.ErnieImagePipeline(transformer, None, None, None, flow(shift=3.0))
     prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(4, WIDTH, seed=1)]}
-    return pipe, {**prompt, "height": 192, "width": 192}
+    return pipe, {**prompt, **SQUARE}
 
 
 def flux3():
@@ -268,29 +250,25 @@ def flux3():
         cond_in_channels=16,
         num_layers=1,
         num_single_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **HEADS,
         joint_attention_dim=WIDTH,
         timestep_channels=32,
         axes_dims_rope=(8, 8, 8, 8),
     )
     pipe = Flux3CoreDenoiseStep().init_pipeline()
     pipe.update_components(transformer=transformer, scheduler=flow())
-    prompt = {"height": 192, "width": 192}
-    for seed, name in enumerate(("", "negative_")):
-        prompt[f"{name}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
-        prompt[f"{name}prompt_embeds_mask"] = torch.ones(1, TOKENS, dtype=torch.bool)
-    return pipe, prompt
+    masks = dict.fromkeys(
+        ("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.ones(1, TOKENS, dtype=torch.bool)
+    )
+    return pipe, {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **masks, **SQUARE}
 
 
 def glm_image():
     """Tokens that another model drew first, here random ones, join the latents; guidance drops them in its branch."""
     transformer = diffusers.GlmImageTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
+        **FOUR_CHANNELS,
         num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **HEADS,
         text_embed_dim=WIDTH,
         time_embed_dim=32,
         condition_dim=8,
@@ -298,8 +276,8 @@ def glm_image():
     )
     pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
     drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))
-    prompt = {"prompt_embeds": text(1, TOKENS, WIDTH), "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1)}
-    return pipe, {**prompt, "prior_token_ids": drawn, "height": 192, "width": 192}
+    prompt = prompts(prompt_embeds=(1, TOKENS, WIDTH))
+    return pipe, {**prompt, "prior_token_ids": drawn, **SQUARE}
 
 
 def ideogram4():
@@ -308,8 +286,7 @@ def ideogram4():
         diffusers.Ideogram4Transformer2DModel,
         in_channels=4 * flux.LATENT_CHANNELS,
         num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
+        **HEADS,
         intermediate_size=64,
         adaln_dim=32,
         llm_features_dim=WIDTH,

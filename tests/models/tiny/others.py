@@ -5,12 +5,8 @@ import inspect
 import diffusers
 import torch
 
-from tests.models.tiny.parts import TOKENS, WIDTH, text
+from tests.models.tiny.parts import HEADS, ROPE, TOKENS, TWO_KINDS, WIDTH, prompts
 from tests.tiny import flux
-
-HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
-TWO_KINDS = {**HEADS, "num_layers": 1, "num_single_layers": 1}
-ROPE = {"axes_dims_rope": (8, 12, 12)}
 
 # by pipeline: transformer, its sizes, and more arguments of the call
 OTHERS = {
@@ -82,8 +78,6 @@ def build(name: str):
         diffusers.DPMSolverMultistepScheduler() if name in OF_NOISE else diffusers.FlowMatchEulerDiscreteScheduler()
     )
     asked = inspect.signature(kind.__call__).parameters
-    made = {"negative_prompt": None}
-    for seed, sign in enumerate(("", "negative_")):
-        made[f"{sign}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
-        made[f"{sign}prompt_attention_mask"] = torch.ones(1, TOKENS)
+    made = prompts(prompt_embeds=(1, TOKENS, WIDTH)) | {"negative_prompt": None}
+    made |= dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), torch.ones(1, TOKENS))
     return kind(**parts), {**{each: value for each, value in made.items() if each in asked}, **arguments}

@@ -8,7 +8,7 @@ import diffusers
 import torch
 from transformers import CLIPVisionModel
 
-from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
+from tests.models.tiny.parts import HEADS, TOKENS, WIDTH, flow, prompts, text
 from tests.tiny import encoders, tiny_pipeline
 from tests.tiny.families import SIZES
 from tests.tiny.inputs import random_picture
@@ -39,12 +39,9 @@ def kandinsky5():
         visual_cond=True,
     )
     pipe = diffusers.Kandinsky5T2VPipeline(transformer, None, None, None, None, None, flow(shift=3.0))
-    prompt = {}
-    for seed, name in enumerate(("", "negative_")):
-        prompt[f"{name}prompt_embeds_qwen"] = text(1, TOKENS, WIDTH, seed=seed)
-        prompt[f"{name}prompt_embeds_clip"] = text(1, WIDTH, seed=seed)
-        prompt[f"{name}prompt_cu_seqlens"] = torch.tensor([0, TOKENS])
-    return pipe, {**prompt, "height": 128, "width": 96, "num_frames": 9}
+    prompt = prompts(prompt_embeds_qwen=(1, TOKENS, WIDTH), prompt_embeds_clip=(1, WIDTH))
+    lengths = dict.fromkeys(("prompt_cu_seqlens", "negative_prompt_cu_seqlens"), torch.tensor([0, TOKENS]))
+    return pipe, {**prompt, **lengths, "height": 128, "width": 96, "num_frames": 9}
 
 
 def ltx2():
@@ -52,8 +49,7 @@ def ltx2():
     transformer = diffusers.LTX2VideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=32,
+        **HEADS,
         cross_attention_dim=64,
         audio_in_channels=32,
         audio_out_channels=32,
@@ -82,10 +78,16 @@ def ltx2():
     pipe = diffusers.LTX2Pipeline(scheduler, vae, audio_vae, None, None, connectors, transformer, vocoder)
     prompt = {"spatio_temporal_guidance_blocks": [1], "stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0}
     prompt["audio_modality_scale"] = 1.0
-    for seed, name in enumerate(("", "negative_")):
-        prompt[f"{name}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
-        prompt[f"{name}prompt_attention_mask"] = torch.ones(1, TOKENS, dtype=torch.long)
-    return pipe, {**prompt, "height": 32, "width": 96, "num_frames": 5}
+    mask = torch.ones(1, TOKENS, dtype=torch.long)
+    masks = dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), mask)
+    return pipe, {
+        **prompt,
+        **prompts(prompt_embeds=(1, TOKENS, WIDTH)),
+        **masks,
+        "height": 32,
+        "width": 96,
+        "num_frames": 5,
+    }
 
 
 def minimax_h3(name="transformer"):
@@ -202,11 +204,8 @@ WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "ro
 
 
 WAN_CALL = {
-    "prompt_embeds": text(1, TOKENS, WIDTH),
-    "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1),
-    "height": 64,
-    "width": 48,
-    "guidance_scale": 5.0,
+    **prompts(prompt_embeds=(1, TOKENS, WIDTH)),
+    **{"height": 64, "width": 48, "guidance_scale": 5.0},
 }
 
 
@@ -249,8 +248,7 @@ def wan_animate():
 def helios():
     """One part of a video, which follows its history in three resolutions."""
     transformer = diffusers.HeliosTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
+        **HEADS,
         num_layers=2,
         text_dim=WIDTH,
         freq_dim=16,
