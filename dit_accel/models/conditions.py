@@ -63,7 +63,6 @@ class Conditions:
         return items
 
     def _adapters(self) -> tuple:
-        """Return a key of the active adapters and their strengths."""
         held = vars(self._transformer)
         loaded = (*held.get("peft_config", ()), id(self._transformer._modules.get("encoder_hid_proj")))
         if loaded != self._loaded:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from dit_accel.models.parallel.context_parallel import (
 from dit_accel.models.part_hook import FeedHook, PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.session import Session
-from dit_accel.models.token_order_hook import TokenOrder, order_hooks, reordered
+from dit_accel.models.token_order_hook import TokenOrder, order_hooks
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset
 from dit_accel.sparse.head_site import HeadSite
@@ -144,7 +143,7 @@ class FamilyDriver(TransformerDriver):
             apart = self.family.first_frame_apart(self.transformer)
             self._order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
             first_block = next(iter(self.blocks().values()))
-            reorder = partial(reordered, order, lambda: self.facts.grid)
+            reorder = lambda x, axis, undo: order.apply(x, self.facts.grid, axis, undo)  # noqa: E731
             for module, order_hook in order_hooks(reorder, self.transformer, self.family.order, first_block):
                 self.hook(module, order_hook, ORDER_HOOK)
 

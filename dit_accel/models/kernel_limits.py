@@ -54,8 +54,6 @@ class EveryRow:
         self._plans: Kept[AttentionPlan] = Kept(MOST_PLANS)
 
     def __call__(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
-        """Return the plan for this batch and these numbers of tokens and heads."""
-
         def make() -> AttentionPlan:
             rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
             return lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))

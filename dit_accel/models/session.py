@@ -112,7 +112,6 @@ class Session:
         return output
 
     def _describe(self, context: Any, timestep: Any, arguments: dict[str, Any]) -> TransformerCall:
-        """Describe a call to the loop."""
         driver = self.driver
         shapes: list[Any] = []
         latents: dict[str, Sequence[torch.Tensor]] = {}
@@ -323,7 +322,6 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
 
 
 def _differ_in_one(shape: torch.Size, other: torch.Size) -> bool:
-    """Return True if two shapes differ in at most one dimension."""
     return len(shape) == len(other) and sum(a != b for a, b in zip(shape, other, strict=True)) <= 1
 
 

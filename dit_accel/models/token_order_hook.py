@@ -41,12 +41,14 @@ class TokenOrder:
         """Return the order of a video with that grid, int64 ``[S]``; see :mod:`dit_accel.sparse.token_order`."""
         return token_order(self._name, grid, self._block, first_frame_apart=self._first_frame_apart)
 
-    def apply(self, x: torch.Tensor, grid: Grid, axis: int, *, undo: bool = False) -> torch.Tensor:
-        """Bring the tokens of ``x``, along ``axis``, into this order, or restore them with ``undo``.
+    def apply(self, x: torch.Tensor, grid: Grid | None, axis: int, undo: bool = False) -> torch.Tensor:
+        """Bring the tokens of ``x``, along ``axis``, into this order, or restore them; without a grid they stay.
 
         Raises:
             UnsupportedError: ``x`` does not have all tokens of the video.
         """
+        if grid is None:
+            return x
         order = self._on_device.get(
             (grid, x.device, undo), lambda: (inverse_order(self.of(grid)) if undo else self.of(grid)).to(x.device)
         )
@@ -56,14 +58,6 @@ class TokenOrder:
                 f"{x.shape[axis]} (context parallelism?): set blocks.token_order to raster"
             )
         return x.index_select(axis, order)
-
-
-def reordered(
-    order: TokenOrder, grid_of_call: Callable[[], Grid | None], x: torch.Tensor, axis: int, undo: bool
-) -> torch.Tensor:
-    """Tokens in an order, or back from it; unchanged in a call without a grid."""
-    grid = grid_of_call()
-    return x if grid is None else order.apply(x, grid, axis, undo=undo)
 
 
 class ReorderInput(Hook):

@@ -358,7 +358,6 @@ def _variables(function: Any) -> list[Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that a function and its inner functions read."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -399,5 +398,4 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first name, and the number of the others."""
     return names[0] + (f", as {len(names) - 1} more like it, " if len(names) > 1 else "")

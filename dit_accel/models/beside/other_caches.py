@@ -126,6 +126,5 @@ def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _cache_of(thing: object) -> str | None:
-    """Return the cache that a config or hook of diffusers belongs to."""
     package, _, module = type(thing).__module__.rpartition(".")
     return _CACHES.get(module) if package == "diffusers.hooks" else None

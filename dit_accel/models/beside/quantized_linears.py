@@ -223,7 +223,6 @@ class QuantizedLinears:
             kept.clear()
 
     def _leave(self) -> None:
-        """Free everything on the device, because the transformer moves to another."""
         if self._ready or self._together:
             self._moved()
             self.free()
@@ -344,7 +343,6 @@ def require_capability(dtype: str, device: torch.device) -> None:
 
 
 def _joined(parts: Sequence[Rounded]) -> Rounded:
-    """Concatenate the rounded weights of layers."""
     if len(parts) == 1:
         return parts[0]
     values, scales, biases = zip(*parts, strict=True)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, heads_of_width, image_tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
-    return Tokens(arguments["text_bth"].shape[1], height * width, text_first=False, padding="all")
+    return Tokens(arguments["text_bth"].shape[1], image_tokens(transformer, arguments), text_first=False, padding="all")
 
 
 FAMILY = Family(
@@ -21,10 +20,7 @@ FAMILY = Family(
     model="ErnieImageTransformer2DModel",
     stacks=(Stack("layers"),),
     tokens=tokens,
-    heads=lambda transformer: (
-        transformer.config.num_attention_heads,
-        transformer.config.hidden_size // transformer.config.num_attention_heads,
-    ),
+    heads=heads_of_width,
     mlp=lambda transformer: 3 * transformer.config.ffn_hidden_size / transformer.config.hidden_size,
     attentions={"self_attention": True},
     parts=("self_attention", "mlp"),

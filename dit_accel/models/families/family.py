@@ -349,6 +349,22 @@ def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].shape[1])
 
 
+def image_tokens(transformer: nn.Module, arguments: Arguments) -> int:
+    """Number of patches of latents ``[B, C, H, W]``."""
+    return math.prod(side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
+
+
+def heads_of_width(transformer: nn.Module) -> tuple[int, int]:
+    """Heads of a configuration that has their number and the width of all."""
+    config = transformer.config
+    return config.num_attention_heads, config.hidden_size // config.num_attention_heads
+
+
+def work_of_one(name: str, pairs: float, projection: float, rest: float) -> BlockWork:
+    """FLOPs of a block with one attention, whose queries' ``projection`` costs as much as that of its output."""
+    return BlockWork(tiles={name: pairs}, rest=rest, rows=2 * projection, bias=projection)
+
+
 def width_of(transformer: nn.Module) -> int:
     """Features of a token inside the blocks."""
     return transformer.config.num_attention_heads * transformer.config.attention_head_dim

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+from dit_accel.models.families.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    Stack,
+    Tokens,
+    batch_of,
+    image_tokens,
+    width_of,
+    work_of_one,
+)
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
-    return Tokens(arguments["encoder_hidden_states"].shape[1], height * width)
+    return Tokens(arguments["encoder_hidden_states"].shape[1], image_tokens(transformer, arguments))
 
 
 def kept_keys(arguments: Arguments) -> int:
@@ -28,12 +37,8 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     """FLOPs of projections, attention to the joint sequence and kept keys, and the MLP."""
     joint, width, batch = tokens.text + tokens.vision, width_of(transformer), batch_of(arguments)
     projection = 2 * batch * joint * width**2
-    return BlockWork(
-        tiles={"attn1": 4 * batch * joint * (joint + kept_keys(arguments)) * width},
-        rest=(2 + 8) * projection,
-        rows=2 * projection,
-        bias=projection,
-    )
+    pairs = 4 * batch * joint * (joint + kept_keys(arguments)) * width
+    return work_of_one("attn1", pairs, projection, (2 + 8) * projection)
 
 
 FAMILY = Family(

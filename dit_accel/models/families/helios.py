@@ -9,7 +9,16 @@ import math
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+from dit_accel.models.families.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    Stack,
+    Tokens,
+    batch_of,
+    width_of,
+    work_of_one,
+)
 
 SCALES = {"short": 1, "mid": 2, "long": 4}  # of the patches of the history
 
@@ -40,13 +49,9 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     prompt = arguments["encoder_hidden_states"].shape[1]
     asking = part_tokens(transformer, arguments) if config.guidance_cross_attn else tokens.vision
     matrix = 2 * batch * width**2
-    return BlockWork(
-        tiles={"attn1": 4 * batch * tokens.vision**2 * width},
-        rest=matrix * (tokens.vision * (2 + 2 * config.ffn_dim / width) + 2 * prompt + 2 * asking)
-        + 4 * batch * asking * prompt * width,
-        rows=2 * matrix * tokens.vision,
-        bias=matrix * tokens.vision,
-    )
+    rest = matrix * (tokens.vision * (2 + 2 * config.ffn_dim / width) + 2 * prompt + 2 * asking)
+    rest += 4 * batch * asking * prompt * width
+    return work_of_one("attn1", 4 * batch * tokens.vision**2 * width, matrix * tokens.vision, rest)
 
 
 FAMILY = Family(

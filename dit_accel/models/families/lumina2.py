@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, heads_of_width, image_tokens
 from dit_accel.models.samples import TextMasks
 
 _masks = TextMasks()  # diffusers reads them in every call
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
     text = max(_masks.lengths(arguments["encoder_attention_mask"]).lengths)
-    return Tokens(text, height * width, padding="all")
+    return Tokens(text, image_tokens(transformer, arguments), padding="all")
 
 
 def mlp(transformer: nn.Module) -> float:
@@ -33,10 +32,7 @@ FAMILY = Family(
     model="Lumina2Transformer2DModel",
     stacks=(Stack("layers", features=2),),
     tokens=tokens,
-    heads=lambda transformer: (
-        transformer.config.num_attention_heads,
-        transformer.config.hidden_size // transformer.config.num_attention_heads,
-    ),
+    heads=heads_of_width,
     mlp=mlp,
     parts=("attn", "feed_forward"),
     words=("luminaimage2",),

@@ -8,7 +8,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+from dit_accel.models.families.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    Stack,
+    Tokens,
+    batch_of,
+    width_of,
+    work_of_one,
+)
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -31,12 +40,8 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     config, width, batch = transformer.config, width_of(transformer), batch_of(arguments)
     joint = tokens.text + tokens.vision
     projection = 2 * batch * joint * config.hidden_size * width
-    return BlockWork(
-        tiles={"attn": 4 * batch * joint**2 * width},
-        rest=2 * projection + 6 * batch * joint * config.hidden_size * config.ffn_dim,
-        rows=2 * projection,
-        bias=projection,
-    )
+    rest = 2 * projection + 6 * batch * joint * config.hidden_size * config.ffn_dim
+    return work_of_one("attn", 4 * batch * joint**2 * width, projection, rest)
 
 
 FAMILY = Family(

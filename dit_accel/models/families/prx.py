@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of
+from dit_accel.models.families.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    Stack,
+    Tokens,
+    batch_of,
+    image_tokens,
+    work_of_one,
+)
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
     text = arguments["encoder_hidden_states"].shape[1]
-    return Tokens(text, height * width, padding="mask", text_asks=False)
+    return Tokens(text, image_tokens(transformer, arguments), padding="mask", text_asks=False)
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
@@ -21,12 +29,8 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     config, batch = transformer.config, batch_of(arguments)
     width, keys = config.hidden_size, tokens.vision + tokens.text
     projection = 2 * batch * tokens.vision * width**2
-    return BlockWork(
-        tiles={"attention": 4 * batch * tokens.vision * keys * width},
-        rest=2 * 2 * batch * keys * width**2 + 3 * config.mlp_ratio * projection,
-        rows=2 * projection,
-        bias=projection,
-    )
+    rest = 2 * 2 * batch * keys * width**2 + 3 * config.mlp_ratio * projection
+    return work_of_one("attention", 4 * batch * tokens.vision * keys * width, projection, rest)
 
 
 FAMILY = Family(

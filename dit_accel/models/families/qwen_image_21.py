@@ -12,7 +12,16 @@ import math
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of, width_of
+from dit_accel.models.families.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    Stack,
+    Tokens,
+    batch_of,
+    width_of,
+    work_of_one,
+)
 
 LATENTS_PER_SLOT = 4  # tokens of an image for each of its tokens in the prompt
 
@@ -35,12 +44,9 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     text = 0 if arguments.get("kv_cache_mode") == "cached" else tokens.text
     matrix = 2 * batch * width**2
     before = 4 * batch * text**2 * width  # attention of the tokens before the image, at most
-    return BlockWork(
-        tiles={"attn": 4 * batch * tokens.vision * (tokens.vision + tokens.text) * width},
-        rest=matrix * (tokens.vision + text) * (2 + 3 * transformer.config.mlp_ratio) + 2 * matrix * text + before,
-        rows=2 * matrix * tokens.vision,
-        bias=matrix * tokens.vision,
-    )
+    pairs = 4 * batch * tokens.vision * (tokens.vision + tokens.text) * width
+    rest = matrix * (tokens.vision + text) * (2 + 3 * transformer.config.mlp_ratio) + 2 * matrix * text + before
+    return work_of_one("attn", pairs, matrix * tokens.vision, rest)
 
 
 FAMILY = Family(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, image_tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
-    return Tokens(arguments["encoder_hidden_states"].shape[1], height * width, text_first=False)
+    return Tokens(arguments["encoder_hidden_states"].shape[1], image_tokens(transformer, arguments), text_first=False)
 
 
 FAMILY = Family(

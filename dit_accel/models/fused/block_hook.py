@@ -236,6 +236,5 @@ class BlockHook(Hook, ABC):
 
 @cache
 def _defaults(kind: type[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of a block's forward with their defaults."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     return {item.name: item.default for item in parameters if item.kind not in GATHERED}

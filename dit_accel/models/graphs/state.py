@@ -103,7 +103,6 @@ class ModelState:
         return [*chain.from_iterable(map(dict.values, self._weights.values()))]
 
     def _placed(self) -> list:
-        """Addresses and strides of tensors."""
         tensors = [*map(call, self._tensors)]
         return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
 
@@ -112,7 +111,6 @@ class ModelState:
         return [*map(version_of, self._numbers)]
 
     def _named(self) -> Iterator[str]:
-        """Yield the names of all entries, then of the weights."""
         of_modules = ((name, names) for names, modules in self._modules.items() for name in modules)
         places = ((name, range(len(item))) for name, item in self._sequences.items())
         owners = chain(of_modules, self._dicts.items(), places, self._classes.items(), self._weights.items())
@@ -178,7 +176,6 @@ class ModelState:
             yield from vars(item).items()
 
     def _take_class(self, cls: type) -> None:
-        """Store a class's code and its numbers."""
         for item in cls.__mro__[:-1]:
             self._classes[f"{item.__module__}.{item.__qualname__}"] = item.__dict__
 

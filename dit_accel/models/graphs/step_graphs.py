@@ -9,10 +9,10 @@ replayed, and outputs are copied out. Decisions of the loop, forecasts and measu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
-from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import BlockCall, Call
 from dit_accel.loop.torch_modes import kernel_settings
 from dit_accel.models.graphs.announcement import Announcement
@@ -35,31 +34,10 @@ from dit_accel.models.graphs.limits import (
 )
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.parallel.context_parallel import exchanges_sizes, parallel_degree
-from dit_accel.presets import Preset
 
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with skipped tiles, and twice as many to spare
 NEW = object()  # marks the first call of a kind
 REFUSED = "computed steps not captured as CUDA graphs"
-
-
-class Driver(Protocol):
-    """Interface of a transformer's driver that graphs use."""
-
-    transformer: nn.Module
-    preset: Preset
-    session: Any  # has the run and the call in progress
-
-    def why_eager(self) -> str | None:
-        """Return why the call in progress can't be captured, or None."""
-
-    def decisions(self) -> tuple:
-        """Return further values on the host that decide how the call in progress runs."""
-
-    def shared_tensors(self) -> Any:
-        """Return tensors on the device that the call in progress reads besides its arguments."""
-
-    def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
-        """Pass symbols and measured densities of the blocks to the call in progress."""
 
 
 @dataclass
@@ -86,10 +64,11 @@ class StepGraphs:
     """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run.
 
     Args:
+        driver: :class:`~dit_accel.models.transformer.TransformerDriver`, which says how the call in progress runs.
         graph: the class that captures; tests use a fake for the CPU.
     """
 
-    def __init__(self, driver: Driver, graph: type[CudaGraph] = CudaGraph) -> None:
+    def __init__(self, driver: Any, graph: type[CudaGraph] = CudaGraph) -> None:
         self._driver = driver
         self._graph = graph
         self._wanted = driver.preset.kernels.graphs
@@ -101,7 +80,6 @@ class StepGraphs:
         self.clear()
 
     def __len__(self) -> int:
-        """Return the number of graphs."""
         return sum(isinstance(kept, Captured) for kept in self._kept.values())
 
     def clear(self) -> None:
@@ -155,7 +133,6 @@ class StepGraphs:
     def _decide(
         self, trial: CaptureTrial, original: Callable, call: Call, leaves: list, structure: Any
     ) -> Captured | str:
-        """Capture a measured call, or return why not."""
         is_shared = parallel_degree(self._driver.transformer) > 1
         return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
 
@@ -174,7 +151,6 @@ class StepGraphs:
             report.not_captured = reason
 
     def _replay(self, captured: Captured, leaves: list) -> Any:
-        """Replay a call's graph with these arguments and return its output."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for static, tensor in zip(captured.inputs, tensors, strict=True):
             static.copy_(tensor)
@@ -219,7 +195,6 @@ class StepGraphs:
         return Captured(graph, inputs, *result, (capture.held, self._driver.shared_tensors()))
 
     def _why_not(self, call: Call, leaves: list) -> str | None:
-        """Return why a call runs eagerly, or None."""
         if (reason := self._failed or self._preset_refuses) is not None:
             return reason
         if (reason := why_not_call(call, leaves) or self._driver.why_eager()) is not None:
@@ -276,7 +251,6 @@ class StepGraphs:
 
 
 def _has(transformer: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return True if a transformer still has a module under that name."""
     try:
         return transformer.get_submodule(name) is module
     except AttributeError:

@@ -101,8 +101,6 @@ class SharedBranches:
 
 
 def _sent(output: Any, owner: int, group: dist.ProcessGroup) -> Any:
-    """Send an output from its owner to all devices of the group."""
-
     def send(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
         dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
