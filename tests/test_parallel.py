@@ -14,7 +14,7 @@ from tests.parallel_ranks import FUSES, GRAPHS, ODD, SHARED
 
 ROUNDING = 2e-6  # float32, relative, of latents after eight steps
 GPU_ROUNDING = 1e-3  # of kernels that multiply float32 as TF32
-FAMILIES = ("flux", "wan", "hunyuan", "qwen")
+CASES = [(family, preset) for family, presets in SHARED.items() for preset in presets]
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -48,21 +48,22 @@ def require_as_alone(first, second):
     assert first["errors"] == second["errors"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", [*SHARED, f"{SHARED[-1]}, accelerated first"])
+@pytest.mark.parametrize(
+    ("family", "case"), [*CASES, *((family, f"{presets[-1]}, accelerated first") for family, presets in SHARED.items())]
+)
 def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
-    """With any preset, and parallelism or acceleration first; no block falls back."""
-    first, second = (rank[case] for rank in on_both(found, family))
+    """With any preset, and parallelism or acceleration first; no block falls back.
+
+    Each rank expects the memory that it takes: outputs whole, and of symbols and residuals its own share, up to bits of
+    a byte. Symbols are computed where a rank has all tokens of its heads; both report the highest computed share.
+    """
+    first, second = (rank[case] for rank in on_both(found, family.removesuffix("-image")))
     require_as_alone(first, second)
-    assert first["fallbacks"] == []
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", SHARED)
-def test_each_rank_expects_the_memory_that_it_takes(found, family, case):
-    """Before the first block runs: outputs whole, and of symbols and residuals its own share, up to bits of a byte."""
-    for rank in on_both(found, family):
-        assert rank[case]["held"] == pytest.approx(rank[case]["expected"], rel=1e-2)
+    assert first["fallbacks"] == [] and first["computed"] == second["computed"]
+    assert (first["computed"] < 0.999) == case.startswith(("balanced", "sparse"))
+    assert [each["held"] for each in (first, second)] == pytest.approx(
+        [first["expected"], second["expected"]], rel=1e-2
+    )
 
 
 @pytest.mark.parametrize(("case", "preset"), [(case, preset) for case in ODD for preset in ODD[case]])
@@ -71,13 +72,6 @@ def test_any_number_of_tokens_and_heads_can_be_shared(found, case, preset):
     first, second = (rank[f"{case}, {preset}"] for rank in on_both(found, "any_size"))
     require_as_alone(first, second)
     assert first["fallbacks"] == [] and first["held"] == pytest.approx(first["expected"], rel=1e-2)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_leave_tiles_out(found, family):
-    """Symbols are computed where a rank has all tokens of its heads; both report the highest computed share."""
-    first, second = (rank["sparse"] for rank in on_both(found, family))
-    assert first["computed"] == second["computed"] < 0.999
 
 
 @pytest.mark.parametrize(("family", "preset"), [(family, preset) for family in FUSES for preset in FUSES[family]])
