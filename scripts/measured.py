@@ -104,15 +104,15 @@ def calibrated() -> dict[str, tuple[psnr_calibration.Pairs, list[str]]]:
         name: [run for run in found if (run.model in VIDEOS) == name.startswith("video")]
         for name in ("balanced", "video-balanced")
     }
-    return {name: (psnr_calibration.calibration(own), psnr_calibration.left_out(own)) for name, own in kinds.items()}
+    return {name: (psnr_calibration.calibration(some), psnr_calibration.left_out(some)) for name, some in kinds.items()}
 
 
 def files() -> dict[Path, str]:
     """All files with figures, as docs/results has them."""
     runs, calibrations = measurements(), calibrated()
     lines = [
-        f" {json.dumps(name)}: [\n" + ",\n".join(f"  {json.dumps(run)}" for run in own) + "\n ]"
-        for name, own in runs.items()
+        f" {json.dumps(name)}: [\n" + ",\n".join(f"  {json.dumps(run)}" for run in some) + "\n ]"
+        for name, some in runs.items()
     ]
     written = {FILE: "{\n" + ",\n".join(lines) + "\n}\n"}
     for name in preset_names():

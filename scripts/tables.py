@@ -57,9 +57,9 @@ def _json(value: Any, line: str) -> str:
     if not _has_rows(value):
         return json.dumps(value, ensure_ascii=False)
     parts = (
-        [f"{json.dumps(key, ensure_ascii=False)}: {_json(each, line + ' ')}" for key, each in value.items()]
+        [f"{json.dumps(key, ensure_ascii=False)}: {_json(part, line + ' ')}" for key, part in value.items()]
         if isinstance(value, dict)
-        else [_json(each, line + " ") for each in value]
+        else [_json(part, line + " ") for part in value]
     )
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}{line} " + f",{line} ".join(parts) + f"{line}{closing}"
@@ -68,7 +68,7 @@ def _json(value: Any, line: str) -> str:
 def _has_rows(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_rows, value.values()))
-    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
+    return isinstance(value, list) and any(isinstance(part, dict) for part in value)
 
 
 def write_table(file: Path, text: str) -> None:

@@ -113,8 +113,8 @@ class FusedDecode:
         """One acceleration less wants it; with the last it goes, and lets every call through if something wraps it."""
         self.holders -= 1
         if not self.holders:
-            for each in self._stand_ins:
-                each.leave()
+            for stand_in in self._stand_ins:
+                stand_in.leave()
 
     def _whole(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A decode of the autoencoder, which may call its decoder several times."""
@@ -125,10 +125,10 @@ class FusedDecode:
             decode.form = _whole_form(module, args, kwargs)
             decode.bands = Bands(ranks, self._page.decode, self._page.SHARED_FROM)
         try:
-            made = self._attempt(original, decode, args, kwargs)
+            output = self._attempt(original, decode, args, kwargs)
             if decode.bands is not None:
                 self._end_bands(decode)
-            return made
+            return output
         except _GivenUp as error:
             given_up: str | None = str(error)
         except FailedError as error:
@@ -151,7 +151,7 @@ class FusedDecode:
         if self._backend == "auto" and resolve_backend("auto", args[0]) != "triton":
             return None
         group, pipe = self._group, direct_caller(module) if self.sharing else None
-        stage = next((each for each in self.sharing if pipe is not None and each.pipe() is pipe), None)
+        stage = next((stage for stage in self.sharing if pipe is not None and stage.pipe() is pipe), None)
         if stage is not None and stage.all_decode:
             group, stage.all_decode = group_of(pipe), False  # a later decode may be of one rank alone
         return ranks_of(group, args[0].device)
@@ -177,9 +177,9 @@ class FusedDecode:
         reason = reason or self._known[form]
         if reason is None:
             try:
-                made = self._run(module, *args, **kwargs, layers=decode.layers)
+                output = self._run(module, *args, **kwargs, layers=decode.layers)
                 self.remark = FUSED
-                return _contiguous(made)
+                return _contiguous(output)
             except Exception as error:  # whatever memory, a compiler or a kernel raises: the decoder may still run
                 reason = _raised(error)
             if getattr(self._current, "decode", None) is not None:
@@ -213,22 +213,22 @@ class FusedDecode:
         """The output of a first call of a form, which decides about the later ones."""
         copied, named = _copied(args, kwargs)  # decoders of videos keep frames in lists
         try:
-            own = original(*args, **kwargs)
+            expected = original(*args, **kwargs)
         except torch.OutOfMemoryError:
             if not _lists(kwargs) or getattr(self._current, "decode", None) is None:
                 raise
-            own = None
-        if own is None:  # the frames of the past that the comparison keeps were too much
+            expected = None
+        if expected is None:  # the frames of the past that the comparison keeps were too much
             del copied, named
             raise _GivenUp("no memory to compare with the decoder's own output")
-        size = _images(own).float().norm().item()
+        size = _images(expected).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = self._own("its output is no image")
-            return own
+            return expected
         is_final = True
         try:
-            made = _contiguous(self._run(module, *copied, **named, layers=decode.layers))
-            reason = _why_others((made, _lists(named)), (own, _lists(kwargs)))
+            output = _contiguous(self._run(module, *copied, **named, layers=decode.layers))
+            reason = _why_others((output, _lists(named)), (expected, _lists(kwargs)))
         except Exception as error:
             reason = _raised(error)
             is_lack = isinstance(error, torch.OutOfMemoryError)  # it may fit in the next decode
@@ -237,10 +237,10 @@ class FusedDecode:
             self._known[form] = reason
         self.remark = FUSED if reason is None else self._own(reason)
         if reason is not None:
-            return own
+            return expected
         for name, kept in _lists(kwargs).items():
             kept[:] = named[name]
-        return made
+        return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._page, self.method)(*args, **kwargs)
@@ -303,7 +303,7 @@ def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> s
 def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Everything about a call's arguments but the values of tensors."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    forms = ((each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else each for each in leaves)
+    forms = ((item.shape, item.dtype, item.device) if isinstance(item, torch.Tensor) else item for item in leaves)
     return structure, *forms
 
 
@@ -329,24 +329,25 @@ def _contiguous(output: torch.Tensor | tuple) -> torch.Tensor | tuple:
     return (images, *output[1:]) if isinstance(output, tuple) else images
 
 
-def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:
+def why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
     """Why an output can't stand for the decoder's own, or None."""
-    if made.shape != own.shape or made.dtype != own.dtype:
-        return f"fused kernels gave {list(made.shape)} of {made.dtype}, the decoder {list(own.shape)} of {own.dtype}"
-    error = ((made.float() - own.float()).norm() / own.float().norm().clamp(min=1e-12)).item()
-    if error <= BOUNDS[own.dtype]:
+    if output.shape != expected.shape or output.dtype != expected.dtype:
+        found, wanted = (f"{list(images.shape)} of {images.dtype}" for images in (output, expected))
+        return f"fused kernels gave {found}, the decoder {wanted}"
+    error = ((output.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)).item()
+    if error <= (bound := BOUNDS[expected.dtype]):
         return None
-    return f"fused kernels differ from the decoder by {error:.2g}, more than {BOUNDS[own.dtype]:g} in {own.dtype}"
+    return f"fused kernels differ from the decoder by {error:.2g}, more than {bound:g} in {expected.dtype}"
 
 
-def _why_others(made: tuple, own: tuple) -> str | None:
+def _why_others(output: tuple, expected: tuple) -> str | None:
     """Why an output and the lists of a call can't stand for the decoder's own, or None.
 
     What both keep for the next call in the same form is compared too; a page may keep fewer frames, or more.
     """
-    if (reason := why_other(_images(made[0]), _images(own[0]))) is not None:
+    if (reason := why_other(_images(output[0]), _images(expected[0]))) is not None:
         return reason
-    kept, known = dict(pytree.tree_leaves_with_path(made)), pytree.tree_leaves_with_path(own)
+    kept, known = dict(pytree.tree_leaves_with_path(output)), pytree.tree_leaves_with_path(expected)
     pairs = [(kept.get(place), leaf) for place, leaf in known if isinstance(leaf, torch.Tensor)]
     reasons = (why_other(*pair) for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
     return next((f"for the next call {reason}" for reason in reasons if reason is not None), None)
@@ -354,7 +355,7 @@ def _why_others(made: tuple, own: tuple) -> str | None:
 
 def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
     """Return the arguments that a decoder changes."""
-    return {name: each for name, each in kwargs.items() if isinstance(each, list)}
+    return {name: item for name, item in kwargs.items() if isinstance(item, list)}
 
 
 def _raised(error: BaseException) -> str:
@@ -416,7 +417,7 @@ class Decoding:
 
     def _begin(self) -> None:
         """Begin a call of the pipeline, as each rank does that shares decodes."""
-        can_share = any(each.can_share for each in self._fused)
+        can_share = any(coder.can_share for coder in self._fused)
         self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
 
     def _latest(self) -> str:
@@ -429,9 +430,9 @@ class Decoding:
         self.parts.remark_of.pop(PART, None)
         self.parts.at_beginning.clear()
         fused, self._fused = self._fused, []
-        for each in fused:
-            each.sharing = [other for other in each.sharing if other is not self]
-            each.leave()
+        for coder in fused:
+            coder.sharing = [other for other in coder.sharing if other is not self]
+            coder.leave()
 
 
 def _modules(pipe: Any) -> list[nn.Module]:

@@ -110,7 +110,7 @@ class KeepingEntry:
 
     def leave(self, stage: KeptPrompts) -> None:
         """End a stage's use of the entry; the last one removes it."""
-        self.stages = weakref.WeakSet(each for each in self.stages if each is not stage)
+        self.stages = weakref.WeakSet(item for item in self.stages if item is not stage)
         encoder = self._encoder()
         if self.stages:
             return
@@ -207,7 +207,7 @@ class KeptPrompts:
             reason: why its output is not kept, or None.
             elapsed: of a call that returned a kept output.
         """
-        name = next((name for name, each in self._entries.items() if each is entry), "")
+        name = next((name for name, item in self._entries.items() if item is entry), "")
         if self._begun != self.parts.begun:
             self._begun, self._calls = self.parts.begun, []
         self._calls.append((name, reason, elapsed is not None))
@@ -360,15 +360,15 @@ def _copied(output: Any, tensors: list[torch.Tensor], devices: list[torch.device
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device=device).copy_(storage)
-        made = torch.empty(0, dtype=tensor.dtype, device=device)
-        copies.append(made.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
-    memo = {id(tensor): made for tensor, made in zip(tensors, copies, strict=True)}
+        result = torch.empty(0, dtype=tensor.dtype, device=device)
+        copies.append(result.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
+    memo = {id(tensor): result for tensor, result in zip(tensors, copies, strict=True)}
     return copy.deepcopy(output, memo), copies
 
 
 def _offload_previous(encoder: nn.Module) -> None:
     """Offload the model that ran before the encoder, which accelerate does when the encoder itself runs."""
     hook = vars(encoder).get("_hf_hook")
-    for each in getattr(hook, "hooks", (hook,)):
-        if (previous := getattr(each, "prev_module_hook", None)) is not None:
+    for item in getattr(hook, "hooks", (hook,)):
+        if (previous := getattr(item, "prev_module_hook", None)) is not None:
             previous.offload()

@@ -66,7 +66,7 @@ class Rows:
         rows._skipped, rows.done = count, 0
         return rows
 
-    def own(self, x: torch.Tensor) -> torch.Tensor:
+    def band(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's band of whole features ``[..., H, W]``."""
         scale, end = x.shape[-2] // self._ends[-1], self._ends[self._ranks.rank]
         return x[..., scale * (end - self._own) : scale * end, :]
@@ -103,18 +103,18 @@ class Rows:
         self.exchange_border(x)
         return x
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Return tensors of one shape from all ranks; meta tensors are sent as zeros."""
-        if own.is_meta:
+        if x.is_meta:
             if self.done >= self._skipped:
-                self._sent(torch.zeros(own.shape, dtype=own.dtype, device=self._ranks.device))
-            made = own.new_empty(self._ranks.count, *own.shape)
+                self._sent(torch.zeros(x.shape, dtype=x.dtype, device=self._ranks.device))
+            output = x.new_empty(self._ranks.count, *x.shape)
         else:
-            made = self._sent(own)
+            output = self._sent(x)
         self.done += 1
-        return made
+        return output
 
-    def _sent(self, own: torch.Tensor) -> torch.Tensor:
-        gathered = own.new_empty(self._ranks.count * len(own), *own.shape[1:])
-        _all_gather(gathered, own.contiguous(), group=self._ranks.group)
+    def _sent(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty(self._ranks.count * len(x), *x.shape[1:])
+        _all_gather(gathered, x.contiguous(), group=self._ranks.group)
         return gathered.unflatten(0, (self._ranks.count, -1))

@@ -41,7 +41,7 @@ def group_of(pipe: Any) -> dist.ProcessGroup | None:
 
 def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks | None:
     """Return the ranks of a group whose tensors are on this device; None = it has no backend for them."""
-    if group is None or not any(each.type == device.type for each in group._device_types):
+    if group is None or not any(item.type == device.type for item in group._device_types):
         return None
     return Ranks(group, device)
 
@@ -129,13 +129,13 @@ class FailedError(Exception):
     """A rank could not decode its share; the cause is its reason if it is this rank."""
 
 
-def on_meta(given: Any) -> Any:
+def on_meta(values: Any) -> Any:
     """Return the same arguments with meta tensors, and lists of their own."""
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), given)
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), values)
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """Return a module whose weights have no memory, which computes the shapes of outputs."""
-    weights = {id(each): nn.Parameter(each.to("meta"), requires_grad=False) for each in module.parameters()}
-    buffers = {id(each): each.to("meta") for each in module.buffers()}
+    weights = {id(item): nn.Parameter(item.to("meta"), requires_grad=False) for item in module.parameters()}
+    buffers = {id(item): item.to("meta") for item in module.buffers()}
     return copy.deepcopy(module, weights | buffers)

@@ -68,8 +68,8 @@ def read_stamp(module: nn.Module) -> Stamp | str:
         children = held["_modules"]
         structure.append(kind)
         structure += children
-        own = itertools.islice(held.items(), TORCHS_OWN, None)
-        structure += [item for item in own if type(item[1]) in SETTINGS and item[0][0] != "_"]
+        attributes = itertools.islice(held.items(), TORCHS_OWN, None)
+        structure += [item for item in attributes if type(item[1]) in SETTINGS and item[0][0] != "_"]
         if hooks:
             is_offloaded = True
             structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
@@ -102,8 +102,8 @@ def read_stamp(module: nn.Module) -> Stamp | str:
     for weight in (*weights, *quantised) if is_offloaded else (*weights, *quantised, *buffers):
         structure += (id(weight), weight._version)
     if not is_offloaded:
-        structure += [(each.data_ptr(), each.device) for each in (*weights, *buffers)]
-    structure += [(each.shape, each.dtype) for each in (*weights, *buffers, *parts)]
+        structure += [(entry.data_ptr(), entry.device) for entry in (*weights, *buffers)]
+    structure += [(entry.shape, entry.dtype) for entry in (*weights, *buffers, *parts)]
     return Stamp((*structure, _sampled(weights, [*buffers, *parts])), is_offloaded)
 
 
@@ -165,7 +165,7 @@ def _sampled(weights: list[torch.Tensor], buffers: list[torch.Tensor]) -> bytes:
         read = {}
         for group in groups.values():
             values = torch.cat(group).view(torch.uint8).cpu().numpy().tobytes()
-            size, ends = group[0].element_size(), itertools.accumulate((each.numel() for each in group), initial=0)
+            size, ends = group[0].element_size(), itertools.accumulate((item.numel() for item in group), initial=0)
             read[id(group)] = [values[size * start : size * end] for start, end in itertools.pairwise(ends)]
     return b"".join([read[id(group)][place] for group, place in places])  # in an order that no offload changes
 

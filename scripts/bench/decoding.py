@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace, is_first: bool, ranks: int) -> int:
         cases += [(FusedEncode, "encoded", 9, *case) for case in ENCODED]
     for stage, verb, least, kind, config, tiny, what, shape, dtypes in cases:
         config = {**config, **(tiny if options.tiny else {})}
-        shape = (*shape[:2], *(min(each, least) for each in shape[2:])) if options.tiny else shape
+        shape = (*shape[:2], *(min(item, least) for item in shape[2:])) if options.tiny else shape
         for name in dtypes.split():
             if options.only not in what:
                 continue
@@ -144,8 +144,8 @@ def measure(
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim and weight.shape[1:].numel() == 1:  # of norms, and biases
                 nn.init.normal_(weight, 1.0 if name in ("weight", "gamma") else 0.0, 0.3)
-    given = torch.randn(shape, device=device).to(dtype)
-    compared = given[:, :, :FRAMES] if given.ndim == 5 else given
+    values = torch.randn(shape, device=device).to(dtype)
+    compared = values[:, :, :FRAMES] if values.ndim == 5 else values
     run = partial(_encoded if stage is FusedEncode else _decoded, autoencoder)
     autoencoder.to(dtype).float()
     exact = _exact(run, compared.float())
@@ -153,14 +153,14 @@ def measure(
     backend, before = "auto" if device == "cuda" else "reference", "diffusers"
     row: dict[str, Any] = {}
     if ranks == 1:
-        row[before] = _measured(run, given, compared, exact)
+        row[before] = _measured(run, values, compared, exact)
     fused = stage(autoencoder, backend)
-    row["fused"] = _measured(run, given, compared, exact)
+    row["fused"] = _measured(run, values, compared, exact)
     fused.leave()
     after, remark = "fused", fused.remark
     if ranks > 1:
         shared = FusedDecode(autoencoder, backend, group=dist.group.WORLD)
-        row["shared"] = {"ranks": ranks, **_measured(run, given, compared, exact)}
+        row["shared"] = {"ranks": ranks, **_measured(run, values, compared, exact)}
         before, after, remark = "fused", "shared", shared.remark
         shared.leave()
     return {**row, "speed_up": row[before]["ms"] / row[after]["ms"], "ran": remark}
@@ -175,22 +175,22 @@ def _encoded(autoencoder: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return autoencoder.encode(images, return_dict=False)[0].parameters
 
 
-def _exact(run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+def _exact(run: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
     """The results in float32, without TF32, one by one."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return torch.cat([run(each[None]).cpu() for each in given])
+        return torch.cat([run(item[None]).cpu() for item in values])
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _measured(
-    run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor, compared: torch.Tensor, exact: torch.Tensor
+    run: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, compared: torch.Tensor, exact: torch.Tensor
 ) -> dict[str, float]:
     result = [run(compared) for _ in range(2)][-1].float().cpu()  # rows are shared the second time
     error = ((result - exact).norm() / exact.norm()).item()
-    run(given)
+    run(values)
     is_gpu = torch.cuda.is_available()
     if is_gpu:
         torch.cuda.empty_cache()
@@ -199,7 +199,7 @@ def _measured(
     times = []
     for _ in range(RUNS):
         started = time.perf_counter()
-        run(given)
+        run(values)
         if is_gpu:
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - started))

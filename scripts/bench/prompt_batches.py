@@ -53,16 +53,16 @@ def main() -> None:
         seconds, images, reports = 0.0, [], []
         for batch in batches(jobs, size):
             prompts, seeds = [job.settings["prompt"] for job in batch], [job.index for job in batch]
-            made = timed_output(pipe, arguments | {"prompt": prompts}, seeds)
-            seconds += made.seconds
-            images += made.results
+            output = timed_output(pipe, arguments | {"prompt": prompts}, seeds)
+            seconds += output.seconds
+            images += output.results
             report = pipe.dit_accel.report()
             reports += [report.of_prompt(place) for place in range(len(batch))]
         return seconds, images, reports
 
     make(max(SIZES))  # warms up
     rounds = [{size: make(size) for size in SIZES} for _ in range(options.rounds)]
-    _, alone, own = rounds[0][1]
+    _, alone, references = rounds[0][1]
     rows = []
     for size in SIZES:
         _, images, reports = rounds[0][size]
@@ -70,10 +70,12 @@ def main() -> None:
         rows.append(
             {
                 "batch_size": size,
-                "seconds": statistics.median(each[size][0] for each in rounds),
-                "seconds_each": [each[size][0] for each in rounds],
+                "seconds": statistics.median(item[size][0] for item in rounds),
+                "seconds_each": [item[size][0] for item in rounds],
                 "computed_fraction": [report.computed_fraction for report in reports],
-                "same_steps": [_modes(report) == _modes(first) for report, first in zip(reports, own, strict=True)],
+                "same_steps": [
+                    _modes(report) == _modes(first) for report, first in zip(reports, references, strict=True)
+                ],
                 "largest_difference": max(most for most, _ in differences),
                 "psnr_db": [decibels for _, decibels in differences],
             }
@@ -91,7 +93,7 @@ def _modes(report: Any) -> list[str]:
 
 def _difference(image: Any, other: Any) -> tuple[int, float | None]:
     """Largest pixel difference (of 255 levels) and PSNR in dB, which is None for identical images."""
-    first, second = (np.asarray(each) for each in (image, other))
+    first, second = (np.asarray(item) for item in (image, other))
     most = int(np.abs(first.astype(int) - second.astype(int)).max())
     return most, psnr(first, second) if most else None
 

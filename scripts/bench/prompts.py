@@ -107,13 +107,13 @@ def measure(way: str, device: str, *, tiny: bool) -> dict[str, Any]:
         parts.begin(torch.device(device))
         kept.append(text.encode())
     seconds = {
-        "plain": statistics.median(each for each, _ in plain),
-        "kept": statistics.median(each for each, _ in kept),
+        "plain": statistics.median(item for item, _ in plain),
+        "kept": statistics.median(item for item, _ in kept),
     }
     row = {
         "seconds": {**seconds, "first": first[0]},
         "speed_up": seconds["plain"] / seconds["kept"],
-        "identical": all(torch.equal(a, b) for _, made in kept for a, b in zip(made, plain[0][1], strict=True)),
+        "identical": all(torch.equal(a, b) for _, output in kept for a, b in zip(output, plain[0][1], strict=True)),
         "mib": stage.size / 2**20,
         "stamp_ms": _stamp_ms(text),
         "report": stage.remark,

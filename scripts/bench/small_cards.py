@@ -185,11 +185,13 @@ def timed(bench: Bench, case: Case, way: str, steps: int, device: torch.device) 
         modes = [step.mode for step in bench.dit_accel.report().steps]
         facts["copies"]["mode"] = modes[steps]
         computed, forecast = (  # the lower one of two: kernels are compiled in the first step of a kind
-            statistics.median_low([each for each, own in zip(seconds, modes[:steps], strict=True) if own == mode])
+            statistics.median_low(
+                [item for item, step_mode in zip(seconds, modes[:steps], strict=True) if step_mode == mode]
+            )
             for mode in ("update", "dispatch")
         )
         count = case.computed
-        facts["fallbacks"] = sorted({each["reason"] for each in bench.dit_accel.report().fallbacks})
+        facts["fallbacks"] = sorted({item["reason"] for item in bench.dit_accel.report().fallbacks})
     whole = begin + count * computed + (case.steps - count) * (forecast or 0.0)
     on_gpu = device.type == "cuda"
     return {

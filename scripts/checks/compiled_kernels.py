@@ -36,7 +36,7 @@ def main() -> int:
     rows = []
     for name in options.gpus:
         for op in (op for op in options.ops if GPUS[name].capability >= SINCE.get(op, 0)):
-            rows += [{"gpu": name, "op": op, **each} for each in compiled(GPUS[name], OPS[op])]
+            rows += [{"gpu": name, "op": op, **item} for item in compiled(GPUS[name], OPS[op])]
             print(f"{name}, {op}: {sum(row['gpu'] == name and row['op'] == op for row in rows)} kernels", flush=True)
     document = {**describe_run("cpu"), "kernels": rows}
     options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")

@@ -66,7 +66,7 @@ def read(file: Path) -> Outcomes:
     """Read pytest's XML: the outcome of each test that ran, and its error."""
     found = {}
     for case in ElementTree.parse(file).iter("testcase"):
-        wrong = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        wrong = next((item for item in case if item.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if wrong is None else "skipped" if wrong.tag == "skipped" else "failed"
         error = "" if wrong is None else f"{wrong.get('message', '')}\n{wrong.text}"
         found[f"{case.get('classname')}::{case.get('name')}"] = (outcome, error)
@@ -108,9 +108,9 @@ def markdown(document: dict[str, Any]) -> str:
     for family, found in (families | {"all": total}).items():
         lines.append(f"| {family} | {' | '.join(str(found.get(kind, '')) for kind in kinds)} |")
     lines += ["", "| test | kind | class | reason |", "|---|---|---|---|"]
-    for each in (each for found in families.values() for each in found["only"]):
-        reason = str(each["reason"]).replace("|", "\\|")
-        lines.append(f"| `{each['test']}` | {each['kind']} | {each['class']} | {reason} |")
+    for item in (item for found in families.values() for item in found["only"]):
+        reason = str(item["reason"]).replace("|", "\\|")
+        lines.append(f"| `{item['test']}` | {item['kind']} | {item['class']} | {reason} |")
     return "\n".join(lines) + "\n"
 
 
@@ -135,13 +135,13 @@ def main(arguments: list[str] | None = None) -> None:
         for family in options.families or known:
             folder = known[family]
             ran = [pool.submit(outcomes, folder, kind, options, Path(place)) for kind in (PLAIN, *options.kinds)]
-            plain, *others = (each.result() for each in ran)
+            plain, *others = (item.result() for item in ran)
             found = compared(plain, dict(zip(options.kinds, others, strict=True)))
             document["families"][family] = found
             print(family, {key: count for key, count in found.items() if key != "only"}, flush=True)
             written.write_text(as_json(document))
             write_table(options.output.with_suffix(".md"), markdown(document))
-    failures = [each for found in document["families"].values() for each in found["only"] if each["class"] == "failure"]
+    failures = [item for found in document["families"].values() for item in found["only"] if item["class"] == "failure"]
     print(f"{len(failures)} failures only when accelerated")
 
 

@@ -55,7 +55,7 @@ class Accelerating:
 
     def __init__(self, kind: str) -> None:
         self._kind, self._patch, self._notes = kind, pytest.MonkeyPatch(), {}
-        register, own = DiffusionPipeline.register_modules, self
+        register, plugin = DiffusionPipeline.register_modules, self
 
         def register_modules(pipe: Any, **modules: Any) -> None:
             call = type(pipe).__call__
@@ -63,10 +63,10 @@ class Accelerating:
 
                 @functools.wraps(call)
                 def accelerating(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-                    return own._call(call, pipe, *args, **kwargs)
+                    return plugin._call(call, pipe, *args, **kwargs)
 
                 accelerating.accelerates = True
-                own._patch.setattr(type(pipe), "__call__", accelerating)
+                plugin._patch.setattr(type(pipe), "__call__", accelerating)
             register(pipe, **modules)
 
         self._patch.setattr(DiffusionPipeline, "register_modules", register_modules)

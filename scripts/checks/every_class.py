@@ -76,16 +76,16 @@ def study(case: Case) -> dict[str, Any]:
         nonlocal calls
         calls += 1
 
-    hooks = [each.register_forward_hook(count) for each in case.transformers]
+    hooks = [item.register_forward_hook(count) for item in case.transformers]
     plain = {1: _seeded(case, 1)}
     for hook in hooks:
         hook.remove()
     found: dict[str, Any] = {"ran": case.title, "calls": calls, "outputs": len(plain[1])}
-    if not all(each.isfinite().all() for each in plain[1]):
+    if not all(item.isfinite().all() for item in plain[1]):
         raise NotRun(f"{case.title}: the plain outputs are not finite")
     try:
         two = _seeded(case, 2)
-        if sum(each.numel() for each in two) <= sum(each.numel() for each in plain[1]):
+        if sum(item.numel() for item in two) <= sum(item.numel() for item in plain[1]):
             raise NotRun("a batch of two has no more outputs")
         plain[2] = two
     except Exception as error:
@@ -111,26 +111,26 @@ def _compared(case: Case, kind: str, batch: int, plain: list[torch.Tensor]) -> d
     try:
         output = _seeded(case, batch)
         with warnings.catch_warnings(action="ignore"):
-            told = report()
+            result = report()
     except DitAccelError as error:
         return {"is": "refused", "reason": shortened(str(error))}
     except Exception as error:
         return {"is": "crash", "reason": _told(error)}
     finally:
         restore()
-    forecasts = told.steps_by_mode.get("dispatch", 0)
+    forecasts = result.steps_by_mode.get("dispatch", 0)
     verdict = {"forecasts": forecasts, **_verdict(plain, output)}
     if kind == "exact" and verdict["is"] != "equal":
         verdict["is"] = "differs"
     if kind == "forecast" and verdict["is"] == "equal" and not forecasts:
-        verdict |= {"is": "plain", "reason": told.notes[-1] if told.notes else "no step was forecast"}
+        verdict |= {"is": "plain", "reason": result.notes[-1] if result.notes else "no step was forecast"}
     return verdict
 
 
 def _verdict(plain: list[torch.Tensor], output: list[torch.Tensor]) -> dict[str, Any]:
-    if [each.shape for each in plain] != [each.shape for each in output]:
+    if [item.shape for item in plain] != [item.shape for item in output]:
         return {"is": "differs", "reason": "its outputs have other shapes"}
-    if not all(each.isfinite().all() for each in output):
+    if not all(item.isfinite().all() for item in output):
         return {"is": "differs", "reason": "its outputs are not finite"}
     if all(map(torch.equal, plain, output)):
         return {"is": "equal"}
@@ -162,17 +162,17 @@ def tiny_models(name: str) -> list[str]:
     return [
         pipeline
         for pipeline in TINY
-        if any(type(each).__name__ == name for each in tiny.pipeline(pipeline).components.values())
+        if any(type(item).__name__ == name for item in tiny.pipeline(pipeline).components.values())
     ]
 
 
 def row(name: str, checkout: Path | None) -> dict[str, Any]:
     """Return the findings on a class: in our pipelines, else in diffusers' or alone, and in modular pipelines."""
-    wanted = [iter([partial(tiny_case, each)]) for each in tiny_models(name)] or [makers(name, checkout)]
+    wanted = [iter([partial(tiny_case, item)]) for item in tiny_models(name)] or [makers(name, checkout)]
     blocks = modular.makers(name, cases.small_transformer(checkout, name)) if name in MODULAR else ()
     failed: list[str] = []
-    found = [each for each in (_first(name, some, failed) for some in wanted) if each is not None]
-    in_blocks = [each for each in (_first(name, iter([make]), failed) for make in blocks) if each is not None]
+    found = [item for item in (_first(name, some, failed) for some in wanted) if item is not None]
+    in_blocks = [item for item in (_first(name, iter([make]), failed) for make in blocks) if item is not None]
     more: dict[str, Any] = {"failed": list(dict.fromkeys(failed))} if failed else {}
     if in_blocks:
         more = {"modular": in_blocks} | more
@@ -187,7 +187,7 @@ def _first(name: str, makers: Iterator[Callable[[], Case]], failed: list[str]) -
     for make in makers:
         try:
             case = make()
-            if any(type(each).__name__ == name for each in case.transformers):
+            if any(type(item).__name__ == name for item in case.transformers):
                 return study(case)
         except Exception as error:
             failed.append(_told(error))
@@ -213,7 +213,7 @@ def makers(name: str, checkout: Path | None) -> Iterator[Callable[[], Case]]:
 
 def is_wrong(found: dict[str, Any]) -> bool:
     runs = [*found.get("runs", []), *found.get("modular", [])]
-    return any(each["is"] in WRONG for run in runs for kind in cases.PRESETS for each in run[kind])
+    return any(item["is"] in WRONG for run in runs for kind in cases.PRESETS for item in run[kind])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -75,7 +75,7 @@ def main() -> int:
 def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield the name and the function of each check."""
     device = "cpu" if smoke else "cuda"
-    made: dict[str, Bench] = {}  # the latest one, by kind of transformer
+    benches: dict[str, Bench] = {}  # the latest one, by kind of transformer
     if ranks == 1:
         chosen = list(situations.SITUATIONS)[: 2 if smoke else None]
         for name in chosen:
@@ -89,21 +89,21 @@ def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Ca
     for family in () if ranks > 1 else FAMILIES[:2] if smoke else FAMILIES:
         yield f"tiny {family}", partial(tiny_run, family, device)
     for name in models:
-        yield f"{name}: build", partial(_build, made, name, device, smoke, ranks)
+        yield f"{name}: build", partial(_build, benches, name, device, smoke, ranks)
         for what, density in DENSITIES.items():
-            yield f"{name}, {what}", partial(step, made, density, TIMED[name])
+            yield f"{name}, {what}", partial(step, benches, density, TIMED[name])
 
 
-def _build(made: dict[str, Bench], name: str, device: str, smoke: bool, ranks: int) -> dict[str, Any]:
+def _build(benches: dict[str, Bench], name: str, device: str, smoke: bool, ranks: int) -> dict[str, Any]:
     """Build a model, reusing the previous transformer if it is the same."""
     kind, model = name.partition("-")[0], (TINY if smoke else MODELS)[name]
-    transformer = made[kind].transformer if kind in made else None
-    made.clear()
+    transformer = benches[kind].transformer if kind in benches else None
+    benches.clear()
     if device == "cuda":
         torch.cuda.empty_cache()
-    made[kind] = Bench(model, device, transformer=transformer)
+    benches[kind] = Bench(model, device, transformer=transformer)
     if ranks > 1 and transformer is None:
-        share_tokens(made[kind].transformer, ranks, smoke)
+        share_tokens(benches[kind].transformer, ranks, smoke)
     return {"passed": True}
 
 
@@ -116,14 +116,14 @@ def _computing(bench: Bench, density: float) -> Preset:
     return load_preset(bench.model.sparse, schedule=schedule, **{"skip.top_k": density}, **drawn_anew)
 
 
-def step(made: dict[str, Bench], density: float, timed: int) -> dict[str, Any]:
+def step(benches: dict[str, Bench], density: float, timed: int) -> dict[str, Any]:
     """Time the same steps without graphs, with graphs, and with graphs where they are faster."""
-    (bench,) = made.values()
+    (bench,) = benches.values()
     preset = _computing(bench, density)
     runs = {wanted: _measured(bench, load_preset(preset, graphs=wanted), timed) for wanted in WANTED}
     (plain, *others), tiles = ([run.pop(what) for run in runs.values()] for what in ("outputs", "densities"))
-    differences = [(a - b).abs().max().item() for each in others for a, b in zip(plain, each, strict=True)]
-    same_tiles = all(each == tiles[0] for each in tiles)
+    differences = [(a - b).abs().max().item() for item in others for a, b in zip(plain, item, strict=True)]
+    same_tiles = all(item == tiles[0] for item in tiles)
     captured = bench.device.type == "cpu" or runs["always"]["graphs"] > 0
     return {
         "largest_difference": max(differences),
@@ -153,7 +153,7 @@ def _measured(bench: Bench, preset: Preset, timed: int) -> dict[str, Any]:
             row["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             row["gpu_idle"] = _idle(run)
         report, (driver,) = bench.dit_accel.report(), bench.dit_accel._drivers
-        row["densities"] = [each.density for each in report.attentions if each.step < BEFORE + timed]
+        row["densities"] = [item.density for item in report.attentions if item.step < BEFORE + timed]
         row["graphs"] = 0 if driver.graphs is None else len(driver.graphs)
         row |= {"not_captured": report.not_captured, "notes": report.notes, "fallbacks": report.fallbacks[:3]}
     finally:
@@ -178,7 +178,7 @@ def followed(differences: Callable[[str, torch.dtype], list[str]], device: str) 
     """Check that replayed steps follow a change; a CPU captures nothing, so missing graphs are no failure there."""
     wrong = differences(device, torch.bfloat16 if device == "cuda" else torch.float32)
     if device == "cpu":
-        wrong = [each for each in wrong if "computes on cpu" not in each]
+        wrong = [item for item in wrong if "computes on cpu" not in item]
     return {"wrong": wrong, "passed": not wrong}
 
 

@@ -214,11 +214,11 @@ def good_answers(ports: dict[str, int], key: str) -> list[Any]:
     """Return the image of a good request, its statuses where it is not allowed, and metrics of failed runs."""
     headers = {"Authorization": f"Bearer {key}", "Host": "localhost"}
     with httpx.Client(headers=headers, timeout=60) as client:
-        made = client.post(f"http://127.0.0.1:{ports[IMAGES]}{IMAGES}", json=GOOD).json()["data"][0]["b64_json"]
+        image = client.post(f"http://127.0.0.1:{ports[IMAGES]}{IMAGES}", json=GOOD).json()["data"][0]["b64_json"]
         metrics = [client.get(f"http://127.0.0.1:{port}/metrics").text for port in ports.values()]
         health = [client.get(f"http://127.0.0.1:{port}/health").json() for port in ports.values()]
     failed = [line for text in metrics for line in text.splitlines() if 'total{outcome="failed"}' in line]
-    return [made, health, failed]
+    return [image, health, failed]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -199,13 +199,17 @@ class Attacks:
 
     def _video(self) -> Hostile:
         """Ask for videos by ids and queries that are none."""
-        given = self.draw.choice((*self._paths, "video_" + "0" * 32, "video_", "a" * 5000, "%00", "%ff", "..", "."))
-        given = "".join(f"%{byte:02x}" if byte <= 32 or byte in b"?#" else chr(byte) for byte in given.encode())
+        identifier = self.draw.choice(
+            (*self._paths, "video_" + "0" * 32, "video_", "a" * 5000, "%00", "%ff", "..", ".")
+        )
+        identifier = "".join(
+            f"%{byte:02x}" if byte <= 32 or byte in b"?#" else chr(byte) for byte in identifier.encode()
+        )
         method, end = self.draw.choice(((b"GET", ""), (b"DELETE", ""), (b"GET", "/content?variant=a")))
-        target = f"{VIDEOS}/{given}{end}"
+        target = f"{VIDEOS}/{identifier}{end}"
         if self.draw.random() < 0.4:
             name = self.draw.choice(("after", "limit", "order", "limit=1&limit", "order=asc&after"))
-            method, target = b"GET", f"{VIDEOS}?{name}={given}"
+            method, target = b"GET", f"{VIDEOS}?{name}={identifier}"
         return self._request("video ids", VIDEOS, frozenset({400, 404}), method, target)
 
     def _method(self) -> Hostile:
@@ -288,8 +292,8 @@ class Attacks:
     def _head(
         self, method: bytes, target: bytes, headers: list[bytes], host: bytes = b"localhost", has_key: bool = True
     ) -> bytes:
-        own = [b"Host: " + host, *([b"Authorization: Bearer " + self._key.encode()] if has_key else [])]
-        return b"\r\n".join([method + b" " + target + b" HTTP/1.1", *own, *headers, b"", b""])
+        usual = [b"Host: " + host, *([b"Authorization: Bearer " + self._key.encode()] if has_key else [])]
+        return b"\r\n".join([method + b" " + target + b" HTTP/1.1", *usual, *headers, b"", b""])
 
 
 def image() -> bytes:

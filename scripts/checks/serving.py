@@ -84,8 +84,8 @@ class Load:
             answer, body = NOTHING, b""
         if answer == IMAGE:
             phase.latencies.append(time.monotonic() - started)
-            made = base64.b64decode(json.loads(body)["data"][0]["b64_json"])
-            assert made.startswith(b"\x89PNG"), "an answer of 200 is an image"
+            image = base64.b64decode(json.loads(body)["data"][0]["b64_json"])
+            assert image.startswith(b"\x89PNG"), "an answer of 200 is an image"
         phase.answers[answer] += 1
         self.answers[answer] += 1
 
@@ -188,7 +188,7 @@ async def kill_a_worker(server: subprocess.Popen[str], seconds: float) -> None:
     """Kill a process that runs the model after some seconds of a long overload."""
     await asyncio.sleep(seconds)
     if seconds >= LONG / 4:
-        workers = [each for each in psutil.Process(server.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+        workers = [item for item in psutil.Process(server.pid).children() if "spawn_main" in " ".join(item.cmdline())]
         workers[0].kill()
 
 
@@ -258,9 +258,9 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         server.kill()
     wrong = failures(found)
-    told = {**describe_run("cpu"), "cores": os.cpu_count()}
+    facts = {**describe_run("cpu"), "cores": os.cpu_count()}
     settings = {name: value for name, value in vars(options).items() if name != "output"}
-    options.output.write_text(as_json({"run": told, **settings, **found, "failures": wrong}))
+    options.output.write_text(as_json({"run": facts, **settings, **found, "failures": wrong}))
     if wrong:
         raise SystemExit("; ".join(wrong))
 

@@ -135,16 +135,16 @@ class Soak:
     def check(self) -> None:
         """Restore every pipeline and record the findings."""
         drifts = {subject.name: subject.drift() for subject in self.subjects}
-        for each in gc.get_objects():
-            if isinstance(each, functools._lru_cache_wrapper) and str(each.__module__).startswith("dit_accel."):
-                each.cache_clear()
+        for item in gc.get_objects():
+            if isinstance(item, functools._lru_cache_wrapper) and str(item.__module__).startswith("dit_accel."):
+                item.cache_clear()
         gc.collect()
         self.checks.append(
             {
                 "generations": self.counts["generations"],
                 "drift": max(drifts.values()),
                 "drifted": [name for name, drift in drifts.items() if drift],
-                "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
+                "tensors": sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()),
                 "rss_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
             }
         )
@@ -152,10 +152,10 @@ class Soak:
     def left_over(self) -> list[str]:
         """Describe what is left over; tensors count if their number never returns to that of the first half."""
         drifted = sorted({name for check in self.checks for name in check["drifted"]})
-        told = [f"plain results drifted: {', '.join(drifted)}"] if drifted else []
+        reasons = [f"plain results drifted: {', '.join(drifted)}"] if drifted else []
         tensors = [check["tensors"] for check in self.checks]
         before, after = max(tensors[: len(tensors) // 2], default=tensors[0]), min(tensors[len(tensors) // 2 :])
-        return told + ([f"live tensors grew from {before} to {after}"] if after > before else [])
+        return reasons + ([f"live tensors grew from {before} to {after}"] if after > before else [])
 
 
 @contextmanager
@@ -218,9 +218,9 @@ def main(arguments: list[str] | None = None) -> None:
             soak.check()
             print(soak.checks[-1], flush=True)
     soak.check()
-    told = {"run": describe_run("cpu"), "seed": options.seed, "pipelines": options.pipelines}
+    facts = {"run": describe_run("cpu"), "seed": options.seed, "pipelines": options.pipelines}
     found = {"left_over": soak.left_over(), "counts": dict(soak.counts), "checks": soak.checks}
-    options.output.write_text(as_json({**told, **found}))
+    options.output.write_text(as_json({**facts, **found}))
     if soak.left_over():
         raise SystemExit("; ".join(soak.left_over()))
 

@@ -39,9 +39,9 @@ class AgainstPlain:
         """
         for prompt, plain in zip(self.prompts, self.plain, strict=True):
             with accelerated(self.pipe, preset):
-                made = self._call(prompt)
+                output = self._call(prompt)
                 report = self.pipe.dit_accel.report()
-            yield made, plain, report
+            yield output, plain, report
 
     def _call(self, prompt: HeldOutPrompt) -> torch.Tensor:
         return run_pipeline(self.pipe, self.arguments, prompt.prompt, prompt.seed)["frames"]

@@ -103,12 +103,12 @@ def distil(
     levels = sigmas[::stride]
     while pace.spent < 1:
         rows = torch.randint(len(text[0]), (options.batch,), device=device, generator=generator)
-        given = (text[0][rows], text[1][rows], positions)
+        values = (text[0][rows], text[1][rows], positions)
         noise = torch.randn(len(rows), len(positions), 64, device=device, generator=generator)
-        path = _solve(teacher, noise, sigmas, given)[::stride]
+        path = _solve(teacher, noise, sigmas, values)[::stride]
         total = torch.zeros((), device=device)
         for start in range(options.steps):
-            velocity = _velocity(flow, path[start], levels[start], given)
+            velocity = _velocity(flow, path[start], levels[start], values)
             loss = (velocity - (path[start + 1] - path[start]) / (levels[start + 1] - levels[start])).square().mean()
             (loss / options.steps).backward()
             total += loss.detach() / options.steps
@@ -118,16 +118,16 @@ def distil(
 
 
 @torch.no_grad()
-def _solve(teacher: nn.Module, noise: torch.Tensor, sigmas: torch.Tensor, given: tuple) -> list[torch.Tensor]:
+def _solve(teacher: nn.Module, noise: torch.Tensor, sigmas: torch.Tensor, values: tuple) -> list[torch.Tensor]:
     """Latents at all noise levels, float32, by Euler's method."""
     path = [noise]
     for level, following in pairwise(sigmas):
-        path.append(path[-1] + (following - level) * _velocity(teacher, path[-1], level, given))
+        path.append(path[-1] + (following - level) * _velocity(teacher, path[-1], level, values))
     return path
 
 
-def _velocity(flow: nn.Module, latents: torch.Tensor, level: torch.Tensor, given: tuple) -> torch.Tensor:
-    return flow(latents.bfloat16(), level.expand(len(latents)), *given).float()
+def _velocity(flow: nn.Module, latents: torch.Tensor, level: torch.Tensor, values: tuple) -> torch.Tensor:
+    return flow(latents.bfloat16(), level.expand(len(latents)), *values).float()
 
 
 def fidelity(demo: ImageDemo, teacher: FluxPipeline, student: FluxPipeline, steps: int, size: int) -> dict:

@@ -40,12 +40,12 @@ def paint(
     prompts: list[HeldOutPrompt],
     *,
     batch: int,
-    each: dict[str, Any] | None = None,
+    per_prompt: dict[str, Any] | None = None,
     **call: Any,
 ) -> torch.Tensor:
     """Sample prompts with the pipeline, each with its own seed: float32 [N, ...] in 0..1 on the CPU.
 
-    `call` are arguments of a call; `each` are arguments with one entry for each of its `batch` prompts.
+    `call` are arguments of a call; `per_prompt` are arguments with one entry for each of its `batch` prompts.
     """
     painted = []
     for start in range(0, len(prompts), batch):
@@ -56,7 +56,7 @@ def paint(
             output_type="pt",
             return_dict=False,
             **call,
-            **{name: [value] * len(chunk) for name, value in (each or {}).items()},
+            **{name: [value] * len(chunk) for name, value in (per_prompt or {}).items()},
         )
         painted.append(output[0].float().cpu())
     return torch.cat(painted)

@@ -113,8 +113,8 @@ def render_mixed(
     for draw, is_texture in ((render, 0.0), (render_textures, 1.0)):
         rows = (numbers[:, 0] == is_texture).nonzero()[:, 0]
         if len(rows):
-            own = None if corner is None else corner[rows]
-            drawn[rows] = draw(numbers[rows, 1:], size, corner=own, extent=extent)
+            corners = None if corner is None else corner[rows]
+            drawn[rows] = draw(numbers[rows, 1:], size, corner=corners, extent=extent)
     return drawn
 
 

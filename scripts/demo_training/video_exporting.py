@@ -98,5 +98,5 @@ def paint_clips(
         call[family.guidance_argument] = guidance
     call.pop("negative_prompt", None)
     shape = {"height": size, "width": size, "num_frames": frames, "num_inference_steps": steps}
-    painted = paint(pipe, prompts, batch=batch, each={"negative_prompt": ""}, **shape, **call)
+    painted = paint(pipe, prompts, batch=batch, per_prompt={"negative_prompt": ""}, **shape, **call)
     return painted.transpose(1, 2).contiguous()

@@ -64,7 +64,7 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
     rows = []
     for series, name, put_on in islice(settings(conditions.subject, options), part.start, None, part.step):
         try:
-            made, computed = run_setting(conditions, counter, put_on, one_by_one=series.startswith(ONE_BY_ONE))
+            output, computed = run_setting(conditions, counter, put_on, one_by_one=series.startswith(ONE_BY_ONE))
         except Exception as error:
             if series == LOOP:
                 raise
@@ -72,7 +72,7 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
             continue
         finally:
             snapshot.restore()
-        quality = [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(made, plain, strict=True)]
+        quality = [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(output, plain, strict=True)]
         rows.append(
             {"cell": asdict(cell), "series": series, "name": name, "computed": round(computed, 4), "psnr": quality}
         )
@@ -85,15 +85,15 @@ def run_setting(
 ) -> tuple[list[torch.Tensor], float]:
     """Return the outputs of a setting, and its computed share of the plain run."""
     prompts = conditions.prompts
-    made: list[torch.Tensor] = []
+    output: list[torch.Tensor] = []
     computed = 0.0
     for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
         with put_on():
             pass  # calibrates here if needed, before runs are counted
         with put_on(), counter.counting() as share:
-            made += conditions.run(group)
+            output += conditions.run(group)
             computed += share()  # share of the plain run of all prompts
-    return made, computed
+    return output, computed
 
 
 def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:

@@ -69,11 +69,11 @@ def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> li
 def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of the pipeline's call, and the settings that all rows of one comparison share."""
     arguments = demo_arguments(demo_path(options.model))
-    given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
-    given["num_frames"] = options.frames
-    arguments |= {key: value for key, value in given.items() if value is not None}
+    values = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
+    values["num_frames"] = options.frames
+    arguments |= {key: value for key, value in values.items() if value is not None}
     common = {key: getattr(options, key) for key in ("model", "prompts", "split", "dtype")}
-    return arguments, {**common, **{key: arguments.get(key) for key in given}}
+    return arguments, {**common, **{key: arguments.get(key) for key in values}}
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -129,8 +129,8 @@ def main() -> None:
     else:
         count = min(options.prompts, options.repeats) if options.retime else options.prompts
         *prompts, tuning = (
-            Prompt(each.prompt, each.seed)
-            for each in (
+            Prompt(item.prompt, item.seed)
+            for item in (
                 *held_out(options.model, count, options.split),
                 held_out(options.model, options.prompts + 1, "tuning")[-1],
             )

@@ -60,7 +60,7 @@ def reached(found: Sequence[Run], target: float) -> float:
     values = [
         [psnr for run in found if (run.model, run.target) == (model, target) for psnr in run.psnr] for model in models
     ]
-    return min(conformal(each, COVERAGE) for each in values)
+    return min(conformal(item, COVERAGE) for item in values)
 
 
 def calibration(found: Sequence[Run]) -> Pairs:
@@ -81,17 +81,17 @@ def left_out(found: Sequence[Run]) -> list[str]:
     """Rows of a table: what the others' calibration covers on each model, and what its own would cost."""
     lines = []
     for model in sorted({run.model for run in found}):
-        own, others = [run for run in found if run.model == model], [run for run in found if run.model != model]
-        pairs, own_pairs, entries = calibration(others), calibration(own), []
+        of_model, others = [run for run in found if run.model == model], [run for run in found if run.model != model]
+        pairs, own_pairs, entries = calibration(others), calibration(of_model), []
         for level in LEVELS:
             target, known = chosen(pairs, level), chosen(own_pairs, level)
             if target is None:
                 entries.append("—")
                 continue
-            runs_at = [run for run in own if run.target == target]
-            psnr = [each >= level for run in runs_at for each in run.psnr]
+            runs_at = [run for run in of_model if run.target == target]
+            psnr = [item >= level for run in runs_at for item in run.psnr]
             work = sum(run.computed for run in runs_at) / len(runs_at)
-            least = [run.computed for run in own if run.target == known]
+            least = [run.computed for run in of_model if run.target == known]
             instead = f"{sum(least) / len(least):.2f}" if least else "1.00"
             entries.append(f"{sum(psnr) / len(psnr):.0%}, {work:.2f} ({instead})")
         lines.append(f"| `{model}` | " + " | ".join(entries) + " |")

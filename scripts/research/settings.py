@@ -41,9 +41,9 @@ Row = dict[str, Any]
 def measured(study: AgainstPlain, preset: Preset) -> Row:
     """Means over prompts, and the PSNR of each in dB."""
     decibels, likeness, reports = [], [], []
-    for made, plain, report in study.runs(preset):
-        decibels.append(min(psnr(made, plain), IDENTICAL))
-        likeness.append(clip_ssim(made, plain))
+    for output, plain, report in study.runs(preset):
+        decibels.append(min(psnr(output, plain), IDENTICAL))
+        likeness.append(clip_ssim(output, plain))
         reports.append(report)
     return {
         "psnr_db": statistics.fmean(decibels),
@@ -91,13 +91,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     listed = [
-        each
-        for each in STUDIES[options.study](options.model)
-        if any(part in each.series or part in each.name for part in options.only)
+        item
+        for item in STUDIES[options.study](options.model)
+        if any(part in item.series or part in item.name for part in options.only)
     ]
-    given = {"num_inference_steps": options.steps, "num_frames": options.frames}
-    given |= {"height": options.height, "width": options.width}
-    changes = {key: value for key, value in given.items() if value is not None}
+    values = {"num_inference_steps": options.steps, "num_frames": options.frames}
+    values |= {"height": options.height, "width": options.width}
+    changes = {key: value for key, value in values.items() if value is not None}
     arguments = demo_arguments(demo_folder(options.model)) | changes
     pipe, started = load_demo(options.model, options.dtype, options.device), time.perf_counter()
     study = AgainstPlain(pipe, arguments, held_out(options.model, options.prompts, options.split))

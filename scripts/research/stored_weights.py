@@ -33,17 +33,17 @@ def measured(model: str, weights: str, plain: AgainstPlain, options: argparse.Na
     WEIGHTS[weights][1](pipe.transformer)
     study = AgainstPlain(pipe, plain.arguments, plain.prompts)
     row: dict[str, Any] = {"model": model, "weights": weights, "gib": bytes_of(pipe.transformer) / 2**30}
-    row["weights_db"] = [_db(own, other) for own, other in zip(study.plain, plain.plain, strict=True)]
+    row["weights_db"] = [_db(expected, other) for expected, other in zip(study.plain, plain.plain, strict=True)]
     row["loop_db"], row["both_db"], fractions = [], [], []
-    for (made, own, report), other in zip(study.runs(load_preset(BALANCED[model])), plain.plain, strict=True):
-        row["loop_db"].append(_db(made, own))
-        row["both_db"].append(_db(made, other))
+    for (output, expected, report), other in zip(study.runs(load_preset(BALANCED[model])), plain.plain, strict=True):
+        row["loop_db"].append(_db(output, expected))
+        row["both_db"].append(_db(output, other))
         fractions.append(report.computed_fraction)
     return row | {"computed_fraction": statistics.fmean(fractions)}
 
 
-def _db(made: torch.Tensor, other: torch.Tensor) -> float:
-    return min(psnr(made, other), IDENTICAL)
+def _db(one: torch.Tensor, other: torch.Tensor) -> float:
+    return min(psnr(one, other), IDENTICAL)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -51,7 +51,7 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = ["| model | weights | weights alone | loop alone | both | computed |", "|---|---|---|---|---|---|"]
     for row in results:
         figures = (row[name] for name in ("weights_db", "loop_db", "both_db"))
-        cells = " | ".join(f"{statistics.fmean(each):.1f} / {min(each):.1f}" for each in figures)
+        cells = " | ".join(f"{statistics.fmean(item):.1f} / {min(item):.1f}" for item in figures)
         lines.append(f"| {row['model']} | {row['weights']} | {cells} | {row['computed_fraction']:.3f} |")
     return "\n".join(lines) + "\n"
 

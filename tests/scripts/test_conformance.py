@@ -44,7 +44,7 @@ def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())["families"]["toy"]
     only = found.pop("only")
     assert found == {"ran": 3, "passed": 2, "exact": 1, "flashomni": 2}
-    assert [(each["test"].split("::")[1], each["kind"], each["class"]) for each in only] == [
+    assert [(item["test"].split("::")[1], item["kind"], item["class"]) for item in only] == [
         ("test_modules_are_bare", "exact", "failure")
     ]
     table = (tmp_path / "found.md").read_text()

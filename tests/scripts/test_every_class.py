@@ -21,10 +21,10 @@ BLOCKS = (  # by place among the modular pipelines of a class
 
 
 def assert_near(found: dict, batches: int = 2) -> None:
-    assert [each["is"] for each in found["exact"]] == ["equal"] * batches
-    assert [each["is"] for each in found["forecast"]] == ["within the bound"] * batches
-    assert all(each["forecasts"] > 0 for each in found["forecast"])
-    assert all(each["is"] in ("equal", "within the bound") for each in found["balanced"])
+    assert [item["is"] for item in found["exact"]] == ["equal"] * batches
+    assert [item["is"] for item in found["forecast"]] == ["within the bound"] * batches
+    assert all(item["forecasts"] > 0 for item in found["forecast"])
+    assert all(item["is"] in ("equal", "within the bound") for item in found["balanced"])
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -90,8 +90,8 @@ def test_verdicts(values, exact, forecast):
 def test_modular_pipelines_share_the_first_row_of_their_class():
     """The largest error of all of them is in the table; refused and unforecast ones are listed with the reason."""
     near, far = ({"is": "within the bound", "error": error} for error in (0.01, 0.3))
-    plain, refused = ({"is": each, "reason": f"it is {each}"} for each in ("plain", "refused"))
-    runs = [{"ran": str(place), **{kind: [each] for kind in cases.PRESETS}} for place, each in enumerate((near, far))]
+    plain, refused = ({"is": item, "reason": f"it is {item}"} for item in ("plain", "refused"))
+    runs = [{"ran": str(place), **{kind: [item] for kind in cases.PRESETS}} for place, item in enumerate((near, far))]
     runs += [runs[0] | {"ran": "2", "forecast": [plain]}, {"ran": "3", **{kind: [refused] for kind in cases.PRESETS}}]
     document = {"classes": {"Model": {"runs": runs[:1], "modular": runs[1:]}}}
     assert report.rows(document)[1:] == [["Model", "0, 2 modular", "30.0%", "30.0%", "30.0%"]]

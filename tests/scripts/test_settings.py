@@ -15,12 +15,12 @@ from scripts.research.setting_lists.setting import FAMILIES
 def test_every_setting_is_a_preset_of_its_own(study, model):
     """All presets load, and their names are distinct."""
     listed = list(settings.STUDIES[study](model))
-    assert listed and len({(each.series, each.name) for each in listed}) == len(listed)
+    assert listed and len({(item.series, item.name) for item in listed}) == len(listed)
 
 
 def test_presets_have_the_values_of_the_papers_rows():
     """The thresholds, the interval, the order and the share of FlashOmni's rows are in their names."""
-    rows = [each for model in FAMILIES for each in papers.settings(model) if each.name.startswith("FlashOmni (")]
+    rows = [item for model in FAMILIES for item in papers.settings(model) if item.name.startswith("FlashOmni (")]
     assert len(rows) > 10
     for row in rows:
         tau_q, tau_kv, interval, order, share = row.name.partition("(")[2].partition(")")[0].split(", ")
@@ -31,11 +31,11 @@ def test_presets_have_the_values_of_the_papers_rows():
 
 def test_tiles_are_skipped_alone_and_with_the_loop():
     """Every step is computed, except in the series that have a target of the loop."""
-    for each in tiles.settings("demo-wan"):
-        if each.series.startswith(tiles.LOOP):
-            assert each.name.endswith(f"target {each.preset.schedule.target_error:g}")
+    for item in tiles.settings("demo-wan"):
+        if item.series.startswith(tiles.LOOP):
+            assert item.name.endswith(f"target {item.preset.schedule.target_error:g}")
         else:
-            assert each.preset.schedule.interval == 1 and each.preset.skip.steps == "all"
+            assert item.preset.schedule.interval == 1 and item.preset.skip.steps == "all"
 
 
 @pytest.fixture

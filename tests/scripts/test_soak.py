@@ -15,11 +15,11 @@ def test_nothing_of_an_accident_stays_behind(tmp_path, capsys, monkeypatch):
     )
     options = ["--pipelines", "flux", "--generations", "8", "--every", "4", "--seed", "3"]
     soak.main(["--output", str(tmp_path / "soak.json"), *options])
-    told = json.loads((tmp_path / "soak.json").read_text())
-    assert told["left_over"] == [] and [check["drift"] for check in told["checks"]] == [0.0] * 3
-    assert told["counts"]["generations"] == 8
-    assert told["counts"]["accelerated"] > 2
-    assert any(name.startswith("ended by an") for name in told["counts"])
+    facts = json.loads((tmp_path / "soak.json").read_text())
+    assert facts["left_over"] == [] and [check["drift"] for check in facts["checks"]] == [0.0] * 3
+    assert facts["counts"]["generations"] == 8
+    assert facts["counts"]["accelerated"] > 2
+    assert any(name.startswith("ended by an") for name in facts["counts"])
     assert "'generations': 8" in capsys.readouterr().out
 
 

@@ -11,8 +11,10 @@ def test_forms_lose_more_the_fewer_bits_they_have(monkeypatch, tmp_path):
     stem = tmp_path / "weights"
     options = ["--model", "demo-flux", "--prompts", "1", "--steps", "4", "--device", "cpu", "--output", str(stem)]
     monkeypatch.setattr(sys, "argv", ["stored_weights", *options, "--weights", "bf16,int8,q4"])
-    own = stored_weights.demo_arguments
-    monkeypatch.setattr(stored_weights, "demo_arguments", lambda folder: own(folder) | {"height": 128, "width": 128})
+    arguments_of = stored_weights.demo_arguments
+    monkeypatch.setattr(
+        stored_weights, "demo_arguments", lambda folder: arguments_of(folder) | {"height": 128, "width": 128}
+    )
     stored_weights.main()
     bf16, *others = json.loads(stem.with_suffix(".json").read_text())["results"]
     assert bf16["weights_db"] == [stored_weights.IDENTICAL]

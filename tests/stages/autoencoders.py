@@ -72,16 +72,16 @@ def autoencoder(name="flux", dtype=torch.float32, **config):
         if kind is AutoencoderKL:
             settings = settings | {"down_block_types": ("DownEncoderBlock2D",) * blocks}
             settings = settings | {"up_block_types": ("UpDecoderBlock2D",) * blocks}
-        made = kind(**settings | config)
-        for module in made.modules():
+        output = kind(**settings | config)
+        for module in output.modules():
             if isinstance(module, nn.GroupNorm | nn.LayerNorm) and module.weight is not None:
                 nn.init.normal_(module.weight, 1.0, 0.3)
                 nn.init.normal_(module.bias, 0.0, 0.3)
             elif hasattr(module, "gamma"):
                 nn.init.uniform_(module.gamma, 0.5, 1.5)
     if name.startswith("ltx"):
-        made.spatial_compression_ratio, made.temporal_compression_ratio = 8, 4  # of the decoder
-    return made.to(dtype).eval()
+        output.spatial_compression_ratio, output.temporal_compression_ratio = 8, 4  # of the decoder
+    return output.to(dtype).eval()
 
 
 def latents(*shape, dtype=torch.float32):

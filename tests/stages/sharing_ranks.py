@@ -142,7 +142,7 @@ def failure_in_rows(group) -> dict:
             outputs, remarks = [vae.decode(values).sample], [stage.remark]
         outputs.append(vae.decode(values).sample)
         remarks.append(stage.remark)
-        found[place] = {"errors": [(each - baseline).abs().max().item() for each in outputs], "remarks": remarks}
+        found[place] = {"errors": [(item - baseline).abs().max().item() for item in outputs], "remarks": remarks}
     return found
 
 
@@ -190,7 +190,7 @@ def pipelines(group) -> dict:
             if pipe.vae is not None:
                 FusedDecode.on(pipe.vae)._backend = "reference"
             outputs = [pipe(**tiny_inputs("wan", steps=2) | {"output_type": wanted[RANK]})[0] for _ in range(2)]
-            sums = [each.double().sum().item() for each in outputs]
+            sums = [item.double().sum().item() for item in outputs]
             found[name] = {"remark": pipe.dit_accel.report().decoding, "sums": sums}
     return found
 

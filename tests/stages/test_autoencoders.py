@@ -145,7 +145,7 @@ def test_half_precision_errs_no_more_than_the_decoder(name, dtype, most):
     exact, output = decoded(autoencoder(name, dtype).to(wide), latents(*shape).to(wide)), decoded(vae, values)
     fused = FusedDecode(vae, "reference")
     decoded(vae, values)
-    error, usual = ((each.to(wide) - exact).norm() / exact.norm() for each in (decoded(vae, values), output))
+    error, usual = ((item.to(wide) - exact).norm() / exact.norm() for item in (decoded(vae, values), output))
     assert fused.remark == FUSED and error <= most * usual < BOUNDS[dtype]
 
 
@@ -186,7 +186,7 @@ def test_a_later_frame_of_wan_may_differ(way, monkeypatch):
         is_later = feat_cache[0] is not None
         frames = decode(decoder, x, feat_cache=feat_cache, **more)
         if way == "keeps others":
-            feat_cache[:] = [2 * each if isinstance(each, torch.Tensor) else each for each in feat_cache]
+            feat_cache[:] = [2 * item if isinstance(item, torch.Tensor) else item for item in feat_cache]
         return frames * (1.05 if is_later and way == "differs" else 1.0)
 
     monkeypatch.setattr(causal, "decode", other)

@@ -230,7 +230,7 @@ def test_threads_may_decode_with_one_autoencoder(fused):
     plain, inputs = autoencoder(), [latents(1, 4, side, 8) for side in (4, 6, 8, 10)]
     outputs = [decoded(plain, values) for values in inputs]
     with ThreadPoolExecutor(4, initializer=torch.set_grad_enabled, initargs=(False,)) as pool:
-        found = [each for _ in range(3) for each in pool.map(lambda values: decoded(fused.vae, values), inputs)]
+        found = [item for _ in range(3) for item in pool.map(lambda values: decoded(fused.vae, values), inputs)]
     assert max((a - b).abs().max() for a, b in zip(found, 3 * outputs, strict=True)) < ROUNDING
     assert fused.remark == FUSED
 

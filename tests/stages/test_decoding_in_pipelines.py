@@ -291,9 +291,9 @@ def test_copies_of_an_autoencoder_are_plain(flux, tmp_path):
     flux.vae.save_pretrained(tmp_path)
     copies = copy.deepcopy(flux.vae), pickle.loads(pickle.dumps(flux.vae)), type(flux.vae).from_pretrained(tmp_path)
     restore_pipeline(flux)
-    for each in copies:
-        flux.vae = each
-        assert isinstance(FusedDecode.on(each), FusedDecode) is False
+    for item in copies:
+        flux.vae = item
+        assert isinstance(FusedDecode.on(item), FusedDecode) is False
         assert torch.equal(call(flux), plain)
 
 

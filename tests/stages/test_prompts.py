@@ -87,12 +87,12 @@ def same(one, other):
 def test_a_known_input_runs_no_encoder(kind):
     """The output has the same class, fields, strides and bits, of all hidden states and caches."""
     kept = Kept(encoder_of(kind))
-    own = kept.plain(ids(), output_hidden_states=True)
+    expected = kept.plain(ids(), output_hidden_states=True)
     for _ in range(3):
-        made = kept(ids(), output_hidden_states=True)
-        assert type(made) is type(own) and list(made.keys()) == list(own.keys())
-        assert same(made, own)
-        assert [each.stride() for each in tensors_of(made)] == [each.stride() for each in tensors_of(own)]
+        output = kept(ids(), output_hidden_states=True)
+        assert type(output) is type(expected) and list(output.keys()) == list(expected.keys())
+        assert same(output, expected)
+        assert [item.stride() for item in tensors_of(output)] == [item.stride() for item in tensors_of(expected)]
     assert kept.runs == 1
 
 
@@ -121,12 +121,12 @@ def test_every_input_counts():
 def test_a_copy_may_be_overwritten():
     """By whoever gets it, at the first call and at later calls; views of one tensor stay views of it."""
     kept = Kept(encoder_of("t5"))
-    own = kept.plain(ids(), output_hidden_states=True)
+    expected = kept.plain(ids(), output_hidden_states=True)
     for _ in range(3):
-        made = kept(ids(), output_hidden_states=True)
-        assert same(made, own)
-        made.hidden_states[-1].fill_(3.0)
-        assert torch.equal(made.last_hidden_state, made.hidden_states[-1])
+        output = kept(ids(), output_hidden_states=True)
+        assert same(output, expected)
+        output.hidden_states[-1].fill_(3.0)
+        assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
     assert kept.runs == 1
 
 
@@ -188,9 +188,9 @@ def test_a_changed_encoder_runs(change, is_offloaded):
         cpu_offload_with_hook(kept.encoder, execution_device="cpu")
     kept(ids())
     change(kept.encoder)
-    made = kept(ids())
+    output = kept(ids())
     assert kept.runs == 2
-    assert same(made, kept.plain(ids()))
+    assert same(output, kept.plain(ids()))
     kept(ids())
     assert kept.runs == 2
 
@@ -238,9 +238,9 @@ def test_a_lora_that_was_fused_and_unloaded_counts():
     pipe.load_lora_weights(state)
     pipe.fuse_lora(components=["text_encoder"])
     pipe.unload_lora_weights()
-    made = tiny_output(pipe, "flux", steps=1)
+    output = tiny_output(pipe, "flux", steps=1)
     assert pipe.dit_accel.report().encoding == "1 of 2 kept from earlier calls"
-    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=1), made)
+    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=1), output)
 
 
 @torch.no_grad()
@@ -312,11 +312,11 @@ def test_an_encoder_that_is_not_known_runs(change, reason):
 def test_a_hook_for_one_call_sees_it():
     """As pipelines add one to read or change a layer; the calls without it are kept."""
     kept, seen = Kept(encoder_of()), []
-    own = kept(ids())
+    expected = kept(ids())
     hook = kept.encoder.final_layer_norm.register_forward_hook(lambda _, args, output: seen.append(0) or args[0])
-    assert not same(kept(ids()), own) and seen == [0]
+    assert not same(kept(ids()), expected) and seen == [0]
     hook.remove()
-    assert same(kept(ids()), own) and kept.runs == 2
+    assert same(kept(ids()), expected) and kept.runs == 2
 
 
 @torch.no_grad()
@@ -357,9 +357,9 @@ def test_inference_mode_is_as_without():
     with torch.inference_mode():
         kept(ids())
     with torch.no_grad():
-        made = kept(ids()).last_hidden_state
-        assert kept.runs == 1 and not made.is_inference()
-        assert torch.equal(made, kept.plain(ids()).last_hidden_state)
+        output = kept(ids()).last_hidden_state
+        assert kept.runs == 1 and not output.is_inference()
+        assert torch.equal(output, kept.plain(ids()).last_hidden_state)
 
 
 @torch.no_grad()
@@ -402,10 +402,10 @@ class Scaled(nn.Module):
     writes = False
 
     def forward(self, first, second):
-        made = first + 10 * second
+        output = first + 10 * second
         if self.writes:
             second += 1
-        return made
+        return output
 
 
 Scaled.__module__ = "torch.nn"  # otherwise its code is not known
@@ -440,11 +440,11 @@ def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
     pipe = Pipe(*encoders)
     stage = KeptPrompts(pipe, CallParts(), MEBIBYTE)
     for end in (stage.forget, stage.close, stage.close):
-        own = [encoder(ids()) for encoder in encoders]
+        expected = [encoder(ids()) for encoder in encoders]
         assert (stage.size > 0) == (end is stage.forget or ENTRY in vars(encoders[0]))
         end()
         assert stage.size == 0
-        assert all(same(encoder(ids()), each) for encoder, each in zip(encoders, own, strict=True))
+        assert all(same(encoder(ids()), item) for encoder, item in zip(encoders, expected, strict=True))
     assert not any(ENTRY in vars(encoder) for encoder in encoders)
     again = KeptPrompts(pipe, CallParts(), MEBIBYTE)
     [encoder(ids()) for encoder in encoders]
@@ -463,24 +463,24 @@ def test_an_error_leaves_nothing():
 @torch.no_grad()
 def test_no_memory_for_a_copy_costs_no_output(monkeypatch):
     kept = Kept(encoder_of())
-    own = kept.plain(ids())
+    expected = kept.plain(ids())
     kept(ids(1))
     monkeypatch.setattr("dit_accel.stages.prompts._copied", lambda *_: 1 / 0)
     for seed in (0, 1):
         assert same(kept(ids(seed)), kept.plain(ids(seed)))
-    assert same(kept(ids()), own) and "raised ZeroDivisionError" in kept.stage.remark
+    assert same(kept(ids()), expected) and "raised ZeroDivisionError" in kept.stage.remark
 
 
 @torch.no_grad()
 def test_threads_get_their_own_prompts():
     kept, wrong = Kept(encoder_of("t5")), []
-    own = {seed: kept.plain(ids(seed)) for seed in range(4)}
+    expected = {seed: kept.plain(ids(seed)) for seed in range(4)}
 
     @torch.no_grad()
     def encode(first):
         for step in range(40):
             seed = (first + step) % 4
-            if not same(kept(ids(seed)), own[seed]):
+            if not same(kept(ids(seed)), expected[seed]):
                 wrong.append(seed)
 
     threads = [threading.Thread(target=encode, args=(first,)) for first in range(4)]
@@ -492,17 +492,19 @@ def test_threads_get_their_own_prompts():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda encoder: pickle.loads(pickle.dumps(encoder))], ids=["copy", "pickle"]
+)
 def test_a_copy_encodes_by_itself(way):
     encoder = encoder_of("t5")
     stage = KeptPrompts(pipe := Pipe(encoder), CallParts(), MEBIBYTE)
-    own = encoder(ids())
+    expected = encoder(ids())
     copied = way(encoder)
     assert ENTRY not in vars(copied)
     for weight in copied.parameters():
         weight.zero_()
     assert not copied(ids()).last_hidden_state.any()
-    assert same(encoder(ids()), own) and stage.remark == "1 of 2 kept from earlier calls" and pipe
+    assert same(encoder(ids()), expected) and stage.remark == "1 of 2 kept from earlier calls" and pipe
 
 
 @torch.no_grad()
@@ -511,16 +513,16 @@ def test_a_compiled_encoder_keeps_its_entry():
     encoder = encoder_of()
     encoder.compile(backend="eager")
     entry = vars(encoder)[ENTRY]
-    own = encoder(ids())
+    expected = encoder(ids())
     kept = Kept(encoder)
-    assert same(kept(ids()), own) and same(kept(ids()), own)
+    assert same(kept(ids()), expected) and same(kept(ids()), expected)
     assert kept.stage.remark == "1 of 2 kept from earlier calls"
     kept.stage.close()
     assert vars(encoder)[ENTRY] is entry
     kept = Kept(encoder_of())
     kept.encoder.compile(backend="eager")
     entry = vars(kept.encoder)[ENTRY]
-    assert same(kept(ids()), own) and "was replaced or compiled" in kept.stage.remark
+    assert same(kept(ids()), expected) and "was replaced or compiled" in kept.stage.remark
     kept.stage.close()
     assert vars(kept.encoder)[ENTRY] is entry
 
@@ -533,10 +535,10 @@ def test_compiled_callers_see_the_encoders_own_code():
         nodes.append(len(graph.graph.nodes))
         return graph.forward
 
-    own = kept.plain(ids()).last_hidden_state
+    expected = kept.plain(ids()).last_hidden_state
     del kept.encoder._call_impl
-    compiled = torch.compile(lambda given: kept.encoder(given).last_hidden_state + 0, backend=count)
-    assert torch.equal(compiled(ids()), own) and sum(nodes) > 20
+    compiled = torch.compile(lambda values: kept.encoder(values).last_hidden_state + 0, backend=count)
+    assert torch.equal(compiled(ids()), expected) and sum(nodes) > 20
     assert kept.stage.remark is None
 
 
@@ -560,11 +562,11 @@ def test_an_offloaded_encoder_is_not_moved():
     moving(first.encoder, moves, "first"), moving(second.encoder, moves, "second")
     _, hook = cpu_offload_with_hook(first.encoder, execution_device="cpu")
     cpu_offload_with_hook(second.encoder, execution_device="cpu", prev_module_hook=hook)
-    own = first(ids()), second(ids())
+    expected = first(ids()), second(ids())
     del moves[:]
     for _ in range(2):
-        assert same(first(ids()), own[0]) and moves == []
-        assert same(second(ids()), own[1]) and moves == ["first"]
+        assert same(first(ids()), expected[0]) and moves == []
+        assert same(second(ids()), expected[1]) and moves == ["first"]
         del moves[:]
     assert (first.runs, second.runs) == (1, 1)
     first(ids(1))
@@ -579,11 +581,11 @@ def test_weights_that_are_offloaded_one_by_one_count(kind):
     weights = {name: weight.clone() for name, weight in kept.encoder.state_dict().items()}
     cpu_offload(kept.encoder, execution_device="cpu", state_dict=weights)
     assert next(kept.encoder.parameters()).is_meta
-    own = kept(ids())
-    assert same(kept(ids()), own) and kept.runs == 1
+    expected = kept(ids())
+    assert same(kept(ids()), expected) and kept.runs == 1
     weights["norm.weight" if kind == "llama" else next(name for name in weights if "final" in name)] *= 2
-    made = kept(ids())
-    assert kept.runs == 2 and not same(made, own)
+    output = kept(ids())
+    assert kept.runs == 2 and not same(output, expected)
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True], ids=["plain", "model-offload"])
@@ -604,7 +606,7 @@ def test_a_pipeline_encodes_a_prompt_once(name, is_offloaded):
     tiny_output(pipe, name, steps=1)
     assert pipe.dit_accel.report().encoding.startswith("0 of")
     restore_pipeline(pipe)
-    assert not any(ENTRY in vars(each) for each in pipe.components.values() if isinstance(each, nn.Module))
+    assert not any(ENTRY in vars(item) for item in pipe.components.values() if isinstance(item, nn.Module))
     assert torch.equal(tiny_output(pipe, name, steps=1), plain)
 
 
@@ -613,11 +615,11 @@ def test_a_negative_prompt_is_encoded_once():
     pipe = accelerate_pipeline(tiny_pipeline("sd3"), "exact")
     plain = tiny_pipeline("sd3")
     for prompt, kept in (("a fox", 0), ("a whale", 3), (["a fox", "a whale"], 0), (["a fox", "a whale"], 6)):
-        given = {"prompt": prompt, "guidance_scale": 3.0, "negative_prompt": "blurry"}
+        values = {"prompt": prompt, "guidance_scale": 3.0, "negative_prompt": "blurry"}
         if isinstance(prompt, list):
-            given["negative_prompt"] = ["blurry"] * 2
+            values["negative_prompt"] = ["blurry"] * 2
         assert equal_up_to_rounding(
-            tiny_output(pipe, "sd3", steps=1, **given), tiny_output(plain, "sd3", steps=1, **given)
+            tiny_output(pipe, "sd3", steps=1, **values), tiny_output(plain, "sd3", steps=1, **values)
         )
         assert pipe.dit_accel.report().encoding == f"{kept} of 6 kept from earlier calls"
 
@@ -626,8 +628,8 @@ def test_embeddings_that_are_given_need_no_encoder():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact")
     tiny_output(pipe, "flux", steps=1)
     embeddings, pooled, _ = pipe.encode_prompt("a fox", "a fox")
-    given = {**tiny_inputs("flux", steps=1), "prompt": None, "prompt_embeds": embeddings}
-    pipe(**given, pooled_prompt_embeds=pooled)
+    values = {**tiny_inputs("flux", steps=1), "prompt": None, "prompt_embeds": embeddings}
+    pipe(**values, pooled_prompt_embeds=pooled)
     assert pipe.dit_accel.report().encoding is None
 
 
@@ -636,9 +638,9 @@ def test_a_swapped_encoder_is_used_and_named():
     other = tiny_pipeline("flux", seed=1)
     tiny_output(pipe, "flux", steps=1)
     pipe.text_encoder = other.text_encoder
-    made = tiny_output(pipe, "flux", steps=1)
+    output = tiny_output(pipe, "flux", steps=1)
     assert "pipe.text_encoder was replaced" in pipe.dit_accel.report().encoding
-    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=1), made)
+    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=1), output)
 
 
 def test_pipelines_may_share_an_encoder():

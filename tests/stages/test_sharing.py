@@ -27,8 +27,8 @@ def found(tmp_path_factory):
     """Results of each rank, by check."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.stages.sharing_ranks", folder]
-    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert made.returncode == 0, made.stderr[-4000:]
+    output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert output.returncode == 0, output.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -63,9 +63,9 @@ def test_ranks_make_the_output_of_one_rank(found, check, ranks, case):
     later = FUSED if check == "too_small" else shared_by(ranks)
     rows = [row[case] for row in on(found, check, ranks)]
     for outputs, remark in zip(zip(*rows, strict=True), (FUSED, later), strict=True):
-        assert {each["remark"] for each in outputs} == {remark}
-        assert max(each["error"] for each in outputs) < ROUNDING
-        assert remark == FUSED or len({each["sum"] for each in outputs}) == 1
+        assert {item["remark"] for item in outputs} == {remark}
+        assert max(item["error"] for item in outputs) < ROUNDING
+        assert remark == FUSED or len({item["sum"] for item in outputs}) == 1
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -80,14 +80,14 @@ def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
 @pytest.mark.parametrize("case", ["images", "videos", "tiles"])
 def test_ranks_with_other_latents_or_tiles_decode_their_own(found, case):
     for row in on(found, "differences"):
-        assert [(each["remark"], each["error"]) for each in row[case]] == [(FUSED, 0.0)] * 2
+        assert [(item["remark"], item["error"]) for item in row[case]] == [(FUSED, 0.0)] * 2
 
 
 @pytest.mark.parametrize("case", ["flux", "wan 2.1"])
 def test_all_decode_by_themselves_if_one_cannot_share(found, case):
     well, other = (row[case] for row in on(found, "one_that_cannot"))
-    assert [each["remark"] for each in well] == [FUSED] * 2
-    assert all("mid_block has hooks" in each["remark"] for each in other)
+    assert [item["remark"] for item in well] == [FUSED] * 2
+    assert all("mid_block has hooks" in item["remark"] for item in other)
 
 
 def test_ranks_share_the_decode_of_a_pipeline(found):
@@ -104,10 +104,10 @@ def test_a_rank_that_wants_latents_keeps_no_other_waiting(found, case):
 
 
 class Together(Rows):
-    """The bands of all ranks in one process: ``given`` is what each of them sends, which a test sets."""
+    """The bands of all ranks in one process: ``all_sent`` is what each of them sends, which a test sets."""
 
-    def _sent(self, own):
-        return torch.stack(self.given)
+    def _sent(self, parts):
+        return torch.stack(self.all_sent)
 
 
 def bands(count, height):
@@ -121,15 +121,17 @@ def test_bands_of_unequal_height_are_the_whole(count, height, scale):
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(2, 3, scale * height, 6, generator=generator) * torch.arange(1.0, scale * height + 1)[:, None]
     rows = bands(count, height)
-    own = [band.own(whole) for band in rows]
-    assert torch.equal(torch.cat(own, 2), whole) and len({band.shape[2] for band in own}) == (1 if count == 4 else 2)
-    tallest = max(band.shape[2] for band in own)
-    padded = [torch.nn.functional.pad(band, (0, 0, 0, tallest - band.shape[2]), value=9.0) for band in own]
-    moments = [torch.stack([band.mean((2, 3)), band.var((2, 3), correction=0)], -1) for band in own]
-    for band, mine in zip(rows, own, strict=True):
-        band.given = padded
+    parts = [own_rows.band(whole) for own_rows in rows]
+    assert torch.equal(torch.cat(parts, 2), whole) and len({band.shape[2] for band in parts}) == (
+        1 if count == 4 else 2
+    )
+    tallest = max(band.shape[2] for band in parts)
+    padded = [torch.nn.functional.pad(band, (0, 0, 0, tallest - band.shape[2]), value=9.0) for band in parts]
+    moments = [torch.stack([band.mean((2, 3)), band.var((2, 3), correction=0)], -1) for band in parts]
+    for band, mine in zip(rows, parts, strict=True):
+        band.all_sent = padded
         assert torch.equal(band.whole(mine), whole) and band.tallest(mine[:, :, None]) == tallest
-        band.given = moments
+        band.all_sent = moments
         mean, variance = band.merged(moments[0]).unbind(-1)
         assert (mean - whole.mean((2, 3))).abs().max() < 1e-5
         assert (variance - whole.var((2, 3), correction=0)).abs().max() < 1e-4
@@ -142,11 +144,11 @@ def test_each_band_gets_the_rows_of_its_neighbours(rank):
     bordered = torch.nn.functional.pad(whole, (1, 1, 1, 1))
     ends = [0, 2, 4, 7]
     rows = bands(3, 7)
-    own = [torch.nn.functional.pad(whole[:, :, :, start:end], (1, 1, 1, 1)) for start, end in pairwise(ends)]
-    sent = [torch.stack([x.permute(0, 2, 3, 4, 1)[:, :, 1], x.permute(0, 2, 3, 4, 1)[:, :, -2]]) for x in own]
-    rows[rank].given = sent
-    rows[rank].exchange_border(own[rank])
-    assert torch.equal(own[rank], bordered[:, :, :, ends[rank] : ends[rank + 1] + 2])
+    parts = [torch.nn.functional.pad(whole[:, :, :, start:end], (1, 1, 1, 1)) for start, end in pairwise(ends)]
+    sent = [torch.stack([x.permute(0, 2, 3, 4, 1)[:, :, 1], x.permute(0, 2, 3, 4, 1)[:, :, -2]]) for x in parts]
+    rows[rank].all_sent = sent
+    rows[rank].exchange_border(parts[rank])
+    assert torch.equal(parts[rank], bordered[:, :, :, ends[rank] : ends[rank + 1] + 2])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ LAST = torch.channels_last
 
 def why_not(coder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
     """Return why a call of a decoder or an encoder can't run on this page, or None."""
-    if len(args) != 1 or any(each is not None for each in kwargs.values()):
+    if len(args) != 1 or any(item is not None for item in kwargs.values()):
         return "it gets more than one tensor"
     stages = {Decoder: ("up_blocks", UpDecoderBlock2D), Encoder: ("down_blocks", DownEncoderBlock2D)}
     if type(coder) not in stages:
@@ -65,7 +65,7 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
 
 def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    x = _middle(decoder.mid_block, convolved(decoder.conv_in, layers.own(latents), layers), layers)
+    x = _middle(decoder.mid_block, convolved(decoder.conv_in, layers.band(latents), layers), layers)
     for stage in decoder.up_blocks:
         for block in stage.resnets:
             x = residual_block(block, x, layers)
@@ -95,7 +95,7 @@ def _middle(middle: UNetMidBlock2D, x: torch.Tensor, layers: Layers) -> torch.Te
 
 def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     if not has_one_head(attention):
-        return layers.own(attention(layers.whole(x), temb=None))
+        return layers.band(attention(layers.whole(x), temb=None))
     norm = layers.group_norm(attention.group_norm, x, silu=False)
     return x + attended(norm[:, :, None], *projections(attention), layers=layers)[:, :, 0]
 
@@ -123,7 +123,7 @@ def residual_block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.T
     bias = block.conv2.bias
     if block.conv_shortcut is not None:
         x = convolved(block.conv_shortcut, x, layers, biased=False)
-        biases = [each for each in (bias, block.conv_shortcut.bias) if each is not None]
+        biases = [item for item in (bias, block.conv_shortcut.bias) if item is not None]
         bias = torch.stack(biases).sum(0, dtype=torch.float32) if biases else None
     return add_residual(x, h, bias, backend=layers.backend)
 

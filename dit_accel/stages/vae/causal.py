@@ -40,7 +40,7 @@ PAST = 2  # frames before the first one that a convolution reads
 def why_not(coder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
     """Return why a call of a decoder or an encoder can't run on this page, or None."""
     name = type(coder).__name__
-    prefix = next((each for each in PREFIXES if name in (f"{each}Decoder3d", f"{each}Encoder3d")), None)
+    prefix = next((item for item in PREFIXES if name in (f"{item}Decoder3d", f"{item}Encoder3d")), None)
     if prefix is None:
         return f"it is a {name}"
     if (
@@ -69,7 +69,7 @@ def decode(
     layers: Layers,
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
-    run, x = _CausalRun(feat_cache, feat_idx, layers), layers.own(x)
+    run, x = _CausalRun(feat_cache, feat_idx, layers), layers.band(x)
     x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
     for stage in decoder.up_blocks:
         before = x if getattr(stage, "avg_shortcut", None) is not None else None
@@ -90,12 +90,12 @@ def encode(
     x = run.convolved(encoder.conv_in, run.behind(x), padding=1)
     for part in encoder.down_blocks:
         before = x
-        for each in [*getattr(part, "resnets", [part]), *parts_of(part, "downsampler", "downsamplers")]:
-            kind = type(each).__name__
+        for block in [*getattr(part, "resnets", [part]), *parts_of(part, "downsampler", "downsamplers")]:
+            kind = type(block).__name__
             if kind.endswith("ResidualBlock"):
-                x = run.block(each, x)
+                x = run.block(block, x)
             else:
-                x = run.downsampled(each, x) if kind.endswith("Resample") else dense(each(x))
+                x = run.downsampled(block, x) if kind.endswith("Resample") else dense(block(x))
         if getattr(part, "avg_shortcut", None) is not None:
             x = x + part.avg_shortcut(before)
     x = run.middle(encoder.mid_block, x)
@@ -119,13 +119,13 @@ class _CausalRun:
         """Normalised features behind the frames that were kept, with a border of zeros: the input of a convolution."""
         past, weight = self.past(), norm.gamma.flatten()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
-        made, kept = causal_norm(
+        output, kept = causal_norm(
             x, weight, past, frames=frames, border=1, input_bias=bias, backend=self._layers.backend
         )
         self._keep(kept)
         if self._layers.bands is not None:
-            self._layers.bands.exchange_border(made)
-        return made
+            self._layers.bands.exchange_border(output)
+        return output
 
     def convolved(
         self,
@@ -145,7 +145,7 @@ class _CausalRun:
         past = self.past()
         if past is not None or x.shape[2] > 1:
             known = [] if past is None else [past]
-            missing = PAST - sum(each.shape[2] for each in known)
+            missing = PAST - sum(item.shape[2] for item in known)
             x = torch.cat([x.new_zeros(*x.shape[:2], missing, *x.shape[3:]), *known, x], 2)
         self._keep(x[:, :, -PAST:].clone())
         return x

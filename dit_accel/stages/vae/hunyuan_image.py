@@ -39,7 +39,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    first, middle, latents = decoder.conv_in, decoder.mid_block, layers.own(latents)
+    first, middle, latents = decoder.conv_in, decoder.mid_block, layers.band(latents)
     repeated = latents.repeat_interleave(decoder.repeat, dim=1)
     x = add_residual(repeated, convolved(first, latents, layers, biased=False), first.bias, backend=layers.backend)
     x = residual_block(middle.resnets[0], x, layers)

@@ -46,7 +46,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
-    x = layers.convolved(decoder.conv_in.conv, layers.padded(layers.own(latents), 2))
+    x = layers.convolved(decoder.conv_in.conv, layers.padded(layers.band(latents), 2))
     for part in _in_order(decoder):
         if isinstance(part, Attention):
             x = _attended(part, x, layers)

@@ -92,7 +92,7 @@ def _upsampled(upsampler: nn.Module, x: torch.Tensor, layers: Layers) -> torch.T
     y = layers.convolved(upsampler.conv.conv, pad_video(x, **PADDING))
     batch, channels, frames, height, width = y.shape
     out = y.new_empty(batch, 1 + times * (frames - 1), 2 * height, 2 * width, channels // (4 * times))
-    y, x = (each.permute(0, 2, 3, 4, 1) for each in (y, x))
+    y, x = (item.permute(0, 2, 3, 4, 1) for item in (y, x))
     _spread_into(out[:, :1], y[:, :1], x[:, :1], 1)
     _spread_into(out[:, 1:], y[:, 1:], x[:, 1:], times)
     return out.permute(0, 4, 1, 2, 3)
@@ -103,7 +103,7 @@ def _spread_into(out: torch.Tensor, y: torch.Tensor, x: torch.Tensor, times: int
 
     With fewer ``times`` than its convolution has, y has more C than the result, and the first ones count.
     """
-    y, x = (each.unflatten(-1, (times, 2, 2, -1)) for each in (y, x))  # [B, T, H, W, times, 2, 2, C]
+    y, x = (item.unflatten(-1, (times, 2, 2, -1)) for item in (y, x))  # [B, T, H, W, times, 2, 2, C]
     split = x.shape[-1], -1
     y = y[..., : out.shape[-1]].unflatten(-1, split)
     into = out.unflatten(1, (-1, times)).unflatten(3, (-1, 2)).unflatten(5, (-1, 2)).unflatten(-1, split)

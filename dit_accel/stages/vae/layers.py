@@ -41,9 +41,9 @@ class Layers:
         self._convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
         self._converted: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def own(self, x: torch.Tensor) -> torch.Tensor:
+    def band(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's band of whole features, or all of them."""
-        return x if self.bands is None else self.bands.own(x)
+        return x if self.bands is None else self.bands.band(x)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return whole features."""
@@ -51,8 +51,8 @@ class Layers:
 
     def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return mean and variance of each group of whole features, ``[B, groups, 2]``."""
-        made = group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
-        return made if self.bands is None else self.bands.merged(made)
+        output = group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
+        return output if self.bands is None else self.bands.merged(output)
 
     def group_norm(
         self,
@@ -74,17 +74,17 @@ class Layers:
         """
         moments = self.moments(norm, x, input_bias) if moments is None else moments
         settings |= {"groups": norm.num_groups, "eps": norm.eps, "border": border, "backend": self.backend}
-        made = group_norm(x, norm.weight, norm.bias, input_bias=input_bias, moments=moments, **settings)
+        output = group_norm(x, norm.weight, norm.bias, input_bias=input_bias, moments=moments, **settings)
         if border and self.bands is not None:
-            self.bands.exchange_border(made)
-        return made
+            self.bands.exchange_border(output)
+        return output
 
     def padded(self, x: torch.Tensor, before: int) -> torch.Tensor:
         """Return x behind copies of its first frame, with a border of one pixel, of neighbours' rows or repeated."""
-        made = pad_video(x, before=before, border=1)
+        output = pad_video(x, before=before, border=1)
         if self.bands is not None:
-            self.bands.exchange_border(made)
-        return made
+            self.bands.exchange_border(output)
+        return output
 
     def convolved(
         self,
@@ -132,8 +132,8 @@ class Layers:
         out = x.new_empty(batch, frames, height, width, layer.out_channels).permute(0, 4, 1, 2, 3)
         for start in range(0, frames, some):
             part = slice(start, min(start + some, frames))
-            own = None if residual is None else residual[:, :, part]
-            out[:, :, part] = self.convolved(layer, normed(part), own, biased=biased)
+            added = None if residual is None else residual[:, :, part]
+            out[:, :, part] = self.convolved(layer, normed(part), added, biased=biased)
         return out
 
     def upsampled(
@@ -202,20 +202,20 @@ def attended(
     inner = [project(tokens) for project in projections[:-1]]
     query, key, value = inner if len(inner) == 3 else inner[0].chunk(3, -1)
     if layers.bands is not None:
-        own = layers.own(query.unflatten(1, whole.shape[2:]).movedim(-1, 1))
-        query = own.permute(0, 2, 3, 4, 1).flatten(1, 3)
-    made = query.new_empty(query.shape)
-    pixels, all_pixels = (each.shape[3] * each.shape[4] for each in (x, whole))
+        band = layers.band(query.unflatten(1, whole.shape[2:]).movedim(-1, 1))
+        query = band.permute(0, 2, 3, 4, 1).flatten(1, 3)
+    output = query.new_empty(query.shape)
+    pixels, all_pixels = (item.shape[3] * item.shape[4] for item in (x, whole))
     for frame in range(x.shape[2]):
         rows = slice(frame * pixels, (frame + 1) * pixels)
         keys = slice(0 if causal else frame * all_pixels, (frame + 1) * all_pixels)
-        made[:, rows] = single_head_attention(query[:, rows], key[:, keys], value[:, keys], backend=layers.backend)
-    return projections[-1](made).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+        output[:, rows] = single_head_attention(query[:, rows], key[:, keys], value[:, keys], backend=layers.backend)
+    return projections[-1](output).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
 def point_projections(*layers: nn.Conv2d | nn.Conv3d) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """Return convolutions of one pixel as projections of tokens ``[B, tokens, C]``."""
-    return [partial(F.linear, weight=each.weight.flatten(1), bias=each.bias) for each in layers]
+    return [partial(F.linear, weight=item.weight.flatten(1), bias=item.bias) for item in layers]
 
 
 def parts_of(stage: Any, single: str, several: str) -> list[nn.Module]:

@@ -31,7 +31,7 @@ FURTHER = (
 
 def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
     """Why a call of a decoder can't run on this page, or None."""
-    prefix = next((each for each in PREFIXES if type(decoder).__name__ == f"{each}VideoDecoder3d"), None)
+    prefix = next((name for name in PREFIXES if type(decoder).__name__ == f"{name}VideoDecoder3d"), None)
     if prefix is None:
         return f"its decoder is a {type(decoder).__name__}"
     if len(args) > 3 or not set(kwargs) <= {"temb", "causal"}:
@@ -107,8 +107,8 @@ class _LTXRun:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of a convolution behind a norm, with a shift and a scale, and SiLU."""
-        given = {"eps": norm.eps, "border": _border(convolution), "reflect": True, **self._frames}
-        return pixel_norm(x, None, *modulation, input_bias=bias, backend=self._layers.backend, **given)
+        settings = {"eps": norm.eps, "border": _border(convolution), "reflect": True, **self._frames}
+        return pixel_norm(x, None, *modulation, input_bias=bias, backend=self._layers.backend, **settings)
 
     def convolved(
         self, convolution: nn.Conv3d, padded: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
@@ -139,8 +139,8 @@ class _LTXRun:
         bias = convolution.bias.unflatten(0, (-1, places)).t().reshape(times, 1, downs, 1, rights, -1)
         out = torch.add(y, bias, out=y.new_empty(y.shape))  # [B, T, times, H, downs, W, rights, C]
         if upsampler.residual:
-            own = x.permute(0, 2, 3, 4, 1).unflatten(4, (-1, times, downs, rights)).permute(0, 1, 5, 2, 6, 3, 7, 4)
-            out.unflatten(-1, (-1, own.shape[-1])).add_(own[..., None, :])
+            shortcut = x.permute(0, 2, 3, 4, 1).unflatten(4, (-1, times, downs, rights)).permute(0, 1, 5, 2, 6, 3, 7, 4)
+            out.unflatten(-1, (-1, shortcut.shape[-1])).add_(shortcut[..., None, :])
         out = out.flatten(5, 6).flatten(3, 4).flatten(1, 2)[:, times - 1 :]
         return out.permute(0, 4, 1, 2, 3).contiguous(memory_format=LAST)
 

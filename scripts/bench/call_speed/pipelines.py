@@ -266,8 +266,8 @@ class Tokenizer:
         count = min(self._count, longest)
         ids = torch.zeros(len(texts), longest if padding == "max_length" else count, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for row, each in enumerate(texts):
-            seeded = torch.Generator().manual_seed(zlib.crc32(each.encode()))
+        for row, item in enumerate(texts):
+            seeded = torch.Generator().manual_seed(zlib.crc32(item.encode()))
             ids[row, :count] = torch.randint(1, self._vocabulary, (count,), generator=seeded)
             mask[row, :count] = 1
         return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
@@ -306,9 +306,9 @@ def build(case: Case, *, tiny: bool) -> Any:
 def arguments(case: Case, call: Call, *, tiny: bool) -> dict[str, Any]:
     """Return the arguments of a pipeline's call."""
     height, width, frames = size(case, tiny=tiny)
-    given = {"prompt": "a fox in the snow", "height": height, "width": width}
-    given |= {"num_inference_steps": steps(call, tiny=tiny), **call.arguments}
-    return given | ({} if frames is None else {"num_frames": frames}) | (dict(case.tiny_arguments) if tiny else {})
+    values = {"prompt": "a fox in the snow", "height": height, "width": width}
+    values |= {"num_inference_steps": steps(call, tiny=tiny), **call.arguments}
+    return values | ({} if frames is None else {"num_frames": frames}) | (dict(case.tiny_arguments) if tiny else {})
 
 
 def size(case: Case, *, tiny: bool) -> tuple[int, int, int | None]:

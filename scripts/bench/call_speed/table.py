@@ -42,9 +42,9 @@ def fastest(document: dict[str, Any]) -> list[dict[str, Any]]:
     rows, found = list(measured(document)), {}
     for row in sorted(rows, key=lambda row: row["seconds"]):
         if row["way"] in ("exact", "balanced") and "plain" in row:
-            same = [each for each in rows if _call(each) == _call(row)]
-            others = {each["way"]: each["seconds"] for each in same if each["gpus"] == 1}
-            others |= {each["way"]: each["seconds"] for each in same if each["gpus"] == row["gpus"]}
+            same = [item for item in rows if _call(item) == _call(row)]
+            others = {item["way"]: item["seconds"] for item in same if item["gpus"] == 1}
+            others |= {item["way"]: item["seconds"] for item in same if item["gpus"] == row["gpus"]}
             found.setdefault((*_call(row), row["gpus"]), row | {"others": others})
     return sorted(found.values(), key=_order)
 

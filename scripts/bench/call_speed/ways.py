@@ -140,19 +140,19 @@ def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: boo
     Raises:
         RuntimeError: the result has other sides than asked for, or values that are not finite.
     """
-    given, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
+    values, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
     tiled = _in_tiles(pipe.vae) if case.tiles and way not in OURS else nullcontext()
     with tiled, WAYS[way](pipe, call, count) as describe:
         for _ in range(1 + dist.is_initialized()):
-            _checked(pipe, case, given | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
+            _checked(pipe, case, values | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
         with peak_memory(pipe.device) as memory:
-            made = [_checked(pipe, case, given, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
+            output = [_checked(pipe, case, values, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
         facts = describe()
-    seconds = [each.seconds for each in made]
+    seconds = [item.seconds for item in output]
     return {
         "seconds": statistics.median(seconds),
         "seconds_each": seconds,
-        "stages": {name: statistics.median(each.stages[name] for each in made) for name in made[0].stages},
+        "stages": {name: statistics.median(item.stages[name] for item in output) for name in output[0].stages},
         **memory,
         "computed_steps": count,
         **facts,
@@ -168,7 +168,7 @@ def _in_tiles(autoencoder: Any) -> Iterator[None]:
         autoencoder.disable_tiling()
 
 
-def _checked(pipe: Any, case: Case, given: dict[str, Any], *, tiny: bool) -> Output:
+def _checked(pipe: Any, case: Case, values: dict[str, Any], *, tiny: bool) -> Output:
     """Call the pipeline once, and check its latents and the size of its result."""
     latents: list[torch.Tensor] = []
 
@@ -176,12 +176,12 @@ def _checked(pipe: Any, case: Case, given: dict[str, Any], *, tiny: bool) -> Out
         latents[:] = [tensors["latents"]]
         return tensors
 
-    made = timed_output(pipe, given | {"callback_on_step_end": keep}, seed=0)
+    output = timed_output(pipe, values | {"callback_on_step_end": keep}, seed=0)
     height, width, frames = size(case, tiny=tiny)
-    (result,) = made.results
+    (result,) = output.results
     shape = (result.height, result.width) if frames is None else result.shape[:3]
     if shape != ((height, width) if frames is None else (frames, height, width)):
         raise RuntimeError(f"the result's sides must be {height} x {width}, {frames} frames, got {shape}")
     if not latents[0].isfinite().all():
         raise RuntimeError("the latents have values that are no numbers")
-    return made
+    return output

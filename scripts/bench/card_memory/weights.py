@@ -37,7 +37,7 @@ def _as_gguf(transformer: nn.Module) -> None:
     import gguf
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
-    def made(layer: nn.Linear) -> nn.Module:
+    def replacement(layer: nn.Linear) -> nn.Module:
         new = GGUFLinear(
             layer.in_features, layer.out_features, bias=False, compute_dtype=layer.weight.dtype, device="meta"
         )
@@ -45,7 +45,7 @@ def _as_gguf(transformer: nn.Module) -> None:
         new.bias = layer.bias
         return new
 
-    _replace(transformer, made)
+    _replace(transformer, replacement)
 
 
 def packed_q4(weight: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _as_nf4(transformer: nn.Module) -> None:
     """bitsandbytes' NF4, as `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` loads it."""
     import bitsandbytes
 
-    def made(layer: nn.Linear) -> nn.Module:
+    def replacement(layer: nn.Linear) -> nn.Module:
         new = bitsandbytes.nn.Linear4bit(
             layer.in_features, layer.out_features, bias=False, compute_dtype=layer.weight.dtype, device="meta"
         )
@@ -75,13 +75,13 @@ def _as_nf4(transformer: nn.Module) -> None:
         new.bias = layer.bias
         return new
 
-    _replace(transformer, made)
+    _replace(transformer, replacement)
 
 
-def _replace(transformer: nn.Module, made: Callable[[nn.Linear], nn.Module]) -> None:
+def _replace(transformer: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> None:
     for name, layer in list(block_linears(transformer)):
         if layer.in_features % Q4_BLOCK == 0:
-            transformer.set_submodule(name, made(layer))
+            transformer.set_submodule(name, replacement(layer))
 
 
 # name: (package that it needs, or None; function that changes a transformer)

@@ -59,8 +59,8 @@ def bench_quantised(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
                     for name in QUANTISED_BOUNDS
                 ):
                     continue
-                own = time_attention(recorder, f"attention {dtype}", backend, kind, qkv, inputs, {})
-                itself = {} if own is None else {"itself": own}
+                baseline_ms = time_attention(recorder, f"attention {dtype}", backend, kind, qkv, inputs, {})
+                itself = {} if baseline_ms is None else {"itself": baseline_ms}
                 for name, bound in QUANTISED_BOUNDS.items():
                     time_attention(
                         recorder, f"attention {name}", backend, kind, qkv, inputs, itself, bound=bound, qk_dtype=name

@@ -191,7 +191,7 @@ def check_quantized_linear(inputs: Inputs, backend: str) -> Checks:
         differing = (values.float() != expected[0].float()).double().mean().item()  # near a rounding boundary
         yield f"quantize_rows {dtype}", Verdict(differing, 0.01)
         weights = kernels.quantize_rows(weight, dtype=dtype)
-        rows, columns = (each.double() * by[..., None].double() for each, by in ((values, scales), weights))
+        rows, columns = (item.double() * by[..., None].double() for item, by in ((values, scales), weights))
         exact = torch.nn.functional.linear(rows, columns, bias.double())
         for name in (backend, "auto"):
             product = kernels.quantized_linear(values, scales, *weights, bias, out_dtype="bfloat16", backend=name)

@@ -22,7 +22,7 @@ Classes = tuple[torch.Tensor, torch.Tensor]  # critical and marginal tiles, bool
 def classes_of(symbols: SparseSymbols) -> Classes:
     """Unpack the classes with the reference; every row is computed."""
     bits = symbols.skip_bits, symbols.linear_bits
-    critical, marginal = (unpack_bits(each, symbols.blocks, backend="reference") for each in bits)
+    critical, marginal = (unpack_bits(item, symbols.blocks, backend="reference") for item in bits)
     return critical, marginal
 
 
@@ -188,4 +188,4 @@ def _judge_each(
     ``options``: passed to :func:`judge`. Without a True entry there is no verdict.
     """
     by_entry = [compare(*entry) for entry in spread(entries.nonzero(), samples).tolist()]
-    return [judge(*map(torch.cat, zip(*each, strict=True)), **options) for each in zip(*by_entry, strict=True)]
+    return [judge(*map(torch.cat, zip(*item, strict=True)), **options) for item in zip(*by_entry, strict=True)]

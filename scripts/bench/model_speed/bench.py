@@ -199,8 +199,8 @@ class Bench:
         for name, start, end in self._profiled(preset, tiles):
             times.setdefault(name, []).append((end - start) / 1000)
         rows = [
-            {"kernel": name, "launches": len(each) / PROFILED_STEPS, "ms": sum(each) / PROFILED_STEPS}
-            for name, each in times.items()
+            {"kernel": name, "launches": len(item) / PROFILED_STEPS, "ms": sum(item) / PROFILED_STEPS}
+            for name, item in times.items()
         ]
         return sorted(rows, key=lambda row: -row["ms"])
 

@@ -103,7 +103,7 @@ def _random_projections(bench: Bench, folder: Path) -> Path:
     """Write a random projection of SLA's linear attention for every attention layer; all weights are random."""
     family = require_family(bench.transformer)
     _, head_dim = family.heads(bench.transformer)
-    sites = [each.site for each in family.all_attentions(bench.transformer, "transformer")]
+    sites = [item.site for item in family.all_attentions(bench.transformer, "transformer")]
     save_file({site: torch.randn(head_dim, head_dim) / head_dim for site in sites}, folder / "projections.safetensors")
     return folder / "projections.safetensors"
 

@@ -72,7 +72,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _kernel_table(row: dict[str, Any]) -> list[str]:
     """Table of the kernels with the most time in a step, and the total of all others."""
-    kernels, busy = row["kernels"], sum(each["ms"] for each in row["kernels"])
+    kernels, busy = row["kernels"], sum(item["ms"] for item in row["kernels"])
     lines = [
         "",
         f"{row['run']}: {busy:.1f} ms of kernels a step",
@@ -80,12 +80,12 @@ def _kernel_table(row: dict[str, Any]) -> list[str]:
         "| kernel | launches | ms | share |",
         "|---|---|---|---|",
     ]
-    for each in kernels[:LISTED_KERNELS]:
-        name = each["kernel"] if len(each["kernel"]) <= 70 else f"{each['kernel'][:67]}..."
-        lines.append(f"| `{name}` | {each['launches']:g} | {each['ms']:.2f} | {each['ms'] / busy:.1%} |")
+    for item in kernels[:LISTED_KERNELS]:
+        name = item["kernel"] if len(item["kernel"]) <= 70 else f"{item['kernel'][:67]}..."
+        lines.append(f"| `{name}` | {item['launches']:g} | {item['ms']:.2f} | {item['ms'] / busy:.1%} |")
     others = kernels[LISTED_KERNELS:]
     if others:
-        launches, ms = (sum(each[key] for each in others) for key in ("launches", "ms"))
+        launches, ms = (sum(item[key] for item in others) for key in ("launches", "ms"))
         lines.append(f"| {len(others)} others | {launches:g} | {ms:.2f} | {ms / busy:.1%} |")
     return lines
 

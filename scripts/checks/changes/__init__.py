@@ -4,4 +4,4 @@ from itertools import chain
 
 from scripts.checks.changes import cli, kernels, loop, models, serving, sparse, stages, tools
 
-MUTANTS = [*chain.from_iterable(each.MUTANTS for each in (loop, sparse, models, kernels, stages, tools, serving, cli))]
+MUTANTS = [*chain.from_iterable(page.MUTANTS for page in (loop, sparse, models, kernels, stages, tools, serving, cli))]

@@ -71,7 +71,7 @@ def krea2(transformer: Any, batch: int) -> dict[str, Any]:
     return {f"{sign}prompt_embeds": text(*sizes, seed=seed) for seed, sign in enumerate(("", "negative_"))}
 
 
-def given(*others: Inputs, **more: Any) -> Inputs:
+def passing(*others: Inputs, **more: Any) -> Inputs:
     """Return a function that makes the arguments of other functions, and ``more``.
 
     Args:
@@ -79,12 +79,12 @@ def given(*others: Inputs, **more: Any) -> Inputs:
     """
 
     def inputs(transformer: Any, batch: int) -> dict[str, Any]:
-        made = {
+        output = {
             name: text(batch, *value, seed=2) if isinstance(value, tuple) else value for name, value in more.items()
         }
         for other in others:
-            made |= other(transformer, batch)
-        return made
+            output |= other(transformer, batch)
+        return output
 
     return inputs
 
@@ -103,11 +103,11 @@ def ideogram4(transformer: Any, batch: int) -> dict[str, Any]:
 
 
 def anima(transformer: Any, batch: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     for seed, sign in enumerate(("", "negative_")):
-        made[f"{sign}qwen_prompt_embeds"] = text(batch, TOKENS, WIDTH, seed=seed)
-        made[f"{sign}t5_input_ids"] = torch.arange(batch * TOKENS).reshape(batch, TOKENS) + seed
-    return made
+        output[f"{sign}qwen_prompt_embeds"] = text(batch, TOKENS, WIDTH, seed=seed)
+        output[f"{sign}t5_input_ids"] = torch.arange(batch * TOKENS).reshape(batch, TOKENS) + seed
+    return output
 
 
 def anima_parts() -> dict[str, Any]:
@@ -129,9 +129,9 @@ def music3_parts() -> dict[str, Any]:
 
 def minimax_h3(transformer: Any, batch: int) -> dict[str, Any]:
     one_prompt(batch)
-    made = {"text_token_tags": torch.ones(TOKENS, dtype=torch.long), "keyframe_anchors": ("first",)}
-    made |= {"condition_latents": [text(1, transformer.config.in_channels, 1, 2, 2)], "audio_condition_latents": []}
-    return made | {"normalized_references": [SimpleNamespace(kind="image")]}
+    output = {"text_token_tags": torch.ones(TOKENS, dtype=torch.long), "keyframe_anchors": ("first",)}
+    output |= {"condition_latents": [text(1, transformer.config.in_channels, 1, 2, 2)], "audio_condition_latents": []}
+    return output | {"normalized_references": [SimpleNamespace(kind="image")]}
 
 
 def cosmos3(transformer: Any, batch: int) -> dict[str, Any]:
@@ -141,9 +141,9 @@ def cosmos3(transformer: Any, batch: int) -> dict[str, Any]:
 
 def animate(transformer: Any, batch: int) -> dict[str, Any]:
     one_prompt(batch)
-    made = {"reference_image_latents": text(20, 1, 8, 8), "driving_video_pixels": text(1, 3, 9, 64, 64).clamp(-1, 1)}
+    output = {"reference_image_latents": text(20, 1, 8, 8), "driving_video_pixels": text(1, 3, 9, 64, 64).clamp(-1, 1)}
     seen = text(1, 4, 1280, seed=1)  # of the image encoder
-    return made | {"condition_clip_context": seen, "denoiser_input_fields": {"encoder_hidden_states_image": seen}}
+    return output | {"condition_clip_context": seen, "denoiser_input_fields": {"encoder_hidden_states_image": seen}}
 
 
 def animate_parts() -> dict[str, Any]:
@@ -173,7 +173,7 @@ MODULAR: dict[str, list[Blocks]] = {
     "ErnieImageTransformer2DModel": [Blocks("ErnieImage", "ernie_image", IMAGE, None, lists)],
     "FluxTransformer2DModel": [
         Blocks("Flux", "flux", IMAGE, "flux"),
-        Blocks("FluxKontext", "flux", IMAGE, "flux", given(image_latents=(4, 8, 8), max_area=64 * 64)),
+        Blocks("FluxKontext", "flux", IMAGE, "flux", passing(image_latents=(4, 8, 8), max_area=64 * 64)),
     ],
     "Flux2Transformer2DModel": [
         Blocks("Flux2", "flux2", LARGE, "flux2"),
@@ -183,19 +183,19 @@ MODULAR: dict[str, list[Blocks]] = {
     ],
     "QwenImageTransformer2DModel": [
         Blocks("QwenImage", "qwenimage", LARGE, "qwen-image"),
-        Blocks("QwenImageEdit", "qwenimage", LARGE, "qwen-image", given(image_latents=(16, 1, 16, 16))),
-        Blocks("QwenImageEditPlus", "qwenimage", LARGE, "qwen-image", given(image_latents=(16, 1, 16, 16))),
-        Blocks("QwenImageImg2Img", "qwenimage", LARGE, "qwen-image", given(image_latents=(16, 1, 16, 16))),
-        Blocks("QwenImageLayered", "qwenimage", LARGE, "qwen-image", given(image_latents=(1, 16, 16, 16), layers=2)),
+        Blocks("QwenImageEdit", "qwenimage", LARGE, "qwen-image", passing(image_latents=(16, 1, 16, 16))),
+        Blocks("QwenImageEditPlus", "qwenimage", LARGE, "qwen-image", passing(image_latents=(16, 1, 16, 16))),
+        Blocks("QwenImageImg2Img", "qwenimage", LARGE, "qwen-image", passing(image_latents=(16, 1, 16, 16))),
+        Blocks("QwenImageLayered", "qwenimage", LARGE, "qwen-image", passing(image_latents=(1, 16, 16, 16), layers=2)),
     ],
     "LTXVideoTransformer3DModel": [
         Blocks("LTX", "ltx", LTX, "ltx"),
-        Blocks("LTXImage2Video", "ltx", LTX, "ltx", given(image_latents=(8, 1, 4, 4))),
+        Blocks("LTXImage2Video", "ltx", LTX, "ltx", passing(image_latents=(8, 1, 4, 4))),
     ],
     "LTX2VideoTransformer3DModel": [
         Blocks("LTX2", "ltx2", LTX, "ltx2", ltx2, outputs=SOUND),
         Blocks("LTX2Auto", "ltx2", SMALL_VIDEO, "ltx2", ltx2, LTX_25, outputs=SOUND),  # the blocks of LTX-2.5
-        Blocks("LTX2Image2Video", "ltx2", LTX, "ltx2", given(ltx2, image_latents=(8, 1, 4, 4)), outputs=SOUND),
+        Blocks("LTX2Image2Video", "ltx2", LTX, "ltx2", passing(ltx2, image_latents=(8, 1, 4, 4)), outputs=SOUND),
         Blocks("EchoDenoiseStep", "echo", LTX, "ltx2", ltx2, outputs=SOUND),
     ],
     "WanTransformer3DModel": [
@@ -206,9 +206,9 @@ MODULAR: dict[str, list[Blocks]] = {
             "wan",
             VIDEO,
             "wan-i2v-clip",
-            given(image_condition_latents=(18, 2, 8, 8), image_embeds=(5, 32)),
+            passing(image_condition_latents=(18, 2, 8, 8), image_embeds=(5, 32)),
         ),
-        Blocks("Wan22Image2Video", "wan", VIDEO, "wan22-i2v", given(image_condition_latents=(18, 2, 8, 8))),
+        Blocks("Wan22Image2Video", "wan", VIDEO, "wan22-i2v", passing(image_condition_latents=(18, 2, 8, 8))),
     ],
     "WanAnimate2Transformer3DModel": [
         Blocks(name, "wan_animate_2", ANIMATE, None, animate, {}, animate_parts, ("segment_frames",))
@@ -216,11 +216,11 @@ MODULAR: dict[str, list[Blocks]] = {
     ],
     "ZImageTransformer2DModel": [
         Blocks("ZImage", "z_image", IMAGE, "z-image", lists),
-        Blocks("ZImageImage2Image", "z_image", IMAGE, "z-image", given(lists, image_latents=(4, 8, 8))),
+        Blocks("ZImageImage2Image", "z_image", IMAGE, "z-image", passing(lists, image_latents=(4, 8, 8))),
     ],
     "CosmosTransformer3DModel": [
         Blocks("Anima", "anima", IMAGE, None, anima, {}, anima_parts),
-        Blocks("AnimaImg2Img", "anima", IMAGE, None, given(anima, image_latents=(4, 1, 8, 8)), {}, anima_parts),
+        Blocks("AnimaImg2Img", "anima", IMAGE, None, passing(anima, image_latents=(4, 1, 8, 8)), {}, anima_parts),
     ],
     "MiniMaxMusic3Transformer1DModel": [
         Blocks("MiniMaxMusic3", "minimax_music3", {}, None, music3, {}, music3_parts, CHUNKS)
@@ -236,7 +236,7 @@ MODULAR: dict[str, list[Blocks]] = {
     "Ideogram4Transformer2DModel": [Blocks("Ideogram4", "ideogram4", IMAGE, "ideogram4", ideogram4)],
     "SD3Transformer2DModel": [
         Blocks("StableDiffusion3T2I", "stable_diffusion_3", IMAGE, "sd3"),
-        Blocks("StableDiffusion3I2I", "stable_diffusion_3", IMAGE, "sd3", given(image_latents=(4, 8, 8))),
+        Blocks("StableDiffusion3I2I", "stable_diffusion_3", IMAGE, "sd3", passing(image_latents=(4, 8, 8))),
     ],
     "MiniMaxH3Transformer3DModel": [
         Blocks(name, "minimax_h3", H3, None, minimax_h3, outputs=SOUND)

@@ -138,7 +138,7 @@ def pipelines(checkout: Path, name: str) -> Iterator[Callable[[], Case]]:
 
 def _files(folder: Path, name: str) -> list[Path]:
     files = [file for file in folder.rglob("test_*.py") if re.search(rf"\b{name}\b", file.read_text())]
-    return sorted(files, key=lambda file: (any(each in str(file.relative_to(folder)) for each in LAST), str(file)))
+    return sorted(files, key=lambda file: (any(item in str(file.relative_to(folder)) for item in LAST), str(file)))
 
 
 def _test_classes(checkout: Path, file: Path, method: str) -> list[type]:
@@ -168,7 +168,7 @@ def _pipeline(kind: type) -> Case:
         if is_denoiser(part):
             redrawn(part)
     named = inspect.signature(pipe.__call__).parameters
-    guidance: dict[str, Any] = {each: value for each, value in GUIDANCE.items() if each in named}
+    guidance: dict[str, Any] = {item: value for item, value in GUIDANCE.items() if item in named}
     if "true_cfg_scale" in guidance:
         guidance["negative_prompt"] = NEGATIVE
 
@@ -179,7 +179,7 @@ def _pipeline(kind: type) -> Case:
             arguments = {**tests.get_dummy_inputs("cpu"), **more, "return_dict": False}
             if "num_inference_steps" in named:
                 arguments["num_inference_steps"] = STEPS
-            found += [{**arguments, **each} for each in batches(arguments, named, batch)]
+            found += [{**arguments, **item} for item in batches(arguments, named, batch)]
         return found
 
     return of_pipeline(pipe, first_that_runs(pipe, candidates))
@@ -213,7 +213,7 @@ def _twice(name: str, value: Any) -> tuple[str, Any]:
     if "prompt" not in name or not isinstance(value, torch.Tensor | list):
         return name, None
     if isinstance(value, list):
-        return name, [*value, *(each.flip(0) for each in value)]
+        return name, [*value, *(item.flip(0) for item in value)]
     return name, torch.cat([value, value.flip(1)])
 
 
@@ -267,20 +267,20 @@ def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -
 
     def candidates(batch: int) -> list[dict[str, Any]]:
         torch.manual_seed(0)
-        made = [inputs(batch_size=batch)] if sized else []
+        result = [inputs(batch_size=batch)] if sized else []
         one = inputs(batch_size=1) if sized else inputs()
         rows = len(latents_of(one)[0])
-        return [*made, one if batch == 1 else {name: _doubled(value, rows) for name, value in one.items()}]
+        return [*result, one if batch == 1 else {name: _doubled(value, rows) for name, value in one.items()}]
 
     @torch.no_grad()
     def denoise(**arguments: Any) -> list[torch.Tensor]:
         arguments[time] = torch.as_tensor(arguments[time])
-        latents = [*latents_of(arguments), *(arguments[each] for each in FURTHER_LATENTS if each in arguments)]
+        latents = [*latents_of(arguments), *(arguments[item] for item in FURTHER_LATENTS if item in arguments)]
         outputs: list[torch.Tensor] = []
         for value in values:
             arguments[time] = torch.full_like(arguments[time], value)
             branches = []
-            for branch in (arguments, {name: _negated(name, given) for name, given in arguments.items()}):
+            for branch in (arguments, {name: _negated(name, options) for name, options in arguments.items()}):
                 leaves = pytree.tree_leaves(_plain(transformer(**branch)))
                 predicted = predictions(leaves, arguments)
                 branches.append([leaf for leaf, is_one in zip(leaves, predicted, strict=True) if is_one])
@@ -306,9 +306,9 @@ def redrawn(transformer: torch.nn.Module) -> None:
     for name, part in transformer.named_modules():
         is_embedder = name == "time_embedding" or re.search(r"Time\w*Emb", type(part).__name__, re.IGNORECASE)
         if is_embedder and not isinstance(part, TimestepEmbedding):
-            linear = next((each for each in part.modules() if isinstance(each, torch.nn.Linear)), None)
-            own = any(isinstance(each, TimestepEmbedding) for each in part.modules())
-            if linear is not None and not own and linear.in_features % 2 == 0:
+            linear = next((item for item in part.modules() if isinstance(item, torch.nn.Linear)), None)
+            is_nested = any(isinstance(item, TimestepEmbedding) for item in part.modules())
+            if linear is not None and not is_nested and linear.in_features % 2 == 0:
                 smooth_in_time(linear)
 
 

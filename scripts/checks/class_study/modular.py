@@ -39,19 +39,19 @@ def _case(blocks: Blocks, transformer: Callable[[], torch.nn.Module] | None) -> 
     pipe = denoise.init_pipeline()
     pipe.update_components(**_components(blocks, denoise, transformer))
     pipe.set_progress_bar_config(disable=True)
-    denoisers = [each for each in pipe.components.values() if cases.is_denoiser(each)]
-    for each in denoisers:
-        cases.redrawn(each)
+    denoisers = [item for item in pipe.components.values() if cases.is_denoiser(item)]
+    for item in denoisers:
+        cases.redrawn(item)
     config = denoisers[0].config
     width = next((config[name] for name in TEXT_WIDTHS if isinstance(config.get(name), int)), WIDTH)
-    names = [each.name or each.kwargs_type for each in denoise.inputs]
+    names = [item.name or item.kwargs_type for item in denoise.inputs]
 
     def call(batch: int) -> Any:
         arguments = {"num_inference_steps": cases.STEPS, **_embeddings(names, width, batch), **blocks.call}
         arguments |= {**blocks.inputs(denoisers[0], batch), "generator": torch.Generator().manual_seed(0)}
         taken = {name: value for name, value in arguments.items() if name in names}
-        made = pipe(**taken, output=list(blocks.outputs))
-        return [made[name] for name in blocks.outputs]
+        result = pipe(**taken, output=list(blocks.outputs))
+        return [result[name] for name in blocks.outputs]
 
     return cases.of_pipeline(pipe, call, kind.__name__)
 
@@ -70,7 +70,7 @@ def _class(blocks: Blocks) -> type:
 
 def _components(blocks: Blocks, denoise: Any, transformer: Callable[[], torch.nn.Module] | None) -> dict[str, Any]:
     """Return the components that the blocks want and have no default of."""
-    wanted = {each.name: each.type_hint for each in denoise.expected_components}
+    wanted = {item.name: item.type_hint for item in denoise.expected_components}
     parts = blocks.parts()
     if blocks.tiny in TINY_PIPELINES:
         parts |= tiny_pipeline(blocks.tiny).components
@@ -86,13 +86,13 @@ def _components(blocks: Blocks, denoise: Any, transformer: Callable[[], torch.nn
 
 def _embeddings(names: list[str], width: int, batch: int) -> dict[str, torch.Tensor]:
     """Return embeddings ``[batch, tokens, width]`` and masks for those inputs of blocks that are of a prompt."""
-    made: dict[str, torch.Tensor] = {}
+    output: dict[str, torch.Tensor] = {}
     for name in names:
         seed = int(name.startswith("negative"))
         if "pooled" in name:
-            made[name] = text(batch, width, seed=seed)
+            output[name] = text(batch, width, seed=seed)
         elif re.search(r"prompt_(ref_)?embeds(_2)?$", name):
-            made[name] = text(batch, TOKENS, width, seed=seed)
+            output[name] = text(batch, TOKENS, width, seed=seed)
         elif re.search(r"(embeds|pad|(prompt|connector|qwen|t5)_attention)_mask", name):
-            made[name] = torch.full((batch, TOKENS), "pad" not in name)
-    return made
+            output[name] = torch.full((batch, TOKENS), "pad" not in name)
+    return output

@@ -16,9 +16,9 @@ def markdown(document: dict[str, Any]) -> str:
 def rows(document: dict[str, Any]) -> list[list[str]]:
     """The head of the table, and a row for each run of a class; its modular pipelines share the first row."""
     found = [["class", "run in", *KINDS.values()]]
-    for name, each in document["classes"].items():
-        blocks = _accelerated(each.get("modular", []))
-        for place, run in enumerate(_accelerated(each.get("runs", []))):
+    for name, item in document["classes"].items():
+        blocks = _accelerated(item.get("modular", []))
+        for place, run in enumerate(_accelerated(item.get("runs", []))):
             others = blocks if place == 0 else []
             title = f"{run['ran']}, {len(others)} modular" if others else run["ran"]
             title += ", one sample" if "batch" in run else ""
@@ -35,18 +35,18 @@ def table(rows: list[list[str]]) -> str:
 
 def left_out(document: dict[str, Any]) -> str:
     """A list of the classes and modular pipelines that were refused, not forecast or did not run, with the reasons."""
-    told = []
-    for name, each in document["classes"].items():
-        blocks = each.get("modular", [])
-        refused = [run["exact"][0] | run for run in (*each.get("runs", []), *blocks) if _is_refused(run)]
+    facts = []
+    for name, item in document["classes"].items():
+        blocks = item.get("modular", [])
+        refused = [run["exact"][0] | run for run in (*item.get("runs", []), *blocks) if _is_refused(run)]
         plain = [run["forecast"][0] | run for run in blocks if run["forecast"][0]["is"] == "plain"]
-        told += [
+        facts += [
             f"- {name} ({run['ran']}): {run['reason'].removeprefix('rest of the run computed: ')}"
             for run in (*refused, *plain)
         ]
-        if "runs" not in each:
-            told.append(f"- {name}: {each.get('refused', each.get('not run'))}")
-    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in told)
+        if "runs" not in item:
+            facts.append(f"- {name}: {item.get('refused', item.get('not run'))}")
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in facts)
 
 
 def _accelerated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ def _standing_in(gpu: Gpu, kernels: list[Any]) -> Iterator[None]:
         stack.enter_context(patch.object(driver, "_active", _Driver(gpu.capability)))
         stack.enter_context(patch.object(JITFunction, "run", compile_alone))
         stack.enter_context(patch.dict(backends._PROBLEMS, triton=lambda *_: None))
-        for module in [each for name, each in sys.modules.items() if name.startswith("dit_accel.kernels")]:
+        for module in [item for name, item in sys.modules.items() if name.startswith("dit_accel.kernels")]:
             if hasattr(module, "hopper_limit"):
                 stack.enter_context(patch.object(module, "hopper_limit", lambda _: limit))
             if hasattr(module, "is_hopper_or_later"):
@@ -115,10 +115,10 @@ def _described(gpu: Gpu, kernel: Any) -> dict[str, Any]:
         source.write_text(kernel.asm["ptx"])
         target = re.search(r"\.target (\w+)", kernel.asm["ptx"]).group(1)
         ptxas = "ptxas-blackwell" if gpu.capability >= 100 else "ptxas"
-        told = _tool(ptxas, "-v", f"--gpu-name={target}", str(source), "-o", str(binary))
+        printed = _tool(ptxas, "-v", f"--gpu-name={target}", str(source), "-o", str(binary))
         code = _tool("cuobjdump", "-sass", str(binary))
-    registers = int(re.search(r"Used (\d+) registers", told).group(1))
-    spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", told))
+    registers = int(re.search(r"Used (\d+) registers", printed).group(1))
+    spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", printed))
     counts = Counter({name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()})
     limits = [gpu.warps // warps, REGISTERS // (32 * warps * _rounded(registers, 8))]
     limits += [gpu.of_all // (shared + KIB)] if shared else []  # the driver adds 1 KiB per program

@@ -87,9 +87,9 @@ def _block() -> None:
     kernels.add_gated_norm_modulate(x, x, one, one, rms=True, update_eps=1e-5, backend="triton")
     kernels.add_gated(x, x, one, update_eps=1e-5, backend="triton")
     kernels.add_gated_norm_modulate(x, x, one, one, one, rms=True, rows=torch.zeros(TOKENS).long(), backend="triton")
-    given = inputs.norm_and_rope()
-    kernels.norm_rope(inputs.features(), given["norm_weight"], given["rope"], backend="triton")
-    for weight, half in ((inputs.normal(WIDTH), DENSE.head_dim // 2), (given["norm_weight"], 3 * DENSE.head_dim // 8)):
+    values = inputs.norm_and_rope()
+    kernels.norm_rope(inputs.features(), values["norm_weight"], values["rope"], backend="triton")
+    for weight, half in ((inputs.normal(WIDTH), DENSE.head_dim // 2), (values["norm_weight"], 3 * DENSE.head_dim // 8)):
         halves = 2 * (torch.ones(1, TOKENS, 1, half),)
         kernels.norm_rope(inputs.features(), weight, halves, backend="triton")
     kernels.swiglu(x, backend="triton")

@@ -60,7 +60,7 @@ def changed(family: str, *changes: Change, **more: Any) -> Situation:
 
 def called(family: str, *arguments: Mapping[str, Any], **more: Any) -> Situation:
     """Run an unchanged pipeline with other arguments each time."""
-    return Situation(family, tuple((nothing, given) for given in arguments), **more)
+    return Situation(family, tuple((nothing, values) for values in arguments), **more)
 
 
 def adapter(config: Any) -> Change:
@@ -95,7 +95,7 @@ def set_value(path: str, value: Any) -> Change:
 def scale_buffer(pipe: Any) -> None:
     """Replace a buffer with another tensor."""
     owner = next(module for module in pipe.transformer.modules() if module._buffers)
-    name, buffer = next((name, each) for name, each in owner._buffers.items() if each is not None)
+    name, buffer = next((name, item) for name, item in owner._buffers.items() if item is not None)
     owner._buffers[name] = buffer * 0.5
 
 
@@ -131,7 +131,7 @@ def other_factor(pipe: Any) -> None:
 
 
 def new_processors(pipe: Any) -> None:
-    processors = {name: type(each)() for name, each in pipe.transformer.attn_processors.items()}
+    processors = {name: type(item)() for name, item in pipe.transformer.attn_processors.items()}
     pipe.transformer.set_attn_processor(processors)
 
 
@@ -260,7 +260,7 @@ def runs(situation: Situation, device: str, dtype: torch.dtype, graphs: str) -> 
     rows = []
     for change, arguments in situation.runs:
         change(pipe)
-        arguments = tree_map_only(torch.Tensor, lambda given: given.to(device, dtype), dict(arguments))
+        arguments = tree_map_only(torch.Tensor, lambda values: values.to(device, dtype), dict(arguments))
         with torch.inference_mode() if getattr(pipe, "is_in_inference_mode", False) else nullcontext():
             output = tiny_output(pipe, situation.family, steps=STEPS, **arguments)
         rows.append(_row(pipe, output))
@@ -273,15 +273,15 @@ def threads(device: str, dtype: torch.dtype) -> list[str]:
     expected = runs(situation, device, dtype, "never")
 
     def work(place: int) -> None:
-        own = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
-        with own, torch.no_grad():
+        stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
+        with stream, torch.no_grad():
             found[place] = runs(situation, device, dtype, "always")
 
     started = [threading.Thread(target=work, args=(place,)) for place in range(2)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
     wrong = [f"thread {place} raised" for place in range(2) if place not in found]
     for place, rows in found.items():
         equal = all(_same(a["output"], b["output"]) for a, b in zip(expected, rows, strict=True))
@@ -311,7 +311,9 @@ def _row(pipe: Any, output: torch.Tensor) -> dict[str, Any]:
     report = pipe.dit_accel.report()
     return {
         "output": torch.as_tensor(output).cpu(),
-        "symbols": {name: [each.cpu() for each in own.tensors()] for name, own in pipe.dit_accel.symbols().items()},
+        "symbols": {
+            name: [item.cpu() for item in symbols.tensors()] for name, symbols in pipe.dit_accel.symbols().items()
+        },
         "steps": [(step.mode, step.error) for step in report.steps],
         "fallbacks": report.fallbacks,
         "replayed": report.replayed,

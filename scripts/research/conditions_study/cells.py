@@ -48,7 +48,7 @@ class Cell:
     strength: float | None = None
 
     def __str__(self) -> str:
-        told = {
+        words = {
             f"shift {self.shift or 'own'}": True,
             f"{self.size}²": self.size,
             f"{self.steps} steps": self.steps,
@@ -57,7 +57,7 @@ class Cell:
             self.scheduler: self.scheduler != "Euler",
             self.dtype: self.dtype != "bfloat16",
         }
-        return ", ".join([self.model, *(words for words, said in told.items() if said)])
+        return ", ".join([self.model, *(name for name, is_said in words.items() if is_said)])
 
 
 CELLS = [
@@ -123,11 +123,11 @@ class Conditions:
             pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=cell.shift)
         if cell.scheduler != "Euler":
             pipe.scheduler = solver_over(pipe.scheduler, cell.scheduler)
-        given = {"num_inference_steps": cell.steps, "height": cell.size, "width": cell.size}
+        values = {"num_inference_steps": cell.steps, "height": cell.size, "width": cell.size}
         if cell.guidance is not None:
-            given |= {"true_cfg_scale": cell.guidance, "negative_prompt": ""}
+            values |= {"true_cfg_scale": cell.guidance, "negative_prompt": ""}
         self.arguments = demo_arguments(Path(folder)) | {
-            key: value for key, value in given.items() if value is not None
+            key: value for key, value in values.items() if value is not None
         }
         steps = self.arguments["num_inference_steps"]
         self.prompts = HELD_OUT[cell.model](prompts, split)
@@ -135,8 +135,8 @@ class Conditions:
         self.pipe = pipe
         self._sources: dict[int, torch.Tensor] = {}  # by seed
         if cell.strength is not None:
-            made = run(pipe, self.arguments, [unseen, *self.prompts])  # each starts from the previous image
-            self._sources = {each.seed: picture for each, picture in zip([*self.prompts, unseen], made, strict=True)}
+            output = run(pipe, self.arguments, [unseen, *self.prompts])  # each starts from the previous image
+            self._sources = {item.seed: picture for item, picture in zip([*self.prompts, unseen], output, strict=True)}
             self.pipe = FluxImg2ImgPipeline.from_pipe(pipe)
             self.pipe.set_progress_bar_config(disable=True)
             self.arguments["strength"] = cell.strength
@@ -146,12 +146,12 @@ class Conditions:
 
     def run(self, prompts: Sequence[Any]) -> torch.Tensor:
         """Run prompts in one batch and return the outputs, 0..1."""
-        source = {"image": torch.stack([self._sources[each.seed] for each in prompts])} if self._sources else {}
+        source = {"image": torch.stack([self._sources[item.seed] for item in prompts])} if self._sources else {}
         return run(self.pipe, self.arguments | source, prompts)
 
 
 def run(pipe: Any, arguments: dict[str, Any], prompts: Sequence[Any]) -> torch.Tensor:
     """Run a pipeline on prompts in one batch and return the outputs, 0..1."""
     call = dict(arguments)
-    each = {"negative_prompt": call.pop("negative_prompt")} if "negative_prompt" in call else None
-    return paint(pipe, list(prompts), batch=len(prompts), each=each, **call).clamp(0, 1)
+    per_prompt = {"negative_prompt": call.pop("negative_prompt")} if "negative_prompt" in call else None
+    return paint(pipe, list(prompts), batch=len(prompts), per_prompt=per_prompt, **call).clamp(0, 1)

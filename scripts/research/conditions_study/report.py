@@ -26,11 +26,11 @@ def tables(rows: Sequence[Row]) -> str:
     """Tables: the loop and the best other method at several fractions, the leads, and presets cell by cell."""
     lines = [_row("cell", *(f"{share:g}" for share in FRACTIONS)), _row(*["---"] * (len(FRACTIONS) + 1))]
     leads: dict[str, list[float]] = {"mean of prompts": [], "worst prompt": []}
-    for cell, own in by_cell(rows).items():
+    for cell, in_cell in by_cell(rows).items():
         entries = []
         for share in FRACTIONS:
-            ours = [at(own, share, statistic) for statistic in (mean, min)]
-            best = [best_rival(own, share, statistic) for statistic in (mean, min)]
+            ours = [at(in_cell, share, statistic) for statistic in (mean, min)]
+            best = [best_rival(in_cell, share, statistic) for statistic in (mean, min)]
             if ours[0] is None:
                 entries.append("")
                 continue
@@ -47,9 +47,11 @@ def tables(rows: Sequence[Row]) -> str:
                 f"least {min(found):+.1f}; behind in {behind} of {len(found)} places."
             )
     lines += ["", _row("cell", *LEVELS), _row(*["---"] * (len(LEVELS) + 1))]
-    for cell, own in by_cell(rows).items():
-        made = {row["name"]: f"{row['computed']:.3f}, {mean(row['psnr']):.1f} / {min(row['psnr']):.1f}" for row in own}
-        lines.append(_row(cell, *(made.get(level, "") for level in LEVELS)))
+    for cell, in_cell in by_cell(rows).items():
+        output = {
+            row["name"]: f"{row['computed']:.3f}, {mean(row['psnr']):.1f} / {min(row['psnr']):.1f}" for row in in_cell
+        }
+        lines.append(_row(cell, *(output.get(level, "") for level in LEVELS)))
     return "\n".join(lines) + "\n"
 
 
@@ -68,13 +70,13 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     axes = figure.subplots()
     for level in LEVELS:
         for video, marker in ((False, "o"), (True, "^")):
-            own = [
+            chosen = [
                 row
                 for row in rows
                 if row["name"] == level and (row["cell"]["model"] in ("demo-wan", "demo-hunyuan")) is video
             ]
             kind = f"{level}, {'videos' if video else 'images'}"
-            places = [[row["computed"] for row in own], [mean(row["psnr"]) for row in own]]
+            places = [[row["computed"] for row in chosen], [mean(row["psnr"]) for row in chosen]]
             axes.scatter(*places, marker=marker, s=22, color=f"C{LEVELS.index(level)}", label=kind)
     axes.set(xlabel="computed fraction", ylabel="PSNR against all steps computed, dB")
     axes.legend(frameon=False, ncols=3, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))

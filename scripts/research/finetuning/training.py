@@ -121,8 +121,8 @@ def _settings(transformer: nn.Module, calls: Calls, training: Training) -> dict[
     """Settings that all runs of one training share."""
     attention = next(iter(swapped_attention(transformer).values()))
     objective = {"objective": "flow" if calls.velocity is None else "teacher", "calls": len(calls)}
-    given = {key: value for key, value in asdict(training).items() if key not in ("seconds", "minutes")}
-    return given | asdict(attention.settings) | objective
+    values = {key: value for key, value in asdict(training).items() if key not in ("seconds", "minutes")}
+    return values | asdict(attention.settings) | objective
 
 
 def _resume(accelerator: Accelerator, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
