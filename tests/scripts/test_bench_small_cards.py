@@ -71,54 +71,55 @@ def test_4_bits_are_those_of_gguf():
     assert (packed_q4(weight).numpy() == expected).all()
 
 
-def test_memory_that_does_not_suffice_is_a_result(monkeypatch, tmp_path):
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Runs one way with a replaced measurement, by the limit in GiB; returns the document and all limits."""
+
+    def run_with(measure, way="leaf", *options):
+        limits = []
+
+        def in_memory(bench, case, way, steps, device, limit):
+            limits.append(limit + small_cards.CONTEXT)
+            seconds = {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
+            return measure(limits[-1]) | seconds
+
+        monkeypatch.setattr(small_cards, "_in_memory", in_memory)
+        chosen = ("--models", "flux", "--weights", "bf16", "--ways", way, *options)
+        return run(monkeypatch, tmp_path / "cards.json", *chosen), limits
+
+    return run_with
+
+
+def fitting(peak):
+    return {"fits": True, "peak_gib": peak, "reserved_gib": peak + 1}
+
+
+def test_memory_that_does_not_suffice_is_a_result(measured):
     """A card that holds the memory of a larger one is not measured again; once it does not fit, no smaller is tried."""
-    limits = []
-
-    def in_memory(bench, case, way, steps, device, limit):
-        limits.append(limit)
-        seconds = {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
-        return {"fits": True, "peak_gib": 12.0, "reserved_gib": 13.0, **seconds} if limit > 13 else {"fits": False}
-
-    monkeypatch.setattr(small_cards, "_in_memory", in_memory)
-    options = ("--models", "flux", "--weights", "bf16", "--ways", "leaf")
-    document = run(monkeypatch, tmp_path / "cards.json", *options)
-    assert [row["fits"] for row in document["rows"]] == [True, True, False] * 2
-    assert limits == [24 - small_cards.CONTEXT, 12 - small_cards.CONTEXT] * 2
+    document, limits = measured(lambda limit: fitting(12.0) if limit > 14 else {"fits": False})
+    assert [row["fits"] for row in document["rows"]] == [True, True, False] * 2 and limits == [24, 12] * 2
     assert "| 12 | does not fit | does not fit | does not fit |" in markdown({"runs": [document]})
 
 
-def test_weights_above_the_limit_are_not_moved(monkeypatch, tmp_path):
+def test_weights_above_the_limit_are_not_moved(measured, monkeypatch):
     """A card that can't hold the weights alone is no measurement under model offload."""
-    limits = []
-
-    def in_memory(bench, case, way, steps, device, limit):
-        limits.append(limit)
-        seconds = {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
-        return {"fits": True, "peak_gib": 21.0, "reserved_gib": 22.0, **seconds}
-
-    monkeypatch.setattr(small_cards, "_in_memory", in_memory)
     monkeypatch.setattr(small_cards, "bytes_of", lambda transformer: 20 * 2**30)
-    options = ("--models", "flux", "--weights", "bf16", "--ways", "model")
-    rows = run(monkeypatch, tmp_path / "cards.json", *options)["rows"]
-    assert [row["fits"] for row in rows] == [True, False, False] * 2
-    assert limits == [24 - small_cards.CONTEXT] * 2
+    document, limits = measured(lambda limit: fitting(21.0), "model")
+    assert [row["fits"] for row in document["rows"]] == [True, False, False] * 2 and limits == [24] * 2
 
 
-def test_a_run_that_was_not_measured_is_not_called_too_large(monkeypatch, tmp_path):
+def test_a_run_that_was_not_measured_is_not_called_too_large(measured, monkeypatch):
     """Nothing begins after the deadline, also between the cards of a way; the table leaves that run's cells empty."""
     now = [0.0]
 
-    def in_memory(bench, case, way, steps, device, limit):
+    def slow(limit):
         now[0] += 30
         return {"fits": False}
 
-    monkeypatch.setattr(small_cards, "_in_memory", in_memory)
     monkeypatch.setattr(small_cards.time, "monotonic", lambda: now[0])
-    options = ("--models", "flux", "--weights", "bf16", "--ways", "leaf", "--seconds", "20")
-    document = run(monkeypatch, tmp_path / "cards.json", *options)
-    *measured, last = document["rows"]
-    assert [(row["run"], row["fits"]) for row in measured] == [("balanced", False)] * 3
+    document, _ = measured(slow, "leaf", "--seconds", "20")
+    *rows, last = document["rows"]
+    assert [(row["run"], row["fits"]) for row in rows] == [("balanced", False)] * 3
     assert (last["run"], last["error"]) == ("plain", "no time was left")
     assert "| 12 |  → does not fit | does not fit |  → does not fit |" in markdown({"runs": [document]})
 

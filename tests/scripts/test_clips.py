@@ -18,7 +18,6 @@ from scripts.demo_training.clip_prompts import (
 )
 from scripts.demo_training.clip_reading import agreement, read_clips
 from scripts.demo_training.clips import (
-    CLIP_NUMBERS,
     PAN,
     draw_clip,
     film_strips,
@@ -27,7 +26,6 @@ from scripts.demo_training.clips import (
     render_clips,
 )
 from scripts.demo_training.motion import TURN, choose_path, follow
-from scripts.demo_training.scenes import RESERVED_CLASSES, hash_class
 
 RIGHT, DOWN = {"left": -1, "right": 1}, {"up": -1, "down": 1}
 
@@ -41,14 +39,6 @@ def drawn(*scenes: ClipScene, frames: int = 9, size: int = 80) -> torch.Tensor:
     """One video of each scene in 0..1."""
     rng = random.Random(11)
     return (render_clips(pack([draw_clip(rng, scene) for scene in scenes]), frames=frames, size=size) + 1) / 2
-
-
-def test_one_seed_draws_the_same_clips():
-    """The grammar is a pure function of its random generator, and every video has equally many numbers."""
-    first, again, other = ([draw_clip(random.Random(seed + i)) for i in range(20)] for seed in (0, 0, 100))
-    assert first == again
-    assert first != other
-    assert {len(clip.numbers) for clip in first} == {CLIP_NUMBERS}
 
 
 def test_a_prompt_says_all_of_its_scene_in_known_words():
@@ -68,18 +58,6 @@ def test_something_moves_in_every_scene():
         assert scene.camera != "still" or any(actor.motion != "rests" for actor in scene.actors)
         assert not any(actor.shape == "circle" and actor.motion == "turns" for actor in scene.actors)
         assert len({actor.colour for actor in scene.actors}) == len(scene.actors)
-
-
-def test_held_out_lists_are_stable_disjoint_and_never_trained_on():
-    """A longer list starts with the shorter one, the splits share no prompt, and training has no scene of either."""
-    rng = random.Random(1)
-    trained = {hash_class(draw_clip(rng).scene) for _ in range(300)}
-    assert trained.isdisjoint(RESERVED_CLASSES.values())
-    lists = {split: held_out_prompts(40, split) for split in RESERVED_CLASSES}
-    for split, reserved in RESERVED_CLASSES.items():
-        assert {hash_class(item.scene) for item in lists[split]} == {reserved}
-        assert lists[split][:10] == held_out_prompts(10, split)
-    assert {item.prompt for item in lists["tuning"]}.isdisjoint(item.prompt for item in lists["reporting"])
 
 
 @pytest.mark.parametrize("motion", MOTIONS)
@@ -122,14 +100,12 @@ def test_a_pan_slides_the_background_alone(camera, sign):
     assert (first[:, 40, 40] - last[:, 40, 40]).abs().max() < 0.02
 
 
-def test_chunks_and_windows_draw_the_same_pixels(monkeypatch):
-    """A few frames at a time equal all frames at once, and a window equals that part of the whole frame."""
+def test_chunks_draw_the_same_pixels(monkeypatch):
+    """A few frames at a time equal all frames at once."""
     rng = random.Random(8)
     numbers = pack([draw_clip(rng) for _ in range(3)])
     whole = render_clips(numbers, frames=3, size=64)
     assert whole.shape == (3, 3, 3, 64, 64)
-    quarter = render_clips(numbers, frames=3, size=32, corner=torch.full((3, 2), 0.5), extent=0.5)
-    torch.testing.assert_close(quarter, whole[..., 32:, 32:], atol=1e-4, rtol=0)
     monkeypatch.setattr(clips_module, "PIXELS_AT_ONCE", 2 * 64 * 64)
     torch.testing.assert_close(render_clips(numbers, frames=3, size=64), whole)
 

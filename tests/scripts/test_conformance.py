@@ -5,8 +5,10 @@ import os
 
 import pytest
 
-from scripts.checks import conformance, stand_ins
+from dit_accel.errors import UnsupportedError
+from scripts.checks import conformance, conformance_plugin, stand_ins
 from scripts.checks.conformance import class_of, compared
+from tests.tiny import tiny_pipeline
 
 TESTS = """
 import pytest
@@ -39,16 +41,21 @@ def checkout(tmp_path):
 
 
 def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
-    """One passes, one looks for hooks, and one fails plainly too; no preset of FlashOmni fits the pipeline."""
-    conformance.main([str(checkout), "--output", str(tmp_path / "found"), "--kinds", "exact", "flashomni"])
+    """One passes, one looks for hooks, and one fails plainly too."""
+    conformance.main([str(checkout), "--output", str(tmp_path / "found"), "--kinds", "exact"])
     found = json.loads((tmp_path / "found.json").read_text())["families"]["toy"]
     only = found.pop("only")
-    assert found == {"ran": 3, "passed": 2, "exact": 1, "flashomni": 2}
+    assert found == {"ran": 3, "passed": 2, "exact": 1}
     assert [(item["test"].split("::")[1], item["kind"], item["class"]) for item in only] == [
         ("test_modules_are_bare", "exact", "failure")
     ]
     table = (tmp_path / "found.md").read_text()
-    assert "| toy | 3 | 2 | 1 | 2 |" in table and "test_modules_are_bare` | exact | failure |" in table
+    assert "| toy | 3 | 2 | 1 |" in table and "test_modules_are_bare` | exact | failure |" in table
+
+
+def test_a_kind_without_a_preset_is_refused():
+    with pytest.raises(UnsupportedError, match="no FlashOmni preset fits"):
+        conformance_plugin.preset_of(tiny_pipeline("ltx"), "flashomni")
 
 
 def test_a_process_that_ends_early_loses_its_tests():

@@ -9,7 +9,7 @@ from scripts.demo_training.reading import agreement, read_pictures
 from scripts.demo_training.scenes import Group, Scene
 
 STEPS = 16  # of the README's 50, which show no more
-SIZE = 512
+SIZE = 256
 SHOWN = {
     "two pink stars over the sea at sunset": Scene(
         "sea", "sunset", "single", "centre", (Group("star", "pink", "medium", "plain", 2),)

@@ -133,13 +133,14 @@ def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, 
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
 
 
-def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
+def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path, capsys):
     """A backend that fails only at a timed size is not timed there; only --force deletes an earlier run's files."""
     (tmp_path / "k.md").write_bytes(b"earlier")
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: [])
     monkeypatch.setattr(kernels, "gemm_q", wrong(kernels.gemm_q))
     asked = [*CPU, "--ops", "gemm_q", "--output", str(tmp_path / "k")]
     assert main(asked) == 2 and (tmp_path / "k.md").read_bytes() == b"earlier"
+    assert "k.md exists; name another stem" in capsys.readouterr().err
     assert main([*asked, "--force"]) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
     rows = json.loads((tmp_path / "k.json").read_text())["results"]
@@ -164,14 +165,6 @@ def test_mistakes_exit_with_2_and_write_nothing(arguments, message, tmp_path, mo
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_files_that_exist_stay(tmp_path, capsys):
-    """Before anything is measured."""
-    (tmp_path / "k.md").touch()
-    assert main(["--quick", *CPU, "--output", str(tmp_path / "k")]) == 2
-    assert "k.md exists; name another stem" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["k.md"]
 
 
 def test_the_module_needs_neither_diffusers_nor_typer(tmp_path):
@@ -261,20 +254,11 @@ def test_relative_error_is_that_of_the_norms():
     assert verdict.error == pytest.approx(0.03, rel=1e-3) and verdict.passed
 
 
-def test_samples_are_spread_and_hold_the_last():
-    """4 evenly spread entries of 100; all of 3."""
+def test_samples_are_spread_and_nan_never_passes():
+    """4 evenly spread entries of 100 with the last; all of 3."""
     assert verify.spread(torch.arange(100), 4).tolist() == [25, 50, 74, 99]
     assert verify.spread(torch.arange(3), 4).tolist() == [0, 1, 2]
-
-
-def test_nan_never_passes():
-    assert not Verdict(math.nan, 1.0).passed
     assert not verify.worst([Verdict(0.1, 1.0), Verdict(math.nan, 1.0)]).passed
-
-
-def test_every_check_stands_under_a_benchmark():
-    """The gate's full list equals the lists of all benchmarks together."""
-    assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
 
 
 def test_the_gate_checks_what_a_benchmark_stands_on():
@@ -301,7 +285,8 @@ def test_sparse_cases_draw_the_sparsity_that_they_name():
 
 @pytest.mark.parametrize("sizes", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
 def test_every_op_runs_at_some_size(sizes):
-    """Each benchmark has a case, and every case belongs to a benchmark."""
+    """Each benchmark has a case, and every case and every check of the gate belongs to a benchmark."""
+    assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
     assert sizes.cases.keys() == OPS.keys() and all(sizes.cases.values())
 
 
