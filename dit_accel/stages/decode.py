@@ -44,11 +44,9 @@ class _Decode:
     """One decode in progress, in which no weight and no module changes.
 
     Args:
-        backend: of the kernels.
         given_up: why all calls are the decoder's own; None = they need not be.
 
     Attributes:
-        number: which no other decode has.
         reasons: why a call must be the decoder's own, by its form; None = it need not.
         form: everything about a decode that ranks may share but the values of tensors.
         bands: how ranks may share the decode; None = they do not.
@@ -72,7 +70,7 @@ class FusedDecode:
 
     Args:
         autoencoder: of a class with a page.
-        backend: of the kernels; "auto" leaves a CPU's calls to the decoder.
+        backend: "auto" leaves a CPU's calls to the decoder.
         group: ranks that share every decode; None = decodes that a pipeline calls are shared by the pipeline's ranks.
 
     Attributes:
@@ -165,10 +163,15 @@ class FusedDecode:
         decode = getattr(self._current, "decode", None)
         if decode is None:
             decode = _Decode(self._backend, f"the {self.part} is called by itself" if _lists(kwargs) else None)
-        form = self._checked_form(module, decode, args, kwargs)
+        form = _form(args, kwargs)
+        if form not in decode.reasons:  # it is checked once in a decode
+            decode.reasons[form] = self._why_not(module, args, kwargs)
         reason = decode.given_up or decode.reasons[form]
         if decode.bands is not None:
-            if self._shares_rows(decode, decode.bands, reason, args):
+            if decode.bands.is_agreed is None:  # its first call decides
+                shapes = self._shapes.get(decode.form, set()) if reason is None else set()
+                decode.bands.agree(shapes, decode.form[:2])
+            if decode.bands.is_agreed:
                 self.remark = f"{FUSED}, shared by {decode.bands.ranks.count} ranks"
                 return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
             decode.bands.shapes.add(tuple(args[0].shape))
@@ -187,13 +190,6 @@ class FusedDecode:
         self.remark = self._own(reason)
         return original(*args, **kwargs)
 
-    def _shares_rows(self, decode: _Decode, bands: Bands, reason: str | None, args: tuple) -> bool:
-        """Return True if all ranks share the rows of a decode; its first call decides."""
-        if bands.is_agreed is None:
-            shapes = self._shapes.get(decode.form, set()) if reason is None else set()
-            bands.agree(shapes, decode.form[:2])
-        return bool(bands.is_agreed)
-
     def _end_bands(self, decode: _Decode) -> None:
         """End a decode whose rows ranks share, or may share the next time."""
         if decode.bands.is_agreed:
@@ -211,7 +207,7 @@ class FusedDecode:
         kwargs: dict[str, Any],
     ) -> torch.Tensor | tuple:
         """The output of a first call of a form, which decides about the later ones."""
-        copied, named = _copied(args, kwargs)  # decoders of videos keep frames in lists
+        copied, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # decoders of videos keep frames in lists
         try:
             expected = original(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -247,13 +243,6 @@ class FusedDecode:
 
     def _own(self, reason: str) -> str:
         return f"{OWN} {self.part}: {reason}"
-
-    def _checked_form(self, module: nn.Module, decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Return a call's form, which is checked once in a decode."""
-        form = _form(args, kwargs)
-        if form not in decode.reasons:
-            decode.reasons[form] = self._why_not(module, args, kwargs)
-        return form
 
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Why the decoder's own forward must run, or None."""
@@ -312,11 +301,6 @@ def _whole_form(autoencoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     held = vars(autoencoder).items()
     settings = [item for item in held if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # sizes of tiles
     return (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
-
-
-def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with lists of their own."""
-    return pytree.tree_map(lambda leaf: leaf, (args, kwargs))
 
 
 def _images(output: torch.Tensor | tuple) -> torch.Tensor:

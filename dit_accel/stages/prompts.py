@@ -35,7 +35,6 @@ class KeptOutput:
     """Copy of a module's output.
 
     Args:
-        output: nested tensors.
         tensors: all tensors in the output.
         on_host: keep the copy in host memory.
     """
@@ -91,10 +90,6 @@ class PromptStore:
 
 class KeepingEntry:
     """Entry of a text encoder that returns kept outputs. A copied or pickled encoder has its own entry.
-
-    Args:
-        encoder: module that the pipeline calls.
-        store: outputs of this pipeline.
 
     Attributes:
         stages: pipelines' stages that use the entry; replaced when these change, because other threads may iterate.
@@ -185,7 +180,6 @@ class KeptPrompts:
 
     Args:
         pipe: pipeline with components ``text_encoder``, ``text_encoder_2``, …, or without.
-        parts: times of its calls, which say when a call begins.
         most: bytes of all kept outputs.
     """
 
@@ -352,7 +346,7 @@ def _copied(output: Any, tensors: list[torch.Tensor], devices: list[torch.device
 
     Args:
         tensors: all tensors in the output.
-        devices: a device for each tensor.
+        devices: of the copies, one for each tensor.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []

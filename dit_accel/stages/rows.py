@@ -15,16 +15,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Ranks:
-    """The ranks that share a decode.
-
-    Args:
-        group: their process group.
-        device: this rank's device.
-
-    Attributes:
-        count: number of ranks.
-        rank: this one.
-    """
+    """The ``count`` ranks that share a decode, of which this process is ``rank``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

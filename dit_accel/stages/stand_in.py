@@ -14,8 +14,6 @@ class StandIn:
     """A callable in place of a module's method. A copied or pickled module has its class's own method.
 
     Args:
-        module: whose method it is.
-        name: of the method.
         call: gets the method, the module, and the arguments and keyword arguments of a call.
     """
 

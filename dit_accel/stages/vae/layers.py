@@ -28,9 +28,6 @@ BYTES = 2**30  # of normalised features at a time, at least one frame
 class Layers:
     """Layers of one decode, which converts each weight once.
 
-    Args:
-        backend: of the kernels.
-
     Attributes:
         bands: features are this rank's band of rows; None = they are whole.
     """
