@@ -66,6 +66,13 @@ def hopper_limit(tensor: torch.Tensor) -> str | None:
     return None if capability == (9, 0) else f"it needs compute capability 9.0 (H100, H200), got {capability}"
 
 
+def float8_limit(tensor: torch.Tensor) -> str | None:
+    """Return why the matrix units of the tensor's GPU can't multiply e4m3, or None."""
+    if not tensor.is_cuda or _capability(tensor.device) >= FP8_CAPABILITY:
+        return None
+    return f"float8 needs compute capability {FP8_CAPABILITY} or more, got {_capability(tensor.device)}"
+
+
 @functools.cache  # called hundreds of times per step
 def _runs_on(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     return _PROBLEMS[backend](device, dtype) is None

@@ -121,13 +121,6 @@ class SparseSymbols(_Tensors):
     def blocks(self) -> int:
         return block_count(self.tokens, self.block)
 
-    def expanded_codes(self) -> torch.Tensor | None:
-        """Codes of the masks as int32 ``[B, H, Tq, Tk]``; broadcast axes are not copied, the last stride is 1."""
-        if self.masks is None:
-            return None
-        codes = self.masks.codes.expand(self.cache_bits.shape[0], self.heads, -1, -1)
-        return codes if codes.stride(3) == 1 else codes.contiguous()
-
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SparseSymbols:
         """Return the symbols with ``change`` applied to each tensor."""
         held = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}

@@ -127,8 +127,11 @@ def lower_into(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int
     chunk = min(triton.next_power_of_2(blocks), 1024)
     cache_bits = symbols.cache_bits.contiguous()
     skip_bits = None if symbols.skip_bits is None else symbols.skip_bits.contiguous()
-    codes = symbols.expanded_codes()
-    codes_strides = (0, 0, 0) if codes is None else codes.stride()[:3]
+    codes, codes_strides = None, (0, 0, 0)
+    if symbols.masks is not None:
+        codes = symbols.masks.codes.expand(batch, heads, -1, -1)  # broadcast axes are not copied
+        codes = codes if codes.stride(3) == 1 else codes.contiguous()
+        codes_strides = codes.stride()[:3]
     with on_device(cache_bits):
         _lower_rows[(rows,)](
             cache_bits, skip_bits, codes, plan.mask64, plan.kv_count, plan.full_count, plan.kv_index, *codes_strides,

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.backends import FP8_CAPABILITY
+from dit_accel.kernels.backends import float8_limit
 from dit_accel.kernels.constants import (
     EXACT_CHANNELS,
     FP8_MAX,
@@ -73,11 +73,7 @@ def qk_dtype_limit(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -
         return f"head_dim must be one of {HEAD_DIMS} with qk_dtype={qk_dtype!r}, got {q.shape[-1]}"
     if plan.masks is not None:
         return f"qk_dtype={qk_dtype!r} does not support masks inside tiles"
-    if qk_dtype == "int8+fp8" and q.is_cuda:
-        capability = torch.cuda.get_device_capability(q.device)
-        if capability < FP8_CAPABILITY:
-            return f"qk_dtype={qk_dtype!r} needs compute capability {FP8_CAPABILITY} or more, got {capability}"
-    return None
+    return float8_limit(q) if qk_dtype == "int8+fp8" else None
 
 
 def sampled_tokens(tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:

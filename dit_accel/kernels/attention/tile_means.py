@@ -18,6 +18,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.plans.pooling import block_means
+from dit_accel.kernels.plans.regions import listed_tiles
 from dit_accel.kernels.symbols import AttentionPlan
 
 
@@ -40,7 +41,7 @@ def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
         return
     from dit_accel.kernels._triton.tile_means import add_tile_means_into
 
-    add_tile_means_into(q, *means, plan, scale, kv_len, _is_listed(plan), out, lse)
+    add_tile_means_into(q, *means, plan, scale, kv_len, listed_tiles(plan).contiguous(), out, lse)
 
 
 def _block_means(x: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> torch.Tensor:
@@ -60,14 +61,6 @@ def _valid_keys(tokens: int, block: int, lengths: torch.Tensor) -> torch.Tensor:
     return (lengths.clamp(0, tokens)[:, None] - first).clamp(0, block).float()
 
 
-def _is_listed(plan: AttentionPlan) -> torch.Tensor:
-    """Mark the tiles in a plan's lists: bool ``[B, H, Tq, Tk]``."""
-    place = torch.arange(plan.blocks, device=plan.kv_index.device)
-    named = torch.where(place < plan.kv_count[..., None], plan.kv_index, plan.blocks).long()
-    listed = torch.zeros(*plan.kv_index.shape[:-1], plan.blocks + 1, dtype=torch.bool, device=named.device)
-    return listed.scatter_(-1, named, True)[..., : plan.blocks].contiguous()
-
-
 def _add_reference(q, mean_k, mean_v, plan, scale, kv_len, out, lse) -> None:
     lengths = torch.tensor([plan.tokens], device=q.device) if kv_len is None else kv_len
     counts = _valid_keys(plan.tokens, plan.block, lengths).expand(plan.batch, -1)
@@ -75,7 +68,7 @@ def _add_reference(q, mean_k, mean_v, plan, scale, kv_len, out, lse) -> None:
     mean_k, mean_v = (means.float().repeat_interleave(group, 1) for means in (mean_k, mean_v))
     heads = torch.arange(plan.heads, device=q.device)[:, None]
     computes = (plan.mask64[:, None] >> heads & 1).bool()  # [B, H, Tq]
-    skipped = ~_is_listed(plan) & computes[..., None] & (counts > 0)[:, None, None]
+    skipped = ~listed_tiles(plan) & computes[..., None] & (counts > 0)[:, None, None]
     skipped = skipped.repeat_interleave(plan.block, 2)[:, :, : plan.tokens]  # [B, H, S, T]
     scores = torch.einsum("bshd,bhtd->bhst", q.float(), mean_k) * scale + counts.log()[:, None, None]
     scores.masked_fill_(~skipped, -torch.inf)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
-from dit_accel.kernels.backends import FP8_CAPABILITY, resolve_backend
+from dit_accel.kernels.backends import float8_limit, resolve_backend
 from dit_accel.kernels.blocks.norm_modulate import MAX_WIDTH_TRITON
 from dit_accel.kernels.custom_ops import eager_op
 
@@ -62,7 +62,7 @@ def quantize_rows(
         )
     widest = max(widths)
     limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {widest}" if widest > MAX_WIDTH_TRITON else None
-    limit = limit or _float8_limit(x, dtype)
+    limit = limit or (float8_limit(x) if dtype == "float8" else None)
     if resolve_backend(backend, x, {"triton": limit}) == "triton":
         from dit_accel.kernels._triton.quantized_linear import rows_into
 
@@ -78,14 +78,6 @@ def quantize_rows(
     scales = (rows.abs().amax(-1) / LARGEST[kind]).clamp(min=SMALLEST_SCALE)
     units = rows * (1 / scales)[..., None]
     return ((units + 0.5).floor() if kind is torch.int8 else units).to(kind), scales
-
-
-def _float8_limit(tensor: torch.Tensor, dtype: str) -> str | None:
-    """Return why the Triton kernels do not support e4m3 on the tensor's GPU, or None."""
-    if dtype != "float8" or not tensor.is_cuda:
-        return None
-    capability = torch.cuda.get_device_capability(tensor.device)
-    return None if capability >= FP8_CAPABILITY else f"float8 needs a capability of {FP8_CAPABILITY}, got {capability}"
 
 
 @eager_op

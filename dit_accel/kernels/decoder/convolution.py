@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
 from dit_accel.kernels.custom_ops import eager_op
@@ -45,14 +45,12 @@ def convolution(
 
     Returns:
         ``[B, O, T - kt + 1, H + 2 padding - kh + 1, W + 2 padding - kw + 1]`` like x, in channels-last layout.
-
-    Raises:
-        UnsupportedError: backend is "triton", and the kernel does not have these channels (:func:`why_no_kernel`).
     """
     _require(x, weight, ("O", "C", "kt", "kh", "kw"), bias)
-    shape = _shape_behind(x, weight, padding)
+    batch, _, time, height, width = x.shape
+    outputs, _, taps, rows, columns = weight.shape
+    shape = batch, outputs, time - taps + 1, height + 2 * padding - rows + 1, width + 2 * padding - columns + 1
     checks.require_same("x", x, shape, residual=residual)
-    outputs = weight.shape[0]
     is_faster = outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
     if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
         from dit_accel.kernels._triton.convolution import convolve_into
@@ -93,15 +91,16 @@ def upsampled_convolution(
     phases, outputs = weight.shape[:2]
     if phases not in (4, 8):
         raise ShapeError(f"weight must have 4 or 8 phases, got {phases}; make it with fold_upsampling")
-    shape = _shape_upsampled(x, weight)
-    out = _empty(x, shape)
+    batch, _, time, height, width = x.shape
+    frames = 2 * time - 3 if phases == 8 else time - weight.shape[3] + 1
+    rows, columns = height - 2, width - 2
+    out = _empty(x, (batch, outputs, frames, 2 * rows, 2 * columns))
     if _takes_kernel(backend, x, outputs, is_faster=True):  # cuDNN's phases are moved in another pass
         from dit_accel.kernels._triton.convolution import convolve_into
 
         bias = None if bias is None else bias.contiguous()
         convolve_into(x.contiguous(memory_format=LAST), weight, bias, None, out)
         return out
-    rows, columns = shape[3] // 2, shape[4] // 2
     kernel = weight.flatten(0, 1).contiguous(memory_format=LAST)
     phases_of_input = F.conv3d(x.contiguous(memory_format=LAST), kernel)
     for phase, pixels in enumerate(phases_of_input.chunk(phases, 1)):
@@ -149,21 +148,12 @@ def why_no_kernel(x: torch.Tensor, outputs: int) -> str | None:
 
 
 def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: bool) -> bool:
-    """Return True if the kernel runs: it can, and was asked for or is faster than cuDNN.
-
-    Raises:
-        UnsupportedError: it was asked for and can't run.
-    """
-    is_free = backend == "auto"
-    if resolve_backend(backend, x) != "triton":
-        return False
-    reason = why_no_kernel(x, outputs)
-    if reason is not None and not is_free:
-        raise UnsupportedError(f"backend='triton': {reason}")
-    if reason is not None or not is_free:
-        return reason is None
+    """Return True if the kernel runs: it can, and was chosen or is faster than cuDNN."""
+    limit = why_no_kernel(x, outputs)
     # products of float32 are TF32, as cuDNN's are by default
-    return is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
+    if backend == "auto" and not (is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)):
+        limit = "cuDNN is faster"
+    return resolve_backend(backend, x, {"triton": limit}) == "triton"
 
 
 def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None) -> None:
@@ -171,18 +161,6 @@ def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Te
     channels = shape.index("C")
     checks.require_same("x", x, (*shape[:channels], x.shape[1], *shape[channels + 1 :]), weight=weight)
     checks.require_same("x", x, (weight.shape[channels - 1],), bias=bias)
-
-
-def _shape_behind(x: torch.Tensor, weight: torch.Tensor, padding: int) -> tuple[int, ...]:
-    batch, _, time, height, width = x.shape
-    outputs, _, taps, rows, columns = weight.shape
-    return batch, outputs, time - taps + 1, height + 2 * padding - rows + 1, width + 2 * padding - columns + 1
-
-
-def _shape_upsampled(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
-    batch, _, time, height, width = x.shape
-    frames = 2 * time - 3 if weight.shape[0] == 8 else time - weight.shape[3] + 1
-    return batch, weight.shape[1], frames, 2 * (height - 2), 2 * (width - 2)
 
 
 def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

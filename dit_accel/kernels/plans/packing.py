@@ -40,7 +40,8 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
         from dit_accel.kernels._triton.packing import pack_bits as pack_bits_triton
 
         return pack_bits_triton(mask)
-    return _pack_reference(mask)
+    padded = F.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (padded << _bit_positions(mask.device)).sum(-1, dtype=torch.uint8)
 
 
 @eager_op
@@ -61,15 +62,6 @@ def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.T
         from dit_accel.kernels._triton.packing import unpack_bits as unpack_bits_triton
 
         return unpack_bits_triton(bits, n)
-    return _unpack_reference(bits, n)
-
-
-def _pack_reference(mask: torch.Tensor) -> torch.Tensor:
-    padded = F.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (padded << _bit_positions(mask.device)).sum(-1, dtype=torch.uint8)
-
-
-def _unpack_reference(bits: torch.Tensor, n: int) -> torch.Tensor:
     return (bits[..., None] >> _bit_positions(bits.device) & 1).flatten(-2)[..., :n].bool()
 
 

@@ -89,6 +89,14 @@ def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tupl
                 yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
 
 
+def listed_tiles(plan: AttentionPlan) -> torch.Tensor:
+    """Mark the tiles in a plan's lists: bool ``[B, H, Tq, Tk]``."""
+    listed = torch.arange(plan.blocks, device=plan.kv_index.device) < plan.kv_count[..., None]
+    tile = torch.where(listed, plan.kv_index, plan.blocks).long()  # entries beyond a row's count are uninitialised
+    marks = torch.zeros(*tile.shape[:-1], plan.blocks + 1, dtype=torch.bool, device=tile.device)
+    return marks.scatter_(-1, tile, True)[..., :-1]
+
+
 def rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple[int, ...]]]:
     """Yield batch entry, head, query blocks with the same tiles, and these tiles; with masks one row at a time."""
     rows_of_tiles = defaultdict(list)

@@ -20,6 +20,7 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.plans.lowering import lower
 from dit_accel.kernels.plans.packing import pack_bits, unpack_bits
+from dit_accel.kernels.plans.regions import listed_tiles
 from dit_accel.kernels.symbols import (
     CAUSAL_TILE,
     FIRST_PARTIAL_TILE,
@@ -105,10 +106,7 @@ def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
     Undoes :func:`plan_from_mask`.
     """
     batch, heads, blocks, block = plan.batch, plan.heads, plan.blocks, plan.block
-    device = plan.kv_count.device
-    listed = torch.arange(blocks, device=device) < plan.kv_count[..., None]
-    column = torch.where(listed, plan.kv_index, blocks).long()  # entries beyond a row's count are uninitialised
-    tiles = column.new_zeros(batch, heads, blocks, blocks + 1, dtype=torch.bool).scatter(-1, column, True)[..., :-1]
+    tiles = listed_tiles(plan)
     pairs = tiles[:, :, :, None, :, None].expand(-1, -1, -1, block, -1, block).contiguous()
     by_tile = pairs.transpose(3, 4)  # [B, H, Tq, Tk, block, block]
     if plan.masks is not None:
@@ -121,19 +119,6 @@ def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
         keys = unpack_bits(plan.slices.bits, blocks * block) & (plan.slices.count > 0)[..., None]
         pairs |= keys.view(batch, heads, blocks, 1, blocks, block)
     return pairs.flatten(4).flatten(2, 3)[:, :, : plan.tokens, : plan.tokens]
-
-
-def distinct(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Remove repetitions from a pool; return the pool and the place of each entry in it.
-
-    Args:
-        entries: uint8 ``[n, block, block / 8]``, packed tiles.
-
-    Returns:
-        uint8 ``[P, block, block / 8]`` and int64 ``[n]``.
-    """
-    words, place = entries.flatten(1).view(torch.int64).unique(dim=0, return_inverse=True)
-    return words.view(torch.uint8).view(-1, *entries.shape[1:]), place
 
 
 def _symbols(
@@ -149,25 +134,15 @@ def _symbols(
     pairs = pairs_of(*masked)
     causal_pairs = _causal_pairs(row, column, block) & inside[row][:, :, None]
     is_causal = (row == column) & (pairs == causal_pairs).flatten(1).all(1)
-    pool, place = distinct(pack_bits(pairs[~is_causal]))
+    entries = pack_bits(pairs[~is_causal])
+    words, place = entries.flatten(1).view(torch.int64).unique(dim=0, return_inverse=True)
+    pool = words.view(torch.uint8).view(-1, *entries.shape[1:])
     codes = torch.full(attending.shape, FULL_TILE, dtype=torch.int32, device=attending.device)
     kinds = torch.full_like(row, CAUSAL_TILE)
     kinds[~is_causal] = FIRST_PARTIAL_TILE + place
     codes[masked] = kinds.int()
-    return symbols_of_tiles(tiles, TileMasks(codes, pool) if len(row) else None, tokens, block, batch, heads)
-
-
-def symbols_of_tiles(
-    tiles: torch.Tensor, masks: TileMasks | None, tokens: int, block: int, batch: int, heads: int
-) -> SparseSymbols:
-    """Return symbols in which every row computes.
-
-    Args:
-        tiles: bool ``[B or 1, H or 1, Tq, Tk]``; True = the tile computes.
-        masks, tokens, block: as in :class:`~dit_accel.kernels.symbols.SparseSymbols`.
-        batch, heads: B and H.
-    """
-    every_row = torch.ones(batch, tiles.shape[-1], heads, dtype=torch.bool, device=tiles.device)
+    masks = TileMasks(codes, pool) if len(row) else None
+    every_row = torch.ones(batch, blocks, heads, dtype=torch.bool, device=tiles.device)
     skip_bits = pack_bits(tiles).expand(batch, heads, -1, -1).contiguous()
     return SparseSymbols(pack_bits(every_row), skip_bits, heads, tokens, block, masks)
 

@@ -8,6 +8,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.plans.lowering import lower
 from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.plans.regions import listed_tiles
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 
@@ -29,18 +30,11 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
     chosen = resolve_backend(backend, plan.kv_index)
     if chosen == "triton":
         from dit_accel.kernels._triton.transpose import attending_blocks
+
+        by_key = attending_blocks(plan)
     else:
-        attending_blocks = _attending_blocks_reference
+        by_key = listed_tiles(plan).transpose(2, 3)
     every_row = plan.kv_count.new_full((plan.batch, plan.blocks, block_count(plan.heads, 8)), 255, dtype=torch.uint8)
-    skip_bits = pack_bits(attending_blocks(plan), backend=backend)
+    skip_bits = pack_bits(by_key, backend=backend)
     symbols = SparseSymbols(every_row, skip_bits, plan.heads, plan.tokens, plan.block)
     return lower(symbols, order=order, backend=backend)
-
-
-def _attending_blocks_reference(plan: AttentionPlan) -> torch.Tensor:
-    """Mark the query blocks (last axis) that attend to each key block, bool ``[B, H, Tk, Tq]``."""
-    batch, heads, blocks = plan.kv_count.shape
-    listed = torch.arange(blocks, device=plan.kv_count.device) < plan.kv_count[..., None]
-    tile = torch.where(listed, plan.kv_index.long(), blocks)  # entries beyond a row's count are uninitialised
-    attends = plan.kv_count.new_zeros(batch, heads, blocks, blocks + 1, dtype=torch.bool).scatter_(-1, tile, True)
-    return attends[..., :blocks].transpose(2, 3)
