@@ -141,60 +141,45 @@ def test_a_mean_of_the_values_does_not_blur_bfloat16_gradients(device, make_tens
         assert (gradient - expected).norm() < 0.01 * expected.norm()
 
 
+def run(q, k, v, do, plan, backend, **options):
+    """Output and gradients; rows that do not compute hold 0."""
+    out = linear_attention(q, k, v, plan, out=torch.zeros_like(q), backend=backend, **options)
+    return out, *linear_attention_backward(q, k, v, do, plan, backend=backend, **options)
+
+
 def test_gradients_flow_through_the_differentiable_op(backend, make_tensor, make_marginal):
     """Its value is linear attention with 0 in rows that do not compute; its gradients are those of the backward op."""
-    sparsity, _ = make_marginal(1, 2, 70, 64)
+    plan = make_marginal(1, 2, 70, 64)[0].plan
     leaves = [make_tensor(1, 70, 2, 16).requires_grad_() for _ in range(3)]
-    out = differentiable_linear_attention(*leaves, sparsity.plan, feature_map="elu", backend=backend)
-    expected = linear_attention(*leaves, sparsity.plan, feature_map="elu", backend=backend)
-    computed = sparsity.tokens_computed()
-    assert torch.equal(out[computed], expected[computed]) and not out[~computed].any()
+    out = differentiable_linear_attention(*leaves, plan, feature_map="elu", backend=backend)
     out.sum().backward()
-    gradients = linear_attention_backward(
-        *leaves, torch.ones_like(out), sparsity.plan, feature_map="elu", backend=backend
-    )
-    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True))
+    expected = run(*leaves, torch.ones_like(out), plan, backend, feature_map="elu")
+    assert all(map(torch.equal, (out, *(leaf.grad for leaf in leaves)), expected))
 
 
 def test_heads_go_in_groups(monkeypatch, make_tensor, make_marginal):
     """If the states of all heads are too large, groups of heads give the same result up to rounding of sums."""
     from dit_accel.kernels._triton import linear_attention as implementation
 
-    sparsity, _ = make_marginal(1, 2, 70, 64)
-    q, k, v, do = (make_tensor(1, 70, 2, 16) for _ in range(4))
-
-    def run():
-        out = linear_attention(q, k, v, sparsity.plan, out=torch.zeros_like(q), backend="triton")
-        return out, *linear_attention_backward(q, k, v, do, sparsity.plan, backend="triton")
-
-    together = run()
+    plan = make_marginal(1, 2, 70, 64)[0].plan
+    tensors = [make_tensor(1, 70, 2, 16) for _ in range(4)]
+    together = run(*tensors, plan, "triton")
     monkeypatch.setattr(implementation, "GROUP_BYTES", 1)
-    assert list(implementation.head_groups(q, sparsity.plan)) == [slice(0, 1), slice(1, 2)]
-    torch.testing.assert_close(run(), together)
+    assert list(implementation.head_groups(tensors[0], plan)) == [slice(0, 1), slice(1, 2)]
+    torch.testing.assert_close(run(*tensors, plan, "triton"), together)
 
 
 def test_keys_beyond_kv_len_are_not_read(backend, device, make_tensor, make_marginal):
-    sparsity, _ = make_marginal(1, 1, 140, 64)
+    plan, kv_len = make_marginal(1, 1, 140, 64)[0].plan, lengths_of((70,), device)
     q, k, v, do = (make_tensor(1, 140, 1, 16) for _ in range(4))
-    kv_len = lengths_of((70,), device)
-
-    def run():
-        out = torch.zeros_like(q)
-        linear_attention(q, k, v, sparsity.plan, kv_len=kv_len, out=out, backend=backend)
-        return out, *linear_attention_backward(q, k, v, do, sparsity.plan, kv_len=kv_len, backend=backend)
-
-    clean = run()
+    clean = run(q, k, v, do, plan, backend, kv_len=kv_len)
     k[:, 70:], v[:, 70:] = math.nan, math.nan
-    assert all(torch.equal(one, other) for one, other in zip(run(), clean, strict=True))
+    assert all(map(torch.equal, run(q, k, v, do, plan, backend, kv_len=kv_len), clean))
 
 
 def test_strided_views(backend, make_tensor, make_marginal):
     """Slices of one projection, and a gradient with other strides, give the same results as copies."""
-    sparsity, _ = make_marginal(1, 2, 70, 64, rows=1.1)
-    q, k, v = make_tensor(1, 70, 3, 2, 16).unbind(2)
-    do = make_tensor(1, 2, 70, 16).transpose(1, 2)
-    runs = []
-    for inputs in ((q, k, v, do), tuple(x.contiguous() for x in (q, k, v, do))):
-        out = linear_attention(*inputs[:3], sparsity.plan, backend=backend)
-        runs.append((out, *linear_attention_backward(*inputs, sparsity.plan, backend=backend)))
-    torch.testing.assert_close(*runs)
+    plan = make_marginal(1, 2, 70, 64, rows=1.1)[0].plan
+    views = *make_tensor(1, 70, 3, 2, 16).unbind(2), make_tensor(1, 2, 70, 16).transpose(1, 2)
+    copies = [x.contiguous() for x in views]
+    torch.testing.assert_close(run(*views, plan, backend), run(*copies, plan, backend))
