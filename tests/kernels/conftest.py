@@ -1,5 +1,6 @@
 """Makers of random tensors and symbols, and the bound that every kernel is held to."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, AttentionPlan, SparseSymbols, TileMasks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BACKENDS = ("reference", "triton")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 IMPLEMENTED = {"backend": BACKENDS, "dtype": DTYPES}  # axes of `every_pair`
@@ -23,6 +25,17 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: torch.
     """Allow half a unit of the result's dtype, and float32 rounding of its ``terms``."""
     allowed = 0.505 * torch.finfo(actual.dtype).eps * exact.abs() + 32 * torch.finfo(torch.float32).eps * terms
     assert ((actual.double() - exact).abs() <= allowed).all()
+
+
+def captured(function: Callable) -> object:
+    """Return what a function makes in a replayed CUDA graph, whose capture fails if the host waits for the GPU."""
+    function()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
 
 
 class Sparsity(NamedTuple):

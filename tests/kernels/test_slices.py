@@ -9,12 +9,11 @@ import torch
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import SparseSymbols
-from tests.kernels.conftest import BACKENDS, DEVICE, IMPLEMENTED, is_refused
+from tests.kernels.conftest import BACKENDS, DEVICE, IMPLEMENTED, is_refused, needs_gpu
 from tests.kernels.naive_attention import LAYOUTS, attending, check, dense, laid_out
 from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="device memory is a GPU's")
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or hopper_limit(torch.zeros(1, device="cuda")) is not None, reason="needs Hopper"
 )
