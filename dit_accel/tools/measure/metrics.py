@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    Picture = Image.Image | np.ndarray | torch.Tensor
+    ImageLike = Image.Image | np.ndarray | torch.Tensor
 
 IDENTICAL = 100.0  # dB; replaces the infinite PSNR of equal images in means
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, of R, G, B
@@ -35,7 +35,7 @@ MS_SSIM_SIDE = SSIM_WINDOW * 2 ** (len(SCALE_WEIGHTS) - 1)  # 176 pixels: the co
 LPIPS_BACKBONE = "alexnet-owt-7be5be79.pth"  # torchvision's, which lpips builds on
 
 
-def psnr(a: Picture, b: Picture) -> float:
+def psnr(a: ImageLike, b: ImageLike) -> float:
     """Peak signal-to-noise ratio ``−10 log10(mean((a − b)²))`` in dB, over all values; infinite for equal images.
 
     For a video the mean is over all frames at once, so that one bad frame counts. Values are scaled to 0..1 first, so
@@ -50,7 +50,7 @@ def psnr(a: Picture, b: Picture) -> float:
     return math.inf if mean_square == 0.0 else -10.0 * math.log10(mean_square)
 
 
-def ssim(a: Picture, b: Picture) -> float:
+def ssim(a: ImageLike, b: ImageLike) -> float:
     """Mean structural similarity in −1..1, 1 for equal images (Wang et al. 2004, equation 13 and section III-C).
 
     Gaussian window of 11 × 11 pixels with σ = 1.5, K1 = 0.01, K2 = 0.03, over windows inside the image.
@@ -62,7 +62,7 @@ def ssim(a: Picture, b: Picture) -> float:
     return _similarity(*_lumas(a, b, "ssim", SSIM_WINDOW))[0]
 
 
-def ms_ssim(a: Picture, b: Picture) -> float:
+def ms_ssim(a: ImageLike, b: ImageLike) -> float:
     """Multi-scale structural similarity, 1 for equal images (Wang et al. 2003, equation 7 and section 3.2).
 
     Five scales, each of half the size of the one before; windows and colours as in :func:`ssim`. Negative similarities
@@ -81,9 +81,9 @@ def ms_ssim(a: Picture, b: Picture) -> float:
     return product
 
 
-def _lumas(a: Picture, b: Picture, metric: str, least: int) -> tuple[np.ndarray, np.ndarray]:
+def _lumas(a: ImageLike, b: ImageLike, metric: str, least: int) -> tuple[np.ndarray, np.ndarray]:
     """Return both images as luma ``[height, width]``, with sides of at least ``least`` pixels."""
-    first, second = (_luma(_unit_range(picture)) for picture in _same_shape(a, b))
+    first, second = (_luma(_unit_range(image)) for image in _same_shape(a, b))
     if min(first.shape) < least:
         raise ShapeError(f"{metric} needs images of at least {least} x {least} pixels, got {list(first.shape)}")
     return first, second
@@ -107,12 +107,12 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     return float(np.mean(luminance * structure)), float(np.mean(structure))
 
 
-def clip_ssim(a: Picture, b: Picture) -> float:
+def clip_ssim(a: ImageLike, b: ImageLike) -> float:
     """Mean :func:`ssim` over the frames of two videos; raises as :func:`mean_over_frames`."""
     return mean_over_frames(ssim, a, b)
 
 
-def mean_over_frames(metric: Callable[[Picture, Picture], float], a: Picture, b: Picture) -> float:
+def mean_over_frames(metric: Callable[[ImageLike, ImageLike], float], a: ImageLike, b: ImageLike) -> float:
     """Mean of a metric of single images over the frames of two videos.
 
     Raises:
@@ -137,7 +137,7 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
     return math.inf if norm == 0.0 else distance / norm
 
 
-def flip_error() -> Callable[[Picture, Picture], float] | str:
+def flip_error() -> Callable[[ImageLike, ImageLike], float] | str:
     """Return a function for the mean FLIP over two videos' frames, or the reason why it is unavailable.
 
     FLIP is the difference that a viewer sees when two images alternate, 0..1 (Andersson et al. 2020), at 67 pixels per
@@ -178,7 +178,7 @@ def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor
     return distance
 
 
-def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:
+def _same_shape(a: ImageLike, b: ImageLike) -> tuple[np.ndarray, np.ndarray]:
     first, second = _channels_last(a, "a"), _channels_last(b, "b")
     require_same_shape(first, second)
     return first, second
@@ -192,9 +192,9 @@ def require_same_shape(first: np.ndarray, second: np.ndarray) -> None:
         raise ShapeError(f"a and b must hold values, got shape {list(first.shape)}")
 
 
-def _channels_last(picture: Picture, name: str) -> np.ndarray:
-    values = as_array(picture)
-    if hasattr(picture, "detach") and values.ndim >= 3:  # a tensor has its channels first
+def _channels_last(image: ImageLike, name: str) -> np.ndarray:
+    values = as_array(image)
+    if hasattr(image, "detach") and values.ndim >= 3:  # a tensor has its channels first
         values = np.moveaxis(values, -3, -1)
     if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):
         raise ShapeError(f"{name} must hold uint8 (0..255) or floating (0..1) values, got {values.dtype}")
@@ -206,7 +206,7 @@ def _unit_range(values: np.ndarray) -> np.ndarray:
     return values / 255.0 if values.dtype == np.uint8 else values.astype(np.float64)
 
 
-def as_array(values: Picture) -> np.ndarray:
+def as_array(values: ImageLike) -> np.ndarray:
     """Return an image or a tensor as an array on the CPU; floating tensors as float64."""
     if hasattr(values, "detach"):  # a tensor; NumPy knows no bfloat16, and float64 holds every floating dtype exactly
         values = values.detach().cpu()
@@ -214,15 +214,15 @@ def as_array(values: Picture) -> np.ndarray:
     return np.asarray(values)
 
 
-def _luma(picture: np.ndarray) -> np.ndarray:
+def _luma(image: np.ndarray) -> np.ndarray:
     """Convert one image, channels last or absent, to luma ``[height, width]``."""
-    if picture.ndim == 2:
-        return picture
-    if picture.ndim != 3 or picture.shape[-1] not in (1, 3, 4):
+    if image.ndim == 2:
+        return image
+    if image.ndim != 3 or image.shape[-1] not in (1, 3, 4):
         raise ShapeError(
-            f"ssim compares single images of 1, 3 or 4 channels, got shape {list(picture.shape)} (channels last)"
+            f"ssim compares single images of 1, 3 or 4 channels, got shape {list(image.shape)} (channels last)"
         )
-    return picture[..., 0] if picture.shape[-1] == 1 else picture[..., :3] @ LUMA
+    return image[..., 0] if image.shape[-1] == 1 else image[..., :3] @ LUMA
 
 
 def _blur(image: np.ndarray) -> np.ndarray:

@@ -128,7 +128,7 @@ def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) ->
 
 
 def symbol_map(
-    picture: Image.Image,
+    image: Image.Image,
     layout: TokenLayout,
     symbols: SparseSymbols,
     path: str | Path,
@@ -143,30 +143,30 @@ def symbol_map(
     Blocks that hold text count as computed.
 
     Args:
-        picture: the image, or of a video the frame of latent frame ``frame``, of ``frames``.
+        image: the image, or of a video the frame of latent frame ``frame``, of ``frames``.
         order: order of the vision tokens, as :mod:`dit_accel.sparse.token_order` describes it; None = raster order.
 
     Raises:
         ShapeError: see :func:`token_grid`.
     """
-    rows, columns = token_grid(layout, *picture.size, frames)
+    rows, columns = token_grid(layout, *image.size, frames)
     tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]
     if order is not None:
         ordered, tokens = tokens, np.empty_like(tokens)
         tokens[order.numpy()] = ordered
     tokens = tokens.reshape(frames, rows, columns)[frame]
-    width, height = picture.size
+    width, height = image.size
     figure = new_figure(9.6, 4.2 * height / width + 0.45)
     plain, painted = figure.subplots(1, 2)
     extent = (0, width, height, 0)
-    plain.imshow(picture, extent=extent)
+    plain.imshow(image, extent=extent)
     plain.set_title("image", loc="left")
-    painted.imshow(picture.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
-    image = painted.imshow(tokens, extent=extent, alpha=0.65, **SHARES)
+    painted.imshow(image.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
+    heat = painted.imshow(tokens, extent=extent, alpha=0.65, **SHARES)
     painted.set_title(f"{title}: {tokens.mean():.0%} computed", loc="left")
     for axes in (plain, painted):
         axes.set_axis_off()
-    bar = figure.colorbar(image, cax=painted.inset_axes((1.03, 0.0, 0.035, 1.0)))
+    bar = figure.colorbar(heat, cax=painted.inset_axes((1.03, 0.0, 0.035, 1.0)))
     bar.set_label("share of computed heads")
     bar.solids.set_alpha(1)
     bar.outline.set_visible(False)

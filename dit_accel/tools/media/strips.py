@@ -101,5 +101,5 @@ def _require_same_clips(plain: np.ndarray, fast: np.ndarray) -> None:
 
 def _difference(plain: Image.Image, fast: Image.Image) -> np.ndarray:
     """Absolute difference in grey levels, int16 ``[height, width, 3]``."""
-    first, second = (np.asarray(picture.convert("RGB")).astype(np.int16) for picture in (plain, fast))
+    first, second = (np.asarray(image.convert("RGB")).astype(np.int16) for image in (plain, fast))
     return np.abs(first - second)

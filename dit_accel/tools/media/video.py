@@ -103,8 +103,8 @@ def write_clip(
             _write_mp4(clip, part, fps, sound)
     else:
         raise ShapeError(f"path must end in {' or '.join(FILE_SUFFIXES)} or be a folder, got {path}")
-    if sound is not None and (beside := sound_file(path, folder=folder)):
-        with whole_file(beside) as part:
+    if sound is not None and (wav := sound_file(path, folder=folder)):
+        with whole_file(wav) as part:
             _write_wav(sound, part)
 
 

@@ -173,9 +173,9 @@ def figures(document: dict[str, Any], path: Path) -> list[Path]:
     if not timed:
         return [path]
     label = "transformer time relative to the plain run (less is faster)"
-    beside = path.with_stem(f"{path.stem}-time")
-    frontier_plot(shares, beside, highlight=OURS, x_label=label)
-    return [path, beside]
+    of_times = path.with_stem(f"{path.stem}-time")
+    frontier_plot(shares, of_times, highlight=OURS, x_label=label)
+    return [path, of_times]
 
 
 def _series(rows: Iterable[Row]) -> list[str]:
