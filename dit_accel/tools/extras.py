@@ -23,12 +23,8 @@ EXTRAS = {
 def require_extra(package: str, what: str) -> None:
     """Check that a package of `EXTRAS` is installed, without importing it.
 
-    Args:
-        package: its name on PyPI.
-        what: the option or argument that needs the package; the subject of the message.
-
     Raises:
-        UnsupportedError: the package is not installed.
+        UnsupportedError: the package is not installed; the message begins with ``what``, an option or argument.
     """
     if find_spec(package.replace("-", "_")) is None:
         raise UnsupportedError(

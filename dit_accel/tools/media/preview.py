@@ -54,10 +54,9 @@ class Previewer:
         self._before = self.latents = None
 
     def learn(self, result: Image.Image | np.ndarray) -> None:
-        """Fit the map to the latest latents and the output that was decoded from them.
+        """Fit the map to the latest latents and their output, an image or uint8 ``[frames, height, width, 3]``.
 
-        Args:
-            result: an image, or uint8 ``[frames, height, width, 3]``; any other output gives no preview.
+        Any other output gives no preview.
         """
         from PIL import Image
 
@@ -86,8 +85,7 @@ class Previewer:
     def image(self, sigmas: tuple[float, float] | None = None) -> Image.Image | None:
         """Return the image that the latest latents lead to; None before a fit.
 
-        Args:
-            sigmas: noise levels before and after the latest step, to extrapolate the last two latents to no noise.
+        With the noise levels before and after the latest step, the last two latents are extrapolated to no noise.
         """
         from PIL import Image
 
@@ -109,8 +107,7 @@ class Previewer:
     ) -> Callable[..., dict[str, Any]]:
         """Return a ``callback_on_step_end`` that keeps the latents and shows images.
 
-        Args:
-            is_due: takes a step's index; True if it shows an image. None = at most once a second.
+        Images are shown in steps whose index ``is_due`` accepts; None = at most once a second.
         """
         shown_at = time.monotonic()
         self.forget_latents()

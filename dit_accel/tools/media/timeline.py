@@ -28,8 +28,7 @@ def timeline(title: str, steps: Sequence[tuple[str, float | None]], total: int) 
 
     Args:
         title: of the bars, as HTML.
-        steps: mode and error of each step so far; None = no error was measured.
-        total: number of steps of the whole run, which share the width.
+        steps: mode and error of each step so far, of ``total``; None = no error was measured.
     """
     slot = WIDTH / max(total, len(steps), 1)
     bars, dots = [], []

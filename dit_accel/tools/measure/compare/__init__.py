@@ -45,7 +45,6 @@ def peer_methods(
     """Return settings of other methods, and the reason for each method that can't run.
 
     Args:
-        steps: number of steps of its plain runs.
         names: keys of `PEERS`; None = all.
         settings: maximum number of settings per method, spread over its sweep; None = all.
 

@@ -257,16 +257,6 @@ def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
     assert "tightened in between" in hard.circumstances["confirmations"]
 
 
-def test_an_accelerated_pipeline_keeps_its_preset():
-    """Tuning runs the pipeline plain and under its own presets, and leaves it as it was."""
-    accelerate_pipeline(pipeline("flux"), "exact")
-    try:
-        assert tuned(evaluations=1).held_out
-        assert pipeline("flux").dit_accel.preset.name == "exact"
-    finally:
-        restore_pipeline(pipeline("flux"))
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -344,11 +334,19 @@ def test_what_nine_of_ten_prompts_reach_becomes_the_calibration():
 
 
 def test_a_tuning_starts_from_the_target_error_of_a_target_psnr(tmp_path):
-    """The result has a target error of its own instead, also after its file was read."""
+    """The result has a target error of its own instead, also after its file was read.
+
+    The pipeline keeps the preset that it had before.
+    """
     base = tmp_path / "base.yaml"
     base.write_text("base: balanced\nschedule: {target_psnr: 30, calibration: [[0.3, 30.0]], warmup: 2}\n")
     settings = {"prompts": PROMPTS, "arguments": arguments("flux"), "evaluations": 1, "target_psnr": 30}
-    result = tune(pipeline("flux"), base, **settings, schedule={"target_psnr": 25})
+    accelerate_pipeline(pipeline("flux"), "exact")
+    try:
+        result = tune(pipeline("flux"), base, **settings, schedule={"target_psnr": 25})
+        assert pipeline("flux").dit_accel.preset.name == "exact"
+    finally:
+        restore_pipeline(pipeline("flux"))
     assert result.evaluations[0].setting["schedule.target_error"] == pytest.approx(0.3, rel=0.15)
     result.write(tmp_path / "tuned.yaml")
     for preset in (result.preset, load_preset(tmp_path / "tuned.yaml")):
