@@ -125,16 +125,7 @@ def _registered(function: Callable, empty: Callable | None, writes: frozenset[st
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of a function, or a part of one.
-
-    Args:
-        name: name of the op's argument, if it is one.
-        type: type in the schema; empty if it has parts.
-        optional: True if it may be None.
-        parts: its parts.
-        split: returns the values of its parts.
-        make: returns its value, from the values of its parts.
-    """
+    """A parameter of a function, or a part of one: an argument of the op, with a type, or made of parts itself."""
 
     name: str
     type: str

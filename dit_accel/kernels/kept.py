@@ -19,12 +19,7 @@ _THREAD = threading.local()  # `capture` = the thread's capture in progress
 
 
 class Capture:
-    """A capture in progress.
-
-    Args:
-        held: values that it has read from caches.
-        results: values that it has computed instead, by cache and key.
-    """
+    """A capture in progress: values that it read from caches, and those it computed instead, by cache and key."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
@@ -55,11 +50,7 @@ def hold(value: Value) -> Value:
 
 
 class Kept(Generic[Value]):
-    """The latest values by key.
-
-    Args:
-        most: number of values that are kept; the oldest is dropped first.
-    """
+    """The ``most`` latest values by key; the oldest is dropped first."""
 
     def __init__(self, most: int) -> None:
         self._most = most

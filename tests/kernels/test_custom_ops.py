@@ -23,7 +23,7 @@ def bits(*shape: int) -> torch.Tensor:
 
 Q, K, V, DO = (torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM, generator=generator) for _ in range(4))
 PROJECTION = torch.randn(HEAD_DIM, HEAD_DIM, generator=generator)
-KV_LEN = torch.tensor([80], dtype=torch.int32)
+ZEROS, KV_LEN = torch.zeros_like(Q), torch.tensor([80], dtype=torch.int32)
 MAP = kernels.pooled_map(Q, K, BLOCK).probabilities
 SYMBOLS = SparseSymbols(bits(BATCH, BLOCKS, HEADS), bits(BATCH, HEADS, BLOCKS, BLOCKS), HEADS, TOKENS, BLOCK)
 MASKED = kernels.symbols_from_mask(
@@ -37,16 +37,18 @@ SLA_PLAN = SparseLinearAttention(HEAD_DIM, 0.2, 0.3).plan(Q, K)
 ATTENDED, LSE = kernels.attention(Q, K, V, SLA_PLAN, return_lse=True)
 
 CALLS = {  # an op with arguments: reused parts keep zeros
-    "attention": (kernels.attention, (Q, K, V, PLAN), {"out": torch.zeros_like(Q)}),
-    "attention-lse": (kernels.attention, (Q, K, V, SLA_PLAN), {"return_lse": True, "kv_len": KV_LEN, "scale": 0.2}),
+    "attention-lse": (
+        kernels.attention,
+        (Q, K, V, PLAN),
+        {"return_lse": True, "kv_len": KV_LEN, "out": torch.zeros_like(Q)},
+    ),
     "attention-masks-slices": (kernels.attention, (Q, K, V, SLICED_PLAN), {}),
     "attention_backward": (kernels.attention_backward, (Q, K, V, ATTENDED, LSE, DO, SLA_PLAN), {}),
     "classify_tiles": (kernels.classify_tiles, (MAP, 0.2, 0.3), {"always": slice(BLOCKS - 1, None)}),
-    "linear_attention": (kernels.linear_attention, (Q, K, V, SLA_PLAN), {"kv_len": KV_LEN}),
     "linear_attention-adds": (
         kernels.linear_attention,
         (Q, K, V, SLA_PLAN),
-        {"projection": PROJECTION, "out": DO, "accumulate": True},
+        {"projection": PROJECTION, "out": DO, "accumulate": True, "kv_len": KV_LEN},
     ),
     "linear_attention_backward": (kernels.linear_attention_backward, (Q, K, V, DO, SLA_PLAN), {"feature_map": "elu"}),
     "lower": (kernels.lower, (SYMBOLS,), {}),

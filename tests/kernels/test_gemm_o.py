@@ -17,8 +17,6 @@ CASES = {
     "block-128": {"batch": 1, "heads": 2, "tokens": 260, "block": 128},
     "everything": {"batch": 1, "heads": 3, "tokens": 200, "rows": 1.1},
     "all-reused": {"batch": 1, "heads": 3, "tokens": 200, "rows": 0.0},
-    "one-head": {"batch": 2, "heads": 1, "tokens": 200},
-    "40-heads": {"batch": 1, "heads": 40, "tokens": 70},
     "64-heads": {"batch": 1, "heads": 64, "tokens": 70},
 }
 HEAD_DIM, COLUMNS = 16, 40
@@ -51,7 +49,7 @@ def test_whole_heads_of_full_size(head_dim, backend, dtype, make_tensor, make_sp
     check_both_stages(o, weight, None, sparsity, backend, assert_no_worse, history=[torch.flip(o, [1])])
 
 
-@pytest.mark.parametrize("seam", [30, 64, 100])
+@pytest.mark.parametrize("seam", [64, 100])
 def test_streams_are_views_of_the_joint_tensor(seam, backend, make_tensor, make_sparsity, assert_no_worse):
     """Text and vision have their own weights, columns of fused ones, and share the block at the seam."""
     sparsity, later = make_sparsity(2, 2, 400), make_sparsity(2, 2, 400)

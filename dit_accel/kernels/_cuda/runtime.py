@@ -43,12 +43,8 @@ class Kernel:
     def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0) -> None:
         """Launch on the device's current stream.
 
-        Args:
-            programs: number of thread blocks.
-            threads: threads in a block.
-            arguments: a tensor passes its address, None a null pointer, an int an ``int``, a float a ``float``, and a
-                ctypes value itself.
-            shared_bytes: dynamic shared memory of a block.
+        Of ``arguments`` a tensor passes its address, None a null pointer, an int an ``int``, a float a ``float``, and a
+        ctypes value itself.
         """
         if shared_bytes > self._shared_limit:
             _check(_driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), "shared memory")
@@ -71,11 +67,8 @@ class Kernel:
 def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) -> Kernel:
     """Return the function ``name`` of ``source``, compiled for ``device``.
 
-    Args:
-        source: file in this folder; it may include this folder's ``.cuh`` files and nothing else.
-        name: an ``extern "C" __global__`` function.
-        device: a CUDA device with its index.
-        defines: preprocessor macros, ``(name, value)``.
+    A source is a file in this folder, and includes this folder's ``.cuh`` files and nothing else. ``defines`` are
+    macros, ``(name, value)``.
 
     Raises:
         KernelError: NVRTC or the driver refuses; the message holds their log.
@@ -137,9 +130,6 @@ def _counters_of_stream(owner: str, count: int, device: torch.device, stream: in
 
 def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
     """Return machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC.
-
-    Args:
-        architecture: NVRTC's name, such as "sm_80" or "sm_90a".
 
     Raises:
         KernelError: NVRTC refuses; the message holds its log.

@@ -213,7 +213,6 @@ def _config(
 
 
 def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:
-    # the interpreter, without a GPU, takes Hopper's path
     is_hopper = hopper_limit(q) is None
     heads, blocks, tokens = plan.heads, plan.blocks, plan.tokens
     # a short call is launch-bound, and two descriptors would make its launch a third longer

@@ -20,9 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels._triton.attention_steps import LN_2, is_negligible, visits_of_row
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
-from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, copy_values, quantize
+from dit_accel.kernels._triton.quantize import SLOTS, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.constants import LOG2_E
-from dit_accel.kernels.symbols import AttentionPlan
 
 LOWEST = tl.constexpr(-1e30)  # replaces -inf, because the difference of two -inf is NaN
 FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
@@ -171,9 +170,7 @@ def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=
         )  # fmt: skip
 
 
-def values_as_matrix(
-    v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None, quantized: Quantized, zero_fills: bool
-) -> ValueMatrix:
+def values_as_matrix(v, plan, kv_len, quantized, zero_fills) -> ValueMatrix:
     """Return the values if no tile reaches into other samples or beyond ``kv_len``, where they may be NaN; else a copy
     with zeros there. ``zero_fills``: reading past the end of a matrix gives zeros.
     """

@@ -92,9 +92,8 @@ def softmax_step(scores, running_max, running_sum, scale_log2, MASKED: tl.conste
 def go_on_from(acc, running_max, running_sum, out_rows, lse_rows, query_valid, has_before, LOG2_E: tl.constexpr):
     """Merge a softmax over further keys with a row's earlier normalised output and log-sum-exp, if it has any.
 
-    Args:
-        out_rows, lse_rows: pointers ``[QUERIES, HEAD_DIM]`` and ``[QUERIES]``, read before and written after.
-        has_before: True if the row has an earlier output; if not, the memory may hold garbage.
+    Pointers ``out_rows`` ``[QUERIES, HEAD_DIM]`` and ``lse_rows`` ``[QUERIES]`` are read and written. Without an
+    earlier output (``has_before``) the memory may hold garbage.
     """
     before = tl.load(lse_rows, query_valid & has_before, other=float("-inf")) * LOG2_E
     new_max = tl.maximum(running_max, before)

@@ -108,11 +108,9 @@ def _tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def convolve_into(x, weight, bias, residual, out) -> None:
-    """Fill ``out`` ``[B, O, T', H', W']``; x, residual and out are dense in channels-last layout.
+    """Fill ``out`` ``[B, O, T', H', W']``; x (with its border), residual and out are dense in channels-last layout.
 
-    Args:
-        x: ``[B, C, T, H, W]`` with its border.
-        weight: ``[phases, O, C, kt, kh, kw]``.
+    ``weight`` is ``[phases, O, C, kt, kh, kw]``.
     """
     phases, outputs, channels, *kernel = weight.shape
     config = _config(x, outputs)

@@ -144,11 +144,8 @@ def moments_into(x, groups, input_bias, moments) -> None:
 def group_norm_into(x, weight, bias, input_bias, moments, scale, shift, eps, silu, out, padding) -> None:
     """Fill ``out``; it and ``x`` are ``[B, C, H, W]`` or ``[B, C, T, H, W]`` in channels-last layout, as maps are.
 
-    Args:
-        moments: ``[B, groups, 2]``, means and variances.
-        scale, shift: ``[B, C, T, H / n, W / n]``, or None; with them there is a padding.
-        padding: first frame of x in ``out``, which is negative where frames repeat the first one, and the border in
-            pixels; None = ``out`` has the pixels of x.
+    ``padding``: first frame of x in ``out``, which is negative where frames repeat the first one, and the border in
+    pixels; None = ``out`` has the pixels of x, and there are no maps.
     """
     images, channels, *_, height, width = x.shape
     padded, groups = next_power_of_2(channels), moments.shape[1]

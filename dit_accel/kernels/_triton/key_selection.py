@@ -165,9 +165,7 @@ def _configs(q: torch.Tensor, group: int) -> tuple[dict[str, int], dict[str, int
     )
 
 
-def select_keys_into(
-    bits: torch.Tensor, q: torch.Tensor, k: torch.Tensor, threshold: float, group: int, kv_len: torch.Tensor | None
-) -> None:
+def select_keys_into(bits, q, k, threshold, group, kv_len) -> None:
     batch, queries, heads, head_dim = q.shape
     by_descriptor = hopper_limit(q) is None and q.dtype != torch.float32 and fits_descriptor(k)
     by_query, by_key = _configs(q, group)

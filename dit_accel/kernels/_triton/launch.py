@@ -28,11 +28,8 @@ def launch(kernel, programs: int, tensors: tuple, numbers: tuple, **named) -> No
     short kernel runs. Here calls share a compiled kernel if their tensors have the same dtypes and the same alignment
     to 16 bytes, their descriptors have tiles of the same shape, and all else is equal.
 
-    Args:
-        kernel: from ``triton.jit``.
-        tensors: its first arguments: tensors, descriptors and None; the first one is a tensor on the current device.
-        numbers: its other run-time arguments.
-        named: its constants and Triton's options.
+    ``tensors`` may be descriptors or None, except for the first one, which is on the current device. ``named`` are the
+    kernel's constants and Triton's options.
     """
     key = (kernel, tensors[0].device, *map(_kind, tensors), *numbers, *named, *named.values())
     compiled, constants = _COMPILED.get(key, (None, ()))

@@ -69,11 +69,7 @@ def _norm_rope(
         )  # fmt: skip
 
 
-def norm_rope_into(
-    parts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-) -> None:
+def norm_rope_into(parts, rope, eps) -> None:
     """Fill ``out`` of one or two parts ``(x, weight, out)``; two parts of the same layout share a launch."""
     first, second = parts[0], parts[-1]
     if _layout(first) != _layout(second):

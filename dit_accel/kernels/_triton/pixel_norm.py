@@ -64,8 +64,7 @@ def _norm(
 def pixel_norm_into(x, vectors, eps, before, border, reflect, silu, out) -> None:
     """Fill ``out``; it and ``x`` are ``[B, C, T, H, W]`` in channels-last layout, each sample dense.
 
-    Args:
-        vectors: weight, shift, scale and bias of the input, or None for each.
+    ``vectors``: weight, shift, scale and bias of the input, or None.
     """
     batch, channels, *size = x.shape
     pixels, padded = out[0, 0].numel(), next_power_of_2(channels)

@@ -75,20 +75,8 @@ def _quantize_rows(
     tl.store(scales + row, scale)
 
 
-def rows_into(
-    x: torch.Tensor,
-    gelu: torch.Tensor | None,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    turned: bool,
-    largest: float,
-    smallest_scale: float,
-) -> None:
-    """Rotate and quantise rows ``x`` ``[R, C]`` and ``gelu`` ``[R, M]`` into ``values`` (C + M per row) and ``scales``.
-
-    Args:
-        largest: largest value that ``values`` can hold.
-    """
+def rows_into(x, gelu, values, scales, turned, largest, smallest_scale) -> None:
+    """Rotate and quantise rows ``x`` ``[R, C]``, ``gelu`` ``[R, M]`` into ``values`` ``[R, C + M]`` and ``scales``."""
     rows, width = x.shape
     gelu_width = 0 if gelu is None else gelu.shape[1]
     x, gelu = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (x, gelu))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -147,9 +146,7 @@ def select_tiles_into(skip_bits, probabilities, units, first_always, stop_always
         )  # fmt: skip
 
 
-def select_rows_into(
-    cache_bits: torch.Tensor, probabilities: torch.Tensor, units: int, tau_units: int, text: range, vision: range
-) -> None:
+def select_rows_into(cache_bits, probabilities, units, tau_units, text, vision) -> None:
     batch, heads, blocks, _ = probabilities.shape
     head_bytes = cache_bits.shape[-1]
     with on_device(probabilities):

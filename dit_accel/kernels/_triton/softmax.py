@@ -38,10 +38,8 @@ def _exponentials(scores, out, sums, columns, scale, PART: tl.constexpr):
 def exponentials_into(scores: torch.Tensor, scale: float, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Fill ``out`` ``[R, K]`` with ``exp(scale * (scores - their maximum))``, and ``sums`` ``[R]`` with their sums.
 
-    Divided by its sum, a small weight of many would lose digits in float16.
-
-    Args:
-        scores: float32 ``[R, K]``; all tensors are contiguous, and sums are float32.
+    Divided by its sum, a small weight of many would lose digits in float16. All tensors are contiguous, and scores and
+    sums are float32.
     """
     rows, columns = scores.shape
     with on_device(scores):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.attention_steps import go_on_from, softmax_step
 from dit_accel.kernels._triton.launch import on_device, precision
 from dit_accel.kernels.constants import LOG2_E
-from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit
@@ -59,10 +57,7 @@ def _add_tile_means(
             go_on_from(acc, running_max, running_sum, out_rows, lse_rows, query_valid, has_tiles, LOG2_E)
 
 
-def add_tile_means_into(
-    q: torch.Tensor, mean_k: torch.Tensor, mean_v: torch.Tensor, plan: AttentionPlan, scale: float,
-    kv_len: torch.Tensor | None, listed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
+def add_tile_means_into(q, mean_k, mean_v, plan, scale, kv_len, listed, out, lse) -> None:
     queries = 64
     with on_device(q):
         _add_tile_means[(plan.work.numel() * (plan.block // queries),)](

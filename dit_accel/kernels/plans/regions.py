@@ -21,13 +21,7 @@ Index = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Region:
-    """``tokens`` x ``heads`` of one batch entry; a contiguous index is a slice, so that reads are views.
-
-    Args:
-        batch: batch entry.
-        tokens: indices of tokens, counted from the first token of the stream.
-        heads: heads.
-    """
+    """``tokens``, counted from the stream's first, x ``heads`` of a batch entry; consecutive ones are a slice."""
 
     batch: int
     tokens: Index
