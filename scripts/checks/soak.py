@@ -54,14 +54,7 @@ class Accident(RuntimeError):
 
 @dataclass
 class Subject:
-    """One pipeline of the run.
-
-    Args:
-        name: name of the tiny pipeline.
-        plain: its first plain result.
-        presets: names of the presets that fit it.
-        has_lora: whether a LoRA is loaded.
-    """
+    """One pipeline of the run."""
 
     name: str
     pipe: Any
@@ -97,14 +90,7 @@ class Subject:
 
 @dataclass
 class Soak:
-    """A run of generations.
-
-    Args:
-        subjects: the pipelines.
-        random: generator of all random choices.
-        counts: number of events by name.
-        checks: findings of each check, with all pipelines restored.
-    """
+    """A run of generations."""
 
     subjects: list[Subject]
     random: random.Random

@@ -137,8 +137,6 @@ def train_flow(
     Args:
         model: bf16, on the bank's device.
         masters: its weights in float32, in the order of `trained_weights(model)`.
-        bank: latents and text.
-        pace: the budget.
         batches: images per step, by image size. Three of four steps use the largest size.
         long_text_every: period in steps at which text is padded to LONG_TEXT instead, with a quarter of the batch and
             not compiled, so that the pipeline's default call works too.

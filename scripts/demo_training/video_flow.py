@@ -51,16 +51,12 @@ def train_flow(
     """Train in place; return the averaged weights in float32, in the order of `trained_weights(flow)`.
 
     Args:
-        family: the family of `flow`.
         flow: bf16, on the bank's device.
         masters: its trained weights in float32.
-        bank: latents and text.
-        pace: the budget.
         batches: videos per step, by shape; each step at a longer shape follows three at the first.
         seed: seed of all random numbers; use another one when resuming.
         long_text_every: period in steps at which text has the pipeline's own padded length, if that matters, with a
             quarter of the batch and not compiled.
-        average_decay: decay of the running average of the weights.
     """
     weights = MasterWeights(flow, masters, average_decay=average_decay)
     generator = torch.Generator(bank.text[0].device).manual_seed(seed)

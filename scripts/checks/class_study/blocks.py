@@ -35,12 +35,9 @@ class Blocks:
     Args:
         name: their class, without `CoreDenoiseStep`.
         folder: their folder in `diffusers.modular_pipelines`.
-        call: arguments of the call.
         tiny: pipeline of `tests.models.tiny` whose components they take; None = a small transformer of their class.
         inputs: makes more arguments of the call.
         sizes: changes of the transformer's configuration.
-        parts: makes more components.
-        outputs: names of the outputs that are compared.
     """
 
     name: str

@@ -26,11 +26,7 @@ AT_ONCE = 32  # images or videos
 
 
 class Subject(ABC):
-    """Scenes of a demo model; an image counts as a video with one frame here.
-
-    Args:
-        family: family of the model.
-    """
+    """Scenes of a demo model; an image counts as a video with one frame here."""
 
     variants: tuple[str, ...]  # default variants to compare with SLA, names of `finetuning.variants`
 
