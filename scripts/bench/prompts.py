@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from dit_accel.loop.timing import CallParts
 from dit_accel.stages.prompts import KeptPrompts
 from dit_accel.stages.stamps import read_stamp
 from dit_accel.tools.measure.origin import describe_run
+from scripts.bench.model_speed.measures import stopwatch
 from scripts.tables import as_json
 
 CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -61,15 +61,11 @@ class Text:
     @torch.no_grad()
     def encode(self) -> tuple[float, list[torch.Tensor]]:
         """Return the seconds of the text stage and its embeddings; models are then offloaded as before the call."""
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+        elapsed = stopwatch(torch.device(self._device))
         pooled = self.text_encoder(self._ids[0].to(self._device), output_hidden_states=False).pooler_output
         embeddings = self.text_encoder_2(self._ids[1].to(self._device), output_hidden_states=False)[0]
         self.next(self._x)
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = elapsed() / 1000
         for hook in self._hooks:
             hook.offload()
         return seconds, [pooled, embeddings]
@@ -122,9 +118,9 @@ def _stamp_ms(text: Text) -> float:
     """Return the milliseconds of reading the stamps of both encoders."""
     times = []
     for _ in range(RUNS):
-        started = time.perf_counter()
+        elapsed = stopwatch(torch.device("cpu"))
         read_stamp(text.text_encoder), read_stamp(text.text_encoder_2)
-        times.append(1000 * (time.perf_counter() - started))
+        times.append(elapsed())
     return statistics.median(times)
 
 

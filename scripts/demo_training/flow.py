@@ -18,10 +18,9 @@ from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from .text_encoders import CLIP_WIDTH, T5_WIDTH
-from .training import MasterWeights, Pace
+from .training import MasterWeights, Pace, logit_normal_levels
 
 PROMPT_DROPOUT = 0.1
-UNIFORM_LEVELS = 0.15
 LONG_TEXT = 512  # FluxPipeline's default padded length
 
 # The schedule's shift at these numbers of image tokens, as in FLUX.1-dev but larger: noise levels above 0.85 decide the
@@ -181,13 +180,8 @@ def draw_levels(
     count: int, tokens: int, generator: torch.Generator, shift: tuple[float, float] = SHIFT
 ) -> torch.Tensor:
     """Random noise levels in 0..1, float32 [count]; `shift` at the two numbers SHIFT_TOKENS."""
-    device = generator.device
     slope = (shift[1] - shift[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
-    mean = shift[0] + slope * (tokens - SHIFT_TOKENS[0])
-    levels = torch.sigmoid(mean + torch.randn(count, device=device, generator=generator))
-    uniform = torch.rand(count, device=device, generator=generator)
-    chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
-    return torch.where(chosen, uniform, levels)
+    return logit_normal_levels(count, shift[0] + slope * (tokens - SHIFT_TOKENS[0]), generator)
 
 
 def _flow_loss(

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .training import MasterWeights, Pace, finite
+from .training import MasterWeights, Pace, finite, logit_normal_levels
 from .video_family import SHIFT, Shape, VideoFamily
 
 PROMPT_DROPOUT = 0.1
-UNIFORM_LEVELS = 0.15
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,7 @@ def flow_loss(
 
 def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
     """Random noise levels in 0..1, float32 [count]."""
-    device = generator.device
-    levels = torch.sigmoid(math.log(SHIFT) + torch.randn(count, device=device, generator=generator))
-    uniform = torch.rand(count, device=device, generator=generator)
-    chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
-    return torch.where(chosen, uniform, levels)
+    return logit_normal_levels(count, math.log(SHIFT), generator)
 
 
 def compile_blocks(flow: nn.Module) -> None:

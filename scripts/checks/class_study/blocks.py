@@ -18,7 +18,6 @@ IMAGE, LARGE = ({"height": side, "width": side} for side in (64, 128))
 VIDEO, LTX = {**IMAGE, "num_frames": 5}, {**LARGE, "num_frames": 9}
 SMALL_VIDEO = {"height": 32, "width": 32, "num_frames": 5}
 H3 = {**SMALL_VIDEO, "num_frames": 124}
-WAN_IMAGE = {"image_condition_latents": (18, 2, 8, 8)}
 COSMOS = {**VIDEO, "guidance_scale": 2.0}
 ANIMATE = {**IMAGE, "segment_frame_length": 9, "num_segments": 1, "effective_segment": 8}
 PYRAMID = {**VIDEO, "pyramid_num_inference_steps_list": [cases.STEPS // 3] * 3}
