@@ -31,7 +31,6 @@ HEADS = load_preset(
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )
 LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
-# tests/test_video_pipelines.py asks more of every video pipeline.
 OTHERS = [name for name in TINY_PIPELINES if name not in VIDEO_PIPELINES]
 FLUX_PRESETS = [pytest.param(p, id=i) for p, i in ((CLOSED_LOOP, "output"), (LAYERS, "layer"), (HEADS, "head"))]
 FIRST_CALLS: dict[str, torch.Tensor] = {}  # of `fresh`
@@ -58,23 +57,6 @@ def fresh(preset, **overrides):
     if key not in FIRST_CALLS:
         FIRST_CALLS[key] = call(accelerate_pipeline(tiny_pipeline("flux"), preset), **overrides)
     return FIRST_CALLS[key]
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_exact_and_restored_are_bit_identical(name):
-    """Preset exact gives the plain bits; so does the pipeline once restored, and nothing of us is left on it."""
-    pipe = tiny_pipeline(name)
-    plain = call(pipe, name, steps=6)
-    attributes = {key: set(vars(module)) for key, module in _modules(pipe)}
-    accelerate_pipeline(pipe, "exact")
-    assert torch.equal(call(pipe, name, steps=6), plain)
-    assert pipe.dit_accel.report().computed_fraction == 1.0
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    call(pipe, name, steps=6)
-    restore_pipeline(pipe)
-    assert torch.equal(call(pipe, name, steps=6), plain)
-    assert {key: set(vars(module)) for key, module in _modules(pipe)} == attributes
-    assert not hasattr(pipe, "dit_accel")
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "wan", "wan22", "hunyuan", "framepack"])
@@ -300,20 +282,6 @@ def test_scheduler_that_repeats_timesteps_runs_densely():
     assert report.notes == ["every step computed: FlowMatchHeunDiscreteScheduler repeats timesteps (order 2)"]
 
 
-@pytest.mark.parametrize(
-    "name, preset",
-    [("flux", "flux-flashomni-paper"), ("flux-controlnet", "exact"), ("sd3", "exact"), ("ltx", "balanced")],
-)
-def test_copies_are_made_of_restored_pipelines(name, preset):
-    """A copy's hooks would run the original's blocks, so it is refused; once restored, pipelines are copied as ever."""
-    pipe = accelerate_pipeline(tiny_pipeline(name), preset)
-    for each in (pipe, pipe.transformer):
-        with pytest.raises(UnsupportedError, match=r"can't be copied.* call restore_pipeline\(pipe\) first"):
-            copy.deepcopy(each)
-    copied = copy.deepcopy(restore_pipeline(pipe))
-    assert equal_up_to_rounding(tiny_output(copied, name, steps=2), tiny_output(pipe, name, steps=2))
-
-
 @pytest.mark.parametrize("gives_steps", [False, pytest.param(True, marks=GIVES_STEPS)], ids=["timesteps", "context"])
 def test_own_loop_with_accelerate_transformer(pipe, gives_steps):
     """A caller's own denoising loop is accelerated by its timesteps, or by the steps it gives, run after run."""
@@ -375,12 +343,6 @@ def test_report_reads_well_and_serialises(pipe):
     assert values["cache_bytes"] > 0 and values["seconds"] > 0
     for fact in ("computed fraction", "cache memory", "3 full", "flux-flashomni-paper on flux"):
         assert fact in str(report)
-
-
-def _modules(pipe):
-    for name, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            yield from ((f"{name}.{key}", module) for key, module in component.named_modules())
 
 
 def test_branch_that_begins_late_is_measured_before_it_is_forecast():

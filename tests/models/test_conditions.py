@@ -85,7 +85,7 @@ def test_a_control_net_that_begins_or_ends(when):
     assert noted in pipe.dit_accel.report().notes
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["flux", "wan"])
 def test_equal_tensors_made_anew_are_no_change(name):
     """A pipeline that creates its prompt embeddings in each step computes the same steps as with constant ones."""
     pipe = tiny_pipeline(name)

@@ -10,7 +10,6 @@ from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import require_family
 from dit_accel.models.families.family import Tokens
 from dit_accel.models.parallel.context_parallel import (
@@ -18,7 +17,6 @@ from dit_accel.models.parallel.context_parallel import (
     Exchange,
     Exchanges,
     _shares,
-    _words,
     agreed,
     config_of,
     parallel_degree,
@@ -98,24 +96,6 @@ def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkey
         return agreed(transformer, measured[rank].clone()).tolist()
 
     assert found_by(0) == found_by(1) == [0.5, 1.5, torch.inf, 0.0, torch.inf]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_devices_expect_the_share_of_the_one_that_has_most_heads(monkeypatch, count):
-    """Each device of a group keeps whole outputs, and features and symbols of its heads."""
-    asked, size = [], FamilyDriver.size
-    monkeypatch.setattr(FamilyDriver, "size", lambda *call: asked.append(call) or size(*call))
-    skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", skip=skip, blocks={"size": 64})
-    tiny_output(pipe, "flux", steps=2)
-    alone = size(*asked[0])
-    pipe.transformer._parallel_config = parallel(ring_degree=1, ulysses_degree=count)
-    share = size(*asked[0])
-    heads = pipe.transformer.config.num_attention_heads
-    most = -(-heads // count)
-    assert share.symbols == alone.symbols * most // heads > 0
-    assert share.width == alone.width * most // heads
-    assert (share.output, share.layout) == (alone.output, alone.layout)
 
 
 def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
@@ -199,17 +179,3 @@ def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
             }
     transformer._cp_plan = own = {"": {}}
     assert split_plan(transformer, family) is own is split_plan(transformer, None)
-
-
-def test_pieces_of_eight_bytes_are_taken_where_all_tensors_have_such():
-    """Otherwise each number moves separately; the values are the same."""
-    whole = torch.zeros(2, 3, 8, dtype=torch.bfloat16)
-    assert _words(whole)[0].dtype == torch.int64 and _words(whole)[0].shape == (2, 3, 2)
-    memory = torch.zeros(100, dtype=torch.bfloat16)
-    for other in (
-        torch.zeros(2, 3, 6, dtype=torch.bfloat16),
-        whole.transpose(1, 2),
-        memory[1:49].view(2, 3, 8),
-        memory.as_strided((2, 3, 8), (33, 8, 1)),
-    ):
-        assert _words(other)[0] is other and _words(whole, other)[0] is whole

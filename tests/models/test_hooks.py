@@ -1,8 +1,11 @@
 """Hooks stay in effect, and are removed without a trace, in any combination with diffusers' own hooks."""
 
+import copy
 import functools
+import io
 import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -301,19 +304,20 @@ def test_an_acceleration_that_is_not_in_effect_says_so():
         pipe.dit_accel.report()
 
 
-@pytest.mark.parametrize("write", [pickle.dumps, "torch.save"], ids=["pickle", "torch-save"])
+@pytest.mark.parametrize("write", [copy.deepcopy, pickle.dumps, partial(torch.save, f=io.BytesIO())])
 @pytest.mark.parametrize(
     "name, preset", [("flux", "flux-flashomni-paper"), ("flux-controlnet", "exact"), ("ltx", "turbo")]
 )
-def test_pickling_waits_for_a_restored_pipeline(name, preset, write, tmp_path):
-    """One clear line for a pipeline and for its transformer; weights and restored pipelines are written as ever."""
-    write = write if callable(write) else lambda thing: torch.save(thing, tmp_path / "saved")
+def test_copying_waits_for_a_restored_pipeline(name, preset, write):
+    """A copy's hooks would run the original's blocks. Weights and restored pipelines are copied and written as ever."""
     pipe = accelerate_pipeline(tiny_pipeline(name), preset)
     for each in (pipe, pipe.transformer):
         with pytest.raises(UnsupportedError, match=r"can't be copied or pickled.* call restore_pipeline\(pipe\) first"):
             write(each)
     write(pipe.transformer.state_dict())
-    write(restore_pipeline(pipe))
+    copied = write(restore_pipeline(pipe))
+    if write is copy.deepcopy:
+        assert equal_up_to_rounding(tiny_output(copied, name, steps=2), tiny_output(pipe, name, steps=2))
 
 
 def _with_lora(pipe):

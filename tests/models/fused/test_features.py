@@ -151,37 +151,6 @@ def test_mask_is_read_once_a_branch_and_run(as_on_a_gpu, monkeypatch):
     assert len(read) == len(set(read)) == 2
 
 
-def test_any_mask_in_a_loop_of_ones_own(monkeypatch):
-    """Lengths follow a mask that changes in place, has a hole, or comes by position; results are the plain ones."""
-    monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda *_: True)
-    transformer = tiny.pipeline("hunyuan").transformer
-    config, generator = transformer.config, torch.Generator().manual_seed(0)
-    latents, text, pooled = (
-        torch.randn(2, *shape, generator=generator)
-        for shape in ((config.in_channels, 3, 12, 10), (37, config.text_embed_dim), (config.pooled_projection_dim,))
-    )
-    guidance = torch.full((2,), 6000.0)
-    changes = [(slice(None), slice(30, None)), (0, slice(9, None)), (1, 3)]
-    masks = [torch.ones(2, 37)]
-    for change in changes:
-        masks.append(masks[-1].clone())
-        masks[-1][change] = 0
-    timesteps = [900.0, 600.0, 300.0]
-
-    def step(timestep, mask):
-        return transformer(latents, torch.full((2,), timestep), text, mask, pooled, guidance, return_dict=False)[0]
-
-    with torch.no_grad():
-        plain = [step(timestep, mask) for timestep, mask in zip(timesteps, masks[1:], strict=True)]
-        acceleration = accelerate_transformer(transformer, "exact", timesteps)
-        try:
-            for timestep, change, expected in zip(timesteps, changes, plain, strict=True):
-                masks[0][change] = 0
-                assert distance(step(timestep, masks[0]), expected) < 1e-6
-        finally:
-            acceleration.restore()
-
-
 def by_products(transformer):
     """A processor whose attention does not call torch's."""
 
