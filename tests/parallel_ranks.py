@@ -114,11 +114,11 @@ def accelerate(pipe, preset: str, name: str, **more: str):
     return accelerate_pipeline(pipe, base, **overrides, **more)
 
 
-def compared(pipe, made: torch.Tensor, alone: torch.Tensor, modes: list[str]) -> dict:
-    report, alone = pipe.dit_accel.report(), alone.to(made.device)
+def compared(pipe, result: torch.Tensor, alone: torch.Tensor, modes: list[str]) -> dict:
+    report, alone = pipe.dit_accel.report(), alone.to(result.device)
     return {
-        "error": ((made - alone).norm() / alone.norm()).item(),
-        "sum": made.double().sum().item(),
+        "error": ((result - alone).norm() / alone.norm()).item(),
+        "sum": result.double().sum().item(),
         "alone": modes,
         "modes": [step.mode for step in report.steps],
         "errors": [step.error for step in report.steps],
@@ -135,11 +135,11 @@ def modes_of(pipe) -> list[str]:
 
 def alone(pipe, name: str, presets: Sequence[str], **arguments) -> dict[str, tuple[torch.Tensor, list[str]]]:
     """Outputs and modes by preset without parallelism, of which each rank computes a part for both."""
-    own, parts = {}, [None] * RANKS
+    original, parts = {}, [None] * RANKS
     for preset in presets[dist.get_rank() :: RANKS]:
         accelerate(pipe, preset, name)
-        own[preset] = output(pipe, name, **arguments).cpu(), modes_of(pipe)
-    dist.all_gather_object(parts, own)
+        original[preset] = output(pipe, name, **arguments).cpu(), modes_of(pipe)
+    dist.all_gather_object(parts, original)
     return {preset: part[preset] for preset in presets for part in parts if preset in part}
 
 
@@ -196,11 +196,11 @@ def any_size() -> dict:
     return found
 
 
-def gathered_one_by_one(parts: list[torch.Tensor], own: torch.Tensor, group=None) -> None:
+def gathered_one_by_one(parts: list[torch.Tensor], original: torch.Tensor, group=None) -> None:
     """Gather tensors of different sizes, as NCCL does and gloo does not."""
     for rank, part in enumerate(parts):
         if rank == dist.get_rank():
-            part.copy_(own)
+            part.copy_(original)
         dist.broadcast(part, rank, group=group)
 
 
@@ -235,7 +235,7 @@ def graphs() -> dict:
             accelerate(pipe, preset, name, **{"kernels.graphs": "auto" if dist.get_rank() == 0 else "never"})
             outputs = [output(pipe, name) for _ in range(2)]
         found[f"{name}, {preset}, {blocks} blocks"] = {
-            "equal": all(torch.equal(each, expected) for each in outputs),
+            "equal": all(torch.equal(item, expected) for item in outputs),
             "parts": counted.parts,
             "replays": counted.replays,
             "notes": pipe.dit_accel.report().notes,
@@ -273,7 +273,7 @@ def rounding() -> dict:
     parallelize_pipeline(accelerate_pipeline(pipe, "balanced"), ulysses=2)
     noise = torch.Generator().manual_seed(dist.get_rank())
     pipe.transformer.proj_out.register_forward_hook(
-        lambda _, __, made: made * (1 + 0.05 * torch.randn(made.shape, generator=noise))
+        lambda _, __, result: result * (1 + 0.05 * torch.randn(result.shape, generator=noise))
     )
     output(pipe, "flux")
     report = pipe.dit_accel.report()
@@ -343,9 +343,9 @@ def branch_kinds() -> dict:
     calls = []
     pipe.transformer.proj_out.register_forward_hook(lambda *_: calls.append(1))
     for preset, dtype in (("exact", torch.float32), ("exact", torch.bfloat16), ("balanced", torch.float32)):
-        for each in (alone, pipe):
-            each.transformer.to(dtype)
-            accelerate_pipeline(each, preset)
+        for item in (alone, pipe):
+            item.transformer.to(dtype)
+            accelerate_pipeline(item, preset)
         for run in range(2):
             calls.clear()
             expected = output(alone, "wan")
@@ -361,21 +361,21 @@ def branch_kinds() -> dict:
 @check
 def branches_per_prompt() -> dict:
     """Prompts of a batch that decide by themselves, of which a step may compute some."""
-    given = {"prompt": ["a cat", "a dog that runs across a field of yellow flowers"]}
+    inputs = {"prompt": ["a cat", "a dog that runs across a field of yellow flowers"]}
     alone, pipe = pipeline("wan"), parallelize_pipeline(pipeline("wan"), branches=2)
     calls = {id(alone): 0, id(pipe): 0}
 
-    def count(each) -> None:
+    def count(item) -> None:
         def hook(*_) -> None:
-            calls[id(each)] += 1
+            calls[id(item)] += 1
 
-        each.transformer.proj_out.register_forward_hook(hook)
+        item.transformer.proj_out.register_forward_hook(hook)
 
-    for each in (alone, pipe):
-        accelerate_pipeline(each, "balanced", **{"schedule.per_prompt": True})
-        count(each)
-    expected = output(alone, "wan", **given)
-    row = compared(pipe, output(pipe, "wan", **given), expected, modes_of(alone))
+    for item in (alone, pipe):
+        accelerate_pipeline(item, "balanced", **{"schedule.per_prompt": True})
+        count(item)
+    expected = output(alone, "wan", **inputs)
+    row = compared(pipe, output(pipe, "wan", **inputs), expected, modes_of(alone))
     return row | {"calls": calls[id(pipe)], "plain_calls": calls[id(alone)]}
 
 
@@ -395,9 +395,9 @@ def branch_called_twice() -> dict:
             outputs = []
             for branch, text in zip(("cond", "uncond", "cond"), texts, strict=True):
                 with pipe.transformer.cache_context(branch):
-                    given = {"hidden_states": x, "timestep": torch.tensor([timestep]), "encoder_hidden_states": text}
-                    outputs.append(pipe.transformer(**given, return_dict=False)[0])
-            found[-1] += [each.double().sum().item() for each in outputs]
+                    inputs = {"hidden_states": x, "timestep": torch.tensor([timestep]), "encoder_hidden_states": text}
+                    outputs.append(pipe.transformer(**inputs, return_dict=False)[0])
+            found[-1] += [item.double().sum().item() for item in outputs]
     return {"alone": found[0], "shared": found[1]}
 
 
@@ -464,15 +464,15 @@ def decoding() -> dict:
             if DEVICE == "cpu":
                 FusedDecode.on(pipe.vae)._backend = "reference"
             for call in range(2):
-                given = {"output_type": "pt", "callback_on_step_end": preview if call else None}
+                inputs = {"output_type": "pt", "callback_on_step_end": preview if call else None}
                 with (
                     patch.object(sharing, "LEAST_ROWS", 1),
                     patch.object(autoencoder_kl, "SHARED_FROM", 1),
                     patch.object(causal, "SHARED_FROM", 1),
                 ):
-                    videos.append(output(pipe, name, steps=2, **given))
+                    videos.append(output(pipe, name, steps=2, **inputs))
                 remarks.append(pipe.dit_accel.report().decoding)
-        errors = [(each - videos[-1]).abs().max().item() for each in videos]
+        errors = [(item - videos[-1]).abs().max().item() for item in videos]
         found[name] = {"errors": errors, "remarks": remarks, "previews": sorted(set(previews))}
     return found
 

@@ -68,10 +68,10 @@ def test_keys_alone_change_balanced():
 def test_a_second_cache_is_diffusers_error(pipe):
     """Whichever of two caches is first, and the first one stays as it is."""
     for first, second in ((ClosedLoopConfig(), FirstBlockCacheConfig()), (FirstBlockCacheConfig(), ClosedLoopConfig())):
-        for each in (second, first):
+        for item in (second, first):
             pipe.transformer.enable_cache(first)
             with pytest.raises(ValueError, match=f"already been enabled with .*{type(first).__name__}"):
-                pipe.transformer.enable_cache(each)
+                pipe.transformer.enable_cache(item)
             pipe.transformer.disable_cache()
 
 
@@ -138,8 +138,8 @@ def test_two_transformers_decide_each_for_itself():
     pipe.transformer.enable_cache(config)
     pipe.transformer_2.enable_cache(config)
     assert float((call(pipe, "wan22") - plain).norm() / plain.norm()) < 0.1
-    reports = [report(each) for each in (pipe.transformer, pipe.transformer_2)]
-    assert sum(len(each.steps) for each in reports) == STEPS
+    reports = [report(item) for item in (pipe.transformer, pipe.transformer_2)]
+    assert sum(len(item.steps) for item in reports) == STEPS
     with pytest.raises(UnsupportedError, match=r"read report\(pipe\.transformer\) and report\(pipe\.transformer_2\)"):
         report(pipe)
     restore_pipeline(pipe)

@@ -124,7 +124,7 @@ def switches_adapter(pipe, tensors, strength):
 
 
 def mutes_adapters(pipe, tensors, strength):
-    layer = next(each for each in pipe.transformer.modules() if hasattr(each, "_disable_adapters"))
+    layer = next(item for item in pipe.transformer.modules() if hasattr(item, "_disable_adapters"))
     (pipe.transformer.enable_adapters if layer._disable_adapters else pipe.transformer.disable_adapters)()
 
 
@@ -144,7 +144,7 @@ def merges_adapter(pipe, tensors, strength):
 
 def unmerged(pipe):
     """Subtracting merged weights leaves rounding errors, so the weights are restored too."""
-    weights = {name: each for name, each in pipe.transformer.named_modules() if hasattr(each, "base_layer")}
+    weights = {name: item for name, item in pipe.transformer.named_modules() if hasattr(item, "base_layer")}
     for layer in weights.values():
         if not hasattr(layer, "kept"):
             layer.kept = layer.base_layer.weight.detach().clone()
@@ -236,13 +236,13 @@ class Case:
     def run(self, callback=None, tensors=(), **arguments):
         """Latents of a run."""
         prompts = [PROMPT, "an owl"][: self.batch]
-        given = {"prompt": prompts, "steps": self.steps, **GUIDANCE[self.name][not self.guided], **arguments}
-        if self.name == "qwen-image" or "negative_prompt" in given:
-            given["negative_prompt"] = ["blurred"] * self.batch
+        inputs = {"prompt": prompts, "steps": self.steps, **GUIDANCE[self.name][not self.guided], **arguments}
+        if self.name == "qwen-image" or "negative_prompt" in inputs:
+            inputs["negative_prompt"] = ["blurred"] * self.batch
         if callback is not None:
             asked = ["latents", *tensors]
-            given |= {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": asked}
-        return tiny_output(self.pipe, self.name, **given)
+            inputs |= {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": asked}
+        return tiny_output(self.pipe, self.name, **inputs)
 
     def accelerate(self, **changes):
         accelerate_pipeline(self.pipe, **{**PRESETS[self.preset], **changes})

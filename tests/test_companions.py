@@ -51,7 +51,7 @@ def ip_adapter(pipe):
     flux.add_ip_adapter(pipe)
     generator = torch.Generator().manual_seed(0)
     added = [pipe.transformer.encoder_hid_proj, *pipe.transformer.attn_processors.values()]
-    for parameter in (each for part in added if isinstance(part, torch.nn.Module) for each in part.parameters()):
+    for parameter in (item for part in added if isinstance(part, torch.nn.Module) for item in part.parameters()):
         torch.nn.init.normal_(parameter, 0.0, 0.2, generator=generator)
 
 
@@ -95,11 +95,11 @@ def gguf_weights(pipe):
 
     def packed(layer):
         kind = gguf.GGMLQuantizationType.Q8_0
-        made = GGUFLinear(layer.in_features, layer.out_features, compute_dtype=torch.float32)
+        output = GGUFLinear(layer.in_features, layer.out_features, compute_dtype=torch.float32)
         numbers = torch.from_numpy(gguf.quantize(layer.weight.detach().numpy(), kind))
-        made.weight = GGUFParameter(numbers, quant_type=kind)
-        made.bias = layer.bias
-        return made
+        output.weight = GGUFParameter(numbers, quant_type=kind)
+        output.bias = layer.bias
+        return output
 
     replace_linears(pipe, packed, multiple=32)
 
@@ -122,10 +122,10 @@ def bitsandbytes_weights(pipe):
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     def packed(layer):
-        made = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.float32)
-        made.weight = bitsandbytes.nn.Params4bit(layer.weight.detach(), requires_grad=False, quant_type="nf4")
-        made.bias = layer.bias
-        return made
+        output = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.float32)
+        output.weight = bitsandbytes.nn.Params4bit(layer.weight.detach(), requires_grad=False, quant_type="nf4")
+        output.bias = layer.bias
+        return output
 
     replace_linears(pipe, packed)
     pipe.transformer.to(CPU)  # which packs the weights

@@ -27,27 +27,27 @@ BLOCKS = {
 @pytest.fixture
 def modular():
     """Makes a tiny modular pipeline with a block at a place; pipelines of one name share their components."""
-    made = []
+    result = []
 
     def make(name, block=None, place=0, workflow=None):
         blocks = BLOCKS[name]()
         if name not in TINY_PIPELINES:
-            for each in ENDS:
-                del blocks.sub_blocks[each]
+            for item in ENDS:
+                del blocks.sub_blocks[item]
         if block is not None:
             blocks.sub_blocks.insert("accelerate", block, place)
         pipe = (blocks.get_workflow(workflow) if workflow else blocks).init_pipeline()
         parts = tiny.pipeline(name).components
         pipe.update_components(**{part: parts[part] for part in parts if part in pipe._component_specs})
-        made.append(pipe)
+        result.append(pipe)
         return pipe
 
     yield make
-    for pipe in made:
+    for pipe in result:
         restore_pipeline(pipe)
 
 
-def call(pipe, name="flux", output="latents", **given):
+def call(pipe, name="flux", output="latents", **arguments):
     size = {"height": 64, "width": 48, "num_inference_steps": STEPS}
     if name in TINY_PIPELINES:
         size |= {"prompt": "a red fox", "max_sequence_length": 37}
@@ -55,13 +55,13 @@ def call(pipe, name="flux", output="latents", **given):
         size |= tiny.built(name)[1]
     if name == "wan22":
         size["num_frames"] = 5
-    return pipe(**size, generator=torch.Generator().manual_seed(0), output=output, **given)
+    return pipe(**size, generator=torch.Generator().manual_seed(0), output=output, **arguments)
 
 
 def left_on(pipe):
     """Attributes of the pipeline and of each module of its components."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    modules = {(name, inner): set(vars(each)) for name, part in parts.items() for inner, each in part.named_modules()}
+    modules = {(name, inner): set(vars(item)) for name, part in parts.items() for inner, item in part.named_modules()}
     return {"pipe": set(vars(pipe)), **modules}
 
 
@@ -91,8 +91,8 @@ def test_a_call_changes_the_preset(modular):
     """A preset replaces the block's preset and keys, a target its target, for one call; else the acceleration stays."""
     pipe = modular("flux", AccelerateBlock("balanced", target_error=0.1))
 
-    def ran(**given):
-        acceleration = call(pipe, output="dit_accel", **given)
+    def ran(**arguments):
+        acceleration = call(pipe, output="dit_accel", **arguments)
         assert acceleration is pipe.dit_accel and len(acceleration.report().steps) == STEPS
         schedule = acceleration.preset.schedule
         return acceleration, (acceleration.preset.name, schedule.target_error, schedule.target_psnr)
@@ -121,10 +121,10 @@ def test_workflows(modular, name):
     """The block is in each workflow, and in the blocks that choose one at each call."""
     pipe = modular(name, AccelerateBlock("turbo"))
     pictures = {"image": PIL.Image.new("RGB", (48, 64), "red"), "strength": 0.9}
-    for workflow, given in (("text2image", {}), ("image2image", pictures)):
-        found = call(pipe, name, **given)
+    for workflow, arguments in (("text2image", {}), ("image2image", pictures)):
+        found = call(pipe, name, **arguments)
         assert pipe.dit_accel.report().steps_by_mode["dispatch"] > 0
-        assert torch.equal(call(modular(name, AccelerateBlock("turbo"), workflow=workflow), name, **given), found)
+        assert torch.equal(call(modular(name, AccelerateBlock("turbo"), workflow=workflow), name, **arguments), found)
 
 
 def test_a_call_continues_from_the_state_of_another(modular):
@@ -157,14 +157,14 @@ def test_mistakes_are_refused(modular):
         AccelerateBlock(target_eror=0.1)
     pipe = modular("flux", AccelerateBlock())
     left = left_on(pipe)
-    for given, reason in (
+    for arguments, reason in (
         ({"preset": "turbos"}, "turbos.*turbo"),
         ({"target_error": -1.0}, "target_error"),
         ({"target_error": 0.1, "target_psnr": 30.0}, "not both"),
         ({"preset": "none", "target_error": 0.1}, "target_error needs a preset, but 'none' runs the plain pipeline"),
     ):
         with pytest.raises(PresetError, match=reason):
-            call(pipe, **given)
+            call(pipe, **arguments)
     assert left_on(pipe) == left
 
 

@@ -237,9 +237,9 @@ def test_every_requirement_is_pinned_for_the_scripts():
 def test_hooks_run_the_pinned_ruff_and_admit_the_demo_models():
     """A commit is checked as scripts/test checks it, and no file of the package is too large for the hooks."""
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    (ruff,) = (each for each in repositories if each["repo"].endswith("/ruff-pre-commit"))
+    (ruff,) = (item for item in repositories if item["repo"].endswith("/ruff-pre-commit"))
     assert ruff["rev"] == f"v{_pins()['ruff']}"
-    hooks = {hook["id"]: hook for each in repositories for hook in each["hooks"]}
+    hooks = {hook["id"]: hook for item in repositories for hook in item["hooks"]}
     (limit,) = hooks["check-added-large-files"]["args"]
     largest = max(path.stat().st_size for path in (ROOT / "dit_accel").rglob("*") if path.is_file())
     assert largest <= 1024 * int(limit.removeprefix("--maxkb="))

@@ -28,8 +28,8 @@ def results_of_ranks(folder, *checks, **environment):
     """Results of both ranks, and the folder; without names all checks run but that of the benchmark."""
     command = [sys.executable, "-m", "tests.parallel_ranks", folder, *checks]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    made = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
-    assert made.returncode == 0, made.stderr[-4000:]
+    output = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+    assert output.returncode == 0, output.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)] + [folder]
 
 
@@ -61,7 +61,7 @@ def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
     require_as_alone(first, second)
     assert first["fallbacks"] == [] and first["computed"] == second["computed"]
     assert (first["computed"] < 0.999) == case.startswith(("balanced", "sparse"))
-    assert [each["held"] for each in (first, second)] == pytest.approx(
+    assert [item["held"] for item in (first, second)] == pytest.approx(
         [first["expected"], second["expected"]], rel=1e-2
     )
 
@@ -114,7 +114,7 @@ def test_level_head_runs_densely_where_tokens_are_shared(found):
     """Every block computes in every step, and the report says why."""
     first, second = on_both(found, "level_head")
     assert first["error"] < ROUNDING and first["sum"] == second["sum"] and "dispatch" in first["modes"]
-    assert {each["reason"] for each in first["fallbacks"]} == {
+    assert {item["reason"] for item in first["fallbacks"]} == {
         "level head needs all heads of a token on one GPU, and context parallelism distributes them"
     }
 
@@ -179,7 +179,7 @@ def test_a_branch_that_is_called_twice_in_a_step_waits_for_nobody(found):
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "expected"),
     [
         ("count", "got 4 × 1 and 2: start as many with torchrun"),
         ("plan", "ulysses must be 1 for SD3Transformer2DModel"),
@@ -187,8 +187,8 @@ def test_a_branch_that_is_called_twice_in_a_step_waits_for_nobody(found):
         ("twice", "pipe.transformer is parallel already"),
     ],
 )
-def test_what_cannot_be_shared_says_so(found, case, told):
-    assert told in on_both(found, "refusals")[0][case]
+def test_what_cannot_be_shared_says_so(found, case, expected):
+    assert expected in on_both(found, "refusals")[0][case]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

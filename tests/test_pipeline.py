@@ -128,11 +128,11 @@ def test_a_run_ends_well_if_its_own_thread_restores_in_the_middle(pipe, preset, 
     do = {"restore": restore_pipeline, "accelerate": lambda pipe: accelerate_pipeline(pipe, preset)}
     calls = []
 
-    def interfere(*given):
+    def interfere(*arguments):
         calls.append(place)
         if len(calls) == 4:
             do.get(change, lambda pipe: pipe.dit_accel.reset())(pipe)
-        return given[-1] if place == "callback" else None
+        return arguments[-1] if place == "callback" else None
 
     if place == "callback":
         call(pipe, callback_on_step_end=interfere)
@@ -427,7 +427,7 @@ def test_the_host_waits_once_a_computed_call(preset):
                 return forward(*args, **kwargs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                waits.append(sum("synchroniz" in str(each.message) for each in caught))
+                waits.append(sum("synchroniz" in str(item.message) for item in caught))
 
     pipe.transformer.forward = counted
     try:
@@ -437,4 +437,4 @@ def test_the_host_waits_once_a_computed_call(preset):
     finally:
         pipe.transformer.forward = forward
     computed = [step.mode != "dispatch" for step in pipe.dit_accel.report().steps]
-    assert waits[1:] == [int(each) for each in computed][1:]  # the first output has no forecast to compare with
+    assert waits[1:] == [int(item) for item in computed][1:]  # the first output has no forecast to compare with

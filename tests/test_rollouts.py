@@ -18,8 +18,10 @@ TIMES = torch.linspace(1, 1 / STEPS, STEPS)
 SPREAD = 0.3  # standard deviation of a step's noise, for a step of length 1
 
 
-def velocity(transformer, given, x, step):
-    return transformer(**given | {"hidden_states": x, "timestep": TIMES[step].expand(len(x)), "return_dict": False})[0]
+def velocity(transformer, arguments, x, step):
+    return transformer(
+        **arguments | {"hidden_states": x, "timestep": TIMES[step].expand(len(x)), "return_dict": False}
+    )[0]
 
 
 def moved(x, velocity):
@@ -33,22 +35,22 @@ def log_probability(state, mean):
 
 
 @torch.no_grad()
-def rollout(transformer, given):
+def rollout(transformer, arguments):
     """States of a run, and of each step the velocity and the log-probability of the next state."""
     noise = torch.Generator().manual_seed(0)
-    states, velocities, found = [given["hidden_states"]], [], []
+    states, velocities, found = [arguments["hidden_states"]], [], []
     for step in range(STEPS):
-        velocities.append(velocity(transformer, given, states[-1], step))
+        velocities.append(velocity(transformer, arguments, states[-1], step))
         mean = moved(states[-1], velocities[-1])
         states.append(mean + SPREAD / STEPS**0.5 * torch.randn(mean.shape, generator=noise))
         found.append(log_probability(states[-1], mean))
     return states, velocities, torch.stack(found)
 
 
-def trained(transformer, given, states):
+def trained(transformer, arguments, states):
     """Log-probabilities of the same states, with gradients."""
     with warnings.catch_warnings(action="ignore"):
-        means = [moved(state, velocity(transformer, given, state, step)) for step, state in enumerate(states[:-1])]
+        means = [moved(state, velocity(transformer, arguments, state, step)) for step, state in enumerate(states[:-1])]
     return torch.stack([log_probability(state, mean) for state, mean in zip(states[1:], means, strict=True)])
 
 
@@ -61,30 +63,30 @@ def model():
 
 def test_exact_keeps_the_densities(model):
     """The trainer's log-probabilities are those of the rollout, and their gradients those of the plain transformer."""
-    transformer, given = model
-    _, _, plain = rollout(transformer, given)
+    transformer, arguments = model
+    _, _, plain = rollout(transformer, arguments)
     accelerate_transformer(transformer, "exact", TIMES)
-    states, _, sampled = rollout(transformer, given)
-    again = trained(transformer, given, states)
+    states, _, sampled = rollout(transformer, arguments)
+    again = trained(transformer, arguments, states)
     assert torch.equal(sampled, plain) and torch.equal(again.detach(), sampled)
     again.sum().backward()
-    assert all(each.grad is not None for each in transformer.transformer_blocks.parameters())
+    assert all(item.grad is not None for item in transformer.transformer_blocks.parameters())
 
 
 @torch.no_grad()
 def test_densities_change_in_forecast_steps_alone(model):
     """There the velocity errs by less than the next computed step measures for a forecast from further away."""
-    transformer, given = model
+    transformer, arguments = model
     acceleration = accelerate_transformer(transformer, "balanced", TIMES, warmup=3)
-    states, velocities, _ = rollout(transformer, given)
+    states, velocities, _ = rollout(transformer, arguments)
     report = acceleration.report()
     acceleration.restore()
     measured = [step.error for step in report.steps]
     assert 0 < report.steps_by_mode["dispatch"] < STEPS
-    for step, made in enumerate(velocities):
-        plain = velocity(transformer, given, states[step], step)
+    for step, output in enumerate(velocities):
+        plain = velocity(transformer, arguments, states[step], step)
         if report.steps[step].mode == "dispatch":
-            error = (made - plain).norm() / plain.norm()
-            assert 0 < error < next(each for each in measured[step:] if each is not None)
+            error = (output - plain).norm() / plain.norm()
+            assert 0 < error < next(item for item in measured[step:] if item is not None)
         else:
-            assert torch.equal(made, plain)
+            assert torch.equal(output, plain)

@@ -27,10 +27,10 @@ LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 
 def twin_of(pipe):
     """Another pipeline over the same models with a scheduler and tokenizers of its own, which threads can't share."""
-    own = {
+    original = {
         key: copy.deepcopy(part) for key, part in pipe.components.items() if key.startswith(("scheduler", "tokenizer"))
     }
-    twin = type(pipe)(**{**pipe.components, **own})
+    twin = type(pipe)(**{**pipe.components, **original})
     twin.set_progress_bar_config(disable=True)
     return twin
 
@@ -45,7 +45,7 @@ def in_threads(jobs):
         except Exception as error:
             results[place] = error
 
-    threads = [threading.Thread(target=work, args=each) for each in enumerate(jobs)]
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -70,7 +70,7 @@ every_run = pytest.mark.parametrize(("name", "preset", "count"), RUNS, ids=[*FAM
 def test_threads_get_what_each_gets_alone(name, preset, count):
     """Runs side by side decide and record apart, so that each gives the bits that it gives alone."""
     first = tiny_pipeline(name)
-    jobs = [run_of(each, name, seed) for seed, each in enumerate([first, *(twin_of(first) for _ in range(count - 1))])]
+    jobs = [run_of(item, name, seed) for seed, item in enumerate([first, *(twin_of(first) for _ in range(count - 1))])]
     accelerate_pipeline(first, preset)
     alone = [job() for job in jobs]
     assert all(equal(in_threads(jobs), alone))
@@ -85,7 +85,7 @@ def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset, cou
     pipe = tiny_pipeline(name)
     twin = twin_of(pipe)
     accelerate_pipeline(pipe, preset)
-    alone = [tiny_output(each, name, steps=STEPS, seed=seed) for seed, each in enumerate((pipe, twin))]
+    alone = [tiny_output(item, name, steps=STEPS, seed=seed) for seed, item in enumerate((pipe, twin))]
     inner = []
 
     def callback(_, step, timestep, tensors):
@@ -94,7 +94,7 @@ def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset, cou
         return tensors
 
     outer = tiny_output(pipe, name, steps=STEPS, seed=0, callback_on_step_end=callback)
-    assert torch.equal(outer, alone[0]) and all(torch.equal(each, alone[1]) for each in inner) and inner
+    assert torch.equal(outer, alone[0]) and all(torch.equal(item, alone[1]) for item in inner) and inner
     assert len(pipe.dit_accel.report().steps) == STEPS
 
 
@@ -106,20 +106,20 @@ def test_loops_in_threads_have_steps_of_their_own():
         ..., : pipe.transformer.config.in_channels
     ]
     text = torch.zeros(1, 4, pipe.transformer.config.joint_attention_dim)
-    given = {
+    arguments = {
         "encoder_hidden_states": text,
         "pooled_projections": torch.zeros(1, pipe.transformer.config.pooled_projection_dim),
     }
-    given |= {"txt_ids": torch.zeros(4, 3), "img_ids": torch.zeros(16, 3)}
+    arguments |= {"txt_ids": torch.zeros(4, 3), "img_ids": torch.zeros(16, 3)}
     if pipe.transformer.config.guidance_embeds:
-        given["guidance"] = torch.ones(1)
+        arguments["guidance"] = torch.ones(1)
 
     def loop(scale):
         latents = held * scale
         with torch.no_grad():
             for timestep in timesteps:
                 output = pipe.transformer(
-                    hidden_states=latents, timestep=torch.tensor([timestep]), return_dict=False, **given
+                    hidden_states=latents, timestep=torch.tensor([timestep]), return_dict=False, **arguments
                 )[0]
                 latents = latents - 0.05 * output
         return latents
@@ -140,26 +140,26 @@ def test_any_of_several_pipelines_restores_all(accelerated, restored):
     def outputs():
         return [tiny_output(pipe, "flux", steps=STEPS), tiny_output(other, "flux-img2img", steps=12)]
 
-    plain, left = outputs(), [set(vars(each)) for each in (*pipes, pipe.transformer, pipe.vae)]
+    plain, left = outputs(), [set(vars(item)) for item in (*pipes, pipe.transformer, pipe.vae)]
     accelerate_pipeline(pipes[accelerated], CLOSED_LOOP)
     assert not any(equal(outputs(), plain))
     restore_pipeline(pipes[restored])
     assert all(equal(outputs(), plain))
-    assert [set(vars(each)) for each in (*pipes, pipe.transformer, pipe.vae)] == left
+    assert [set(vars(item)) for item in (*pipes, pipe.transformer, pipe.vae)] == left
 
 
 def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
     """The latest preset applies to both, each has a report of its runs, and one restore removes it from both."""
     pipe = tiny_pipeline("flux")
     twin = twin_of(pipe)
-    plain = [run_of(each, "flux", 0)() for each in (pipe, twin)]
+    plain = [run_of(item, "flux", 0)() for item in (pipe, twin)]
     accelerate_pipeline(pipe, "exact")
     accelerate_pipeline(twin, CLOSED_LOOP)
     assert pipe.dit_accel is twin.dit_accel and pipe.dit_accel.preset == CLOSED_LOOP
-    assert not any(equal([run_of(each, "flux", 0)() for each in (pipe, twin)], plain))
+    assert not any(equal([run_of(item, "flux", 0)() for item in (pipe, twin)], plain))
     restore_pipeline(pipe)
     assert not hasattr(pipe, "dit_accel") and not hasattr(twin, "dit_accel")
-    assert all(equal([run_of(each, "flux", 0)() for each in (pipe, twin)], plain))
+    assert all(equal([run_of(item, "flux", 0)() for item in (pipe, twin)], plain))
 
 
 def test_a_pipeline_made_later_reports_its_own_runs():
@@ -170,7 +170,7 @@ def test_a_pipeline_made_later_reports_its_own_runs():
     other.set_progress_bar_config(disable=True)
     tiny_output(pipe, "flux", steps=STEPS)
     tiny_output(other, "flux-img2img", steps=8)
-    assert [len(report(each).steps) for each in (pipe, other, pipe.transformer)] == [STEPS, 6, 6]
+    assert [len(report(item).steps) for item in (pipe, other, pipe.transformer)] == [STEPS, 6, 6]
     accelerate_pipeline(other, CLOSED_LOOP)
     assert pipe.dit_accel is other.dit_accel
 
@@ -199,8 +199,8 @@ def test_a_shallow_copy_is_left_as_the_original_was(first):
     plain, left = call(pipe), set(vars(pipe))
     accelerate_pipeline(pipe, CLOSED_LOOP)
     twin = copy.copy(pipe)
-    for each in (twin, pipe) if first == "copy" else (pipe, twin):
-        restore_pipeline(each)
+    for item in (twin, pipe) if first == "copy" else (pipe, twin):
+        restore_pipeline(item)
     assert set(vars(twin)) == set(vars(pipe)) == left
     assert torch.equal(call(twin), plain) and torch.equal(call(pipe), plain)
 
@@ -216,7 +216,7 @@ def test_a_pipeline_may_go_while_another_stays(gone):
     pipes.append(twin_of(pipes[0]))
     plain = call(pipes[0])
     accelerate_pipeline(pipes[0], CLOSED_LOOP)
-    expected, _ = [call(each) for each in pipes]
+    expected, _ = [call(item) for item in pipes]
     reference = weakref.ref(pipes.pop(gone))
     gc.collect()
     assert reference() is None
@@ -293,13 +293,13 @@ def test_a_run_ends_well_if_another_thread_changes_the_acceleration(change, plac
         except Exception as error:
             errors.append(error)
 
-    def interfere(*given):
+    def interfere(*arguments):
         calls.append(place)
         if len(calls) == (3 if place in ("block", "callback") else 1):
             thread = threading.Thread(target=changing)
             thread.start()
             thread.join()
-        return given[-1] if place == "callback" else None
+        return arguments[-1] if place == "callback" else None
 
     if place == "callback":
         output = tiny_output(pipe, "flux", steps=STEPS, callback_on_step_end=interfere)
@@ -325,8 +325,8 @@ def test_random_changes_from_another_thread_leave_plain_pipelines():
     pipe, choose, errors, ended = tiny_pipeline("flux"), random.Random(0), [], threading.Event()
     twin = twin_of(pipe)
     objects = [pipe, twin, pipe.vae, pipe.text_encoder, *pipe.transformer.modules()]
-    plain, _ = [call(each) for each in (pipe, twin)]
-    left = [set(vars(each)) for each in objects]
+    plain, _ = [call(item) for item in (pipe, twin)]
+    left = [set(vars(item)) for item in objects]
 
     def change():
         for _ in range(CHANGED):
@@ -356,6 +356,6 @@ def test_random_changes_from_another_thread_leave_plain_pipelines():
         assert call(pipe).isfinite().all()
     thread.join()
     assert not errors
-    for each in (pipe, twin):
-        restore_pipeline(each)
-    assert torch.equal(call(pipe), plain) and [set(vars(each)) for each in objects] == left
+    for item in (pipe, twin):
+        restore_pipeline(item)
+    assert torch.equal(call(pipe), plain) and [set(vars(item)) for item in objects] == left

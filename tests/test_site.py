@@ -56,11 +56,11 @@ def test_results_have_pages_of_tables(site):
 
 def test_tables_of_other_files_are_refused(capsys, monkeypatch):
     """The command says which files have tables, where one does not exist or has none."""
-    for name, told in (("nothing.json", "file must exist"), ("multistep.json", "file must have the name of")):
+    for name, expected in (("nothing.json", "file must exist"), ("multistep.json", "file must have the name of")):
         monkeypatch.setattr(sys, "argv", ["tables", str(ROOT / "docs" / "results" / name)])
         with pytest.raises(SystemExit):
             tables.main()
-        assert told in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
 def test_links_out_of_docs_lead_to_the_repository():

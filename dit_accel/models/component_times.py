@@ -108,20 +108,20 @@ class _Watched:
     def __init__(self, pipe: Any, name: str, notify: Callable[[], None]) -> None:
         update_wrapper(self, getattr(pipe, name))
         self.pipe, self._name, self._notify = pipe, name, notify
-        self.own = vars(pipe).get(name)
+        self.original = vars(pipe).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._notify()
-        if self.own is not None:
-            return self.own(*args, **kwargs)
+        if self.original is not None:
+            return self.original(*args, **kwargs)
         return getattr(type(self.pipe), self._name)(self.pipe, *args, **kwargs)  # the class's current method
 
     def leave(self, pipe: Any) -> None:
         """Restore the pipeline's method, unless something else has replaced this one."""
         if vars(pipe).get(self._name) is self:
             delattr(pipe, self._name)
-            if self.own is not None:
-                setattr(pipe, self._name, self.own)
+            if self.original is not None:
+                setattr(pipe, self._name, self.original)
 
 
 def _watch(pipe: Any, name: str, notify: Callable[[], None]) -> Callable[[], None]:

@@ -61,10 +61,10 @@ class RecordedGraph(CudaGraph):
         self._pool.is_used = True
         self._pool.graphs.add(self)
         type(self).captures += 1
-        made = super().capture(function)
+        output = super().capture(function)
         if self.fails is not None:
             raise self.fails
-        return made
+        return output
 
     def _aside(self):
         return nullcontext()
@@ -88,9 +88,9 @@ class RecordedGraph(CudaGraph):
 
     def read(self) -> list[torch.Tensor]:
         """Tensors that a replay reads and that no part of it makes."""
-        made = {storage for each in self.recorders for storage in each.made}
-        read = {storage: tensor for each in self.recorders for storage, tensor in each.read.items()}
-        return [tensor for storage, tensor in read.items() if storage not in made]
+        output = {storage for item in self.recorders for storage in item.outputs}
+        read = {storage: tensor for item in self.recorders for storage, tensor in item.read.items()}
+        return [tensor for storage, tensor in read.items() if storage not in output]
 
 
 def tensors_in(tree) -> Iterator[torch.Tensor]:
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._tracing = patch.object(custom_ops, "torch", TracedTorch())
         self._done = []
-        self.made = {}  # tensors by their storage
+        self.outputs = {}  # tensors by their storage
         self.read = {}
 
     def __enter__(self):
@@ -132,26 +132,26 @@ class Recorder(TorchDispatchMode):
         self._tracing.stop()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         read = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in([args, kwargs])}
         self.read = {**read, **self.read}
-        fresh = [tensor.untyped_storage()._cdata not in read for tensor in tensors_in(made)]
+        fresh = [tensor.untyped_storage()._cdata not in read for tensor in tensors_in(output)]
         if any(fresh) or function._schema.is_mutable:
-            self._done.append((function, args, kwargs or {}, made))
-            for tensor, is_fresh in zip(tensors_in(made), fresh, strict=True):
+            self._done.append((function, args, kwargs or {}, output))
+            for tensor, is_fresh in zip(tensors_in(output), fresh, strict=True):
                 if is_fresh:
-                    self.made[tensor.untyped_storage()._cdata] = tensor
+                    self.outputs[tensor.untyped_storage()._cdata] = tensor
                     overwrite(tensor)  # whatever is computed of it now is nothing
-        return made
+        return output
 
     def replay(self):
-        for function, args, kwargs, made in self._done:
-            for static, fresh in zip(tensors_in(made), tensors_in(function(*args, **kwargs)), strict=True):
+        for function, args, kwargs, output in self._done:
+            for static, fresh in zip(tensors_in(output), tensors_in(function(*args, **kwargs)), strict=True):
                 if static is not fresh:
                     static.copy_(fresh)
 
     def overwrite(self):
-        for tensor in self.made.values():
+        for tensor in self.outputs.values():
             overwrite(tensor)
 
 

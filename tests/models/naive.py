@@ -57,7 +57,7 @@ class Sequence(NamedTuple):
     crossed: str = ""
 
     def modules(self, transformer: torch.nn.Module) -> dict[str, torch.nn.Module]:
-        return {name: each for name, each in transformer.named_modules() if re.fullmatch(self.attentions, name)}
+        return {name: item for name, item in transformer.named_modules() if re.fullmatch(self.attentions, name)}
 
 
 class Schedule:

@@ -36,10 +36,10 @@ def test_tiles_count_in_the_steps_that_leave_them_out():
     """Half of the tiles of each row, which is one of two, in all steps but the warm-up."""
     skip = {"policy": "sparge", "steps": "all", "top_k": 0.5}
     report = report_of("wan", "exact", schedule={"warmup": 2}, skip=skip, blocks=SMALL)
-    shares = {(each.step, each.layer): each.density for each in report.attentions}
+    shares = {(item.step, item.layer): item.density for item in report.attentions}
     for step in report.steps:
-        own = [density for (index, _), density in shares.items() if index == step.index]
-        assert step.attended == pytest.approx(sum(own) / len(own) if own else 1.0)
+        original = [density for (index, _), density in shares.items() if index == step.index]
+        assert step.attended == pytest.approx(sum(original) / len(original) if original else 1.0)
     assert report.attention_sparsity > 0
 
 
@@ -52,8 +52,8 @@ def test_samples_that_attend_apart_count_each():
     report = pipe.dit_accel.report()
     assert not report.fallbacks
     for step in report.steps[2:]:
-        own = [each.density for each in report.attentions if each.step == step.index]
-        assert step.attended == pytest.approx(sum(own) / len(own), rel=0.02) and step.attended < 0.9
+        original = [item.density for item in report.attentions if item.step == step.index]
+        assert step.attended == pytest.approx(sum(original) / len(original), rel=0.02) and step.attended < 0.9
 
 
 def test_rows_that_are_reused_count_too():

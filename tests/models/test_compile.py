@@ -130,15 +130,15 @@ def test_a_loop_of_ones_own_may_call_what_was_compiled(pipe):
     calls = []
     transformer.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
     tiny_output(pipe, "flux", steps=1)
-    given = calls[0]
+    arguments = calls[0]
     transformer._forward_pre_hooks.clear(), transformer._forward_pre_hooks_with_kwargs.clear()
 
     def run(model):
-        return [model(**{**given, "timestep": torch.tensor([each / 1000])})[0] for each in timesteps]
+        return [model(**{**arguments, "timestep": torch.tensor([item / 1000])})[0] for item in timesteps]
 
     with torch.no_grad():
         plain = run(transformer)
-        acceleration = accelerate_transformer(compiled, "exact", [each / 1000 for each in timesteps])
+        acceleration = accelerate_transformer(compiled, "exact", [item / 1000 for item in timesteps])
         torch.testing.assert_close(run(compiled), plain)
         assert acceleration.report().steps_by_mode == {"full": 3}
         acceleration.restore()

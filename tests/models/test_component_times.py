@@ -71,9 +71,9 @@ def test_nothing_is_left(flux):
     with accelerated(flux):
         assert hooks(flux)
     assert hooks(flux) == [] and "check_inputs" not in vars(flux)
-    flux.check_inputs = own = lambda *_, **__: None
+    flux.check_inputs = original = lambda *_, **__: None
     restore_pipeline(accelerate_pipeline(accelerate_pipeline(flux), "exact"))
-    assert vars(flux).pop("check_inputs") is own
+    assert vars(flux).pop("check_inputs") is original
 
 
 def test_a_method_replaced_on_the_class_takes_effect_at_the_next_call(flux, monkeypatch):
@@ -182,7 +182,7 @@ def test_a_transformer_of_its_own_has_no_parts(flux):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "expected"),
     [
         ({"transformer": 6.0, "vae.decoder": 2.0, "audio_vae.decoder": 1.0, "rest": 1.0}, "took 30% of the call"),
         ({"vae.encoder": 4.0, "transformer": 4.0, "vae.decoder": 1.0, "rest": 1.0}, "took 50% of the call"),
@@ -194,6 +194,6 @@ def test_a_transformer_of_its_own_has_no_parts(flux):
     ],
     ids=["much", "both ways", "little", "a quarter", "text", "not over", "no call"],
 )
-def test_an_autoencoder_that_takes_much_is_remarked(seconds, told):
+def test_an_autoencoder_that_takes_much_is_remarked(seconds, expected):
     remark = autoencoder_remark(seconds)
-    assert told in remark if told else remark is None
+    assert expected in remark if expected else remark is None

@@ -68,7 +68,7 @@ def test_a_change_is_named_and_its_step_computed(name, kind, noted):
 
     run(callback)
     assert modes(pipe)[changed_step] != "dispatch"
-    [note] = [each for each in pipe.dit_accel.report().notes if "dropped" in each]
+    [note] = [item for item in pipe.dit_accel.report().notes if "dropped" in item]
     assert note == f"{noted.format(pipeline=type(pipe).__name__)} changed at step {changed_step}: caches dropped"
 
 
@@ -97,7 +97,7 @@ def test_equal_tensors_made_anew_are_no_change(name):
         return tiny_output(pipe, name, steps=STEPS, **GUIDANCE[name][0], **arguments), modes(pipe)
 
     latents, expected = run(lambda pipe, step, timestep, tensors: tensors)
-    anew, found = run(lambda pipe, step, timestep, tensors: {key: each.clone() for key, each in tensors.items()})
+    anew, found = run(lambda pipe, step, timestep, tensors: {key: item.clone() for key, item in tensors.items()})
     assert found == expected and "dispatch" in found
     assert torch.equal(anew, latents)
     assert not [note for note in pipe.dit_accel.report().notes if "dropped" in note]
@@ -158,7 +158,7 @@ def test_an_adapter_that_is_loaded_under_way_is_noticed_and_then_read():
     found = [conditions.of({}, None, None)["adapters"]]
     CHANGES["adapter-scale"].prepare(pipe)
     found.append(conditions.of({}, None, None)["adapters"])
-    [layer, *_] = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    [layer, *_] = [item for item in pipe.transformer.modules() if hasattr(item, "merged_adapters")]
     layer.scaling = {name: 0.5 * strength for name, strength in layer.scaling.items()}
     found.append(conditions.of({}, None, None)["adapters"])
     assert len(set(found)) == 3
@@ -169,7 +169,7 @@ def test_a_strength_in_a_tensor_is_noticed():
     pipe = tiny_pipeline("flux")
     CHANGES["adapter-scale"].prepare(pipe)
     CHANGES["adapter-scale"].begin(pipe)
-    layers = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    layers = [item for item in pipe.transformer.modules() if hasattr(item, "merged_adapters")]
     for layer in layers:
         layer.scaling["one"] = torch.tensor(layer.scaling["one"])
     conditions = Conditions(pipe.transformer)

@@ -69,7 +69,7 @@ def test_tokens_come_back_whatever_their_memory(monkeypatch, head_dim, offset):
     monkeypatch.setattr(functional, "all_to_all_single", lambda send, *_: functional.AsyncCollectiveTensor(send))
     exchange = Exchange(None, Tokens(2, 4, text_first=True), None, torch.device("cpu"))
     memory = torch.randn(3, 4 * 3 * 4 * head_dim + offset).bfloat16()[:, offset:]
-    tensors = [each.unflatten(0, (1, 12, 4, head_dim))[:, :3] for each in memory]
+    tensors = [item.unflatten(0, (1, 12, 4, head_dim))[:, :3] for item in memory]
     q, k, v = exchange.to_heads(*tensors, arranged=False)
     assert q.shape == (1, 6, 2, head_dim) and q.dtype == torch.bfloat16
     for sent, received in zip(tensors, (q, k, v), strict=True):
@@ -85,8 +85,8 @@ def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkey
     measured = [torch.tensor([0.5, 0.125, torch.nan, 0.0, torch.nan]), torch.tensor([0.25, 1.5, known, 0.0, torch.nan])]
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, **__: sent.append(numbers.clone()))
-    for own in measured:
-        agreed(transformer, own.clone())
+    for original in measured:
+        agreed(transformer, original.clone())
 
     def found_by(rank):
         def all_reduce(numbers, op=dist.ReduceOp.SUM, **_):
@@ -107,14 +107,14 @@ def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
     tiny_output(pipe, "flux")
     report = pipe.dit_accel.report()
     assert report.computed_fraction == 1.0
-    assert {each["reason"] for each in report.fallbacks} == {RING}
+    assert {item["reason"] for item in report.fallbacks} == {RING}
 
 
 def test_tokens_are_dealt_out_as_torch_splits_them():
     """The first ranks get one more where they don't divide; there may be fewer than ranks."""
     for count in range(12):
         for number in range(1, 6):
-            expected = [len(each) for each in torch.arange(count).tensor_split(number)]
+            expected = [len(item) for item in torch.arange(count).tensor_split(number)]
             assert _shares(count, number) == expected
 
 
@@ -171,11 +171,11 @@ def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
         plan = split_plan(transformer, family)
         assert set(plan) == {family.split.entrance, family.split.exit, *(family.order.tables if family.order else ())}
         assert set(plan[family.split.entrance]) == {*family.split.streams}
-        assert {(each.split_dim, each.expected_dims) for each in plan[family.split.entrance].values()} == {(1, 3)}
+        assert {(item.split_dim, item.expected_dims) for item in plan[family.split.entrance].values()} == {(1, 3)}
         assert plan[family.split.exit].gather_dim == 1
         for module, parts in (family.order.tables if family.order else {}).items():
-            assert {place: (each.split_dim, each.split_output) for place, each in plan[module].items()} == {
+            assert {place: (item.split_dim, item.split_output) for place, item in plan[module].items()} == {
                 place: (axis, True) for place, axis in parts.items()
             }
-    transformer._cp_plan = own = {"": {}}
-    assert split_plan(transformer, family) is own is split_plan(transformer, None)
+    transformer._cp_plan = original = {"": {}}
+    assert split_plan(transformer, family) is original is split_plan(transformer, None)

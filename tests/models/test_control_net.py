@@ -187,8 +187,8 @@ class Net(torch.nn.Module):
 
     def forward(self, x, scale=1.0, both=False, more=None):
         self.calls += 1
-        made = [x * scale, None, x.sum(1)] if both else [x * scale, None]
-        return {"parts": made, "name": "net", "more": more}
+        produced = [x * scale, None, x.sum(1)] if both else [x * scale, None]
+        return {"parts": produced, "name": "net", "more": more}
 
 
 FIRST = {"x": torch.ones(2, 3), "scale": 0.5, "both": False}
@@ -219,15 +219,15 @@ def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
     watch_net(net, defers=True)
     net(**FIRST)
     assert net.calls == 1, "the first tells the form"
-    given = FIRST | changes
-    output, expected = net(**given), alone(**given)
+    arguments = FIRST | changes
+    output, expected = net(**arguments), alone(**arguments)
     assert net.calls == (1 if waits else 2)
     assert output["name"] == "net" and output["parts"][1] is None and len(output["parts"]) == len(expected["parts"])
-    for made, own in zip(output["parts"], expected["parts"], strict=True):
-        assert own is None or TensorForm.of(made) == TensorForm.of(own)
-        assert own is None or own.is_meta or torch.equal(made + 0, own)
+    for produced, original in zip(output["parts"], expected["parts"], strict=True):
+        assert original is None or TensorForm.of(produced) == TensorForm.of(original)
+        assert original is None or original.is_meta or torch.equal(produced + 0, original)
     if not waits:
-        assert isinstance(net(**given)["parts"][0], DeferredTensor), "its form is the known one now"
+        assert isinstance(net(**arguments)["parts"][0], DeferredTensor), "its form is the known one now"
 
 
 @pytest.mark.parametrize("why", ["gradients", "offload", "hook", "cpu", "cuda", "compiled"])

@@ -131,7 +131,7 @@ def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
     assert distance(result, plain) > 1e-3 and report.left_out > 0.02
     assert report.left_out == pytest.approx(1 - sum(naive.kept) / len(naive.kept), abs=TOLERANCE.get(name, 1e-6))
     assert report.fallbacks == report.notes == [] and report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 2}
-    assert len({each.layer for each in report.attentions}) == len(sequence.modules(transformer))
+    assert len({item.layer for item in report.attentions}) == len(sequence.modules(transformer))
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd35", *PADDED])
@@ -160,13 +160,13 @@ def test_padding_is_never_read(name, mask):
         seen.append(bool(is_padding.any()))
         return args, {**arguments, "encoder_hidden_states": text.masked_fill(is_padding[..., None], padding["at"])}
 
-    given = {"prompt": UNEQUAL} if name in TINY_PIPELINES else {}
+    inputs = {"prompt": UNEQUAL} if name in TINY_PIPELINES else {}
     handle = pipeline(name).transformer.register_forward_pre_hook(fill, with_kwargs=True)
     try:
         for preset in (sparse(name), sparse(name, **{"skip.probe_blocks": 2, "skip.probe_error": 0.1})):
             results = []
             for padding["at"] in (0.0, 3.0):
-                results.append(run(name, preset, **given)[0])
+                results.append(run(name, preset, **inputs)[0])
             assert any(seen) and distance(*results) < 1e-6
     finally:
         handle.remove()
@@ -177,7 +177,7 @@ def test_the_probe_measures(name):
     """The probe's error is the error of attention with these tiles, and a target bounds it."""
     _, loose = run(name, sparse(name, **{"skip.probe_blocks": 2}))
     _, bounded = run(name, sparse(name, **{"skip.probe_blocks": 2, "skip.probe_error": 0.02}))
-    errors = [[each.error for each in report.attentions] for report in (loose, bounded)]
+    errors = [[item.error for item in report.attentions] for report in (loose, bounded)]
     assert all(error is not None for error in errors[0])
     assert 0 < sum(errors[1]) < sum(errors[0])
     assert "attention error" in str(loose)
@@ -204,9 +204,9 @@ def test_level_layer_forecasts_the_parts(name):
             multiplied.append(linear)
 
     for block, parts in parts_of_blocks(pipe.transformer):
-        feeding = (part_of(block, each) for names in family.feeds.values() for each in names)
+        feeding = (part_of(block, item) for names in family.feeds.values() for item in names)
         left_out = {*parts, *feeding}
-        others = (each for each in block.modules() if isinstance(each, torch.nn.Linear) and each not in left_out)
+        others = (item for item in block.modules() if isinstance(item, torch.nn.Linear) and item not in left_out)
         handles += [linear.register_forward_pre_hook(note) for linear in others]
     with schedule.followed():
         result, report = run(name, preset)
@@ -311,7 +311,7 @@ def test_flops_are_those_that_torch_counts(name):
 
 def test_a_part_that_runs_in_chunks_is_refused():
     """Its second output in a step would be taken for another step's."""
-    pipe = tiny.own("sd3")
+    pipe = tiny.copy_of("sd3")
     pipe.transformer.enable_forward_chunking(chunk_size=1, dim=1)
     with pytest.raises(UnsupportedError, match=r"ff of .*blocks\.0 runs in chunks.*disable_forward_chunking"):
         run(
@@ -321,7 +321,7 @@ def test_a_part_that_runs_in_chunks_is_refused():
 
 def test_a_processor_that_is_set_later_is_caught_too():
     """It replaces the previous processor, and stays when the acceleration is removed."""
-    pipe = tiny.own("sd3")
+    pipe = tiny.copy_of("sd3")
     accelerate_pipeline(pipe, sparse("sd3"))
 
     class Own:
@@ -331,7 +331,7 @@ def test_a_processor_that_is_set_later_is_caught_too():
     pipe.transformer.transformer_blocks[1].attn.set_processor(Own())
     tiny.output("sd3", STEPS, pipe)
     report = pipe.dit_accel.report()
-    assert {each.layer for each in report.attentions} == {"transformer_blocks.0", "transformer_blocks.1"}
+    assert {item.layer for item in report.attentions} == {"transformer_blocks.0", "transformer_blocks.1"}
     assert report.fallbacks == []
     restore_pipeline(pipe)
     assert type(pipe.transformer.transformer_blocks[1].attn.processor) is Own
@@ -340,7 +340,7 @@ def test_a_processor_that_is_set_later_is_caught_too():
 def test_settings_of_a_block_hold_for_both_of_its_attentions():
     """`skip.layers` names blocks."""
     _, report = run("sd35", sparse("sd35", **{"skip.layers": {"transformer_blocks.0": {"policy": "none"}}}))
-    assert {each.layer for each in report.attentions if each.density < 1} == {"transformer_blocks.1"}
+    assert {item.layer for item in report.attentions if item.density < 1} == {"transformer_blocks.1"}
 
 
 @pytest.mark.parametrize("name, level", [("sd3", "head"), ("framepack", "layer")])
@@ -354,7 +354,7 @@ def test_what_facts_can_not_do_is_refused(name, level):
 @torch.no_grad()
 def test_attention_under_a_mask_of_the_users_is_left_alone():
     """A mask in `joint_attention_kwargs` keeps its effect, and the report says that the block is dense."""
-    pipe = tiny.own("flux")
+    pipe = tiny.copy_of("flux")
     calls = []
     handle = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
     tiny.output("flux", 2, pipe)
@@ -375,35 +375,35 @@ def test_attention_under_a_mask_of_the_users_is_left_alone():
 def test_a_mask_that_hides_no_padding_is_left_alone():
     """The family's own masks give the amount of padding."""
     attention = pipeline("z-image").transformer.layers[1].attention
-    own = attention.processor
+    original = attention.processor
 
     class Weighed:
         def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, freqs_cis=None):
             weights = torch.zeros(1, 1, 1, hidden_states.shape[1])
-            return own(attn, hidden_states, attention_mask=weights, freqs_cis=freqs_cis)
+            return original(attn, hidden_states, attention_mask=weights, freqs_cis=freqs_cis)
 
     attention.set_processor(Weighed())
     try:
         _, report = run("z-image", sparse("z-image"))
     finally:
-        attention.set_processor(own)
-    assert {(each["site"], each["reason"]) for each in report.fallbacks} == {("layers.1", WEIGHED)}
+        attention.set_processor(original)
+    assert {(item["site"], item["reason"]) for item in report.fallbacks} == {("layers.1", WEIGHED)}
 
 
 def test_masks_that_add_to_the_scores_are_left_alone():
     """Chroma's are such where a prompt's mask is no bool: padding is attended to, and every tile computes."""
-    given = tiny.built("chroma")[1]
-    weights = {name: mask.float() for name, mask in given.items() if name.endswith("attention_mask")}
+    inputs = tiny.built("chroma")[1]
+    weights = {name: mask.float() for name, mask in inputs.items() if name.endswith("attention_mask")}
     plain = run("chroma", **weights)
     assert distance(plain, run("chroma")) > 1e-3
     result, report = run("chroma", sparse("chroma"), **weights)
-    assert torch.equal(result, plain) and {each["reason"] for each in report.fallbacks} == {WEIGHED}
+    assert torch.equal(result, plain) and {item["reason"] for item in report.fallbacks} == {WEIGHED}
 
 
 def test_attention_that_guidance_leaves_out_is_no_fallback():
     """LTX-2's third branch has a block give values as they are, and the others leave tiles out there."""
     _, report = run("ltx2", sparse("ltx2"), stg_scale=1.0)
-    assert report.fallbacks == [] and {each.layer for each in report.attentions} == set(report.layers)
+    assert report.fallbacks == [] and {item.layer for item in report.attentions} == set(report.layers)
 
 
 @pytest.mark.parametrize("keys, missed", [(4, None), (6, OTHER_KEYS), (None, MISSED)], ids=["own", "cached", "none"])
@@ -444,7 +444,7 @@ def test_heads_that_kernels_do_not_take(is_cuda, runs):
 
 def test_processors_are_left_where_they_are():
     """diffusers makes new processors from the class of the old, and users keep them: ours is never among these."""
-    pipe = tiny.own("sd3")
+    pipe = tiny.copy_of("sd3")
     before = dict(pipe.transformer.attn_processors)
     accelerate_pipeline(pipe, sparse("sd3"))
     assert dict(pipe.transformer.attn_processors) == before
@@ -458,7 +458,7 @@ def test_processors_are_left_where_they_are():
 
 def test_a_failed_acceleration_leaves_nothing_behind(monkeypatch):
     """Hooks added before the failure are removed."""
-    pipe = tiny.own("sd3")
+    pipe = tiny.copy_of("sd3")
     plain = tiny.output("sd3", 2, pipe)
 
     def fail(*_):
@@ -468,6 +468,6 @@ def test_a_failed_acceleration_leaves_nothing_behind(monkeypatch):
     with pytest.raises(RuntimeError, match="no hook for you"):
         accelerate_pipeline(pipe, sparse("sd3"))
     assert not hasattr(pipe, "dit_accel") and not any(
-        "_diffusers_hook" in vars(each) for each in pipe.transformer.modules()
+        "_diffusers_hook" in vars(item) for item in pipe.transformer.modules()
     )
     assert torch.equal(tiny.output("sd3", 2, pipe), plain)

@@ -114,18 +114,18 @@ def test_frames_that_are_given_to_wan_are_not_judged():
 def test_skyreels_keeps_its_order_where_frames_differ(forcing, count, has_grid):
     """Frames with different timesteps or attention ranges keep their order; the number of tokens is the same."""
     transformer = model(patch_size=(1, 2, 2), num_frame_per_block=count)
-    given = frames(3, 8, 6) | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
-    tokens = SKYREELS_V2.tokens(transformer, given)
+    inputs = frames(3, 8, 6) | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
+    tokens = SKYREELS_V2.tokens(transformer, inputs)
     assert tokens.vision == 36 and (tokens.grid == (3, 4, 3) if has_grid else tokens.grid is None)
 
 
 def test_images_beside_wans_prompt_count_for_their_sample():
     """A first and a last frame come in two rows a sample."""
     transformer = model(num_attention_heads=2, attention_head_dim=8, ffn_dim=64)
-    given = {"hidden_states": torch.zeros(2, 4, 1, 4, 4), "encoder_hidden_states": torch.zeros(2, 6, 8)}
+    inputs = {"hidden_states": torch.zeros(2, 4, 1, 4, 4), "encoder_hidden_states": torch.zeros(2, 6, 8)}
     for rows, prompt in ((None, 6), (2, 6 + 3), (4, 6 + 6)):
         image = {} if rows is None else {"encoder_hidden_states_image": torch.zeros(rows, 3, 8)}
-        work = WAN.work(transformer, given | image, Tokens(0, 4), None)
+        work = WAN.work(transformer, inputs | image, Tokens(0, 4), None)
         assert work == work_beside_prompt("attn1", 2, 4, prompt, 16, 8)
 
 
@@ -133,9 +133,9 @@ def test_images_beside_wans_prompt_count_for_their_sample():
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
     """The count equals the matrices' numbers at the model's own width, which is rounded up by little."""
-    from diffusers.models.transformers import transformer_hidream_image as own
+    from diffusers.models.transformers import transformer_hidream_image as original
 
-    kind = own.HiDreamImageTransformerBlock if double else own.HiDreamImageSingleTransformerBlock
+    kind = original.HiDreamImageTransformerBlock if double else original.HiDreamImageSingleTransformerBlock
     with torch.device("meta"):
         inner = kind(
             dim=2560,

@@ -91,12 +91,12 @@ def processors(pipe, act, of=None):
     """Replace the attention processors by ones that pass their output to ``act``."""
     for module in pipe.transformer.modules():
         if hasattr(module, "processor"):
-            own = of or type(module.processor)
-            module.processor = type("Acting", (own,), {"__call__": _acting(own.__call__, act)})()
+            original = of or type(module.processor)
+            module.processor = type("Acting", (original,), {"__call__": _acting(original.__call__, act)})()
 
 
-def _acting(own, act):
-    return lambda self, *args, **kwargs: act(own(self, *args, **kwargs))
+def _acting(original, act):
+    return lambda self, *args, **kwargs: act(original(self, *args, **kwargs))
 
 
 def hook(pipe, act):
@@ -125,13 +125,13 @@ def writing_hook(pipe, act):
 
 def forward(pipe, act):
     block = first_block(pipe)
-    own = block.forward
-    block.forward = functools.wraps(own)(lambda *args, **kwargs: act(own(*args, **kwargs)))
+    original = block.forward
+    block.forward = functools.wraps(original)(lambda *args, **kwargs: act(original(*args, **kwargs)))
 
 
 @torch.no_grad()
-def _passed(act, own, *args, **kwargs):
-    return act(own(*args, **kwargs))
+def _passed(act, original, *args, **kwargs):
+    return act(original(*args, **kwargs))
 
 
 def method(pipe, act):
@@ -141,11 +141,11 @@ def method(pipe, act):
 
 
 def whole_forward(pipe, act):
-    own = pipe.transformer.forward
+    original = pipe.transformer.forward
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def changed(*args, **kwargs):
-        output = own(*args, **kwargs)
+        output = original(*args, **kwargs)
         act(torch.zeros(1))
         return output
 
@@ -195,8 +195,8 @@ def notes(pipe):
     return [note for note in pipe.dit_accel.report().notes if "dit_accel.stateless" in note]
 
 
-def run(pipe, name="flux", **given):
-    return tiny_output(pipe, name, steps=STEPS, **given)
+def run(pipe, name="flux", **arguments):
+    return tiny_output(pipe, name, steps=STEPS, **arguments)
 
 
 def plain(name, way, state):

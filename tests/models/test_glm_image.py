@@ -32,15 +32,15 @@ def glm():
 
     def run(prompts=(0, 1), edits=False):
         batch = len(prompts)
-        given = {**arguments, "guidance_scale": 1.5}
+        inputs = {**arguments, "guidance_scale": 1.5}
         for name in ("prompt_embeds", "negative_prompt_embeds", "prior_token_ids"):
-            given[name] = torch.cat([arguments[name], arguments[name].flip(1)])[list(prompts)]
+            inputs[name] = torch.cat([arguments[name], arguments[name].flip(1)])[list(prompts)]
         if edits:
-            given["image"] = [[image]] * batch
-            given["prior_token_image_ids"] = [torch.arange(SIDE**2) % 16] * batch
-            given["source_image_grid_thw"] = [torch.tensor([[1, SIDE, SIDE]])] * batch
+            inputs["image"] = [[image]] * batch
+            inputs["prior_token_image_ids"] = [torch.arange(SIDE**2) % 16] * batch
+            inputs["source_image_grid_thw"] = [torch.tensor([[1, SIDE, SIDE]])] * batch
         seeds = [torch.Generator().manual_seed(prompt) for prompt in prompts]
-        return pipe(**given, num_inference_steps=STEPS, generator=seeds, output_type="latent", return_dict=False)[0]
+        return pipe(**inputs, num_inference_steps=STEPS, generator=seeds, output_type="latent", return_dict=False)[0]
 
     return pipe, run
 
@@ -69,7 +69,7 @@ def test_attention_to_given_images_is_left_whole(glm):
     with accelerated(pipe, "exact", model="glm_image", skip=TILES, blocks={"size": 64}):
         assert not torch.equal(run(edits=True), plain)
         report = pipe.dit_accel.report()
-    assert {each["reason"] for each in report.fallbacks} == {OTHER_KEYS} and report.left_out > 0
+    assert {item["reason"] for item in report.fallbacks} == {OTHER_KEYS} and report.left_out > 0
 
 
 def test_keys_of_given_images_count():
@@ -77,8 +77,8 @@ def test_keys_of_given_images_count():
     config = SimpleNamespace(num_attention_heads=2, attention_head_dim=8)
     transformer, tokens = SimpleNamespace(config=config), Tokens(4, 12)
     arguments = {"hidden_states": torch.zeros(3, 4, 8, 6)}
-    own = FAMILY.work(transformer, arguments, tokens, None)
+    original = FAMILY.work(transformer, arguments, tokens, None)
     for mode, keys in (("write", 16), ("skip", 16), ("read", 16 + 20)):
         cache = SimpleNamespace(mode=mode, k_caches=[torch.zeros(1, 20, 2, 8)])
         work = FAMILY.work(transformer, arguments | {"kv_caches": [cache]}, tokens, None)
-        assert work.tiles == {"attn1": 4 * 3 * 16 * keys * 16} and work.rest == own.rest
+        assert work.tiles == {"attn1": 4 * 3 * 16 * keys * 16} and work.rest == original.rest

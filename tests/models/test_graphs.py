@@ -64,11 +64,11 @@ def with_and_without(name, preset, change=None, **overrides):
     """Two pipelines over the same weights: without graphs, and with them."""
     pipe = tiny_pipeline(name)
     pipes = [
-        accelerated(name, preset, wanted, each, **overrides)
-        for wanted, each in (("never", same_weights(pipe)), ("always", pipe))
+        accelerated(name, preset, wanted, item, **overrides)
+        for wanted, item in (("never", same_weights(pipe)), ("always", pipe))
     ]
-    for each in pipes if change else ():
-        change(each)
+    for item in pipes if change else ():
+        change(item)
     return pipes
 
 
@@ -97,7 +97,7 @@ def test_outputs_and_decisions_are_those_without_graphs(graph, name, preset, kin
         assert facts(reports[1]) == facts(reports[0])
         symbols, same = plain.dit_accel.symbols(), replayed.dit_accel.symbols()
         assert symbols.keys() == same.keys()
-        assert all(torch.equal(same[site].skip_bits, each.skip_bits) for site, each in symbols.items())
+        assert all(torch.equal(same[site].skip_bits, item.skip_bits) for site, item in symbols.items())
         captures.append(graph.captures)
     assert captures[1:] == [kinds, kinds] and reports[0].replayed == 0 < reports[1].replayed
     assert "CUDA graphs" in str(reports[1]) and "CUDA graphs" not in str(reports[0])
@@ -155,7 +155,7 @@ def test_another_size_takes_the_place_of_the_one_before(graph):
     plain, pipe = with_and_without("flux", "turbo")
     for side in (64, 96, 64):
         size = {"height": side, "width": 64}
-        expected, output = (tiny_output(each, "flux", steps=STEPS, **size) for each in (plain, pipe))
+        expected, output = (tiny_output(item, "flux", steps=STEPS, **size) for item in (plain, pipe))
         assert torch.equal(output, expected) and len(graphs_of(pipe)) == 1
     assert graph.captures == 3
 
@@ -244,7 +244,7 @@ REFUSALS = {
 def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, change, arguments, reason):
     """The report has one note, and results are those without graphs."""
     plain, pipe = with_and_without("flux", "turbo", change, model="flux", **overrides)
-    outputs = [tiny_output(each, "flux", steps=STEPS, **arguments) for each in (plain, pipe)]
+    outputs = [tiny_output(item, "flux", steps=STEPS, **arguments) for item in (plain, pipe)]
     assert torch.equal(*outputs)
     (note,) = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
     assert reason in note
@@ -255,8 +255,8 @@ def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
     preset = load_preset("video-turbo", model="hunyuan_video", **TILES)
     pipes = with_and_without("hunyuan", preset)
     prompts, captures = ["a cat", "a dog that runs across a field of yellow flowers"], []
-    for given in (prompts, prompts, prompts[::-1], prompts[::-1], prompts):
-        outputs = [tiny_output(pipe, "hunyuan", steps=STEPS, prompt=given) for pipe in pipes]
+    for inputs in (prompts, prompts, prompts[::-1], prompts[::-1], prompts):
+        outputs = [tiny_output(pipe, "hunyuan", steps=STEPS, prompt=inputs) for pipe in pipes]
         assert torch.equal(*outputs)
         captures.append(graph.captures)
     assert captures[1] < captures[3] == captures[4] and pipes[1].dit_accel.report().replayed > 0
@@ -266,7 +266,7 @@ def test_a_capture_that_fails_is_not_tried_again(graph):
     """The call runs as ever, and so do all that follow; the report has the first line of the error."""
     graph.refuses = RuntimeError("operation not permitted when stream is capturing\nmore of it")
     plain, pipe = with_and_without("flux", "turbo")
-    assert torch.equal(*(tiny_output(each, "flux", steps=STEPS) for each in (plain, pipe)))
+    assert torch.equal(*(tiny_output(item, "flux", steps=STEPS) for item in (plain, pipe)))
     notes = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
     assert notes == [f"{REFUSED}: RuntimeError: operation not permitted when stream is capturing"]
     graph.refuses = None
@@ -343,8 +343,8 @@ def test_a_prompt_of_another_length_behind_the_same_padding_is_captured_again(gr
     for length in (4, 8, 4):
         mask = (torch.arange(8) < length)[None].long()
         text = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
-        given = {"prompt": None, "prompt_embeds": text, "prompt_embeds_mask": mask, "true_cfg_scale": 1.0}
-        outputs = [tiny_output(pipe, "qwen-image", steps=STEPS, **given) for pipe in pipes]
+        inputs = {"prompt": None, "prompt_embeds": text, "prompt_embeds_mask": mask, "true_cfg_scale": 1.0}
+        outputs = [tiny_output(pipe, "qwen-image", steps=STEPS, **inputs) for pipe in pipes]
         assert torch.equal(*outputs)
     assert graph.captures >= 2
 
@@ -378,11 +378,11 @@ def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
     """Each run's report lists them, although Python runs in none of its steps."""
     pipe = accelerated("flux", "exact")
     report, block = pipe.dit_accel, pipe.transformer.transformer_blocks[0]
-    own = block.forward
+    original = block.forward
 
     def forward(*args, **kwargs):
         find_driver(pipe).session.run.report.fall_back("transformer_blocks.0", "for a test")
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     block.forward = forward
     for _ in range(3):
@@ -404,7 +404,7 @@ def add_lora(pipe, layers=("to_q", "proj_mlp")):
 
 
 def strengths(pipe):
-    return [each.scaling for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    return [item.scaling for item in pipe.transformer.modules() if hasattr(item, "merged_adapters")]
 
 
 def with_tensors(pipe, shape=()):

@@ -172,12 +172,12 @@ def hooked_modules(pipe, preset):
 
 def counting(cls, monkeypatch):
     """Puts a wrapper on the class's forward; the number of its calls, in a list of one."""
-    calls, own = [0], cls.forward
+    calls, original = [0], cls.forward
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def counted(self, *args, **kwargs):
         calls[0] += 1
-        return own(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(cls, "forward", counted)
     return calls
@@ -250,12 +250,12 @@ def test_a_restored_module_follows_its_class(kind, offloaded, monkeypatch):
 def test_a_forward_of_the_modules_own_stays(monkeypatch):
     """A forward set on a module runs beneath the hook and stays afterwards, for any change of its class."""
     module = Plain()
-    module.forward = own = lambda: ["own"]
+    module.forward = original = lambda: ["own"]
     register_hook(module, Ours("ours"), "ours")
     monkeypatch.setattr(Plain, "forward", lambda self: ["class"])
     assert module.forward() == ["own", "ours"]
     remove_hook(module, "ours")
-    assert module.forward is own
+    assert module.forward is original
 
 
 def test_a_name_that_is_taken_leaves_offload_as_it_was():
@@ -311,9 +311,9 @@ def test_an_acceleration_that_is_not_in_effect_says_so():
 def test_copying_waits_for_a_restored_pipeline(name, preset, write):
     """A copy's hooks would run the original's blocks. Weights and restored pipelines are copied and written as ever."""
     pipe = accelerate_pipeline(tiny_pipeline(name), preset)
-    for each in (pipe, pipe.transformer):
+    for item in (pipe, pipe.transformer):
         with pytest.raises(UnsupportedError, match=r"can't be copied or pickled.* call restore_pipeline\(pipe\) first"):
-            write(each)
+            write(item)
     write(pipe.transformer.state_dict())
     copied = write(restore_pipeline(pipe))
     if write is copy.deepcopy:

@@ -38,7 +38,7 @@ def linears_of(pipe):
     return driver_of(pipe).linears
 
 
-def made(pipe, name="flux", steps=STEPS):
+def result(pipe, name="flux", steps=STEPS):
     return tiny_output(pipe, name, steps=steps)
 
 
@@ -49,13 +49,13 @@ def attributes(pipe):
 @pytest.fixture(autouse=True)
 def moves(monkeypatch):
     """Layers whose weights were moved, with the device. Data of a parameter can't move to a meta device, or from it."""
-    seen, own = [], HostWeight._move
+    seen, original = [], HostWeight._move
 
     def move(self, device):
         seen.append((self.layer, device))
         weight = self.layer.weight
         if (weight.device == META) == (device == META):
-            own(self, device)
+            original(self, device)
         else:
             self.layer.weight = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
 
@@ -66,11 +66,11 @@ def moves(monkeypatch):
 @pytest.fixture
 def rounded(monkeypatch):
     """Layers that were rounded."""
-    seen, own = [], QuantizedLinears._round
+    seen, original = [], QuantizedLinears._round
 
     def round_(self, layer, device):
         seen.append(layer)
-        return own(self, layer, device)
+        return original(self, layer, device)
 
     monkeypatch.setattr(QuantizedLinears, "_round", round_)
     return seen
@@ -80,16 +80,16 @@ def rounded(monkeypatch):
 def test_outputs_are_those_of_weights_on_the_device(name):
     """Nothing stays behind, and parameters keep their identity."""
     pipe = tiny_pipeline(name)
-    parameters, state, before = [*pipe.transformer.parameters()], attributes(pipe), made(pipe, name)
+    parameters, state, before = [*pipe.transformer.parameters()], attributes(pipe), result(pipe, name)
     accelerate_pipeline(pipe, "exact", **{"linear.dtype": "int8"})
-    expected = made(pipe, name)
+    expected = result(pipe, name)
     on_host(pipe)
-    assert torch.equal(made(pipe, name), expected) and torch.equal(made(pipe, name), expected)
+    assert torch.equal(result(pipe, name), expected) and torch.equal(result(pipe, name), expected)
     assert any("on the host" in note for note in pipe.dit_accel.report().notes)
     restore_pipeline(pipe)
     assert attributes(pipe) == state
     assert all(a is b for a, b in zip(pipe.transformer.parameters(), parameters, strict=True))
-    assert torch.equal(made(pipe, name), before)
+    assert torch.equal(result(pipe, name), before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -97,17 +97,17 @@ def test_moving_a_transformer_leaves_the_weights_on_the_host(name):
     """They go to its device when the pipeline is restored; nobody sees the difference in its state."""
     pipe = on_host(tiny_pipeline(name))
     pipe.transformer.to("meta", torch.bfloat16)
-    weights = {each: layer.weight.clone() for each, layer in linears_of(pipe).layers.items()}
+    weights = {item: layer.weight.clone() for item, layer in linears_of(pipe).layers.items()}
     assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
     pipe.transformer.to("meta")
-    kept = {each: pipe.transformer.get_submodule(each).weight for each in weights}
-    assert all(torch.equal(kept[each], weight) for each, weight in weights.items())
-    waiting = {id(each) for each in kept.values()}
-    assert all(each.device == META for each in pipe.transformer.parameters() if id(each) not in waiting)
+    kept = {item: pipe.transformer.get_submodule(item).weight for item in weights}
+    assert all(torch.equal(kept[item], weight) for item, weight in weights.items())
+    waiting = {id(item) for item in kept.values()}
+    assert all(item.device == META for item in pipe.transformer.parameters() if id(item) not in waiting)
     assert pipe.transformer.device == next(pipe.transformer.parameters()).device == META
-    assert all(torch.equal(pipe.transformer.state_dict()[f"{each}.weight"], weight) for each, weight in weights.items())
+    assert all(torch.equal(pipe.transformer.state_dict()[f"{item}.weight"], weight) for item, weight in weights.items())
     restore_pipeline(pipe)
-    assert all(each.device == META for each in pipe.transformer.parameters())
+    assert all(item.device == META for item in pipe.transformer.parameters())
 
 
 def test_weights_leave_the_device_one_by_one(moves):
@@ -126,28 +126,28 @@ def test_weights_leave_the_device_one_by_one(moves):
 def test_only_changed_weights_are_rounded_again(rounded):
     """Also weights that change through ``.data``, which counts no version."""
     pipe = on_host(tiny_pipeline("flux"))
-    before = made(pipe)
+    before = result(pipe)
     assert len(rounded) == len(linears_of(pipe).layers)
     rounded.clear()
-    assert torch.equal(made(pipe), before) and not rounded
+    assert torch.equal(result(pipe), before) and not rounded
     attn, single = pipe.transformer.transformer_blocks[0].attn, pipe.transformer.single_transformer_blocks[0]
     attn.to_v.weight.data.mul_(-1.0)
     bias = single.proj_out.bias.detach().clone()
     with torch.no_grad():
         single.proj_out.bias.add_(1.0)
-    changed = made(pipe)
+    changed = result(pipe)
     assert set(rounded) == {attn.to_v, single.proj_out} and not torch.equal(changed, before)
     attn.to_v.weight = nn.Parameter(-attn.to_v.weight.detach())  # which goes to the host
     with torch.no_grad():
         single.proj_out.bias.copy_(bias)
-    assert torch.equal(made(pipe), before)
+    assert torch.equal(result(pipe), before)
 
 
 def test_no_layer_is_kept_twice():
     """Queries, keys and values are rounded before a call joins them."""
     every_tile = {"policy": "sparge", "steps": "all", "top_k": 1.0}
     pipe = accelerate_pipeline(tiny_pipeline("flux"), load_preset("exact", model="flux", skip=every_tile), **HOST)
-    made(pipe)
+    result(pipe)
     linears = linears_of(pipe)
     kept = [layer for layers in linears._weights for layer in layers]
     assert len(kept) == len(set(kept)) and any(len(layers) == 3 for layers in linears._weights)
@@ -174,13 +174,13 @@ def test_a_layer_that_runs_unchanged_gets_its_weight_back(monkeypatch):
     assert on_device == {attn.to_k, attn.to_v} and not on_device & set(linears.on_host)
     assert any("have their weights on the device" in note for note in pipe.dit_accel.report().notes)
     restore_pipeline(pipe)
-    assert all(each.device == META for each in pipe.transformer.parameters())
+    assert all(item.device == META for item in pipe.transformer.parameters())
 
 
 def test_modulations_without_norm_in_their_names_return_to_the_device():
     """They have one token per prompt, so each call needs their weights."""
     pipe = on_host(tiny_pipeline("qwen-image"))
-    made(pipe, "qwen-image")
+    result(pipe, "qwen-image")
     waiting = {name for name, layer in linears_of(pipe).layers.items() if layer in linears_of(pipe).on_host}
     assert waiting and not any("_mod." in name for name in waiting)
 
@@ -189,27 +189,27 @@ def test_modulations_without_norm_in_their_names_return_to_the_device():
 def test_rounded_weights_leave_the_device_with_the_transformer(later, rounded):
     """They stay from run to run otherwise; graphs that read them go too, and what a later preset took over."""
     pipe = on_host(tiny_pipeline("flux"))
-    made(pipe)
+    result(pipe)
     for preset in later:
         on_host(pipe, preset)
     linears = linears_of(pipe)
     kept = [weakref.ref(weights.values) for weights in linears._weights.values()]
-    assert kept and all(each() is not None for each in kept)
+    assert kept and all(item() is not None for item in kept)
     pipe.transformer.to("cpu")
-    assert all(each() is not None for each in kept)
+    assert all(item() is not None for item in kept)
     pipe.transformer.to("meta")
-    assert not any(each() is not None for each in kept)
+    assert not any(item() is not None for item in kept)
 
 
 def test_another_preset_moves_and_rounds_nothing(moves, rounded):
     """A card that can't hold all weights can change presets; the last of them returns the weights."""
     pipe = on_host(tiny_pipeline("flux"))
-    before = made(pipe)
+    before = result(pipe)
     rounded.clear(), moves.clear()
     with accelerated(pipe, "balanced", **HOST):
-        made(pipe)
+        result(pipe)
     on_host(pipe)
-    assert torch.equal(made(pipe), before) and not rounded
+    assert torch.equal(result(pipe), before) and not rounded
     assert {device for _, device in moves} == {CPU}
     on_host(pipe, **{"linear.dtype": "float8"})
     assert not linears_of(pipe)._weights  # those of before are int8
@@ -222,23 +222,23 @@ def test_another_preset_moves_and_rounds_nothing(moves, rounded):
 def test_pipelines_that_share_a_transformer_share_the_weights(moves):
     pipe = on_host(tiny_pipeline("flux"))
     other = type(pipe)(**pipe.components)
-    assert torch.equal(made(other), made(pipe))
+    assert torch.equal(result(other), result(pipe))
     on_host(other)
     restore_pipeline(pipe)
     assert not any("_apply" in vars(module) for module in pipe.transformer.modules())
-    assert equal_up_to_rounding(made(other), made(tiny_pipeline("flux")))
+    assert equal_up_to_rounding(result(other), result(tiny_pipeline("flux")))
 
 
 def failing_moves(monkeypatch, after, error, to=None):
     """Let moves of weights fail from a number of them on."""
-    count, own = [0], HostWeight._move
+    count, original = [0], HostWeight._move
 
     def move(self, device):
         if to in (None, device):
             count[0] += 1
             if count[0] == after:
                 raise error
-        own(self, device)
+        original(self, device)
 
     monkeypatch.setattr(HostWeight, "_move", move)
 
@@ -246,12 +246,12 @@ def failing_moves(monkeypatch, after, error, to=None):
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
 def test_a_failed_acceleration_leaves_nothing(monkeypatch, error):
     pipe = tiny_pipeline("flux")
-    state, before = attributes(pipe), made(pipe)
+    state, before = attributes(pipe), result(pipe)
     failing_moves(monkeypatch, 5, error)
     with pytest.raises(type(error)):
         on_host(pipe)
     assert attributes(pipe) == state and not hasattr(pipe, "dit_accel")
-    assert torch.equal(made(pipe), before)
+    assert torch.equal(result(pipe), before)
 
 
 def test_weights_that_do_not_fit_on_the_device_all_stay_on_the_host(monkeypatch):
@@ -262,12 +262,12 @@ def test_weights_that_do_not_fit_on_the_device_all_stay_on_the_host(monkeypatch)
     layers = [*linears_of(pipe).layers.values()]
     pipe.transformer.to("meta")
     with monkeypatch.context() as patched:
-        own = HostWeight._move
+        original = HostWeight._move
 
         def move(self, device):
             if device == META and self.layer is layers[5]:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            own(self, device)
+            original(self, device)
 
         patched.setattr(HostWeight, "_move", move)
         with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -284,20 +284,20 @@ def test_adapters_that_are_loaded_later_go_to_the_device():
 
     def output(**weights):
         pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **{"linear.dtype": "int8"}, **weights)
-        made(pipe)
+        result(pipe)
         pipe.load_lora_weights(tiny_flux_lora(pipe), adapter_name="style")
-        return pipe, made(pipe)
+        return pipe, result(pipe)
 
     pipe, image = output(**{"linear.weights": "host"})
-    assert equal_up_to_rounding(image, output()[1]) and not equal_up_to_rounding(image, made(tiny_pipeline("flux")))
+    assert equal_up_to_rounding(image, output()[1]) and not equal_up_to_rounding(image, result(tiny_pipeline("flux")))
     pipe.transformer.to("meta")
     pipe.load_lora_weights(tiny_flux_lora(tiny_pipeline("flux")), adapter_name="second")
     on_host = linears_of(pipe).on_host
-    wrappers = [each for each in pipe.transformer.modules() if getattr(each, "base_layer", None) in on_host]
+    wrappers = [item for item in pipe.transformer.modules() if getattr(item, "base_layer", None) in on_host]
 
     def devices():
         named = (pair for wrapper in wrappers for pair in wrapper.named_parameters())
-        return {each.device for name, each in named if "lora_" in name}
+        return {item.device for name, item in named if "lora_" in name}
 
     assert CPU in devices()
     on_host.collect()
@@ -307,23 +307,23 @@ def test_adapters_that_are_loaded_later_go_to_the_device():
 
 def test_a_merged_lora_takes_effect(rounded):
     pipe = on_host(tiny_pipeline("flux"))
-    before = made(pipe)
+    before = result(pipe)
     pipe.load_lora_weights(tiny_flux_lora(pipe))
     pipe.fuse_lora()
     rounded.clear()
-    assert not torch.equal(made(pipe), before) and rounded
+    assert not torch.equal(result(pipe), before) and rounded
 
 
 def test_offload_of_whole_models_moves_everything_else():
     """accelerate moves the transformer for each run; weights in 8 bits are made again, as the others are uploaded."""
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, "exact", **{"linear.dtype": "int8"})
-    expected = made(pipe)
+    expected = result(pipe)
     on_host(pipe)
     pipe.transformer, hook = cpu_offload_with_hook(pipe.transformer, execution_device="cpu")
-    assert torch.equal(made(pipe), expected)
+    assert torch.equal(result(pipe), expected)
     hook.offload()
-    assert torch.equal(made(pipe), expected)
+    assert torch.equal(result(pipe), expected)
     restore_pipeline(pipe)
     assert not any("_apply" in vars(module) for module in pipe.transformer.modules())
 
@@ -332,15 +332,15 @@ def test_offload_of_whole_models_moves_everything_else():
 def test_weights_that_are_offloaded_later_are_left_alone(kind):
     """The layers run unchanged or in 8 bits, and restoring takes nothing from the offload."""
     pipe = on_host(tiny_pipeline("flux"))
-    expected = made(pipe)
+    expected = result(pipe)
     if kind == "layers":
         cpu_offload(pipe.transformer, CPU, offload_buffers=True)
     else:
         apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)
-    output = made(pipe)
+    output = result(pipe)
     assert (output - expected).norm() < 0.05 * expected.norm()
     assert not linears_of(pipe).on_host and not any("_apply" in vars(module) for module in pipe.transformer.modules())
-    assert equal_up_to_rounding(made(restore_pipeline(pipe)), made(tiny_pipeline("flux")))
+    assert equal_up_to_rounding(result(restore_pipeline(pipe)), result(tiny_pipeline("flux")))
 
 
 def test_what_moves_weights_of_its_own_is_refused():
@@ -355,7 +355,7 @@ def test_what_moves_weights_of_its_own_is_refused():
 def test_a_transformer_that_is_compiled_later_gets_its_weights_back():
     pipe = on_host(tiny_pipeline("flux"))
     pipe.transformer.compile_repeated_blocks(backend="eager")
-    made(pipe)
+    result(pipe)
     assert not linears_of(pipe).on_host
 
 
@@ -364,13 +364,13 @@ def test_graphs_replay_with_weights_that_have_changed(monkeypatch):
     counted = type("CountedGraph", (RecordedGraph,), {})
     monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     pipe = on_host(tiny_pipeline("flux"), **{"kernels.graphs": "always"})
-    before = made(pipe, steps=6)
+    before = result(pipe, steps=6)
     captures = counted.captures
     pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
-    changed, replays = made(pipe, steps=6), counted.replays
+    changed, replays = result(pipe, steps=6), counted.replays
     assert counted.captures == captures > 0 and replays > 0 and not torch.equal(changed, before)
     on_host(pipe, **{"kernels.graphs": "never"})
-    assert torch.equal(made(pipe, steps=6), changed)
+    assert torch.equal(result(pipe, steps=6), changed)
 
 
 def test_graphs_read_no_weight_on_the_host():
@@ -390,9 +390,9 @@ def test_graphs_read_no_weight_on_the_host():
 def test_on_a_gpu_outputs_are_those_of_weights_on_it(order, graphs):
     """The pipeline moves before or after the acceleration, or model by model in each call."""
     moved = tiny_pipeline("flux").to("cuda")
-    plain = made(moved, steps=6)
+    plain = result(moved, steps=6)
     int8 = {"linear.dtype": "int8", "kernels.graphs": graphs}
-    expected = made(accelerate_pipeline(moved, "exact", **int8), steps=6)
+    expected = result(accelerate_pipeline(moved, "exact", **int8), steps=6)
     pipe = tiny_pipeline("flux")
     if order == "after":
         pipe.to("cuda")
@@ -402,10 +402,10 @@ def test_on_a_gpu_outputs_are_those_of_weights_on_it(order, graphs):
     if order == "offload":
         pipe.enable_model_cpu_offload()
     for _ in range(2):
-        assert torch.equal(made(pipe, steps=6), expected)
+        assert torch.equal(result(pipe, steps=6), expected)
     report = pipe.dit_accel.report()
     assert bool(report.replayed) == (graphs == "always" and order != "offload")
     assert all(layer.weight.device == CPU for layer in linears_of(pipe).on_host)
     restore_pipeline(pipe)
-    assert {each.device.type for each in pipe.transformer.parameters()} == {"cpu" if order == "offload" else "cuda"}
-    assert torch.equal(made(pipe, steps=6), plain)
+    assert {item.device.type for item in pipe.transformer.parameters()} == {"cpu" if order == "offload" else "cuda"}
+    assert torch.equal(result(pipe, steps=6), plain)

@@ -70,10 +70,10 @@ def test_text_that_counts_is_put_first_and_comes_back_in_its_place(valid):
     qkv = tuple(x.transpose(1, 2) for x in inputs(batch=2))
     expected = functional.scaled_dot_product_attention(*inputs(batch=2), attn_mask=mask).transpose(1, 2)
 
-    def attend(given):
-        keys = torch.arange(given.k.shape[1]) < given.kv_len[:, None]
-        q, k, v = (x.transpose(1, 2) for x in given[:3])
+    def attend(arguments):
+        keys = torch.arange(arguments.k.shape[1]) < arguments.kv_len[:, None]
+        q, k, v = (x.transpose(1, 2) for x in arguments[:3])
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=keys[:, None, None]).transpose(1, 2)
 
-    made = with_leading_keys(attend, tokens, 64, qkv, lambda: expected, key_lengths(mask, tokens), mask)
-    torch.testing.assert_close(made[counts], expected[counts])
+    output = with_leading_keys(attend, tokens, 64, qkv, lambda: expected, key_lengths(mask, tokens), mask)
+    torch.testing.assert_close(output[counts], expected[counts])

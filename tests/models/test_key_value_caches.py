@@ -23,8 +23,8 @@ def built(build):
     pipe.set_progress_bar_config(disable=True)
 
     def run(**changes):
-        given = {"num_inference_steps": STEPS, "output_type": "latent", **arguments, **changes}
-        return pipe(**given, generator=torch.Generator().manual_seed(0), return_dict=False)[0]
+        passed = {"num_inference_steps": STEPS, "output_type": "latent", **arguments, **changes}
+        return pipe(**passed, generator=torch.Generator().manual_seed(0), return_dict=False)[0]
 
     return pipe, run
 

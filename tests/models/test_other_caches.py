@@ -107,8 +107,8 @@ def test_a_cache_that_comes_later_is_refused_at_the_first_call(pipe, cache):
     cached = tiny_pipeline("flux")
     cached.transformer.enable_cache(CONFIGS[cache]())
     assert equal_up_to_rounding(tiny_output(pipe, "flux", steps=STEPS), tiny_output(cached, "flux", steps=STEPS))
-    for each in (pipe, cached):
-        each.transformer.disable_cache()
+    for item in (pipe, cached):
+        item.transformer.disable_cache()
     assert equal_up_to_rounding(tiny_output(pipe, "flux", steps=STEPS), tiny_output(cached, "flux", steps=STEPS))
 
 

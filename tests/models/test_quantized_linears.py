@@ -22,13 +22,13 @@ STEPS = 4
 INT8 = {"linear.dtype": "int8"}
 
 
-def distance(made, plain):
-    return ((made - plain).norm() / plain.norm()).item()
+def distance(output, plain):
+    return ((output - plain).norm() / plain.norm()).item()
 
 
 def hooked(pipe):
     registries = ((module, getattr(module, "_diffusers_hook", None)) for module in pipe.transformer.modules())
-    return [module for module, each in registries if each and any(isinstance(h, Hook) for h in each.hooks.values())]
+    return [module for module, item in registries if item and any(isinstance(h, Hook) for h in item.hooks.values())]
 
 
 def linears_of(pipe):
@@ -47,8 +47,8 @@ def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=STEPS)
     accelerate_pipeline(pipe, "exact", **{"linear.dtype": dtype})
-    made = tiny_output(pipe, name, steps=STEPS)
-    assert 0 < distance(made, plain) < most
+    output = tiny_output(pipe, name, steps=STEPS)
+    assert 0 < distance(output, plain) < most
     assert any(f"linear layers in {dtype}" in note for note in pipe.dit_accel.report().notes)
     restore_pipeline(pipe)
     assert torch.equal(tiny_output(pipe, name, steps=STEPS), plain)

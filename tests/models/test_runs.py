@@ -25,11 +25,11 @@ def test_threads_that_have_ended_leave_no_controllers():
         runs.of(None)
 
     threads = [threading.Thread(target=call, args=[turn]) for turn in turns]
-    for each in threads:  # all at once, so that each has an identity of its own
-        each.start()
-    for turn, each in zip(turns, threads, strict=True):
+    for item in threads:  # all at once, so that each has an identity of its own
+        item.start()
+    for turn, item in zip(turns, threads, strict=True):
         turn.set()
-        each.join()
+        item.join()
     assert len(runs.all()) == 2
 
 

@@ -24,14 +24,16 @@ def minimax_h3(name):
         redraw(getattr(pipe, name).eval())
     pipe.set_progress_bar_config(disable=True)
 
-    def run(steps=STEPS, **given):
+    def run(steps=STEPS, **inputs):
         random = torch.Generator().manual_seed(0)
         latents = {
             "latents": torch.randn(*videos.H3_VIDEO, generator=random),
             "audio_latents": torch.randn(*videos.H3_AUDIO, generator=random),
         }
         # Its scheduler counts the end of the run as a step.
-        return list(pipe(**arguments, **latents, **given, num_inference_steps=steps + 1, output=list(latents)).values())
+        return list(
+            pipe(**arguments, **latents, **inputs, num_inference_steps=steps + 1, output=list(latents)).values()
+        )
 
     return pipe, run
 

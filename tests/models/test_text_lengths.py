@@ -67,11 +67,11 @@ def test_a_length_that_changes_under_way_drops_records(level):
     pipe = tiny_pipeline("hunyuan")
     tiny_output(pipe, "hunyuan", steps=1)
     arguments, transformer = {}, pipe.transformer
-    own = transformer.forward
+    original = transformer.forward
 
     def seen(*args, **kwargs):
         arguments.update(kwargs)
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     transformer.forward = seen
     tiny_output(pipe, "hunyuan", steps=1)
@@ -86,12 +86,12 @@ def test_a_length_that_changes_under_way_drops_records(level):
     with torch.no_grad():
         for count, timestep in enumerate(steps, 3):
             longer = (torch.arange(mask.shape[1]) < count).expand_as(mask).to(mask.dtype)
-            given = {
+            inputs = {
                 **arguments,
                 "encoder_attention_mask": longer,
                 "timestep": torch.full_like(arguments["timestep"], timestep),
             }
-            output = transformer(**given)[0]
+            output = transformer(**inputs)[0]
             assert output.isfinite().all()
     assert any("changed" in note for note in acceleration.report().notes)
     acceleration.restore()

@@ -19,7 +19,7 @@ def test_own_warnings_are_taken_and_others_are_shown():
     with pytest.warns(UserWarning) as shown, taken_aside(BEGINNING) as taken:
         warnings.warn(f"{BEGINNING} operation", UserWarning, stacklevel=1)
         warnings.warn("another", UserWarning, stacklevel=1)
-    assert [str(each.message) for each in shown] == ["another"]
+    assert [str(item.message) for item in shown] == ["another"]
     assert len(taken.places) == 1 and __file__ in taken.places[0] and taken.is_complete
 
 
@@ -46,7 +46,7 @@ def test_two_threads_take_their_own_at_a_time():
         found[name] = taken
         ended.set()
 
-    threads = [threading.Thread(target=take, args=each) for each in (("a", False), ("b", True))]
+    threads = [threading.Thread(target=take, args=item) for item in (("a", False), ("b", True))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -93,8 +93,8 @@ def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
         return attend(site, inputs)
 
     monkeypatch.setattr(TileSite, "attend_computed", spy)
-    for each in (order, "raster"):
-        with accelerated(pipeline(name), preset(name, each, "output", DENSE, **{"schedule.warmup": 0})):
+    for item in (order, "raster"):
+        with accelerated(pipeline(name), preset(name, item, "output", DENSE, **{"schedule.warmup": 0})):
             call(name, steps=1)
     ordered, raster = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     places = token_order(order, GRID, 64, first_frame_apart=name in FIRST_FRAME_APART)

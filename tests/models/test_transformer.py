@@ -30,7 +30,7 @@ PRESETS = {
     ),
 }
 every_preset = pytest.mark.parametrize("name, preset", PRESETS.values(), ids=PRESETS)
-every_place = pytest.mark.parametrize("name, preset", [PRESETS[each] for each in ("output", "head", "tiles")])
+every_place = pytest.mark.parametrize("name, preset", [PRESETS[item] for item in ("output", "head", "tiles")])
 
 
 def recorded_calls(pipe, name):
@@ -60,9 +60,11 @@ def test_gradients_are_those_of_the_plain_transformer(name, preset):
     assert pipe.dit_accel.report().computed_fraction < 1
     for call, plain in zip(steps, expected, strict=True):
         with pytest.warns(UserWarning, match="require gradients run unaccelerated"):
-            given = gradients(pipe, call)
-        assert all(torch.equal(given[each], plain[each]) for each in plain if plain[each] is not None)
-        assert [each for each in given if given[each] is None] == [each for each in plain if plain[each] is None]
+            arguments = gradients(pipe, call)
+        assert all(torch.equal(arguments[item], plain[item]) for item in plain if plain[item] is not None)
+        assert [item for item in arguments if arguments[item] is None] == [
+            item for item in plain if plain[item] is None
+        ]
     assert pipe.dit_accel.report().notes[-1] == GRADIENTS
     tiny_output(pipe, name, steps=STEPS)
     report = pipe.dit_accel.report()

@@ -70,7 +70,7 @@ def test_the_table_is_right():
 def released_head_dim(family: Family) -> int:
     """Features of a head by the defaults of the class, which are those of a released model."""
     parameters = inspect.signature(getattr(diffusers, family.model).__init__).parameters
-    config = SimpleNamespace(**{name: each.default for name, each in parameters.items()})
+    config = SimpleNamespace(**{name: item.default for name, item in parameters.items()})
     return family.heads(SimpleNamespace(config=config))[1]
 
 
@@ -79,11 +79,11 @@ def rows() -> dict[str, list[tuple[str, str, str]]]:
 
     def titles(*levels: str | None) -> str:
         """Families whose hand-written blocks reach one of these levels; None = families without such blocks."""
-        return ", ".join(each.title for each in FAMILIES if each.fused in levels)
+        return ", ".join(item.title for item in FAMILIES if item.fused in levels)
 
-    names = ", ".join(f"`{name}`" for name in ("any", *(each.name for each in FAMILIES)))
-    *heads, last = (f"`{each.name}`" for each in FAMILIES if each.fused == "head")
-    dense = ", ".join(each.title for each in FAMILIES if released_head_dim(each) not in TRITON_HEAD_DIMS)
+    names = ", ".join(f"`{name}`" for name in ("any", *(item.name for item in FAMILIES)))
+    *heads, last = (f"`{item.name}`" for item in FAMILIES if item.fused == "head")
+    dense = ", ".join(item.title for item in FAMILIES if released_head_dim(item) not in TRITON_HEAD_DIMS)
     return {
         "docs/guide/using.md": [
             ("| ", titles(None, "layer"), " | ✓, and sparse tiles on computed steps (not on a GPU: "),
@@ -118,7 +118,7 @@ def test_no_family_is_among_other_models():
     """The row of models whose blocks are not known names none."""
     text = (ROOT / "docs/guide/using.md").read_text(encoding="utf-8")
     (others,) = re.findall(r"^\| (.*), and \[other transformers\]", text, flags=re.MULTILINE)
-    assert {*others.split(", ")}.isdisjoint(each.title for each in FAMILIES)
+    assert {*others.split(", ")}.isdisjoint(item.title for item in FAMILIES)
 
 
 if __name__ == "__main__":

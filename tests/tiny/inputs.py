@@ -17,11 +17,11 @@ def call_with(height: int, width: int, **arguments: Any) -> Callable[..., dict]:
     """
 
     def inputs(generator: torch.Generator, *, height: int = height, width: int = width) -> dict:
-        made = {
+        output = {
             name: value(generator, height, width) if callable(value) else value for name, value in arguments.items()
         }
-        made = {"height": height, "width": width, "max_sequence_length": TEXT_TOKENS, **made}
-        return {name: value for name, value in made.items() if value is not None}
+        output = {"height": height, "width": width, "max_sequence_length": TEXT_TOKENS, **output}
+        return {name: value for name, value in output.items() if value is not None}
 
     return inputs
 

@@ -61,7 +61,7 @@ MUTANTS: list[Mutant] = table({
          "tests/models/test_component_times.py",
          "always_call=True", "always_call=False"),
         ("an-own-method-is-lost", "a pipeline's replaced method is put back", "tests/models/test_component_times.py",
-         "            if self.own is not None:\n                setattr(pipe, self._name, self.own)\n", "")],
+         "            if self.original is not None:\n                setattr(pipe, self._name, self.original)\n", "")],
     "dit_accel/models/families/family.py": [
         ("second-attention-is-cheap", "FLOPs equal torch's count", "tests/models/test_facts.py",
          "8 * batch * others * width**2", "4 * batch * others * width**2"),

@@ -93,13 +93,13 @@ HOOKED_PARTS = [
 @pytest.mark.parametrize(("name", "block", "part", "reasons"), HOOKED_PARTS)
 def test_parts_that_carry_hooks_are_called(name, block, part, reasons, as_on_a_gpu):
     """A norm's hook leaves the block to diffusers; a hook of the MLP, or in the attention, leaves that part to it."""
-    pipe, calls = tiny.own(name), []
+    pipe, calls = tiny.copy_of(name), []
     pipe.transformer.get_submodule(f"{block}.{part}").register_forward_hook(lambda *_: calls.append(1))
     plain = tiny.output(name, 2, pipe)
     count = len(calls)
     fused, report = tiny.accelerated_output(name, "exact", 2, pipe)
     assert distance(fused, plain) < 1e-5 and len(calls) == 2 * count > 0
-    assert [each["reason"] for each in report.fallbacks] == reasons
+    assert [item["reason"] for item in report.fallbacks] == reasons
 
 
 class OtherGate(nn.Module):
@@ -138,7 +138,7 @@ REPLACED = {  # pipeline, modules, what takes their place, and the reason in the
 @pytest.mark.parametrize(("name", "modules", "make", "reason"), REPLACED.values(), ids=REPLACED)
 def test_parts_of_another_kind_are_called(name, modules, make, reason, as_on_a_gpu):
     """The report names a norm whose block runs as before, but no part of a block or attention that is called."""
-    pipe, before = tiny.own(name), tiny.output(name, 2)
+    pipe, before = tiny.copy_of(name), tiny.output(name, 2)
     for path in [path for path, _ in pipe.transformer.named_modules() if re.fullmatch(modules, path)]:
         owner, _, last = path.rpartition(".")
         owner = pipe.transformer.get_submodule(owner)
@@ -146,7 +146,7 @@ def test_parts_of_another_kind_are_called(name, modules, make, reason, as_on_a_g
     plain = tiny.output(name, 2, pipe)
     fused, report = tiny.accelerated_output(name, "exact", 2, pipe)
     assert distance(plain, before) > 1e-4 and distance(fused, plain) < 1e-5
-    assert [each["reason"] for each in report.fallbacks] == ([] if reason is None else [reason])
+    assert [item["reason"] for item in report.fallbacks] == ([] if reason is None else [reason])
 
 
 def own_class(block):
@@ -162,11 +162,11 @@ def own_forward(block):
 @pytest.mark.parametrize(("name", "blocks"), [("flux", "transformer_blocks"), ("wan", "blocks"), ("z-image", "layers")])
 def test_blocks_that_are_not_diffusers_own_run_themselves(name, blocks, change, as_on_a_gpu):
     """A class derived from diffusers', or a forward that was put in its place, may do anything."""
-    pipe = tiny.own(name)
+    pipe = tiny.copy_of(name)
     change(getattr(pipe.transformer, blocks)[0])
     fused, report = tiny.accelerated_output(name, "exact", 2, pipe)
     assert distance(fused, tiny.output(name, 2)) < 1e-5
-    assert [each["reason"] for each in report.fallbacks] == ["its forward is not diffusers' own"]
+    assert [item["reason"] for item in report.fallbacks] == ["its forward is not diffusers' own"]
 
 
 ADAPTED = {  # layers that get a LoRA
@@ -179,7 +179,7 @@ ADAPTED = {  # layers that get a LoRA
 @pytest.mark.parametrize("name, layer", [(name, layer) for name, layers in ADAPTED.items() for layer in layers])
 def test_lora_keeps_its_effect(name, layer, as_on_a_gpu):
     """Layers with an adapter are called, not read."""
-    peft, pipe, plain = pytest.importorskip("peft"), tiny.own(name), tiny.output(name, 2)
+    peft, pipe, plain = pytest.importorskip("peft"), tiny.copy_of(name), tiny.output(name, 2)
     torch.manual_seed(0)
     pipe.transformer.add_adapter(peft.LoraConfig(r=4, target_modules=[layer], init_lora_weights=False))
     adapted = tiny.output(name, 2, pipe)
@@ -310,26 +310,26 @@ FALLBACKS = {  # pipeline, change of its transformer, arguments, blocks that fal
 @pytest.mark.parametrize(("name", "change", "arguments", "sites", "reason"), FALLBACKS.values(), ids=FALLBACKS)
 def test_blocks_that_can_not_be_sparse_compute_densely_and_say_why(name, change, arguments, sites, reason):
     """At level head GEMM-Q and GEMM-O need the weights themselves; the other blocks go on."""
-    pipe = tiny.own(name)
+    pipe = tiny.copy_of(name)
     if change is not None:
         change(pipe.transformer)
     plain = tiny.output(name, 6, pipe, **arguments)
     result, report = tiny.accelerated_output(name, preset_of(name, "head", **NOTHING_LEFT_OUT), 6, pipe, **arguments)
     assert distance(result, plain) < 1e-5
-    found = [each["site"] for each in report.fallbacks]
+    found = [item["site"] for item in report.fallbacks]
     assert (found if isinstance(sites, list) else len(found)) == sites
-    assert {each["reason"] for each in report.fallbacks} == {reason}
+    assert {item["reason"] for item in report.fallbacks} == {reason}
 
 
 def test_a_lora_that_goes_brings_the_sparse_path_back():
     """Loaded and unloaded while the pipeline is accelerated; with its scale, and fused into the weights."""
-    pipe, preset = tiny.own("flux"), preset_of("flux", "head", **NOTHING_LEFT_OUT)
+    pipe, preset = tiny.copy_of("flux"), preset_of("flux", "head", **NOTHING_LEFT_OUT)
     half = {"joint_attention_kwargs": {"scale": 0.5}}
     before, _ = tiny.accelerated_output("flux", preset, 6, pipe)
     accelerate_pipeline(pipe, preset)
     pipe.load_lora_weights(tiny_flux_lora(pipe))
     found = tiny.output("flux", 6, pipe), tiny.output("flux", 6, pipe, **half)
-    assert {each["reason"] for each in pipe.dit_accel.report().fallbacks} == {NO_LINEAR.format("Linear", "peft")}
+    assert {item["reason"] for item in pipe.dit_accel.report().fallbacks} == {NO_LINEAR.format("Linear", "peft")}
     pipe.dit_accel.restore()
     for result, arguments in zip(found, ({}, half), strict=True):
         assert distance(result, tiny.output("flux", 6, pipe, **arguments)) < 1e-5 < 1e-3 < distance(result, before)
@@ -352,7 +352,7 @@ def test_autocast_runs_densely_at_level_head():
 )
 def test_fused_projections_change_nothing(name, preset, as_on_a_gpu):
     """``fuse_qkv_projections`` gives the same output, with slices of the fused weights."""
-    pipe = tiny.own(name)
+    pipe = tiny.copy_of(name)
     apart, _ = tiny.accelerated_output(name, preset, 6, pipe)
     pipe.transformer.fuse_qkv_projections()
     fused, report = tiny.accelerated_output(name, preset, 6, pipe)

@@ -57,16 +57,16 @@ def test_update_projects_heads_whose_symbol_changed(history_dtype, monkeypatch):
 
 def test_rows_of_wan_compute_all_heads_some_or_none():
     """Queries are normalised across heads, and cross-attention computes where any head does."""
-    pipe = accelerate_pipeline(tiny.own("wan"), preset_of("wan", "head"))
+    pipe = accelerate_pipeline(tiny.copy_of("wan"), preset_of("wan", "head"))
     tiny.output("wan", 8, pipe, height=96, width=112)
     symbols = pipe.dit_accel.symbols().values()
-    heads = {int(row.sum()) for each in symbols for row in unpack_bits(each.cache_bits, 3)[0]}
+    heads = {int(row.sum()) for item in symbols for row in unpack_bits(item.cache_bits, 3)[0]}
     assert {0, 3} < heads
 
 
 def test_half_precision_errs_no_more_than_its_rounding():
     """The error of level head in bfloat16 is close to the error in float32."""
-    half, preset = tiny.own("wan").to(torch.bfloat16), preset_of("wan", "head")
+    half, preset = tiny.copy_of("wan").to(torch.bfloat16), preset_of("wan", "head")
     half.transformer.rope.float()  # as diffusers loads it
     result, report = tiny.accelerated_output("wan", preset, 8, half)
     rounding = distance(tiny.output("wan", 8, half), tiny.output("wan", 8))
@@ -87,7 +87,7 @@ def test_fused_projections_are_projections(name, level, changes, count, monkeypa
     A computed step has eight of them, one of which carries a hook and is called; a DISPATCH step has the four of keys.
     """
     preset, arguments = preset_of(name, level, **changes), {"prompt": TWO_PROMPTS}
-    pipe, fused, called, gemm_q = tiny.own(name), [], [], hunyuan_video.gemm_q
+    pipe, fused, called, gemm_q = tiny.copy_of(name), [], [], hunyuan_video.gemm_q
     with monkeypatch.context() as patch:
         patch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: False)
         apart, _ = tiny.accelerated_output(name, preset, 8, pipe, **arguments)
@@ -126,7 +126,7 @@ def test_a_cpu_keeps_the_padding_where_all_is_computed(name):
 def test_cut_padding_equals_masked_padding(monkeypatch, prompt):
     """Without padding, attention has no mask and no token beyond the longest prompt, and the result is the same."""
     monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda *_: True)
-    pipe, seen = tiny.own("hunyuan-i2v"), []
+    pipe, seen = tiny.copy_of("hunyuan-i2v"), []
     plain = tiny.output("hunyuan-i2v", 3, pipe, prompt=prompt)
     for block in [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]:
         block.attn.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
@@ -172,7 +172,7 @@ def by_products(transformer):
 @pytest.mark.parametrize(("change", "sites"), [(own_processor, []), (by_products, ["transformer_blocks.0"])])
 def test_processors_of_the_user_are_intercepted_where_they_call_torch(change, sites):
     """A block whose attention can't be intercepted keeps it, and the report says so; the others are sparse."""
-    preset, pipe = preset_of("hunyuan", "layer", **EVERY_STEP), tiny.own("hunyuan")
+    preset, pipe = preset_of("hunyuan", "layer", **EVERY_STEP), tiny.copy_of("hunyuan")
     everywhere, _ = tiny.accelerated_output("hunyuan", preset, 8, pipe)
     change(pipe.transformer)
     result, report = tiny.accelerated_output("hunyuan", preset, 8, pipe)
@@ -189,14 +189,14 @@ def test_processors_of_the_user_are_intercepted_where_they_call_torch(change, si
 
 def test_kontext_reference_tokens_are_vision():
     """Reference tokens follow the latents, and can be reused."""
-    pipe = accelerate_pipeline(tiny.own("flux-kontext"), preset_of("flux-kontext", "head"))
+    pipe = accelerate_pipeline(tiny.copy_of("flux-kontext"), preset_of("flux-kontext", "head"))
     tiny.output("flux-kontext", 5, pipe)
     assert (pipe.dit_accel.layout.text, pipe.dit_accel.layout.vision) == (37, 180)
 
 
 def test_images_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu):
     """Like Qwen-Image-Edit-2511: tokens of the given image have their own modulation."""
-    pipe, alike = tiny.own("qwen-image-edit"), tiny.output("qwen-image-edit", 2)
+    pipe, alike = tiny.copy_of("qwen-image-edit"), tiny.output("qwen-image-edit", 2)
     for module in (pipe.transformer, *pipe.transformer.transformer_blocks):
         module.zero_cond_t = True
     apart = tiny.output("qwen-image-edit", 2, pipe)
@@ -308,7 +308,7 @@ VARIANTS = {  # of LTX-2: settings of the transformer, why its blocks run as bef
 
 @pytest.mark.parametrize(("settings", "reasons", "attends"), VARIANTS.values(), ids=VARIANTS)
 def test_variants_of_ltx2(settings, reasons, attends, as_on_a_gpu, by_hand):
-    pipe = tiny.own("ltx2")
+    pipe = tiny.copy_of("ltx2")
     config = {key: value for key, value in pipe.transformer.config.items() if not key.startswith("_")}
     torch.manual_seed(0)
     pipe.transformer = type(pipe.transformer)(**config | settings).eval()
@@ -316,12 +316,12 @@ def test_variants_of_ltx2(settings, reasons, attends, as_on_a_gpu, by_hand):
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     fused, report = tiny.accelerated_output("ltx2", "exact", 2, pipe)
     assert distance(fused, tiny.output("ltx2", 2, pipe)) < 1e-5
-    assert sorted({each["reason"] for each in report.fallbacks}) == reasons and any(by_hand) == attends
+    assert sorted({item["reason"] for item in report.fallbacks}) == reasons and any(by_hand) == attends
 
 
 def test_timesteps_of_tokens(as_on_a_gpu, by_hand):
     """In image-to-video given frames have timestep 0, so each token has its own modulation."""
-    pipe, arguments = tiny.own("ltx2"), {}
+    pipe, arguments = tiny.copy_of("ltx2"), {}
     handle = pipe.transformer.register_forward_pre_hook(lambda *call: arguments.update(call[2]), with_kwargs=True)
     tiny.output("ltx2", 1, pipe)
     handle.remove()
@@ -335,7 +335,7 @@ def test_timesteps_of_tokens(as_on_a_gpu, by_hand):
 
 def test_a_mask_between_video_tokens_is_left_to_the_processor(as_on_a_gpu, by_hand):
     """In-context LoRAs weigh attention to their references."""
-    pipe, mask = tiny.own("ltx2"), torch.rand(1, 144, 144)
+    pipe, mask = tiny.copy_of("ltx2"), torch.rand(1, 144, 144)
     forward = pipe.transformer.forward
 
     def masked(*args, **call):
@@ -375,7 +375,7 @@ def minimax_call(batch):
 @pytest.mark.parametrize(("batch", "masks"), [(1, False), (2, False), (1, True)])
 def test_outputs_with_a_given_image(batch, masks, as_on_a_gpu, by_hand):
     """Rows of five of the nine pairs of timestep and modality are in use; a mask by a hook is the processor's."""
-    transformer, mask = tiny.own("minimax-h3").transformer, torch.rand(1, 1, 52, 52)
+    transformer, mask = tiny.copy_of("minimax-h3").transformer, torch.rand(1, 1, 52, 52)
     add = lambda _, args, kwargs: (args, kwargs | {"attention_mask": mask})  # noqa: E731
     with torch.no_grad():
         plain = transformer(**minimax_call(batch))

@@ -21,7 +21,7 @@ def test_a_hooked_norm_is_called():
 
 
 @pytest.mark.parametrize("width", [16, 32], ids=["per-head", "across-heads"])
-@pytest.mark.parametrize("norm_class", [RMSNorm, nn.RMSNorm, nn.LayerNorm], ids=lambda each: each.__module__)
+@pytest.mark.parametrize("norm_class", [RMSNorm, nn.RMSNorm, nn.LayerNorm], ids=lambda item: item.__module__)
 def test_norm_and_rope_in_one_equal_the_two(width, norm_class):
     """For any kind of norm; kinds without a kernel are called."""
     norm, x = norm_class(width, eps=1e-6), torch.randn(2, 5, 2, 16)

@@ -51,11 +51,11 @@ USED = {}  # shared pipelines that the current test used
 
 def shared(build):
     """Build the pipeline of each name once, and note which ones a test uses."""
-    made = functools.cache(build)
+    produced = functools.cache(build)
 
     @functools.wraps(build)
     def get(name: str):
-        result = made(name)
+        result = produced(name)
         pipe = result[0] if isinstance(result, tuple) else result
         USED[name] = pipe
         if name not in FIRST:
@@ -71,8 +71,8 @@ def state_of(pipe) -> dict:
     state = {"accelerated": hasattr(pipe, "dit_accel")}
     for part, model in pipe.components.items():
         if isinstance(model, torch.nn.Module) and part.startswith("transformer"):
-            modules = [(set(vars(each)), len(each._forward_hooks), each.training) for each in model.modules()]
-            state[part] = modules, [float(each) for each in torch._foreach_norm([*model.parameters()])]
+            modules = [(set(vars(item)), len(item._forward_hooks), item.training) for item in model.modules()]
+            state[part] = modules, [float(item) for item in torch._foreach_norm([*model.parameters()])]
         elif isinstance(model, torch.nn.Module):  # libraries keep caches in private attributes of these
             state[part] = {key for key in vars(model) if not key.startswith("_")}
     return state
@@ -114,7 +114,7 @@ def moved(pipe, arguments: dict, device: torch.device | str, dtype: torch.dtype)
             if not set(kept).isdisjoint(name.split(".")):
                 parameter.data = parameter.data.float()
     return tree_map_only(
-        torch.Tensor, lambda given: given.to(device, dtype if given.is_floating_point() else given.dtype), arguments
+        torch.Tensor, lambda inputs: inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype), arguments
     )
 
 
@@ -126,11 +126,11 @@ def outputs(pipe, arguments: dict, **changes) -> tuple:
     """All outputs of a pipeline of :func:`built`; a modular one gives its latents alone."""
     generator = torch.Generator().manual_seed(0)
     size = {"height": 96, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
-    given = {**size, **arguments, **changes, "generator": generator}
+    inputs = {**size, **arguments, **changes, "generator": generator}
     if isinstance(pipe, diffusers.ModularPipeline):
-        del given["output_type"]
-        return (pipe(**given, output="latents"),)
-    return pipe(**given, return_dict=False)
+        del inputs["output_type"]
+        return (pipe(**inputs, output="latents"),)
+    return pipe(**inputs, return_dict=False)
 
 
 pipeline_of_testing = shared(tiny_pipeline)
@@ -141,7 +141,7 @@ def pipeline(name: str):
     return pipeline_of_testing(name) if name in TINY_PIPELINES else built(name)[0]
 
 
-def own(name: str):
+def copy_of(name: str):
     """A copy of a tiny pipeline, which a test may change."""
     return copy.deepcopy(pipeline(name))
 
@@ -151,8 +151,8 @@ def output(name: str, steps: int, pipe=None, **arguments) -> torch.Tensor:
     pipe = pipe or pipeline(name)
     if name in TINY_PIPELINES:
         return tiny_output(pipe, name, steps=steps, **arguments)
-    made = outputs(pipe, built(name)[1] | {"num_inference_steps": steps} | arguments)
-    return made[0] if len(made) == 1 else torch.cat([each.flatten() for each in made])
+    produced = outputs(pipe, built(name)[1] | {"num_inference_steps": steps} | arguments)
+    return produced[0] if len(produced) == 1 else torch.cat([item.flatten() for item in produced])
 
 
 def accelerated_output(name: str, preset, steps: int, pipe=None, **arguments) -> tuple:

@@ -78,6 +78,6 @@ def build(name: str):
         diffusers.DPMSolverMultistepScheduler() if name in OF_NOISE else diffusers.FlowMatchEulerDiscreteScheduler()
     )
     asked = inspect.signature(kind.__call__).parameters
-    made = prompts(prompt_embeds=(1, TOKENS, WIDTH)) | {"negative_prompt": None}
-    made |= dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), torch.ones(1, TOKENS))
-    return kind(**parts), {**{each: value for each, value in made.items() if each in asked}, **arguments}
+    output = prompts(prompt_embeds=(1, TOKENS, WIDTH)) | {"negative_prompt": None}
+    output |= dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), torch.ones(1, TOKENS))
+    return kind(**parts), {**{item: value for item, value in output.items() if item in asked}, **arguments}

@@ -192,12 +192,12 @@ def cogvideox():
     return pipe, {"prompt": "a red fox", **size}
 
 
-made = functools.cache(tiny_pipeline)
+output = functools.cache(tiny_pipeline)
 
 
 def wan_parts() -> dict:
     """An autoencoder and a scheduler of the caller's own: building a pipeline draws all its weights again."""
-    return {part: copy.deepcopy(made("wan").components[part]) for part in ("vae", "scheduler")}
+    return {part: copy.deepcopy(output("wan").components[part]) for part in ("vae", "scheduler")}
 
 
 WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "rope_max_seq_len": 64}
