@@ -66,13 +66,11 @@ def require_same(stage, run, vae, inputs):
     assert torch.equal(run(vae, inputs[-1]), outputs[-1])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_latents_are_decoded_as_by_the_decoder(name):
     require_same(FusedDecode, decoded, autoencoder(name), [latents(*shape) for shape in shapes_of(name)])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("name", "way", "shape"), IN_PARTS)
 def test_latents_are_decoded_in_parts(name, way, shape):
     """Each part is a call of the decoder."""
@@ -81,7 +79,6 @@ def test_latents_are_decoded_in_parts(name, way, shape):
     require_same(FusedDecode, decoded, vae, [latents(*shape)])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("limit", [1, 4096, 40_000])
 @pytest.mark.parametrize("name", ["hunyuan", "hunyuan 1.5"])
 def test_large_videos_are_convolved_a_few_frames_at_a_time(name, limit, monkeypatch):
@@ -89,7 +86,6 @@ def test_large_videos_are_convolved_a_few_frames_at_a_time(name, limit, monkeypa
     require_same(FusedDecode, decoded, autoencoder(name), [latents(1, 4, 3, 2, 3)])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "way", "shapes"),
     [
@@ -108,7 +104,6 @@ def test_images_and_videos_are_encoded_as_by_the_encoder(name, way, shapes):
     require_same(FusedEncode, encoded, vae, [latents(*shape) for shape in shapes])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("stage", "run", "name", "shape"),
     [
@@ -127,7 +122,6 @@ def test_kernels_give_the_same(stage, run, name, shape):
     assert fused.remark == FUSED
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "dtype", "most"),
     [
@@ -149,7 +143,6 @@ def test_half_precision_errs_no_more_than_the_decoder(name, dtype, most):
     assert fused.remark == FUSED and error <= most * usual < BOUNDS[dtype]
 
 
-@torch.no_grad()
 def test_biases_of_a_block_are_added_in_float32():
     """2048 + 1 has no place in half precision; with features of −2048 it makes 1."""
     block = ResnetBlock2D(in_channels=8, out_channels=16, temb_channels=None, groups=8).half()
@@ -163,7 +156,6 @@ def test_biases_of_a_block_are_added_in_float32():
     assert torch.equal(output, torch.ones_like(output))
 
 
-@torch.no_grad()
 def test_a_call_may_be_causal():
     """Where the decoder is not."""
     vae, values = autoencoder("ltx 2"), latents(1, 4, 3, 3, 3)
@@ -175,7 +167,6 @@ def test_a_call_may_be_causal():
     assert (outputs[True] - outputs[None]).abs().max() > 1e-3
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("way", ["differs", "keeps others"])
 def test_a_later_frame_of_wan_may_differ(way, monkeypatch):
     """The decoder goes on from the frames that were kept, which are compared too."""
@@ -196,7 +187,6 @@ def test_a_later_frame_of_wan_may_differ(way, monkeypatch):
         assert ("for the next call " if way == "keeps others" else "") + "fused kernels differ from" in fused.remark
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("way", "remark"), [("differs", "differ from the decoder"), ("fails", "no memory")])
 def test_a_later_frame_of_cogvideox_may_differ_or_fail(way, remark, monkeypatch):
     """The decoder goes on from the frames that fused kernels kept, or anew."""
@@ -222,7 +212,6 @@ BLOCK, FIRST = "up_blocks.0.resnets.0", "conv_in"
 NOISY = {**UPSAMPLED, "decoder_inject_noise": (True, False, False)}
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "config", "part", "changes", "reason"),
     [

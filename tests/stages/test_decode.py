@@ -42,8 +42,7 @@ class Fused:
 
 @pytest.fixture
 def fused(monkeypatch):
-    with torch.no_grad():
-        yield Fused(monkeypatch)
+    return Fused(monkeypatch)
 
 
 @pytest.mark.parametrize("factors", [(1.01, 1.01), (1.015, 1.0), (1.0, 1.015)], ids=["both", "first", "second"])
@@ -95,7 +94,6 @@ CHANGES = {
 }
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
 def test_a_decoder_that_is_not_known_runs_itself(change, reason, monkeypatch):
     fused = Fused(monkeypatch, change=change)
@@ -205,7 +203,6 @@ def test_gradients_flow_through_the_decoders_own_code(fused):
     assert fused.latents.grad.abs().sum() > 0
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("place", [1, 3], ids=["compared", "known"])
 def test_an_interrupted_decode_leaves_no_state(place, monkeypatch):
     """Neither of the decode nor of its frames, in a call that is compared or not; the next decode is fused."""

@@ -55,6 +55,11 @@ class Kept:
         return type(self.encoder)._call_impl(self.encoder, *args, **kwargs)
 
 
+@pytest.fixture
+def kept():
+    return Kept(encoder_of())
+
+
 def encoder_of(kind="clip"):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -82,7 +87,6 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(other), strict=True))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_a_known_input_runs_no_encoder(kind):
     """The output has the same class, fields, strides and bits, of all hidden states and caches."""
@@ -96,10 +100,8 @@ def test_a_known_input_runs_no_encoder(kind):
     assert kept.runs == 1
 
 
-@torch.no_grad()
-def test_every_input_counts():
+def test_every_input_counts(kept):
     """Ids, masks, dtypes, names and flags are compared by value."""
-    kept = Kept(encoder_of())
     mask = torch.ones_like(ids())
     for place in range(2):
         calls = [
@@ -117,7 +119,6 @@ def test_every_input_counts():
             assert kept.runs == (number if place == 0 else len(calls))
 
 
-@torch.no_grad()
 def test_a_copy_may_be_overwritten():
     """By whoever gets it, at the first call and at later calls; views of one tensor stay views of it."""
     kept = Kept(encoder_of("t5"))
@@ -179,11 +180,9 @@ CHANGES = {
 }
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("is_offloaded", [False, True], ids=["in-place", "offloaded"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_encoder_runs(change, is_offloaded):
-    kept = Kept(encoder_of())
+def test_a_changed_encoder_runs(change, is_offloaded, kept):
     if is_offloaded:
         cpu_offload_with_hook(kept.encoder, execution_device="cpu")
     kept(ids())
@@ -203,10 +202,8 @@ def lora(encoder, name="x"):
         encoder.eval()
 
 
-@torch.no_grad()
-def test_loras_count():
+def test_loras_count(kept):
     """Loaded, scaled, switched off and on, and deleted; another call with the same LoRA is kept."""
-    kept = Kept(encoder_of())
     layers = lambda: [module for module in kept.encoder.modules() if hasattr(module, "merged_adapters")]  # noqa: E731
     steps = [
         lambda: lora(kept.encoder),
@@ -243,10 +240,8 @@ def test_a_lora_that_was_fused_and_unloaded_counts():
     assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=1), output)
 
 
-@torch.no_grad()
-def test_settings_of_torch_count():
+def test_settings_of_torch_count(kept):
     """Autocast and the kernels of attention."""
-    kept = Kept(encoder_of())
     kept(ids())
     with torch.autocast("cpu", torch.bfloat16):
         assert same(kept(ids()), kept.plain(ids()))
@@ -296,11 +291,9 @@ REASONS = {
 }
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("change", "reason"), REASONS.values(), ids=REASONS)
-def test_an_encoder_that_is_not_known_runs(change, reason):
+def test_an_encoder_that_is_not_known_runs(change, reason, kept):
     """In every call, and the remark says why."""
-    kept = Kept(encoder_of())
     change(kept.encoder)
     for number in (1, 2):
         kept(ids())
@@ -308,7 +301,6 @@ def test_an_encoder_that_is_not_known_runs(change, reason):
     assert reason in kept.stage.remark
 
 
-@torch.no_grad()
 def test_a_hook_for_one_call_sees_it():
     """As pipelines add one to read or change a layer; the calls without it are kept."""
     kept, seen = Kept(encoder_of()), []
@@ -319,9 +311,7 @@ def test_a_hook_for_one_call_sees_it():
     assert same(kept(ids()), expected) and kept.runs == 2
 
 
-@torch.no_grad()
-def test_calls_that_are_watched_run():
-    kept = Kept(encoder_of())
+def test_calls_that_are_watched_run(kept):
     kept(ids())
     undo = nn.modules.module.register_module_forward_hook(lambda *_: None)
     kept(ids())
@@ -331,7 +321,6 @@ def test_calls_that_are_watched_run():
     assert kept.runs == 3 and counter.get_total_flops() > 0
 
 
-@torch.no_grad()
 def test_inputs_that_may_change_or_are_large_are_not_compared(monkeypatch):
     kept = Kept(encoder_of("llama"))
     cache = kept(ids()).past_key_values
@@ -343,17 +332,15 @@ def test_inputs_that_may_change_or_are_large_are_not_compared(monkeypatch):
     assert kept.runs == 4 and "its inputs have more than" in kept.stage.remark
 
 
-def test_gradients_flow():
-    kept = Kept(encoder_of())
-    with torch.no_grad():
-        kept(ids())
-    kept(ids()).last_hidden_state.sum().backward()
+def test_gradients_flow(kept):
+    kept(ids())
+    with torch.enable_grad():
+        kept(ids()).last_hidden_state.sum().backward()
     assert kept.encoder.get_input_embeddings().weight.grad.abs().sum() > 0
     assert "gradients are on" in kept.stage.remark
 
 
-def test_inference_mode_is_as_without():
-    kept = Kept(encoder_of())
+def test_inference_mode_is_as_without(kept):
     with torch.inference_mode():
         kept(ids())
     with torch.no_grad():
@@ -362,7 +349,6 @@ def test_inference_mode_is_as_without():
         assert torch.equal(output, kept.plain(ids()).last_hidden_state)
 
 
-@torch.no_grad()
 def test_memory_is_bounded():
     """The least recently used output goes first, and one that is too large is never kept."""
     kept = Kept(encoder_of("t5"))
@@ -412,7 +398,6 @@ Scaled.__module__ = "torch.nn"  # otherwise its code is not known
 Scaled.forward = FunctionType(Scaled.forward.__code__, {"__name__": "torch.nn"})
 
 
-@torch.no_grad()
 def test_each_of_several_inputs_counts(monkeypatch):
     """Its values, dtype, bytes and writes: the output of an encoder that writes to one is not kept."""
     kept, ones = Kept(Scaled().eval()), torch.ones(4)
@@ -433,7 +418,6 @@ def test_each_of_several_inputs_counts(monkeypatch):
         assert "it writes to its inputs" in kept.stage.remark and kept.stage.size == 0
 
 
-@torch.no_grad()
 def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
     """A stage that is closed twice, or forgets and goes on, is as good as new."""
     encoders = encoder_of(), encoder_of("t5")
@@ -451,7 +435,6 @@ def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
     assert again.size > 0 and again.remark == "0 of 2 kept from earlier calls"
 
 
-@torch.no_grad()
 def test_an_error_leaves_nothing():
     kept = Kept(encoder_of("t5"))
     with pytest.raises(IndexError):
@@ -460,9 +443,7 @@ def test_an_error_leaves_nothing():
     assert same(kept(ids()), kept.plain(ids()))
 
 
-@torch.no_grad()
-def test_no_memory_for_a_copy_costs_no_output(monkeypatch):
-    kept = Kept(encoder_of())
+def test_no_memory_for_a_copy_costs_no_output(monkeypatch, kept):
     expected = kept.plain(ids())
     kept(ids(1))
     monkeypatch.setattr("dit_accel.stages.prompts._copied", lambda *_: 1 / 0)
@@ -471,7 +452,6 @@ def test_no_memory_for_a_copy_costs_no_output(monkeypatch):
     assert same(kept(ids()), expected) and "raised ZeroDivisionError" in kept.stage.remark
 
 
-@torch.no_grad()
 def test_threads_get_their_own_prompts():
     kept, wrong = Kept(encoder_of("t5")), []
     expected = {seed: kept.plain(ids(seed)) for seed in range(4)}
@@ -491,7 +471,6 @@ def test_threads_get_their_own_prompts():
     assert not wrong and kept.runs < 20
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda encoder: pickle.loads(pickle.dumps(encoder))], ids=["copy", "pickle"]
 )
@@ -507,7 +486,6 @@ def test_a_copy_encodes_by_itself(way):
     assert same(encoder(ids()), expected) and stage.remark == "1 of 2 kept from earlier calls" and pipe
 
 
-@torch.no_grad()
 def test_a_compiled_encoder_keeps_its_entry():
     """Compiled before: its outputs are kept. Compiled later: it runs compiled code, and nothing of ours is left."""
     encoder = encoder_of()
@@ -527,7 +505,6 @@ def test_a_compiled_encoder_keeps_its_entry():
     assert vars(kept.encoder)[ENTRY] is entry
 
 
-@torch.no_grad()
 def test_compiled_callers_see_the_encoders_own_code():
     kept, nodes = Kept(encoder_of("t5")), []
 
@@ -554,7 +531,6 @@ def moving(encoder, moves, name):
     encoder.to = to
 
 
-@torch.no_grad()
 def test_an_offloaded_encoder_is_not_moved():
     """A kept output moves the previous model away, as accelerate does, and leaves the encoder where it is."""
     moves = []
@@ -573,7 +549,6 @@ def test_an_offloaded_encoder_is_not_moved():
     assert moves == ["first"]
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["clip", "llama"])
 def test_weights_that_are_offloaded_one_by_one_count(kind):
     """Between calls they are on device meta, and accelerate has them."""
@@ -662,7 +637,6 @@ def test_pipelines_may_share_an_encoder():
         assert ENTRY not in vars(pipes[0].text_encoder)
 
 
-@torch.no_grad()
 def test_an_encoder_outlives_its_pipeline():
     """It then runs as ever, and no weight is kept alive."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact")

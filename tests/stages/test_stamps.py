@@ -38,7 +38,6 @@ def _offload_groups(encoder):
     apply_group_offloading(encoder, where, where, offload_type="leaf_level")
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("form", [_quantize, _cast, _offload_groups], ids=lambda form: form.__name__.strip("_"))
 def test_other_forms_of_weights_have_stamps(form):
     """A run changes none, and a written weight does."""
@@ -54,7 +53,6 @@ def test_other_forms_of_weights_have_stamps(form):
     assert read_stamp(encoder) != first
 
 
-@torch.no_grad()
 def test_quantised_data_counts():
     encoder = encoder_of()
     _quantize(encoder)
