@@ -19,13 +19,10 @@ BETWEEN = ("torch", "accelerate", "dit_accel")  # packages whose frames lie betw
 
 
 def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
-    """Return the object with this transformer and a scheduler whose method is running in this thread.
+    """Return the pipeline that calls a transformer in this thread; None = a loop of the user's own calls it.
 
-    diffusers does not pass the pipeline to a transformer. So this looks at ``self`` of the frames above the call and
-    takes the nearest match.
-
-    Returns:
-        The pipeline; None = the transformer is called from the user's own loop.
+    diffusers does not pass the pipeline to a transformer. So this takes the nearest object above the call whose method
+    is running and which has this transformer and a scheduler.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -65,11 +62,7 @@ def local_of(owner: Any, name: str) -> Any:
 
 
 def held_module(owner: Any, transformer: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module by which an object calls a transformer: itself, or its wrapper from ``torch.compile``.
-
-    Returns:
-        The module; None = the object has no attribute that is the transformer or wraps it.
-    """
+    """Return the transformer, or its wrapper from ``torch.compile``, that an object has; None = it has neither."""
     held = [*getattr(owner, "__dict__", {}).values()]
     if any(map(is_, held, repeat(transformer))):
         return transformer

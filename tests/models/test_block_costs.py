@@ -97,11 +97,6 @@ def costs_of(mode, level, sites, dense=(), step=4, two=True):
     return costs.computed(call, "blocks.0", WORK, level)
 
 
-def test_work_is_the_sum_of_its_parts():
-    """A plain call does all of it but for the bias, of which rows have theirs already."""
-    assert WORK.plain == 350.0
-
-
 @pytest.mark.parametrize(
     ("level", "facts", "dense", "expected"),
     [

@@ -66,9 +66,7 @@ def compiled_entry(transformer: nn.Module, called: Any, earlier: CompiledEntry |
     current = getattr(holder, attribute)
     if isinstance(current, CompiledEntry):
         return current
-    if wraps and hasattr(
-        transformer, "_hf_hook"
-    ):  # accelerate's offload puts its forward there, and takes it off again
+    if wraps and hasattr(transformer, "_hf_hook"):  # accelerate's offload puts its forward there, and takes it off
         return earlier
     if earlier is not None:
         earlier.put_back()

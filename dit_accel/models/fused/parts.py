@@ -184,7 +184,6 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if a module has hooks, or its forward is replaced, so that it must be called."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     registry = vars(module).get("_diffusers_hook")
-    only_ours = (
-        registry is not None and registry._hook_order == [ATTENTION_HOOK] and not hasattr(module, "_old_forward")
-    )
+    order = None if registry is None else registry._hook_order
+    only_ours = order == [ATTENTION_HOOK] and not hasattr(module, "_old_forward")
     return bool(hooks) or ("forward" in vars(module) and not only_ours) or hasattr(module, "_hf_hook")

@@ -26,10 +26,7 @@ from dit_accel.models.hooks import (
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # types of arguments in a graph's key
-PARALLEL_HOOKS = (
-    "ContextParallelSplitHook",
-    "ContextParallelGatherHook",
-)  # diffusers', since 0.36
+PARALLEL_HOOKS = ("ContextParallelSplitHook", "ContextParallelGatherHook")  # diffusers', since 0.36
 
 
 def why_not_preset(preset: Preset) -> str | None:
@@ -44,9 +41,8 @@ def why_not_preset(preset: Preset) -> str | None:
 def why_not_call(call: Call, leaves: Sequence) -> str | None:
     """Return why a call with these arguments can't be captured, or None."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    others = {
-        type(leaf).__name__ for leaf in leaves if type(leaf) not in PLAIN_TENSORS and not isinstance(leaf, VALUES)
-    }
+    unknown = (leaf for leaf in leaves if type(leaf) not in PLAIN_TENSORS and not isinstance(leaf, VALUES))
+    others = {type(leaf).__name__ for leaf in unknown}
     if not tensors or others:
         return f"arguments hold {', '.join(sorted(others)) or 'no tensor'}"
     if len({tensor.device for tensor in tensors}) > 1:
