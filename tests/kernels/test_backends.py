@@ -42,3 +42,10 @@ def test_status_survives_a_broken_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert backend_status()["reference"] == "ok"
     assert "can't be imported" in backend_status()["triton"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_an_explicit_choice_raises():
+    with pytest.raises(BackendError, match="backend 'cuda' can't run here: the tensors are on 'cpu'"):
+        resolve_backend("cuda", torch.zeros(1), {"cuda": None, "triton": None})
+    assert "CUDA" in backend_status()["cuda"]

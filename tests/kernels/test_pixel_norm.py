@@ -1,10 +1,10 @@
-"""RMS normalisation of video features into a padded tensor equals its formula in float64."""
+"""RMS normalisations of video features, padded or behind frames of the past, equal their formulas in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dit_accel.kernels import pad_video, pixel_norm
+from dit_accel.kernels import causal_norm, pad_video, pixel_norm
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairs import every_pair
 
@@ -61,16 +61,37 @@ def test_normalises_and_pads(shape, padding, is_modulated, backend, dtype, make_
     assert is_close(out, expected)
 
 
+@every_pair(is_refused, shape=SHAPES, known=(None, 1, 2), border=(0, 1), has_bias=(True, False), **IMPLEMENTED)
+def test_normalises_behind_the_past(shape, known, border, has_bias, backend, dtype, make_tensor):
+    """Frames of the past or zeros come first, the border is zeros, and the last frames are the next call's past."""
+    batch, channels, _, height, width = shape
+    x, weight = make_tensor(*shape, dtype=dtype), make_tensor(channels)
+    bias = make_tensor(channels) if has_bias else None
+    past = make_tensor(batch, channels, known or 0, height, width, dtype=dtype)
+    options = {"border": border, "input_bias": bias, "backend": backend}
+    out, last = causal_norm(x.contiguous(memory_format=LAST), weight, past if known else None, **options)
+    normed = F.silu(exact_norm(x, weight, bias=bias))
+    before = F.pad(past.double(), (0, 0, 0, 0, 2 - past.shape[2], 0))
+    expected = F.pad(torch.cat([before, normed], 2), [border] * 4 + [0, 0])
+    assert out.shape == expected.shape and is_close(out, expected)
+    assert torch.equal(out[:, :, :2], expected[:, :, :2].to(dtype))
+    assert torch.equal(last, out[:, :, -2:, border : border + height, border : border + width])
+    assert out.is_contiguous(memory_format=LAST) and last.is_contiguous(memory_format=LAST)
+
+
 def test_a_norm_alone(backend, make_tensor):
     """Of features in any layout."""
     x, weight = make_tensor(1, 8, 2, 3, 3), make_tensor(8)
-    out = pixel_norm(x, weight, silu=False, backend=backend)
-    assert (out.double() - exact_norm(x, weight)).abs().max() < 1e-5
+    causal, last = causal_norm(x, weight, frames=0, silu=False, backend=backend)
+    assert torch.equal(last, causal)
+    for out in (causal, pixel_norm(x, weight, silu=False, backend=backend)):
+        assert (out.double() - exact_norm(x, weight)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-8], ids=["eps-0", "eps"])
-def test_a_pixel_of_zeros_stays_zero(eps, backend, make_tensor):
-    assert (pixel_norm(torch.zeros_like(make_tensor(1, 8, 1, 2, 2)), eps=eps, backend=backend) == 0).all()
+def test_a_pixel_of_zeros_stays_zero(backend, make_tensor):
+    x, weight = torch.zeros_like(make_tensor(1, 8, 1, 2, 2)), make_tensor(8)
+    outs = [pixel_norm(x, eps=eps, backend=backend) for eps in (0.0, 1e-8)]
+    assert not any(out.any() for out in (*outs, *causal_norm(x, weight, backend=backend)))
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e-13], ids=["above-the-limit", "below-the-limit"])

@@ -41,54 +41,47 @@ def lowest(masses, tau):
     return {i for i, mass in enumerate(masses) if sum(other for other in masses if other <= mass) <= budget}
 
 
-def naive_tiles(probabilities, tau, always):
-    tiles = torch.ones_like(probabilities, dtype=torch.bool)
-    blocks = probabilities.shape[-1]
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, probabilities.shape[:3])).tolist():
-        masses = [math.ceil(p * UNITS) for p in probabilities[b, h, i].tolist()]
-        for j in lowest(masses, tau) - {j for j in range(blocks) if masses[j] == max(masses)}:
-            tiles[b, h, i, j] = i in range(blocks)[always] or j in range(blocks)[always]
-    return tiles
+def kept_tiles(row, columns, tau=None, top_k=None):
+    """Tiles of a row that are kept, by the definitions; ``columns`` (or None) are kept and do not count."""
+    others = [j for j in range(len(row)) if j not in (columns or ())]
+    if top_k is not None:
+        present = sorted((row[j] for j in others if row[j] > 0), reverse=True)
+        least = present[math.ceil(round(top_k * len(present), 6)) - 1] if present else 0.0
+        return set(range(len(row))) - {j for j in others if row[j] < least}
+    finer = 0
+    while columns is not None and others and sum(math.ceil(row[j] * UNITS) for j in others) << finer + 1 <= UNITS:
+        finer += 1
+    masses = [math.ceil(row[j] * UNITS * 2**finer) for j in others]
+    return set(range(len(row))) - {others[n] for n in lowest(masses, tau) if masses[n] != max(masses)}
 
 
-@every_pair(shape=SHAPES, tau=TAUS, backend=BACKENDS)
-def test_tiles_equal_a_naive_loop(shape, tau, backend, make_map):
-    always = slice(1, 3)
-    probabilities = make_map(*shape)
-    bits = select_tiles(probabilities, tau, always=always, backend=backend)
-    assert bits.shape == (*shape, -(-shape[-1] // 8))
-    expected = naive_tiles(probabilities, tau, always)
-    assert torch.equal(unpack_bits(bits, shape[-1], backend="reference"), expected)
+CHOICES = {f"tau-{tau}": {"tau": tau} for tau in TAUS} | {
+    f"top-{k}": {"tau": None, "top_k": k} for k in (1e-6, 0.3, 0.9)
+}
 
 
 @pytest.fixture
 def make_flags(device):
     """``make(batch, heads, blocks)``: three in ten blocks marked."""
     generator = torch.Generator().manual_seed(3)
-
-    def make(*shape: int) -> torch.Tensor:
-        return (torch.rand(*shape, generator=generator) < 0.3).to(device)
-
-    return make
+    return lambda *shape: (torch.rand(*shape, generator=generator) < 0.3).to(device)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.3, 0.999])
-@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_marked_columns_carry_no_mass(shape, tau, backend, make_map, make_flags):
+@every_pair(shape=SHAPES, choice=CHOICES, marks=(False, True), backend=BACKENDS)
+def test_tiles_equal_a_naive_loop(shape, choice, marks, backend, make_map, make_flags):
     """Whole rows and columns are kept, and the others are chosen as if the columns were not there."""
-    probabilities, rows, columns = make_map(*shape), make_flags(*shape), make_flags(*shape)
-    bits = select_tiles(probabilities, tau, rows=rows, columns=columns, backend=backend)
+    probabilities, always, blocks = make_map(*shape), slice(1, 3), range(shape[-1])[1:3]
+    probabilities[..., -1] = 0.0
+    rows, columns = (make_flags(*shape) if marks else None for _ in range(2))
+    bits = select_tiles(probabilities, always=always, rows=rows, columns=columns, backend=backend, **choice)
+    assert bits.shape == (*shape, -(-shape[-1] // 8))
     tiles = unpack_bits(bits, shape[-1], backend="reference").cpu()
     for b, h, i in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
-        others = (~columns[b, h]).nonzero().flatten().tolist()
-        masses = [probabilities[b, h, i, j].item() for j in others]
-        finer = 0
-        while others and sum(math.ceil(p * UNITS) for p in masses) << finer + 1 <= UNITS:
-            finer += 1
-        masses = [math.ceil(p * UNITS * 2**finer) for p in masses]
-        dropped = {others[n] for n in lowest(masses, tau) if masses[n] != max(masses)}
-        kept = set(range(shape[-1])) - (set() if rows[b, h, i] else dropped)
-        assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
+        marked = None if columns is None else set(columns[b, h].nonzero().flatten().tolist())
+        expected = kept_tiles(probabilities[b, h, i].tolist(), marked, **choice) | set(blocks)
+        if i in blocks or (rows is not None and rows[b, h, i]):
+            expected = set(range(shape[-1]))
+        assert set(tiles[b, h, i].nonzero().flatten().tolist()) == expected
 
 
 def test_little_mass_beside_a_marked_column_is_still_told_apart(backend, device):
@@ -98,24 +91,6 @@ def test_little_mass_beside_a_marked_column_is_still_told_apart(backend, device)
     columns = torch.tensor([True, False, False, False, False], device=device).expand(1, 1, 5)
     tiles = unpack_bits(select_tiles(beside, 0.21, columns=columns, backend=backend), 5)
     assert tiles[0, 0, 0].tolist() == [True, True, True, False, False]
-
-
-@pytest.mark.parametrize("marks", [False, True], ids=["plain", "marked"])
-@pytest.mark.parametrize("top_k", [1e-6, 0.3, 0.9])
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_top_k_keeps_a_share_of_the_tiles(shape, top_k, marks, backend, make_map, make_flags):
-    """The largest ceil(top_k n) of the n tiles with any probability, and tiles equal to the last of them."""
-    probabilities = make_map(*shape)
-    probabilities[..., -1] = 0.0
-    columns = make_flags(*shape) if marks else torch.zeros(shape, dtype=torch.bool, device=probabilities.device)
-    bits = select_tiles(probabilities, None, top_k=top_k, columns=columns if marks else None, backend=backend)
-    tiles = unpack_bits(bits, shape[-1], backend="reference").cpu()
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
-        row = {j: p for j, p in enumerate(probabilities[b, h, i].tolist()) if not columns[b, h, j]}
-        present = sorted((p for p in row.values() if p > 0), reverse=True)
-        least = present[math.ceil(round(top_k * len(present), 6)) - 1] if present else 0.0
-        kept = {j for j in range(shape[-1]) if j not in row or row[j] >= least}
-        assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
 
 
 def test_bits_beyond_the_last_block_and_head_are_zero(backend, make_map):
