@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dit_accel.kernels import pooled_map
+from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.pairs import every_pair
 
 CASES = {
     "ragged": (2, 200, 3, 64),
@@ -14,14 +16,6 @@ CASES = {
     "whole-blocks": (1, 192, 2, 64),
     "more-blocks-than-a-step": (1, 64 * 64 + 5, 1, 64),
 }
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-DEFINED = [  # all of them on a GPU; in the interpreter every dtype and head_dim with one case, and every case
-    pytest.param(*CASES[case], head_dim, dtype, id=f"{case}-{head_dim}-{dtype}")
-    for case in CASES
-    for head_dim in (16, 64, 128)
-    for dtype in DTYPES
-    if torch.cuda.is_available() or case == "ragged" or (head_dim, dtype) == (64, torch.float16)
-]
 
 
 def naive_map(q, k, block, lengths):
@@ -61,11 +55,10 @@ def check(q, k, block, lengths, backend):
         torch.testing.assert_close(actual.double().cpu(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "tokens", "heads", "block", "head_dim", "dtype"), DEFINED)
-def test_equals_the_definition(batch, tokens, heads, block, head_dim, dtype, backend, device, make_tensor):
+@every_pair(is_refused, case=CASES, head_dim=(16, 64, 128), **IMPLEMENTED)
+def test_equals_the_definition(case, head_dim, backend, dtype, make_tensor):
     """Inputs are rounded to their dtype; everything after that is float32, so one bound serves all dtypes."""
-    if (backend, dtype, device) == ("triton", torch.bfloat16, "cpu"):
-        pytest.skip("bfloat16 is wrong in Triton's interpreter, and refused there")
+    batch, tokens, heads, block = case
     q, k = (make_tensor(batch, tokens, heads, head_dim, dtype=dtype) + 0.5 for _ in range(2))
     check(q, k, block, [tokens] * batch, backend)
 
