@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler
+from diffusers import FlowMatchHeunDiscreteScheduler
 from diffusers.hooks import HookRegistry, ModelHook, hooks
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
@@ -317,16 +317,6 @@ def test_own_loop_with_accelerate_transformer(pipe, gives_steps):
                 velocity(torch.ones(1, 40, transformer.config.in_channels), timesteps[0])
         acceleration.restore()
         assert torch.equal(loop(), plain)
-
-
-def test_scheduler_without_a_step_index_counts_timesteps():
-    """DDIM keeps no step index; steps follow the timesteps, two branches at one timestep are one step."""
-    pipe = tiny_pipeline("cogvideox")
-    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
-    assert not hasattr(pipe.scheduler, "step_index")
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    call(pipe, "cogvideox", steps=9)
-    assert [step.index for step in pipe.dit_accel.report().steps] == list(range(9))
 
 
 def test_report_reads_well_and_serialises(pipe):

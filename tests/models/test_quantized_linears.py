@@ -165,13 +165,6 @@ def test_excluded_layers_run_as_they_are():
     assert not any(name.startswith("single_") or name.endswith(("to_q", "to_k", "to_v")) for name in names)
 
 
-def test_gradients_flow_past():
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
-    layer = pipe.transformer.transformer_blocks[0].attn.to_q
-    x = torch.randn(100, layer.in_features, requires_grad=True)
-    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
-
-
 def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
     pipe = tiny_pipeline("flux")
     with pytest.raises(UnsupportedError, match="every plain linear layer is excluded or offloaded"):
