@@ -71,12 +71,10 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(part, dict) for part in value)
 
 
-def write_result(stem: Path, document: Any, tables: str | None = None) -> None:
-    """Write STEM.json, and tables into STEM.md, which git ignores in docs/results."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    for kind, text in (("json", as_json(document)), ("md", tables)):
-        if text is not None:  # not with_suffix: names such as wan-1.3b have a dot
-            stem.with_name(f"{stem.name}.{kind}").write_text(text, encoding="utf-8")
+def write_table(file: Path, text: str) -> None:
+    """Write a Markdown file, which git ignores in docs/results, and print its path."""
+    file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The closed loop: a computed step measures the forecast error, sets the next computed step and corrects the latents.
 
-The transformer's outputs F are known at the computed steps, at coordinates t (step indices or sigmas). At the other
-steps the output is forecast by the polynomial through the newest records. At each computed step the loop does this:
+The transformer's outputs F are known at the computed steps, at coordinates t (step indices, or log-odds of the noise
+level). At the other steps the output is forecast by the polynomial through the newest records. At each computed step
+the loop does this:
 
 1. **Correct.** Once F is known, the forecast steps before it lie between records. The polynomial through F and the
    records that made the forecasts, in log-odds of the noise level, approximates their outputs far better than the
@@ -18,9 +19,10 @@ steps the output is forecast by the polynomial through the newest records. At ea
    ``e_n = e · b_n / b · Π_k |t_n − t'_k| / Π_k |t − t_k|``, with b the bend of the outputs there. The loop continues
    with the degree that reaches farthest. The next computed step comes after the largest 1 <= n <= max_interval with
    ``Σ_(i<n) w_i · e_i <= target_error``, with w_i the weight of an error i steps from here (w and b:
-   :mod:`dit_accel.loop.growth`). No later step corrects a gap that reaches the end of the run. So UNREPAIRED times its
-   error must be within the target; otherwise the last step is computed. The first output can't be compared with a
-   forecast. It also serves the second step if the change that models usually show there is small against the target.
+   :mod:`dit_accel.loop.growth`), and n at most WIDENING times the previous interval, because an error says little
+   about steps much farther away. No later step corrects a gap that reaches the end of the run. So UNREPAIRED times its
+   error must be within the target; otherwise the last step is computed. What nothing has measured is computed: after
+   an output that no forecast could be compared with, the next step.
 
 A :class:`ClosedLoop` does this for the samples of a batch that are decided together, in one branch of classifier-free
 guidance. Branches share a :class:`Gap`: all of them compute in the same steps, and the branch with the largest error
@@ -43,9 +45,9 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
 ABOUT = 0.9  # share of the farthest reach that counts as equal; 1.0 and 0.8: 1 dB lower at equal FLOPs (demo model)
+WIDENING = 3  # largest ratio of neighbouring intervals
 INTERPOLATED = 2  # least degree between records; otherwise one more than the forecasts', for F is one more node
 LEAST_LASTING = 0.1  # least share of an output's largest move that lasts; below it the correction would overshoot
-UNMEASURED = 0.4  # share of the target that the expected error of the second step may take, which nothing measured
 UNREPAIRED = 2.0  # factor on the error of a gap after which no computed step corrects it
 NO_SLOPE = 2.0**-20  # share of the slope in place of 0, so that the degree still counts as a damped one
 
@@ -57,14 +59,13 @@ class Course:
     """Coordinates, weights and moves of a run's steps; each sequence has one entry a step.
 
     Args:
-        coordinates: variable of the forecast polynomial: step indices or sigmas.
+        coordinates: variable of the forecast polynomial: step indices, sigmas or their log-odds.
         weights: weight of an error of the step's output.
         moves: factors of the outputs in the latents, with one more entry for the end of the run; None = unknown, so
             nothing can be corrected.
         responses: change of the step's output per shift of the latents; None = no change.
         bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
         log_odds: variable of the interpolation between records; None = that of the forecasts.
-        departures: relative change of the outputs since the first one to expect; None = unknown.
         further: courses of the second and later outputs by name, if they have schedules of their own.
     """
 
@@ -74,7 +75,6 @@ class Course:
     responses: Sequence[float] | None = None
     bends: Sequence[float] | None = None
     log_odds: Sequence[float] | None = None
-    departures: Sequence[float] | None = None
     further: Mapping[str, Course] = field(default_factory=dict)
 
     def places(self) -> Mapping[float, float]:
@@ -96,15 +96,26 @@ class Gap:
         self.target_error = preset.schedule.bound
         self.computed_step = -1  # the latest step decided to compute
         self._decided: tuple[int, StepMode] | None = None
+        self._asking: set[object] = set()  # branches that asked for this step's mode
+        self._is_guided = False  # a step had several branches
         self._following: dict[object, int] = {}  # next computed step, by the outputs that decided it since then
 
-    def mode(self, step: int) -> StepMode:
+    @property
+    def damps(self) -> bool:
+        """Return True if the share of the slope that fits best is tried."""
+        damping = self.preset.forecast.damping
+        return self._is_guided if damping == "guided" else damping
+
+    def mode(self, step: int, branch: object = None) -> StepMode:
         """Return the step's mode, decided at the first request of a branch."""
         if self._decided is None or self._decided[0] != step:
+            self._asking.clear()
             self._decided = step, self.decide_mode(step)
             if self._decided[1] is not StepMode.DISPATCH:
                 self.computed_step = step
                 self._following.clear()
+        self._asking.add(branch)
+        self._is_guided |= len(self._asking) > 1
         return self._decided[1]
 
     def decide_mode(self, step: int) -> StepMode:
@@ -158,23 +169,17 @@ class Gap:
             The next computed step for this error alone.
         """
         course = course or self.course
-        following = self._reach(step, nodes, order, error, course) if nodes else self._unmeasured(step, course)
+        following = self._reach(step, nodes, order, error, course) if nodes else step + 1
         self._following[outputs] = following
         return following
-
-    def _unmeasured(self, step: int, course: Course) -> int:
-        """Return the next computed step after an output that no forecast could be compared with."""
-        corrects = self.preset.forecast.corrector and course.moves is not None
-        if step or not corrects or course.departures is None or len(course.coordinates) < 3:
-            return step + 1
-        small = course.weights[1] * course.departures[1] <= UNMEASURED * self.target_error
-        return min(2 if small else 1, self.preset.schedule.max_interval)
 
     def _reach(self, step: int, nodes: Sequence[float], order: float, error: float, course: Course) -> int:
         """Return the step after the longest gap whose expected errors stay within the target."""
         end = len(course.coordinates)
+        latest = step - course.coordinates.index(nodes[0])  # type: ignore[arg-type]
+        most = min(self.preset.schedule.max_interval, WIDENING * latest)
         interval, counted = 1, 0.0
-        while interval < self.preset.schedule.max_interval and step + interval < end:
+        while interval < most and step + interval < end:
             expected = self.expected_error(step, step + interval, nodes, order, error, course)
             counted += course.weights[step + interval] * expected
             # `not … <=`, so that a NaN error keeps the interval at 1.
@@ -241,7 +246,7 @@ class ClosedLoop:
         Args:
             blocks_ready: blocks have the records that a DISPATCH step needs; read at levels other than output.
         """
-        mode = self.gap.mode(step)
+        mode = self.gap.mode(step, id(self))
         ready = bool(self.outputs.coordinates) if self.gap.preset.forecast.level == "output" else blocks_ready
         # A branch that was not called then, for example with guidance off, has older records than the gap assumes.
         stale = self.computed_step < self.gap.computed_step
@@ -322,7 +327,7 @@ class ClosedLoop:
             Numbers for :meth:`decide`, float32 ``[]`` each, on the device.
         """
         history, here = self.outputs, self.course.coordinates[step]
-        damps = self.gap.preset.forecast.damping and history.order > 0
+        damps = self.gap.damps and history.order > 0
         orders: list[float] = list(range(min(1, history.order), history.order + 1)) if len(history) else []
         if damps and self.damped is not None:
             orders.append(self.damped)

@@ -15,9 +15,9 @@ would keep its estimate of the noise and attribute the whole shift to the image;
 Outputs bend more at lower noise, by about ``σ^(−q)``, because the last steps settle the finest details. So an error
 that was measured at one noise level underestimates the error at a lower one.
 
-They also leave the first output F_0 faster than any polynomial in steps or in σ, by about ``‖F − F_0‖ / ‖F‖ = c ·
-(σ_0 − σ)^d``. In the log-odds of the noise level, whose steps are long there and at the end, the outputs of a gap lie
-close to a polynomial through computed ones.
+Outputs also change faster at the start than any polynomial in steps or in σ. In the log-odds of the noise level, whose
+steps are long there and at the end, the outputs between two computed steps lie close to a polynomial through computed
+ones, and video models' outputs continue best.
 
 docs/reference/concepts.md has more; docs/notes/loop.md has the measurements and the choice of the constants.
 """
@@ -33,7 +33,6 @@ from dit_accel.loop.moves import Moves
 GROWTH = 0.75  # p
 RESPONSE = 0.5  # r
 BEND = 0.75  # q
-DEPARTURE, DEPARTING = 0.8, 0.6  # c and d
 SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
 LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
 LEAST_ODDS = 0.1  # added to both shares; 0.02 loses where steps are dense near pure noise
@@ -69,16 +68,6 @@ def bends(sigmas: Sequence[float]) -> list[float]:
         sigmas: see :func:`error_weights`.
     """
     return [max(noise, LEAST_SHARE) ** -BEND for noise in _levels(sigmas)[:-1]]
-
-
-def departures(sigmas: Sequence[float]) -> list[float]:
-    """Return the relative L2 change ``‖F − F_0‖ / ‖F‖`` to expect of every step's output since the first one.
-
-    Args:
-        sigmas: see :func:`error_weights`.
-    """
-    levels = _levels(sigmas)[:-1]
-    return [DEPARTURE * max(levels[0] - noise, 0.0) ** DEPARTING for noise in levels]
 
 
 def log_odds(sigmas: Sequence[float]) -> list[float] | None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dit_accel.errors import UnsupportedError, shown
+from dit_accel.loop.growth import log_odds
 from dit_accel.loop.moves import Moves, SchedulerTrial, try_out
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
@@ -85,10 +86,12 @@ class Tick:
         """Return the coordinate of the forecast polynomial at every step of the run.
 
         Args:
-            kind: ``step``, ``sigma``, or ``auto``: the step, unless the changes of sigma in neighbouring steps differ
-                by more than a factor of 2. They do in Mochi's linear-quadratic schedule, where the two parts meet; a
-                polynomial in the step fails there.
+            kind: ``step``, ``sigma``, ``log_odds`` of sigma, or ``auto``: the step, unless the changes of sigma in
+                neighbouring steps differ by more than a factor of 2. They do in Mochi's linear-quadratic schedule,
+                where the two parts meet; a polynomial in the step fails there.
         """
+        if kind == "log_odds":
+            return log_odds(self.sigmas) or range(self.steps)
         gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
         if 0.0 in gaps:  # two steps with one sigma determine no polynomial
             return range(self.steps)

@@ -110,9 +110,9 @@ class Forecast(Formed):
     order: int = Field(default=1, ge=0, le=4)
     """Degree D of the polynomial; order + 1 values are kept. With control adaptive it is the highest degree: each
     computed step chooses the degree whose forecasts reach farthest. reuse needs 0."""
-    coordinate: Literal["step", "sigma", "auto"] = "step"
-    """Variable of the polynomial. step: the step's index. sigma: the scheduler's noise level. auto: the index if the
-    noise level falls evenly, otherwise the noise level."""
+    coordinate: Literal["step", "sigma", "log_odds", "auto"] = "step"
+    """Variable of the polynomial. step: the step's index. sigma: the scheduler's noise level σ. log_odds:
+    log((σ + 0.1) / (1.1 − σ)). auto: the index if the noise level falls evenly, otherwise the noise level."""
 
     @model_validator(mode="after")
     def _complete(self) -> Forecast:
@@ -133,9 +133,10 @@ class OutputForecast(Forecast):
     beyond: float = Field(default=0.0, ge=0.0, le=1.0)
     """control adaptive: share of the next degree that is added to the chosen degree, up to order. 0.5 adds half of the
     next degree's term."""
-    damping: bool = False
+    damping: bool | Literal["guided"] = False
     """control adaptive: the loop also tries a degree between 0 and 1, the share of the slope that fitted best at the
-    previous computed step. For outputs that do not keep their slope, such as video models'."""
+    previous computed step. For outputs that do not keep their slope, such as video models'. guided: if the transformer
+    is called more than once a step, as classifier-free guidance does, which amplifies the errors of each call."""
 
 
 class _InBlocks(Forecast):

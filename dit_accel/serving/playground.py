@@ -224,7 +224,7 @@ class Playground:
             run.change(outputs={"plain": self._plain[key]}, is_kept=True)
             return self._plain[key]
         worker.use(None)
-        previewer = worker.previews.previewer(run.wish.job())
+        previewer = worker.previewer(run.wish.job())
         watch = previewer and previewer.watch(lambda image: run.change(preview=image))
         plain = self._plain[key] = self._side("plain", worker, run, watch)
         run.change(preview=worker.medium.still(plain.results[0]))
@@ -260,7 +260,7 @@ class Playground:
         if compiles:
             worker.call([wish.job()], lambda *_: run.change())
         worker.use(None)
-        previewer = worker.previews.previewer(wish.job())
+        previewer = worker.previewer(wish.job())
         few = worker.call([wish.job(WARM_UP_STEPS)], lambda *_: run.change(), previewer and previewer.watch())
         if previewer is not None:
             previewer.learn(few.results[0])

@@ -22,6 +22,7 @@ from dit_accel.tools.steps import watched_steps
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
     from dit_accel.tools.measure.timing import Output
+    from dit_accel.tools.media.preview import Previewer
 
 
 class Worker:
@@ -46,7 +47,7 @@ class Worker:
         if preset and setup.batch_size > 1:
             preset = _decided_apart(preset, console)
         start_pipeline(self.pipe, preset, console.quiet)
-        self.previews = Previews(self.pipe)
+        self._previews = Previews(self.pipe)
 
     @property
     def preset_in_use(self) -> Preset | None:
@@ -67,6 +68,10 @@ class Worker:
     def loaded(self) -> Loaded:
         return Loaded(self.video_form, self.preset_in_use, self.suffix, self.preset)
 
+    def previewer(self, job: Job) -> Previewer | None:
+        """Return the previewer of a job's size; None if the pipeline takes none."""
+        return self._previews.previewer(job)
+
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
 
@@ -79,7 +84,7 @@ class Worker:
         """
         self.use(preset)
         has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
-        previews = self.previews.of(jobs[0], suffix) if has_previews else None
+        previews = self._previews.of(jobs[0], suffix) if has_previews else None
         try:
             return self.make(jobs, suffix, previews, previews.telling(tell) if previews else tell)
         finally:

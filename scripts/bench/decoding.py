@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -40,7 +41,6 @@ from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.measure.origin import describe_run
-from scripts.bench.model_speed.measures import stopwatch
 from scripts.bench.model_speed.ranks import join
 from scripts.tables import as_json
 
@@ -198,9 +198,11 @@ def _measured(
     held = torch.cuda.memory_allocated() if is_gpu else 0
     times = []
     for _ in range(RUNS):
-        elapsed = stopwatch(values.device)
+        started = time.perf_counter()
         run(values)
-        times.append(elapsed())
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - started))
     peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if is_gpu else 0.0
     return {"ms": statistics.median(times), "gib": peak, "error": error}
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from dit_accel.loop.timing import CallParts
 from dit_accel.stages.prompts import KeptPrompts
 from dit_accel.stages.stamps import read_stamp
 from dit_accel.tools.measure.origin import describe_run
-from scripts.bench.model_speed.measures import stopwatch
 from scripts.tables import as_json
 
 CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -40,7 +40,11 @@ RUNS = 5
 
 
 class Text:
-    """Text encoders of FLUX.1 and the model after them, as its pipeline calls them."""
+    """Text encoders of FLUX.1 and the model after them, as its pipeline calls them.
+
+    Args:
+        way: one of `WAYS`.
+    """
 
     def __init__(self, way: str, device: str, dtype: torch.dtype, *, tiny: bool) -> None:
         torch.manual_seed(0)
@@ -61,11 +65,15 @@ class Text:
     @torch.no_grad()
     def encode(self) -> tuple[float, list[torch.Tensor]]:
         """Return the seconds of the text stage and its embeddings; models are then offloaded as before the call."""
-        elapsed = stopwatch(torch.device(self._device))
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
         pooled = self.text_encoder(self._ids[0].to(self._device), output_hidden_states=False).pooler_output
         embeddings = self.text_encoder_2(self._ids[1].to(self._device), output_hidden_states=False)[0]
         self.next(self._x)
-        seconds = elapsed() / 1000
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
         for hook in self._hooks:
             hook.offload()
         return seconds, [pooled, embeddings]
@@ -118,9 +126,9 @@ def _stamp_ms(text: Text) -> float:
     """Return the milliseconds of reading the stamps of both encoders."""
     times = []
     for _ in range(RUNS):
-        elapsed = stopwatch(torch.device("cpu"))
+        started = time.perf_counter()
         read_stamp(text.text_encoder), read_stamp(text.text_encoder_2)
-        times.append(elapsed())
+        times.append(1000 * (time.perf_counter() - started))
     return statistics.median(times)
 
 

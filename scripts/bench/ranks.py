@@ -27,14 +27,13 @@ import torch
 import torch.distributed as dist
 
 from dit_accel import Preset, load_preset
-from dit_accel.errors import headline
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
-from scripts.bench.model_speed.runs import TILED_STEPS, fixed
-from scripts.tables import write_result
+from scripts.bench.model_speed.runs import TILED_STEPS
+from scripts.tables import as_json
 
 CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
 KEPT = (
@@ -114,7 +113,7 @@ def without_graphs(bench: Bench) -> Row:
 
 def fifty(bench: Bench, name: str | Preset, tiles: float = 1.0) -> Row:
     """Time a run of 50 steps of which 14 are computed."""
-    preset = fixed(name, warmup=4, interval=5, cooldown=1)
+    preset = _fixed(name, warmup=4, interval=5, cooldown=1)
     return bench.accelerated("", preset, STEPS, tiles=tiles, warm=20, whole=True)
 
 
@@ -125,7 +124,7 @@ def half_of_fifty(bench: Bench) -> Row:
 
 def half_tiles(bench: Bench) -> Row:
     """Time computed steps that skip a random half of the tiles."""
-    preset = fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
+    preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
     return bench.accelerated("", preset, TILED_STEPS, tiles=0.5)
 
 
@@ -147,6 +146,11 @@ def _count(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
+def _fixed(name: str | Preset, **schedule: int) -> Preset:
+    """Return a preset with a fixed interval of computed steps, because forecasts fail on random weights."""
+    return load_preset(name, schedule={"control": "interval", **schedule})
+
+
 def _share(bench: Bench, ranks: int, smoke: bool) -> Row:
     share_tokens(bench.transformer, ranks, smoke)
     return {}
@@ -165,7 +169,13 @@ def _compared(timed: Callable[[Bench], Row], bench: Bench, velocity: torch.Tenso
 
 
 class Table:
-    """Rows so far, written after each; all ranks run it, and the first one writes."""
+    """Rows so far, written after each; all ranks run it, and the first one writes.
+
+    Args:
+        options: of the command line.
+        started: start of the script, by ``time.perf_counter``.
+        rank, ranks: this process's rank, and the number of ranks.
+    """
 
     def __init__(self, options: argparse.Namespace, started: float, rank: int, ranks: int) -> None:
         self.ranks = ranks
@@ -183,7 +193,8 @@ class Table:
                 measured = timed()
                 row = {key: measured[key] for key in (*KEPT, "relative_error") if key in measured}
             except Exception as problem:  # any failure; go on with the other rows
-                error = headline(problem)
+                text = str(problem).strip().splitlines()
+                error = f"{type(problem).__name__}: {text[0] if text else ''}"
         failed = on_any(error is not None)
         if failed and error is None:
             error = "another rank failed"
@@ -209,7 +220,11 @@ class Table:
         self._compare()
         print(json.dumps({key: value for key, value in row.items() if key != "notes"}), flush=True)
         if self._options.output is not None:
-            write_result(self._options.output, self.document, markdown(self.document))
+            stem = self._options.output
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            written = {"json": as_json(self.document), "md": markdown(self.document)}
+            for kind, text in written.items():
+                stem.with_name(f"{stem.name}.{kind}").write_text(text, encoding="utf-8")
 
     @property
     def document(self) -> dict[str, Any]:

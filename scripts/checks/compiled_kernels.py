@@ -24,7 +24,7 @@ from dit_accel.tools.measure.origin import describe_run
 from scripts.checks.compile_study.compiling import GPUS, compiled
 from scripts.checks.compile_study.ops import OPS, SINCE
 from scripts.checks.compile_study.report import fits, table
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 
 def main() -> int:
@@ -39,7 +39,8 @@ def main() -> int:
             rows += [{"gpu": name, "op": op, **item} for item in compiled(GPUS[name], OPS[op])]
             print(f"{name}, {op}: {sum(row['gpu'] == name and row['op'] == op for row in rows)} kernels", flush=True)
     document = {**describe_run("cpu"), "kernels": rows}
-    write_result(options.output, document, table(rows))
+    options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(rows))
     print(table(rows))
     return 0 if all(map(fits, rows)) else 1
 

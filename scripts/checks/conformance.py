@@ -30,7 +30,7 @@ from xml.etree import ElementTree
 from dit_accel.tools.measure.origin import describe_run
 from scripts.checks import stand_ins
 from scripts.checks.conformance_plugin import KINDS
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 ROOT = Path(__file__).parents[2]
 PLAIN = "plain"
@@ -139,7 +139,8 @@ def main(arguments: list[str] | None = None) -> None:
             found = compared(plain, dict(zip(options.kinds, others, strict=True)))
             document["families"][family] = found
             print(family, {key: count for key, count in found.items() if key != "only"}, flush=True)
-            write_result(options.output, document, markdown(document))
+            written.write_text(as_json(document))
+            write_table(options.output.with_suffix(".md"), markdown(document))
     failures = [item for found in document["families"].values() for item in found["only"] if item["class"] == "failure"]
     print(f"{len(failures)} failures only when accelerated")
 

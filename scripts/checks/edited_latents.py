@@ -23,7 +23,7 @@ from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.measure.origin import describe_run
 from scripts.demo_training.loading import load_demo
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 Edit = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]  # step, noised other latents, latents -> latents
 ONCE = [(3, 0, 1), (6, 0, 0.5), (10, 0, 1), (10, 0.45, 0.55), (14, 0.5, 1), (22, 0, 0.3), (30, 0, 1), (30, 0.2, 0.3)]
@@ -52,7 +52,8 @@ def main() -> None:
                 rows.append({"model": model, "steps": steps, "guidance": guidance, **row})
                 print(json.dumps(rows[-1]), flush=True)
     result = describe_run(options.device) | {"dtype": options.dtype, "rows": rows}
-    write_result(options.output, result, table(rows))
+    options.output.with_suffix(".json").write_text(as_json(result), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(rows))
 
 
 def measured(pipe: Any, model: str, steps: int, guidance: float, presets: list[str]) -> list[dict[str, Any]]:

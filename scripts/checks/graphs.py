@@ -34,7 +34,6 @@ import torch
 from dit_accel import Preset, accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import Bench, busy_and_span
-from scripts.bench.model_speed.measures import stopwatch
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
 from scripts.checks.graphs_study import situations
@@ -145,9 +144,9 @@ def _measured(bench: Bench, preset: Preset, timed: int) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         run, outputs, times = bench.loop(BEFORE + timed + 1), [], []
         for _ in range(BEFORE + timed):
-            elapsed = stopwatch(bench.device)
+            started = _now(is_gpu)
             outputs.append(next(run).clone())
-            times.append(elapsed())
+            times.append(1000 * (_now(is_gpu) - started))
         row = {"ms": statistics.median(times[BEFORE:]), "ms_before": times[:BEFORE], "outputs": outputs}
         if is_gpu:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -220,6 +219,12 @@ def _share_a_core() -> None:
     os.sched_setaffinity(0, core)
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # inherits the CPU affinity
     atexit.register(busy.kill)
+
+
+def _now(is_gpu: bool) -> float:
+    if is_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _options() -> argparse.Namespace:

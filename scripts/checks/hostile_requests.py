@@ -66,6 +66,7 @@ class Hostile:
 
     Args:
         allowed: statuses of the answer; ``CLOSED`` = none.
+        leaves: whether the client disconnects after the last piece.
         is_slow: whether the request never ends, so that the server has to end it.
     """
 
@@ -83,6 +84,7 @@ class Attacks:
 
     Args:
         outside: path of a file that no request may reach.
+        key: a valid API key.
     """
 
     def __init__(self, seed: int, outside: str, key: str) -> None:

@@ -54,7 +54,14 @@ class Accident(RuntimeError):
 
 @dataclass
 class Subject:
-    """One pipeline of the run."""
+    """One pipeline of the run.
+
+    Args:
+        name: name of the tiny pipeline.
+        plain: its first plain result.
+        presets: names of the presets that fit it.
+        has_lora: whether a LoRA is loaded.
+    """
 
     name: str
     pipe: Any
@@ -90,7 +97,14 @@ class Subject:
 
 @dataclass
 class Soak:
-    """A run of generations."""
+    """A run of generations.
+
+    Args:
+        subjects: the pipelines.
+        random: generator of all random choices.
+        counts: number of events by name.
+        checks: findings of each check, with all pipelines restored.
+    """
 
     subjects: list[Subject]
     random: random.Random

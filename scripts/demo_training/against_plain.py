@@ -18,7 +18,9 @@ class AgainstPlain:
     """Runs prompts plainly once, and again with each preset.
 
     Args:
+        pipe: the pipeline, changed in place.
         arguments: arguments of its call, except prompt and generator.
+        prompts: held-out prompts with their seeds.
 
     Attributes:
         plain: the plain output of each prompt, float32 ``[frames, 3, height, width]`` in 0..1.

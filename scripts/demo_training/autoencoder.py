@@ -49,7 +49,9 @@ def train_autoencoder(
     Args:
         vae: bf16, on the device of `numbers`.
         numbers: packed images [N, K].
+        pace: the budget.
         render: renders packed images, like `rendering.render`.
+        batch: images per step.
         size: side of the rendered images in pixels.
 
     Returns:

@@ -75,6 +75,7 @@ def render_clips(
     Args:
         numbers: float32 [N, CLIP_NUMBERS] of `pack`, on the device that renders.
         frames: number of frames, evenly spaced from start to end.
+        size: side of the output in pixels.
         corner: float32 [N, 2], x and y of the upper left corner of the rendered window; None for (0, 0).
         extent: width of the window; 1 renders the whole frame.
 

@@ -18,9 +18,10 @@ from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from .text_encoders import CLIP_WIDTH, T5_WIDTH
-from .training import MasterWeights, Pace, logit_normal_levels
+from .training import MasterWeights, Pace
 
 PROMPT_DROPOUT = 0.1
+UNIFORM_LEVELS = 0.15
 LONG_TEXT = 512  # FluxPipeline's default padded length
 
 # The schedule's shift at these numbers of image tokens, as in FLUX.1-dev but larger: noise levels above 0.85 decide the
@@ -136,6 +137,8 @@ def train_flow(
     Args:
         model: bf16, on the bank's device.
         masters: its weights in float32, in the order of `trained_weights(model)`.
+        bank: latents and text.
+        pace: the budget.
         batches: images per step, by image size. Three of four steps use the largest size.
         long_text_every: period in steps at which text is padded to LONG_TEXT instead, with a quarter of the batch and
             not compiled, so that the pipeline's default call works too.
@@ -180,8 +183,13 @@ def draw_levels(
     count: int, tokens: int, generator: torch.Generator, shift: tuple[float, float] = SHIFT
 ) -> torch.Tensor:
     """Random noise levels in 0..1, float32 [count]; `shift` at the two numbers SHIFT_TOKENS."""
+    device = generator.device
     slope = (shift[1] - shift[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
-    return logit_normal_levels(count, shift[0] + slope * (tokens - SHIFT_TOKENS[0]), generator)
+    mean = shift[0] + slope * (tokens - SHIFT_TOKENS[0])
+    levels = torch.sigmoid(mean + torch.randn(count, device=device, generator=generator))
+    uniform = torch.rand(count, device=device, generator=generator)
+    chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
+    return torch.where(chosen, uniform, levels)
 
 
 def _flow_loss(

@@ -30,6 +30,8 @@ def held_out_prompts(
     """Return the first `count` held-out prompts of a split; a longer list starts with the shorter one.
 
     Args:
+        count: number of prompts.
+        split: "tuning" or "reporting".
         draw: `draw(rng)` returns a random scene, reserved or not.
         write: `write(scene, rng)` returns a prompt that describes all of it.
 

@@ -58,6 +58,7 @@ def render(
 
     Args:
         numbers: float32 [B, K] of `pack_pictures`, on the device that renders.
+        size: side of the output in pixels.
         corner: float32 [B, 2], x and y of the upper left corner of the rendered window; None for (0, 0).
         extent: width of the window; 1 renders the whole image.
 

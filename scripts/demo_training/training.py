@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-UNIFORM_LEVELS = 0.15  # share
-
 
 class MasterWeights:
     """Updates a bf16 model through float32 copies of its weights, and keeps their exponential moving average.
@@ -143,15 +141,6 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
         gram = values @ values.mT
         values = 3.4445 * values + (-4.7750 * gram + 2.0315 * gram @ gram) @ values
     return (values.mT if tall else values).float()
-
-
-def logit_normal_levels(count: int, mean: float, generator: torch.Generator) -> torch.Tensor:
-    """Random noise levels in 0..1, float32 [count]: a logit-normal with this mean, and some uniform ones."""
-    device = generator.device
-    levels = torch.sigmoid(mean + torch.randn(count, device=device, generator=generator))
-    uniform = torch.rand(count, device=device, generator=generator)
-    chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
-    return torch.where(chosen, uniform, levels)
 
 
 def finite(losses: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .training import MasterWeights, Pace, finite, logit_normal_levels
+from .training import MasterWeights, Pace, finite
 from .video_family import SHIFT, Shape, VideoFamily
 
 PROMPT_DROPOUT = 0.1
+UNIFORM_LEVELS = 0.15
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,16 @@ def train_flow(
     """Train in place; return the averaged weights in float32, in the order of `trained_weights(flow)`.
 
     Args:
+        family: the family of `flow`.
         flow: bf16, on the bank's device.
         masters: its trained weights in float32.
+        bank: latents and text.
+        pace: the budget.
         batches: videos per step, by shape; each step at a longer shape follows three at the first.
         seed: seed of all random numbers; use another one when resuming.
         long_text_every: period in steps at which text has the pipeline's own padded length, if that matters, with a
             quarter of the batch and not compiled.
+        average_decay: decay of the running average of the weights.
     """
     weights = MasterWeights(flow, masters, average_decay=average_decay)
     generator = torch.Generator(bank.text[0].device).manual_seed(seed)
@@ -103,7 +108,11 @@ def flow_loss(
 
 def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
     """Random noise levels in 0..1, float32 [count]."""
-    return logit_normal_levels(count, math.log(SHIFT), generator)
+    device = generator.device
+    levels = torch.sigmoid(math.log(SHIFT) + torch.randn(count, device=device, generator=generator))
+    uniform = torch.rand(count, device=device, generator=generator)
+    chosen = torch.rand(count, device=device, generator=generator) < UNIFORM_LEVELS
+    return torch.where(chosen, uniform, levels)
 
 
 def compile_blocks(flow: nn.Module) -> None:

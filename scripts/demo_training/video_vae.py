@@ -31,11 +31,14 @@ def train_autoencoder(
     The loss is L1 and L2 on pixels, L1 on their differences along x, y and time, and a small KL divergence.
 
     Args:
+        family: the family of `vae`.
         vae: bf16, on the device of `numbers`.
         masters: its trained weights in float32, in the order of `trained_weights(vae)`.
         numbers: packed videos [N, K].
+        pace: the budget.
         batches: videos per step, by pixels along a side; each size gets an equal part of the budget, small ones first,
             whose steps are faster.
+        frames: frames of each video.
 
     Returns:
         The averaged weights in float32, in the same order.

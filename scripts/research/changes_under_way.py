@@ -24,7 +24,7 @@ from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 from dit_accel.tools.measure.metrics import psnr
 from dit_accel.tools.measure.origin import describe_run
 from scripts.demo_training.loading import held_out, load_demo, study_parser
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 EMBEDS = "prompt_embeds"
 
@@ -48,7 +48,8 @@ def main() -> None:
         rows += measured(pipe, arguments, model, options.prompts, options.before, options.preset)
     settings = {key: getattr(options, key) for key in ("prompts", "dtype", "preset", "side")}
     result = describe_run(options.device) | settings | {"rows": rows}
-    write_result(options.output, result, table(rows))
+    options.output.with_suffix(".json").write_text(as_json(result), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(rows))
 
 
 def measured(

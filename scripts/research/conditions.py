@@ -44,7 +44,7 @@ from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from dit_accel.tools.measure.origin import describe_run
 from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
 from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, in addition to the presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
@@ -178,7 +178,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Any
     with pool_of(options.processes) as pool:
         for rows in pool.imap_unordered(measure_part, work):
             found["rows"] += rows
-            write_result(options.output, found)
+            options.output.with_suffix(".json").write_text(as_json(found))
             if time.monotonic() > end:
                 break  # leaving the pool stops running parts
     return found
@@ -191,7 +191,8 @@ def main() -> None:
         found = parts[0] | {"rows": [row for part in parts for row in part["rows"]]}
     else:
         found = measure(options, cells_of(options))
-    write_result(options.output, found, tables(found["rows"]))
+    options.output.with_suffix(".json").write_text(as_json(found))
+    write_table(options.output.with_suffix(".md"), tables(found["rows"]))
     draw(found["rows"], options.output.with_suffix(".png"))
     print(tables(found["rows"]))
 

@@ -49,7 +49,7 @@ from scripts.research.finetuning.subjects import SUBJECTS, Clips
 from scripts.research.finetuning.table import FULL, SMOKE, rows, table
 from scripts.research.finetuning.training import LOG, Training, fine_tune
 from scripts.research.finetuning.variants import VARIANTS
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # can train on their videos
 
@@ -158,10 +158,12 @@ def make_table(options: argparse.Namespace, device: torch.device) -> None:
     sizes = replace(sizes, variants=tuple(options.variants)) if options.variants else sizes
     document = {"sizes": asdict(sizes), **describe_run(device), "rows": []}
     document["sizes"]["training"]["minutes"] = None  # infinite, which JSON does not know
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for row in rows(SUBJECTS[options.model], demo_path(options.model), sizes, device, Path(folder)):
             document["rows"].append(row)
-            write_result(options.output, document, table(document["rows"]) + "\n")
+            options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(document["rows"]) + "\n")
     print(table(document["rows"]))
 
 

@@ -31,7 +31,7 @@ from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, held_out, load_demo
 from scripts.research.setting_lists import bits, papers, tiles
 from scripts.research.setting_lists.setting import FAMILIES
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 STUDIES = {"papers": papers.settings, "tiles": tiles.settings, "bits": bits.settings}
 COLUMNS = ("series", "setting", "computed", "sparsity", "claimed", "PSNR dB", "claimed", "worst", "SSIM")
@@ -107,9 +107,10 @@ def main() -> None:
         row = setting._asdict()
         figures = measured(study, row.pop("preset"))
         document["results"].append({key: value for key, value in row.items() if value is not None} | figures)
-        write_result(options.output, document, table(document["results"]))
+        options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
         found = f"{figures['computed_fraction']:.3f}, {figures['psnr_db']:.1f} dB"
         print(f"{time.perf_counter() - started:4.0f} s  {setting.series}: {setting.name}: {found}", flush=True)
+    write_table(options.output.with_suffix(".md"), table(document["results"]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_availab
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, held_out, load_demo, study_parser
 from scripts.research.setting_lists.setting import BALANCED
-from scripts.tables import write_result
+from scripts.tables import as_json, write_table
 
 
 def measured(model: str, weights: str, plain: AgainstPlain, options: argparse.Namespace) -> dict[str, Any]:
@@ -73,8 +73,9 @@ def main() -> None:
                 print(f"{weights}: {reason}", flush=True)
                 continue
             document["results"].append(measured(model, weights, plain, options))
-            write_result(options.output, document, table(document["results"]))
+            options.output.with_suffix(".json").write_text(as_json(document), encoding="utf-8")
             print(table(document["results"]).splitlines()[-1], flush=True)
+    write_table(options.output.with_suffix(".md"), table(document["results"]))
 
 
 if __name__ == "__main__":

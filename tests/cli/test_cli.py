@@ -82,6 +82,21 @@ def test_several_images_are_numbered(run, models, tmp_path):
     assert (first != second).any()
 
 
+def test_quiet_prints_nothing(run, models):
+    """--quiet leaves both streams empty."""
+    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
+    """With --negative-prompt, --guidance is true_cfg_scale: a second branch runs, and the image changes."""
+    common = ("generate", "-p", "a fox", "-m", models / "flux-schnell", *SMALL, "--preset", "exact")
+    assert run(*common, "-o", "one.png").exit_code == 0
+    assert run(*common, "--negative-prompt", "blue", "--guidance", 4, "-o", "two.png").exit_code == 0
+    one, two = (np.asarray(Image.open(tmp_path / name)) for name in ("one.png", "two.png"))
+    assert (one != two).any()
+
+
 def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
     """--call passes arguments without an option to the pipeline's call, as YAML, and the JSON lists them."""
     from diffusers import DiffusionPipeline

@@ -17,7 +17,7 @@ from dit_accel.tools.measure.compare import Method
 from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_pipeline
 
-SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1", "--repeats", "1")
+SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def model(tmp_path_factory):
     ("command", "unit"),
     [
         (("tune", "--prompts", "prompts.txt", "--target-psnr", "25", "--evaluations", "2"), "runs at most"),
-        (("generate", "-p", "a", "--compare", "--repeats", "2"), "runs"),
+        (("generate", "-p", "a", "--compare"), "runs"),
     ],
     ids=["tune", "generate"],
 )

@@ -89,6 +89,19 @@ def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path)
     assert equal_up_to_rounding(read_clip(tmp_path / "frames"), as_clip(expected))
 
 
+def test_image_is_the_first_frame_of_image_to_video(run, models, tmp_path):
+    """Another --image, with all else equal, makes another video."""
+    clips = []
+    for level in (0, 255):
+        Image.new("RGB", (48, 64), (level, 90, 90)).save(tmp_path / "first.png")
+        result = run(
+            "generate", "-p", "a", "-m", models / "wan-i2v", *SMALL, "--image", "first.png", "-o", "frames", "-f"
+        )
+        assert result.exit_code == 0, result.output
+        clips.append(read_clip(tmp_path / "frames"))
+    assert (clips[0] != clips[1]).any()
+
+
 @pytest.mark.parametrize(
     ("model", "options", "scales"),
     [

@@ -186,24 +186,26 @@ def test_videos_come_in_one_file_and_a_frame(visitor):
     assert Image.open(last["beside"]["value"][0]).size == (32, 32)
 
 
-def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": " "}, "Prompt: must have 1 to 2,000 characters here, got 0"),
+        ({"steps": 500}, "Steps: must be 1 to 200 here, got 500"),
+        ({"steps": 2.7}, "Steps: must be a whole number, got 2.7"),
+        ({"side": 4096}, "Height: must be 16 to 2,048 here, got 4,096"),
+        ({"frames": 5}, "Frames: FluxPipeline takes no num_frames"),
+        ({"model": "/etc"}, "Value: /etc is not in the list of choices"),
+    ],
+    ids=["prompt", "steps", "whole", "size", "no-video", "model"],
+)
+def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message):
     from gradio_client.exceptions import AppError
 
-    client = visitor()
-    for message, changes in {
-        "Prompt: must have 1 to 2,000 characters here, got 0": {"prompt": " "},
-        "Steps: must be 1 to 200 here, got 500": {"steps": 500},
-        "Steps: must be a whole number, got 2.7": {"steps": 2.7},
-        "Height: must be 16 to 2,048 here, got 4,096": {"side": 4096},
-        "Frames: FluxPipeline takes no num_frames": {"frames": 5},
-        "Value: /etc is not in the list of choices": {"model": "/etc"},
-    }.items():
-        job = begin(client, **changes)
-        with pytest.raises(AppError) as failure:
-            job.result(timeout=60)
-        assert message in str(failure.value) and "\n" not in str(failure.value)
-        shown = [values[0] for values in job.outputs()][-1:]
-        assert shown == ([] if "model" in changes else [f"**Failed.** {message}"])
+    job = begin(visitor(), **changes)
+    with pytest.raises(AppError) as failure:
+        job.result(timeout=60)
+    assert message in str(failure.value) and "\n" not in str(failure.value)
+    assert [values[0] for values in job.outputs()][-1:] == ([] if "model" in changes else [f"**Failed.** {message}"])
 
 
 def test_the_server_asks_nobody_else(site, asked):

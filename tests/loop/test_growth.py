@@ -7,14 +7,11 @@ import pytest
 
 from dit_accel.loop.growth import (
     BEND,
-    DEPARTING,
-    DEPARTURE,
     GROWTH,
     LEAST_ODDS,
     LEAST_SHARE,
     RESPONSE,
     bends,
-    departures,
     error_weights,
     log_odds,
     responses,
@@ -55,14 +52,6 @@ def test_a_response_is_larger_where_little_of_the_image_is_settled():
     rising = euler_moves([0.4, 0.5, 0.8, 1.0])
     assert responses([0.4, 0.5, 0.8], rising) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
     assert responses([1.0, 0.5])[0] == pytest.approx(-RESPONSE / LEAST_SHARE)
-
-
-def test_outputs_depart_from_the_first_one_with_the_noise():
-    expected = [0.0, DEPARTURE * 0.1**DEPARTING, DEPARTURE * 0.6**DEPARTING]
-    assert departures([1.0, 0.9, 0.4]) == pytest.approx(expected)
-    assert departures([1000.0, 900.0, 400.0]) == pytest.approx(expected)
-    assert departures([0.0, 0.1, 0.6]) == pytest.approx(expected)
-    assert departures([0.6, 0.6]) == [0.0, 0.0]
 
 
 def test_outputs_bend_more_where_less_noise_is_left():

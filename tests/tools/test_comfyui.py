@@ -135,29 +135,27 @@ class Denoiser:
         return self.inner_model(latents, sigma, **extra_args)
 
 
-def slope_of(model, x, sigma, extra_args):
-    return (x - model(x, sigma * x.new_ones(len(x)), **extra_args)) / sigma
-
-
 def euler(model, x, sigmas, extra_args, callback, disable):
     for sigma, following in pairwise(sigmas):
-        x = x + slope_of(model, x, sigma, extra_args) * (following - sigma)
+        denoised = model(x, sigma * x.new_ones(len(x)), **extra_args)
+        x = x + (x - denoised) / sigma * (following - sigma)
     return x
 
 
 def heun(model, x, sigmas, extra_args, callback, disable):
     for sigma, following in pairwise(sigmas):
-        slope = slope_of(model, x, sigma, extra_args)
+        slope = (x - model(x, sigma * x.new_ones(len(x)), **extra_args)) / sigma
+        ahead = x + slope * (following - sigma)
         if following > 0:
-            ahead = x + slope * (following - sigma)
-            slope = (slope + slope_of(model, ahead, following, extra_args)) / 2
+            slope = (slope + (ahead - model(ahead, following * x.new_ones(len(x)), **extra_args)) / following) / 2
         x = x + slope * (following - sigma)
     return x
 
 
 def ancestral(model, x, sigmas, extra_args, callback, disable):
     for sigma, following in pairwise(sigmas):
-        x = x - sigma * slope_of(model, x, sigma, extra_args) + following * torch.randn_like(x)
+        denoised = model(x, sigma * x.new_ones(len(x)), **extra_args)
+        x = denoised + following * torch.randn_like(x)
     return x
 
 
@@ -167,8 +165,9 @@ def halfway(model, x, sigmas, extra_args, callback, disable):
         raise ValueError
     for sigma, following in pairwise(sigmas):
         middle = (sigma + following) / 2
-        ahead = x + slope_of(model, x, sigma, extra_args) * (middle - sigma)
-        x = x + slope_of(model, ahead, middle, extra_args) * (following - sigma)
+        ahead = x + (x - model(x, sigma * x.new_ones(len(x)), **extra_args)) / sigma * (middle - sigma)
+        slope = (ahead - model(ahead, middle * x.new_ones(len(x)), **extra_args)) / middle
+        x = x + slope * (following - sigma)
     return x
 
 

@@ -53,14 +53,20 @@ class PromptRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, values: Any) -> Any:
-        """Drop optional fields that are null, as OpenAI's clients send them; pydantic would decode files in others."""
+        """Drop optional fields that are null, as OpenAI's clients send them."""
         if not isinstance(values, dict):
             return values
-        for name, value in values.items():
-            if isinstance(value, bytes) and name in cls.model_fields and name not in FILES:
-                raise RequestError(f"{name} must be text, not a file", name, "invalid_value")
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         return {name: value for name, value in values.items() if value is not None or name not in optional}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_text(cls, values: Any) -> Any:
+        """Refuse files in fields of text, which pydantic would decode."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bytes) and name in cls.model_fields and name not in FILES:
+                raise RequestError(f"{name} must be text, not a file", name, "invalid_value")
+        return values
 
     @model_validator(mode="after")
     def _require_served(self, info: ValidationInfo) -> Self:
@@ -127,6 +133,10 @@ class ImageRequest(PromptRequest):
         if self.response_format == "url":
             notes.append("the server keeps no images, so url is a data URL that holds the file")
         return notes
+
+    @property
+    def suffix(self) -> str:
+        return SUFFIXES[self.output_format]
 
     def jobs(self) -> list[Job]:
         """Return a job for each image, with seeds that follow each other."""

@@ -37,7 +37,7 @@ from dit_accel.serving.http.api import Limits, RequestError, Served, answered
 from dit_accel.serving.http.bodies import read_body, read_form
 from dit_accel.serving.http.connections import configured
 from dit_accel.serving.http.metrics import Metrics
-from dit_accel.serving.http.requests import SUFFIXES, EditRequest, ImageRequest, read, requested_preset
+from dit_accel.serving.http.requests import EditRequest, ImageRequest, read, requested_preset
 from dit_accel.serving.http.video_server import VideoServer
 from dit_accel.serving.http.videos import VideoStore
 
@@ -72,7 +72,7 @@ class ImageServer:
             if self.served.form is not None:
                 raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
             wanted = await parse(request)
-            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), SUFFIXES[wanted.output_format])
+            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), wanted.suffix)
             self.dispatcher.add(task)
         except (RequestError, Busy, Cancelled) as error:
             raise self.metrics.counted(error) from None

@@ -33,8 +33,10 @@ class Call:
     """One call of a pipeline.
 
     Args:
+        steps: number of denoising steps.
         schedule: warm-up and interval of the computed steps; the last step is computed too. None = compute all.
         branches: transformer calls per step; 2 with classifier-free guidance.
+        arguments: further arguments of the call.
         sparse: model in ``MODELS`` whose preset leaves tiles out of computed steps, or "".
     """
 
@@ -51,9 +53,12 @@ class Case:
 
     Args:
         model: last part of its id on the Hub, in lower case.
+        pipeline: its class.
         transformer: builds the transformer at published and at toy size.
         texts: a text encoder's number, its name in ``ENCODERS``, and the number of tokens of every prompt.
         autoencoder: name in ``AUTOENCODERS``.
+        scheduler: builds it.
+        calls: calls to time.
         size: height, width and frames; None = an image.
         tiny_arguments: arguments of a call at toy size that differ.
         components: further arguments of the pipeline's constructor.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,8 +12,6 @@ from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import HookRegistry
 from torch import nn
-
-from scripts.bench.model_speed.measures import stopwatch
 
 GROUP_HOOKS = ("layer_execution_tracker", "lazy_prefetch_group_offloading", "group_offloading")  # upper hooks first
 
@@ -81,9 +80,11 @@ def why_not_together(weights: str, way: str) -> str | None:
 
 def start(transformer: nn.Module, device: torch.device) -> float:
     """Move all weights to the device, and return the seconds it took."""
-    elapsed = stopwatch(device)
+    started = time.perf_counter()
     transformer.to(device)
-    return elapsed() / 1000
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _unpin(transformer: nn.Module) -> None:

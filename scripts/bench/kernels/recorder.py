@@ -21,7 +21,13 @@ Verify = Callable[[Any], Verdict]  # verifies the output of an op
 
 @dataclass
 class Recorder:
-    """Collects the rows of one run."""
+    """Collects the rows of one run.
+
+    Args:
+        device: "cuda" or "cpu".
+        backends: backends to time if an op supports them.
+        log: called with one line per row.
+    """
 
     device: str
     backends: Sequence[str]
@@ -44,7 +50,9 @@ class Recorder:
         """Verify and time one op; return its milliseconds, or None if it can't run or its result is wrong.
 
         Args:
+            call: runs the op.
             verify: verifies its result; or a verdict that is already known.
+            timer: measures a call in ms.
             op, backend, kind, case, figures: as for :meth:`add`.
         """
         try:
@@ -78,6 +86,7 @@ class Recorder:
             density: computed share of the random symbols.
             ideal: speed-up over the dense baseline if time were proportional to work; None = 1 / density.
             work: floating-point operations that remain with the symbols, or bytes with the unit "GB/s".
+            baselines: milliseconds of the alternatives.
         """
         baselines = baselines or {}
         if ideal is None:

@@ -97,6 +97,9 @@ def verify_attention_gradients(gradients: QKV, qkv: QKV, do: torch.Tensor, input
     """Return the worst verdict on dq, dk and dv of attention over the FULL tiles of ``inputs``, for output gradient do.
 
     Args:
+        gradients: dq, dk, dv ``[B, S, H, D]``.
+        qkv: q, k, v ``[B, S, H, D]``.
+        do: gradient of the output ``[B, S, H, D]``.
         samples: number of rows where dq is compared, and of key blocks where dk and dv are; these sum over all rows
             that attend to the block.
     """

@@ -31,7 +31,9 @@ class Bench:
     """Model with a scheduler, which :func:`dit_accel.accelerate_pipeline` accepts like a pipeline.
 
     Args:
+        model: model to build.
         device: "cuda" (bf16) or "cpu" (float32).
+        timed_steps: number of timed dense steps.
         transformer: the model's transformer, if it is already built.
     """
 

@@ -29,6 +29,8 @@ class Model:
         family: prefix of its presets.
         tiles: preset that skips tiles.
         is_video: whether runs of 50 steps skip tiles; attention is a small part of an image's step.
+        branches: calls per step.
+        control_net: builds it, if the pipeline has one.
         variants: changes to this model with the same transformer, by the name of the addition.
     """
 

@@ -17,6 +17,7 @@ class Mutant:
         breaks: property that no longer holds.
         tests: nearest test files, separated by spaces, as for pytest.
         old: text that occurs exactly once in the file.
+        new: replacement.
     """
 
     name: str

@@ -18,6 +18,7 @@ IMAGE, LARGE = ({"height": side, "width": side} for side in (64, 128))
 VIDEO, LTX = {**IMAGE, "num_frames": 5}, {**LARGE, "num_frames": 9}
 SMALL_VIDEO = {"height": 32, "width": 32, "num_frames": 5}
 H3 = {**SMALL_VIDEO, "num_frames": 124}
+WAN_IMAGE = {"image_condition_latents": (18, 2, 8, 8)}
 COSMOS = {**VIDEO, "guidance_scale": 2.0}
 ANIMATE = {**IMAGE, "segment_frame_length": 9, "num_segments": 1, "effective_segment": 8}
 PYRAMID = {**VIDEO, "pyramid_num_inference_steps_list": [cases.STEPS // 3] * 3}
@@ -34,9 +35,12 @@ class Blocks:
     Args:
         name: their class, without `CoreDenoiseStep`.
         folder: their folder in `diffusers.modular_pipelines`.
+        call: arguments of the call.
         tiny: pipeline of `tests.models.tiny` whose components they take; None = a small transformer of their class.
         inputs: makes more arguments of the call.
         sizes: changes of the transformer's configuration.
+        parts: makes more components.
+        outputs: names of the outputs that are compared.
     """
 
     name: str

@@ -48,6 +48,7 @@ class Case:
 
     Args:
         title: class of the pipeline, or `alone`.
+        transformers: its denoisers.
         run: makes outputs for a batch of 1 or 2; raises :class:`NotRun` if it can't make that batch.
         accelerate: accelerates it in one of the kinds, and returns two functions: of its report, and to restore it.
     """
@@ -188,6 +189,7 @@ def batches(arguments: dict[str, Any], named: Collection[str], batch: int) -> li
     """Return arguments that make a batch: of different prompts or embeddings, else of several outputs a prompt.
 
     Args:
+        arguments: the call's, for one prompt.
         named: names of the arguments that the pipeline takes.
     """
     if batch == 1:

@@ -35,7 +35,9 @@ class Situation:
     """Runs one after the other with one pipeline.
 
     Args:
+        family: family of the tiny pipeline.
         runs: the change before each run, and its arguments.
+        preset: preset of the acceleration.
         config: transformer config, for kernels that need other heads than a tiny model has.
         replays: whether the last run must have replayed steps.
     """

@@ -106,7 +106,14 @@ CELLS = [
 
 
 class Conditions:
-    """A cell's plain pipeline and its runs."""
+    """A cell's plain pipeline and its runs.
+
+    Args:
+        cell: conditions of the runs.
+        folder: folder of the model.
+        prompts: number of prompts.
+        split: split of the held-out prompts.
+    """
 
     def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
         self.cell = cell

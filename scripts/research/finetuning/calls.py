@@ -94,6 +94,7 @@ def record_calls(
 
     Args:
         call: arguments of the pipeline's call, except prompt and generator.
+        batch: prompts at a time.
         seed: seed of the initial noise and of the choice of kept calls.
     """
     with CallRecorder(pipe.transformer, share, seed) as recorder:
@@ -118,8 +119,11 @@ def clip_calls(
     """Make calls for flow matching on rendered videos.
 
     Args:
+        family: family of the pipeline, a demo video model.
+        prompts: prompts of the videos.
         numbers: packed videos, ``[N, K]``, from `scripts.demo_training.clips.pack`.
         call: as for `record_calls`; gives the size of the videos.
+        batch: videos at a time.
     """
     unguided = {**call, "num_inference_steps": 1, family.guidance_argument: 1.0}
     calls = record_calls(pipe, prompts, unguided, share=1.0, batch=batch, seed=0)

@@ -23,6 +23,8 @@ class HeldOut:
     """Data for evaluating pipelines.
 
     Args:
+        subject: subject of the model.
+        prompts: prompts with their seeds.
         dense: the dense pipeline's outputs, uint8 [N, 3, F, H, W].
         teacher: some of its calls for these outputs.
         drawn: calls for flow matching on renderings of the same scenes; None if the subject has none.

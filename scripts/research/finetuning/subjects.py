@@ -26,7 +26,11 @@ AT_ONCE = 32  # images or videos
 
 
 class Subject(ABC):
-    """Scenes of a demo model; an image counts as a video with one frame here."""
+    """Scenes of a demo model; an image counts as a video with one frame here.
+
+    Args:
+        family: family of the model.
+    """
 
     variants: tuple[str, ...]  # default variants to compare with SLA, names of `finetuning.variants`
 

@@ -34,7 +34,10 @@ class Sizes:
 
     Args:
         prompts: number of training prompts that the dense model samples.
+        share: kept share of its calls.
+        held_out: number of prompts for the evaluation.
         changes: changes to the arguments of a pipeline's call.
+        training: training of each variant.
         variants: names of the variants; none = the subject's own.
     """
 

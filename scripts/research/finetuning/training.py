@@ -31,8 +31,10 @@ class Training:
 
     Args:
         steps: steps of the whole training; the rate rises first and falls to 2% by the last step.
+        batch: calls per step and process.
         rate: peak rate of AdamW; orthogonalised steps of matrices use it as in `MasterWeights`.
         projection_rate: factor of the rate of SLA's projections over other matrices, because they start at zero.
+        seed: seed of the rows and the noise of each step.
         seconds: time limit of the training; the rate follows the time if it is shorter than the steps.
         minutes: time limit of this run; another run with the same settings resumes.
     """
@@ -72,6 +74,8 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
     Args:
         transformer: with SLA swapped in. It computes in its own dtype; trained weights also have float32 copies.
         calls: training data, on the transformer's device and in its dtype.
+        training: length and rates.
+        folder: folder of the state.
 
     Raises:
         ValueError: `folder` holds the state of a training with other settings.

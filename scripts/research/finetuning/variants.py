@@ -18,9 +18,12 @@ class Variant:
     """One variant of attention.
 
     Args:
+        name: name in tables.
         critical: share of critical tiles; the others are sparse.
         projection: projection of linear attention. learned: SLA. identity: added unchanged. zero: left out, so only
             critical tiles count.
+        negligible: share of negligible tiles.
+        feature_map: feature map of linear attention.
     """
 
     name: str

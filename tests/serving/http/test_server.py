@@ -608,6 +608,12 @@ def test_keys_are_needed_where_there_are_some(header, status, caplog):
     assert not any(key in caplog.text for key in KEYS)
 
 
+def test_models_have_openais_shape():
+    with running(Held()) as (app, _):
+        listed = get(app, "/v1/models").json()
+    assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ["tiny"]
+
+
 @pytest.mark.parametrize("end", ["made", "client", "time"])
 def test_a_watched_request_ends_with_its_client_or_its_time(end):
     """Time in the queue counts; what watches the client ends with the block."""
