@@ -60,7 +60,7 @@ def test_attention_in_8_bits_drops_the_calibration_of_the_same_preset():
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"target_psnr": 50}, r"target_psnr must be at most 31\.9 dB.*got 50: calibrate .* tune --target-psnr 50"),
+        ({"target_psnr": 50}, r"target_psnr must be at most 34\.2 dB.*got 50: calibrate .* tune --target-psnr 50"),
         ({"target_psnr": 30, "target_error": 0.1}, "give one of them, not both"),
         ({"target_psnr": 0}, "schedule.target_psnr: Input should be greater than 0"),
         ({"target_psnr": 30, "calibration": []}, "must be null, as the preset has no calibration, got 30"),
