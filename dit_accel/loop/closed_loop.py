@@ -176,7 +176,7 @@ class Gap:
     def _reach(self, step: int, nodes: Sequence[float], order: float, error: float, course: Course) -> int:
         """Return the step after the longest gap whose expected errors stay within the target."""
         end = len(course.coordinates)
-        latest = step - course.coordinates.index(nodes[0])  # type: ignore[arg-type]
+        latest = step - course.coordinates.index(nodes[0])
         most = min(self.preset.schedule.max_interval, WIDENING * latest)
         interval, counted = 1, 0.0
         while interval < most and step + interval < end:
