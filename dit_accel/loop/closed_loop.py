@@ -32,13 +32,13 @@ decides which. :class:`~dit_accel.loop.interval.IntervalLoop` computes on a fixe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dit_accel.kernels import weighted_sum
-from dit_accel.loop.forecast import History, forecast, forecast_weights
+from dit_accel.loop.forecast import History, best_share, forecast, forecast_weights, missed_weights, relative_error
 from dit_accel.loop.moves import Moves
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
@@ -46,7 +46,6 @@ from dit_accel.presets import Preset
 
 ABOUT = 0.9  # share of the farthest reach that counts as equal; 1.0 and 0.8: 1 dB lower at equal FLOPs (demo model)
 WIDENING = 3  # largest ratio of neighbouring intervals
-INTERPOLATED = 2  # least degree between records; otherwise one more than the forecasts', for F is one more node
 LEAST_LASTING = 0.1  # least share of an output's largest move that lasts; below it the correction would overshoot
 UNREPAIRED = 2.0  # factor on the error of a gap after which no computed step corrects it
 NO_SLOPE = 2.0**-20  # share of the slope in place of 0, so that the degree still counts as a damped one
@@ -391,51 +390,3 @@ class ClosedLoop:
         """Return the weights of the records in a forecast of this degree at a step."""
         method = self.gap.preset.forecast.method
         return forecast_weights(method, self.outputs.coordinates, self.course.coordinates[step], order)
-
-
-def missed_weights(
-    method: str,
-    coordinates: Sequence[float],
-    order: float,
-    here: float,
-    forecasts: Sequence[tuple[float, float]],
-    places: Mapping[float, float],
-) -> list[float]:
-    """Return the errors of forecasts, ``Σ_i a_i · (F̄_i − F̂_i)``, as weights over the computed output and the records.
-
-    Args:
-        method, order: method and degree of the forecasts.
-        coordinates: coordinates of the records that they used, newest first.
-        here: coordinate of the computed output.
-        forecasts: coordinate and factor ``a_i`` of each forecast.
-        places: variable of the interpolation F̄, by coordinate.
-
-    Returns:
-        Weights of the output and then the records; they sum to zero.
-    """
-    weights = [0.0] * (1 + len(coordinates))
-    nodes, degree = [places[each] for each in (here, *coordinates)], max(INTERPOLATED, order + 1)
-    for coordinate, share in forecasts:
-        better = forecast_weights("newton", nodes, places[coordinate], degree)
-        made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
-        weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
-    return weights
-
-
-def relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
-    """Return ``‖F − F̂‖ / ‖F‖`` of the worst sample, float32 ``[]``; 0 where both norms are 0."""
-    value, forecast = value.float().flatten(1), forecast.float().flatten(1)
-    missed = (value - forecast).norm(dim=1)
-    return torch.where(missed == 0, missed, missed / value.norm(dim=1)).max()
-
-
-def best_share(
-    output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
-) -> torch.Tensor:
-    """Return the s for which ``newest + s · (linear − newest)`` is nearest to the output, over all its tensors."""
-    along, square = [], []
-    for value, last, predicted in zip(output, newest, linear, strict=True):
-        slope = (predicted.float() - last.float()).flatten()
-        along.append(torch.dot((value.float() - last.float()).flatten(), slope))
-        square.append(torch.dot(slope, slope))
-    return sum(along[1:], along[0]) / sum(square[1:], square[0])

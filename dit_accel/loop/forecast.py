@@ -7,12 +7,14 @@ inside F needs no special case.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dit_accel.kernels import weighted_sum
+
+INTERPOLATED = 2  # least degree between records; otherwise one more than the forecasts', for F is one more node
 
 
 def newton_weights(coordinates: Sequence[float], target: float) -> list[float]:
@@ -75,6 +77,35 @@ def forecast_weights(
     return weights + [0.0] * (len(coordinates) - len(used))
 
 
+def missed_weights(
+    method: str,
+    coordinates: Sequence[float],
+    order: float,
+    here: float,
+    forecasts: Sequence[tuple[float, float]],
+    places: Mapping[float, float],
+) -> list[float]:
+    """Return the errors of forecasts, ``Σ_i a_i · (F̄_i − F̂_i)``, as weights over the computed output and the records.
+
+    Args:
+        method, order: method and degree of the forecasts.
+        coordinates: coordinates of the records that they used, newest first.
+        here: coordinate of the computed output.
+        forecasts: coordinate and factor ``a_i`` of each forecast.
+        places: variable of the interpolation F̄, by coordinate.
+
+    Returns:
+        Weights of the output and then the records; they sum to zero.
+    """
+    weights = [0.0] * (1 + len(coordinates))
+    nodes, degree = [places[each] for each in (here, *coordinates)], max(INTERPOLATED, order + 1)
+    for coordinate, share in forecasts:
+        better = forecast_weights("newton", nodes, places[coordinate], degree)
+        made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
+        weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
+    return weights
+
+
 class History:
     """The newest values of one feature, which may consist of several tensors.
 
@@ -127,3 +158,22 @@ def forecast(method: str, history: History, coordinate: float, order: float | No
     """Return the forecast feature at ``coordinate``, of degree ``order`` at most, in new tensors."""
     weights = forecast_weights(method, history.coordinates, coordinate, order)
     return tuple([weighted_sum(parts, weights) for parts in zip(*history.values, strict=True)])
+
+
+def relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
+    """Return ``‖F − F̂‖ / ‖F‖`` of the worst sample, float32 ``[]``; 0 where both norms are 0."""
+    value, forecast = value.float().flatten(1), forecast.float().flatten(1)
+    missed = (value - forecast).norm(dim=1)
+    return torch.where(missed == 0, missed, missed / value.norm(dim=1)).max()
+
+
+def best_share(
+    output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """Return the s for which ``newest + s · (linear − newest)`` is nearest to the output, over all its tensors."""
+    along, square = [], []
+    for value, last, predicted in zip(output, newest, linear, strict=True):
+        slope = (predicted.float() - last.float()).flatten()
+        along.append(torch.dot((value.float() - last.float()).flatten(), slope))
+        square.append(torch.dot(slope, slope))
+    return sum(along[1:], along[0]) / sum(square[1:], square[0])

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dit_accel.loop.closed_loop import WIDENING, ClosedLoop, Course, Gap, best_share, relative_error
-from dit_accel.loop.forecast import newton_weights
+from dit_accel.loop.closed_loop import WIDENING, ClosedLoop, Course, Gap
+from dit_accel.loop.forecast import best_share, newton_weights, relative_error
 from dit_accel.loop.interval import IntervalGap
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset, load_preset

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from dit_accel.loop.closed_loop import missed_weights
-from dit_accel.loop.forecast import History, forecast_weights, newton_weights, taylor_weights
+from dit_accel.loop.forecast import History, forecast_weights, missed_weights, newton_weights, taylor_weights
 
 UNEVEN = (7.5, 4.0, 3.25, 1.0, -2.0)  # newest first
 METHODS = ("newton", "taylor", "reuse")
