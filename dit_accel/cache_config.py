@@ -63,8 +63,8 @@ class ClosedLoopConfig:
         self.overrides = overrides
 
     def __repr__(self) -> str:
-        given = {} if self.preset is None else {"preset": self.preset}
-        return f"ClosedLoopConfig({', '.join(f'{key}={value!r}' for key, value in (given | self.overrides).items())})"
+        options = {} if self.preset is None else {"preset": self.preset}
+        return f"ClosedLoopConfig({', '.join(f'{key}={value!r}' for key, value in (options | self.overrides).items())})"
 
 
 def _extend_cache_mixin(mixin: Any) -> None:

@@ -80,18 +80,18 @@ class Accounts:
         rows, share = dict(zip(report.layers, report.density, strict=True)), call.computed_share if call.work else 0.0
         pairs, plain_pairs = self._pairs
         for layer, (plain, plain_own) in call.branch.plain.items():
-            computed, own = call.work.get(layer, NOTHING)
-            computed, own = computed * share, own * share
+            computed, attended = call.work.get(layer, NOTHING)
+            computed, attended = computed * share, attended * share
             self._computed, self._plain = self._computed + computed, self._plain + plain
-            pairs, plain_pairs = pairs + own, plain_pairs + plain_own
+            pairs, plain_pairs = pairs + attended, plain_pairs + plain_own
             before, before_plain = self._layers.get(layer, NOTHING)
             self._layers[layer] = before + computed, before_plain + plain
             rows[layer][-1] = (before + computed) / (before_plain + plain)
         self._pairs = pairs, plain_pairs
         self.step.attended = pairs / plain_pairs if plain_pairs else None
         report.computed_fraction = self._computed / self._plain if self._plain else 1.0
-        for prompt, own in zip(report.prompts, self._computed_of, strict=True):
-            prompt.computed_fraction = own / self._plain if self._plain else 1.0
+        for prompt, computed in zip(report.prompts, self._computed_of, strict=True):
+            prompt.computed_fraction = computed / self._plain if self._plain else 1.0
         if call.mode is not StepMode.DISPATCH:
             branches = list(branches)
             device = distinct_bytes(tensor for branch in branches for tensor in branch.tensors())
@@ -129,4 +129,4 @@ def _most(mode: str, other: StepMode) -> str:
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of all storages behind the tensors, each counted once."""
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -162,8 +162,8 @@ class Branches:
         for place, rows in enumerate(samples):
             gap = self._gaps.setdefault(place, self._gap(self._preset, self.course))
             courses = {FIRST: self.course, **self.course.further}
-            own = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
-            loops.append(LoopPerOutput(own) if self.course.further else own[FIRST])
+            by_output = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
+            loops.append(LoopPerOutput(by_output) if self.course.further else by_output[FIRST])
         return BranchState(key[1], call.shapes, size, memory, loops)
 
     def _restart(self, branch: BranchState) -> None:

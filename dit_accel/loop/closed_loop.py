@@ -304,7 +304,7 @@ class ClosedLoop:
         parts = list(zip(output, *self.outputs.values, strict=True))
 
         def plus_missed(shares: Sequence[float]) -> Output:
-            forecasts = [(course.coordinates[each], share) for each, share in zip(steps, shares, strict=True)]
+            forecasts = [(course.coordinates[earlier], share) for earlier, share in zip(steps, shares, strict=True)]
             weights = missed_weights(
                 settings.method,
                 self.outputs.coordinates,
@@ -313,10 +313,10 @@ class ClosedLoop:
                 forecasts,
                 course.places(),
             )
-            return tuple(weighted_sum(each, [1.0 + weights[0], *weights[1:]]) for each in parts)
+            return tuple(weighted_sum(tensors, [1.0 + weights[0], *weights[1:]]) for tensors in parts)
 
-        answer = [response * now[each] for each in steps]
-        whole = [share + end[each] / end[step] for share, each in zip(answer, steps, strict=True)]
+        answer = [response * now[earlier] for earlier in steps]
+        whole = [share + end[earlier] / end[step] for share, earlier in zip(answer, steps, strict=True)]
         return plus_missed(whole), plus_missed(answer) if response else output
 
     def judge(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:

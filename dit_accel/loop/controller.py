@@ -202,8 +202,8 @@ class Controller:
             if place not in call.computing:
                 parts.append(loop.forecast(step))
                 continue
-            own = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
-            part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
+            positions = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
+            part = output if positions is None else tuple(take_rows(tensor, positions) for tensor in output)
             parts.append(loop.observe(step, part, _of_rows(used, loop.rows)))
             call.measure(loop.measured, partial(self._decide, step, loop, place))
         return self.leave(_joined(call.branch.loops, parts))
@@ -227,10 +227,10 @@ class Controller:
         Args:
             agreed: combines the measurements of several devices.
         """
-        numbers = [each.view(-1) for measured, _ in call.measured for each in measured]
+        numbers = [number.view(-1) for measured, _ in call.measured for number in measured]
         values = iter(agreed(torch.cat(numbers)).tolist() if numbers else ())
         for measured, take in call.measured:
-            take(list(islice(values, sum(each.numel() for each in measured))))
+            take(list(islice(values, sum(number.numel() for number in measured))))
 
     def warn_of_all_runs(self, remark: str) -> None:
         """Warn, and note the remark in the reports of this run and all later runs."""
@@ -301,7 +301,7 @@ class Controller:
 
 def _course_of(tick: Tick, coordinate: str) -> Course:
     """Return the course of a run, and of its further outputs."""
-    further = {name: _course_of(each, coordinate) for name, each in tick.further.items()}
+    further = {name: _course_of(other, coordinate) for name, other in tick.further.items()}
     return Course(
         tick.coordinates(coordinate),
         error_weights(tick.sigmas),

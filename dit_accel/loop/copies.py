@@ -34,34 +34,34 @@ def copied(value: Any, known: dict[int, Any], depth: int = DEPTH) -> Any:
         return MethodType(within(value.__func__), within(value.__self__))
     if isinstance(value, partial):
         return partial(within(value.func), *map(within, value.args), **within(value.keywords))
-    made: Any = value
+    result: Any = value
     if isinstance(value, torch.Tensor):
-        made = value.detach().to("cpu", copy=True)
+        result = value.detach().to("cpu", copy=True)
     elif isinstance(value, COPIED):
-        made = copy.deepcopy(value)
+        result = copy.deepcopy(value)
     elif isinstance(value, FunctionType):
         cells = [known.setdefault(id(cell), CellType()) for cell in value.__closure__ or ()]
-        shared = {name: within(each) for name, each in value.__globals__.items() if isinstance(each, RANDOM)}
-        made = FunctionType(
+        shared = {name: within(item) for name, item in value.__globals__.items() if isinstance(item, RANDOM)}
+        result = FunctionType(
             value.__code__, {**value.__globals__, **shared}, value.__name__, value.__defaults__, tuple(cells)
         )
-        made.__kwdefaults__ = value.__kwdefaults__
-        known[id(value)] = made
+        result.__kwdefaults__ = value.__kwdefaults__
+        known[id(value)] = result
         for cell, original in zip(cells, value.__closure__ or (), strict=True):
             cell.cell_contents = within(original.cell_contents)
     elif type(value) is tuple:
-        made = tuple(map(within, value))
+        result = tuple(map(within, value))
     elif type(value) is list:
-        made = known[id(value)] = []
-        made.extend(map(within, value))
+        result = known[id(value)] = []
+        result.extend(map(within, value))
     elif type(value) is dict:
-        made = known[id(value)] = {}
-        made.update((key, within(each)) for key, each in value.items())
+        result = known[id(value)] = {}
+        result.update((key, within(item)) for key, item in value.items())
     elif _holds_state(value):
-        made = known[id(value)] = object.__new__(type(value))
-        vars(made).update((key, within(each)) for key, each in vars(value).items())
-    known[id(value)] = made
-    return made
+        result = known[id(value)] = object.__new__(type(value))
+        vars(result).update((key, within(item)) for key, item in vars(value).items())
+    known[id(value)] = result
+    return result
 
 
 def _holds_state(value: Any) -> bool:

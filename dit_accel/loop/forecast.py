@@ -26,7 +26,9 @@ def newton_weights(coordinates: Sequence[float], target: float) -> list[float]:
         coordinates: coordinates of the recorded values, newest first, all different.
         target: coordinate of the forecast.
     """
-    return [math.prod((target - other) / (own - other) for other in coordinates if other != own) for own in coordinates]
+    return [
+        math.prod((target - other) / (node - other) for other in coordinates if other != node) for node in coordinates
+    ]
 
 
 def taylor_weights(coordinates: Sequence[float], target: float) -> list[float]:
@@ -98,11 +100,11 @@ def missed_weights(
         Weights of the output and then the records; they sum to zero.
     """
     weights = [0.0] * (1 + len(coordinates))
-    nodes, degree = [places[each] for each in (here, *coordinates)], max(INTERPOLATED, order + 1)
+    nodes, degree = [places[node] for node in (here, *coordinates)], max(INTERPOLATED, order + 1)
     for coordinate, share in forecasts:
         better = forecast_weights("newton", nodes, places[coordinate], degree)
-        made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
-        weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
+        extrapolated = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
+        weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, extrapolated, strict=True)]
     return weights
 
 

@@ -188,7 +188,7 @@ def _plans(preset: Preset) -> Iterator[MemoryPlan]:
 
 def _measured(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
     """Return the plan with its bytes and its measures in words."""
-    device, host = (sum(each) for each in zip(*(estimate(preset, plan, size) for size in branches), strict=True))
+    device, host = (sum(amounts) for amounts in zip(*(estimate(preset, plan, size) for size in branches), strict=True))
     in_words = {
         "no attention history of text blocks": plan.rows,
         "float8 histories": plan.float8,

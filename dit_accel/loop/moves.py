@@ -153,20 +153,20 @@ def _course(
     course = [latents]
     added: list[tuple[float, float]] = []
     for index, (timestep, output) in enumerate(zip(timesteps, outputs, strict=True)):
-        made = []
+        stepped = []
         for stepper, share in zip(steppers, (1.0, 0.0), strict=False):
             torch.default_generator.manual_seed(index)
             np.random.seed(index)
             random.seed(index)
             try:
-                made.append(stepper(share * output, timestep, share * course[-1]))
+                stepped.append(stepper(share * output, timestep, share * course[-1]))
             except Exception:
                 if index == 0:
                     raise
                 return course, added
-        course.append(made[0] - made[1] if len(made) > 1 else made[0])
-        if len(made) > 1 and index + 1 < len(timesteps):
-            added.append(steppers[1].noise(made[1], len(timesteps) - index - 1))
+        course.append(stepped[0] - stepped[1] if len(stepped) > 1 else stepped[0])
+        if len(stepped) > 1 and index + 1 < len(timesteps):
+            added.append(steppers[1].noise(stepped[1], len(timesteps) - index - 1))
     return course, added
 
 
@@ -186,13 +186,13 @@ class _Stepper:
             self._scheduler.scale_model_input(latents.view(shape), timestep)
         return self._step(output.view(shape), timestep, latents.view(shape), return_dict=False)[0].view_as(latents)
 
-    def noise(self, made: torch.Tensor, left: int) -> tuple[float, float]:
+    def noise(self, stepped: torch.Tensor, left: int) -> tuple[float, float]:
         """Return the standard deviation of the new noise in latents, and of all noise in them, if it is known.
 
         Args:
             left: number of steps that are left.
         """
-        noise = level = float(made.std())
+        noise = level = float(stepped.std())
         with suppress(Exception):
             zero, one, step = torch.zeros(1, 1), torch.ones(1, 1), len(self._scheduler.timesteps) - left
             timestep = self._scheduler.timesteps[step, None]

@@ -64,7 +64,7 @@ class LoopPerOutput:
     def observe(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Output:
         """Pass each output of a computed step to its loop, and return the corrected outputs."""
         count = len(self._loops)
-        parts = [(*output[:1], *output[count:]), *((each,) for each in output[1:count])]
+        parts = [(*output[:1], *output[count:]), *((tensor,) for tensor in output[1:count])]
         self._used = len(parts)
         loops = zip(self._loops, parts, strict=False)
         return _in_order([loop.observe(step, part, used) for loop, part in loops])

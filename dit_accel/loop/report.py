@@ -149,7 +149,7 @@ class RunReport:
     @property
     def left_out(self) -> float:
         """Share of the scores that attention left out of computed steps after the warm-up, mean over attentions."""
-        return 1 - fmean(each.density for each in self.attentions) if self.attentions else 0.0
+        return 1 - fmean(attention.density for attention in self.attentions) if self.attentions else 0.0
 
     @property
     def attention_sparsity(self) -> float | None:
@@ -167,12 +167,12 @@ class RunReport:
         """
         if not self.prompts:
             return self
-        own = self.prompts[place]
+        record = self.prompts[place]
         steps = [
             replace(step, mode=mode, error=error)
-            for step, mode, error in zip(self.steps, own.modes, own.errors, strict=True)
+            for step, mode, error in zip(self.steps, record.modes, record.errors, strict=True)
         ]
-        return replace(self, steps=steps, computed_fraction=own.computed_fraction, prompts=[])
+        return replace(self, steps=steps, computed_fraction=record.computed_fraction, prompts=[])
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, ready for ``json.dump``."""
@@ -200,9 +200,13 @@ class RunReport:
             lines.append(f"  steps decided by   {shown}")
         if self.attentions:
             lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
-        if probed := [(each.error, each.layer, each.step) for each in self.attentions if each.error is not None]:
-            error, layer, step = max(probed, key=lambda each: each[0])
-            mean = fmean(each[0] for each in probed)
+        if probed := [
+            (attention.error, attention.layer, attention.step)
+            for attention in self.attentions
+            if attention.error is not None
+        ]:
+            error, layer, step = max(probed, key=lambda item: item[0])
+            mean = fmean(item[0] for item in probed)
             where = f"{layer}, step {step}"
             lines.append(f"  attention error    {mean:.4f} on the probe's rows, {error:.4f} at most ({where})")
         lines += [f"  note               {note}" for note in self.notes]

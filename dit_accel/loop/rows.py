@@ -16,5 +16,5 @@ def take_rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 def join_rows(parts: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return the batch whose samples ``rows[i]`` are in ``parts[i]``; every sample is in one part."""
-    places = sorted((row, part, own) for part, its_rows in enumerate(rows) for own, row in enumerate(its_rows))
-    return torch.cat([parts[part][own : own + 1] for _, part, own in places])
+    places = sorted((row, part, index) for part, its_rows in enumerate(rows) for index, row in enumerate(its_rows))
+    return torch.cat([parts[part][index : index + 1] for _, part, index in places])

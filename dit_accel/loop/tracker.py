@@ -171,18 +171,18 @@ class SchedulerClock:
             raise UnsupportedError(NO_SCHEDULER)
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
-        own: Any = getattr(scheduler, "step_index", UNCOUNTED)
+        counted: Any = getattr(scheduler, "step_index", UNCOUNTED)
         if place is not None:
             index = self._offset(place) + place.step
-        elif own is UNCOUNTED:
+        elif counted is UNCOUNTED:
             index = self._counted(timestep)
         else:
-            index = self._first if own is None else own
+            index = self._first if counted is None else counted
         # A call after the last step, outside of a pipeline's loop, counts as the last step.
         index = min(index, self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
             self._start(scheduler, index)
-        self._guessed = self._guessed and own in (None, UNCOUNTED)
+        self._guessed = self._guessed and counted in (None, UNCOUNTED)
         self._latest = index
         return self._ticks[index - self._first]
 
@@ -207,11 +207,13 @@ class SchedulerClock:
         self._first = self._latest = first
         self._end = len(scheduler.timesteps)
         begun = self._schedule(scheduler)
-        others = {name: self._schedule(each) for name, each in self._further().items() if _has_steps(each, self._end)}
-        others = {name: each for name, each in others.items() if each.sigmas != begun.sigmas}
+        others = {
+            name: self._schedule(other) for name, other in self._further().items() if _has_steps(other, self._end)
+        }
+        others = {name: other for name, other in others.items() if other.sigmas != begun.sigmas}
         every = begun, *others.values()
-        plain = next(filter(None, (each.plain for each in every)), None)
-        noisy = next(filter(None, (each.noisy for each in every)), None)
+        plain = next(filter(None, (other.plain for other in every)), None)
+        noisy = next(filter(None, (other.noisy for other in every)), None)
         begun = replace(begun, plain=plain, noisy=noisy, further=others)
         self._ticks = [replace(begun, step=step) for step in range(begun.steps)]
         self._count = self._first
@@ -399,7 +401,7 @@ def _why_plain(scheduler: Any, trial: SchedulerTrial, levels: Sequence[float]) -
     """
     name = type(scheduler).__name__
     moved = [True] * len(levels) if trial.moves is None else [any(column) for column in zip(*trial.moves, strict=True)]
-    twice = sum(a == b for a, b in pairwise(each for each, moves in zip(levels, moved, strict=True) if moves))
+    twice = sum(a == b for a, b in pairwise(level for level, moves in zip(levels, moved, strict=True) if moves))
     if 3 * twice >= sum(moved) and twice:  # a stage of two begins where the latest one ended
         return f"{name} repeats timesteps (order {math.ceil(len(levels) / (len(levels) - twice))})"
     return f"{name} draws the noise of the latents anew at every step" if trial.noise >= WHOLE_NOISE else None

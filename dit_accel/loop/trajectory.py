@@ -42,14 +42,16 @@ class Trajectory:
             latents: latents ``[B, …]`` of the step's first call, one tensor for each output that has some.
             response: change of the outputs per shift of the latents (:func:`~dit_accel.loop.growth.responses`).
         """
-        follows = step == self._step + 1 and [each.shape for each in self._streams] == [each.shape for each in latents]
+        follows = step == self._step + 1 and [tensor.shape for tensor in self._streams] == [
+            tensor.shape for tensor in latents
+        ]
         self._step = step
         if not follows:
-            self._streams = [LatentStream(each) for each in latents]
+            self._streams = [LatentStream(tensor) for tensor in latents]
             return False
         is_replaced = False
-        for stream, each in zip(self._streams, latents, strict=True):
-            is_replaced |= stream.is_replaced(each, response)
+        for stream, tensor in zip(self._streams, latents, strict=True):
+            is_replaced |= stream.is_replaced(tensor, response)
         return is_replaced
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -116,10 +118,10 @@ def _edit(now: np.ndarray, earlier: Sequence[np.ndarray]) -> float:
     # Unchanged entries, such as those of reference tokens, are no edits.
     known = np.concatenate([*earlier]) * (change != 0)
     for rows in _equal_rows(now):
-        own, basis = change[rows[0]], known[:, rows].reshape(-1, now.shape[1])
+        target, basis = change[rows[0]], known[:, rows].reshape(-1, now.shape[1])
         gram = basis @ basis.T
         gram.flat[:: len(gram) + 1] += RIDGE * gram.trace() + TINY
-        missed = (own - np.linalg.solve(gram, basis @ own) @ basis).reshape(min(REGIONS, len(own)), -1)
+        missed = (target - np.linalg.solve(gram, basis @ target) @ basis).reshape(min(REGIONS, len(target)), -1)
         output = earlier[0][1, rows[0]]
         region = np.add.reduce(missed * missed, axis=1)  # sums of the regions; the method calls more Python
         worst = max(worst, float(np.maximum.reduce(region)) * len(missed) / float(output @ output))

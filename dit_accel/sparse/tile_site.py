@@ -199,7 +199,7 @@ def densities_of(
         projected: share of rows projected for older biases; None = 0.
     """
     rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
-    scores = [torch.ones_like(rows) if each is None else _density(each) for each in (plan, attended)]
+    scores = [torch.ones_like(rows) if item is None else _density(item) for item in (plan, attended)]
     nothing = torch.zeros_like(rows)
     return torch.cat([rows, row_blocks, *scores, nothing if projected is None else projected, nothing])
 
