@@ -68,7 +68,7 @@ class Acceleration:
         self.preset = preset
         self.family = family
         self._runs = runs
-        self._plain = [weakref.ref(each) for each in plain]
+        self._plain = [weakref.ref(transformer) for transformer in plain]
         # Weak, so that a transformer which the pipeline drops is freed: its hook holds the driver.
         self._driven = [weakref.ref(driver.transformer) for driver in drivers]
         self._all_drivers = [weakref.ref(driver) for driver in drivers]
@@ -205,11 +205,11 @@ class Acceleration:
 
     def why_not_in_effect(self) -> str | None:
         """Return why the pipeline is no longer accelerated, or None."""
-        driven = [each for each in (reference() for reference in self._driven) if each is not None]
+        driven = [transformer for transformer in (reference() for reference in self._driven) if transformer is not None]
         known = [*(reference() for reference in self._plain), *driven]
         for owner in self.owners:
             for name, transformer in denoisers(owner).items():
-                if not any(transformer is each for each in known):
+                if not any(transformer is other for other in known):
                     return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
         if not driven:
             return "the pipeline has dropped its transformer; load one, and call accelerate_pipeline(pipe)"
@@ -296,7 +296,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     def clock(pipeline: Any) -> SchedulerClock:
         return clock_of(owner if pipeline is None else weakref.ref(pipeline))
 
-    called = {name: lambda each=each: held_module(owner(), each) for name, each in transformers.items()}
+    called = {name: lambda module=module: held_module(owner(), module) for name, module in transformers.items()}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
     return pipe
 
@@ -317,7 +317,7 @@ def restore_pipeline(pipe: Any) -> Any:
             acceleration.restore()
             acceleration.leave(pipe)
 
-    between_calls(lambda: [each._runs for each in _accelerations(denoisers(pipe), pipe)], restore)
+    between_calls(lambda: [acceleration._runs for acceleration in _accelerations(denoisers(pipe), pipe)], restore)
     return pipe
 
 
@@ -398,14 +398,14 @@ def accelerate_transformer(
         UnsupportedError: the transformer is no module or has another cache, the preset is for another model family, or
             the timesteps can't be told apart.
     """
-    own = unwrapped(transformer)
+    inner = unwrapped(transformer)
     if (reason := why_not_wrapped(transformer)) is not None:
         raise UnsupportedError(reason)
-    if not isinstance(own, torch.nn.Module):
+    if not isinstance(inner, torch.nn.Module):
         raise UnsupportedError(
             f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
         )
-    family = known_family(own)
+    family = known_family(inner)
     is_video = family is not None and family.makes == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
     if timesteps is not None:
@@ -419,9 +419,9 @@ def accelerate_transformer(
         )
 
     def called() -> torch.nn.Module | None:
-        return held_module(calling_pipeline(own), own) or entry(transformer, own)
+        return held_module(calling_pipeline(inner), inner) or entry(transformer, inner)
 
-    return _attach({"transformer": own}, {"transformer": called}, settings, clock, control_net)
+    return _attach({"transformer": inner}, {"transformer": called}, settings, clock, control_net)
 
 
 def _attach(
@@ -457,22 +457,22 @@ def _attach(
     plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
 
     def controller(pipeline: Any) -> Controller:
-        made = Controller(preset, clock(pipeline), family)
+        run = Controller(preset, clock(pipeline), family)
         for name, blocks in layers.items():
-            made.add_transformer(name, blocks)
+            run.add_transformer(name, blocks)
         for name, reason in plain.items():
-            made.warn_of_all_runs(f"pipe.{name} is not accelerated: {reason}")
-        return made
+            run.warn_of_all_runs(f"pipe.{name} is not accelerated: {reason}")
+        return run
 
     runs = Runs(controller, owner)
-    acceleration = Acceleration(preset, family, runs, drivers, [transformers[each] for each in refusals])
+    acceleration = Acceleration(preset, family, runs, drivers, [transformers[name] for name in refusals])
     _owners(transformers, owner)  # raises now if it does later
 
     def attach() -> None:
         if not acceleration.is_restored:
             _replace(acceleration, drivers, transformers, owner, net)
 
-    between_calls(lambda: [*(each._runs for each in _accelerations(transformers, owner)), runs], attach)
+    between_calls(lambda: [*(acceleration._runs for acceleration in _accelerations(transformers, owner)), runs], attach)
     return acceleration
 
 
@@ -522,7 +522,11 @@ def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> li
     """Return the accelerations on a pipeline and on its transformers, each once."""
     hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
     found = [getattr(pipe, "dit_accel", None), *(hook.acceleration for hook in hooks)]
-    return [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
+    return [
+        acceleration
+        for place, acceleration in enumerate(found)
+        if acceleration is not None and acceleration not in found[:place]
+    ]
 
 
 def _is_part(pipe: Any, transformers: Mapping[str, torch.nn.Module]) -> bool:
@@ -532,7 +536,7 @@ def _is_part(pipe: Any, transformers: Mapping[str, torch.nn.Module]) -> bool:
         UnsupportedError: some are, so that a new acceleration would leave the others plain.
     """
     held = denoisers(pipe)
-    others = [name for name, each in held.items() if not any(each is other for other in transformers.values())]
+    others = [name for name, module in held.items() if not any(module is other for other in transformers.values())]
     if others and len(others) < len(held):
         raise UnsupportedError(
             f"a transformer is accelerated already, by a {type(pipe).__name__} that shares it and also has "

@@ -85,3 +85,34 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
         f"{path.relative_to(ROOT)}:{line}" for path in CODE for line, text in docstrings(path) if BEGINNINGS.match(text)
     ]
     assert found == []
+
+
+NAMES = {"given", "each", "own", "made", "told"}  # they say where a value comes from, not what it is
+
+
+def names_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and names of the functions, arguments, attributes and variables that a Python file defines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_names_say_what_a_value_is():
+    found = [(path, *name) for path in CODE if path.is_relative_to(ROOT / "dit_accel") for name in names_in(path)]
+    assert [f"{path}:{line}: {name}" for path, line, name in found if name.strip("_") in NAMES] == []
+
+
+def test_functions_fit_on_a_screen():
+    """Kernels are programs of their own."""
+    long = [
+        f"{path}: {node.name}"
+        for path in CODE
+        if path.is_relative_to(ROOT / "dit_accel") and "_triton" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 61
+    ]
+    assert long == []

@@ -49,17 +49,17 @@ class _Commands(TyperGroup):
     """Print errors of :mod:`dit_accel.errors` in one line and exit with a code; other errors keep their traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _told():
+        with _reported():
             _require_text(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _told():
+        with _reported():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _reported() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()

@@ -187,7 +187,7 @@ class FusedDecode:
                 reason = _raised(error)
             if getattr(self._current, "decode", None) is not None:
                 raise _GivenUp(reason)  # frames that a decoder keeps have changed
-        self.remark = self._own(reason)
+        self.remark = self._fallback_remark(reason)
         return original(*args, **kwargs)
 
     def _end_bands(self, decode: _Decode) -> None:
@@ -219,7 +219,7 @@ class FusedDecode:
             raise _GivenUp("no memory to compare with the decoder's own output")
         size = _images(expected).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
-            self.remark = self._own("its output is no image")
+            self.remark = self._fallback_remark("its output is no image")
             return expected
         is_final = True
         try:
@@ -231,7 +231,7 @@ class FusedDecode:
             is_final = not is_lack or self._too_large.setdefault(form, decode.number) != decode.number
         if is_final:
             self._known[form] = reason
-        self.remark = FUSED if reason is None else self._own(reason)
+        self.remark = FUSED if reason is None else self._fallback_remark(reason)
         if reason is not None:
             return expected
         for name, kept in _lists(kwargs).items():
@@ -241,7 +241,7 @@ class FusedDecode:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._page, self.method)(*args, **kwargs)
 
-    def _own(self, reason: str) -> str:
+    def _fallback_remark(self, reason: str) -> str:
         return f"{OWN} {self.part}: {reason}"
 
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:

@@ -47,7 +47,7 @@ class Rows:
         self._ranks = ranks
         self._ends = [height * (rank + 1) // ranks.count for rank in range(ranks.count)]
         self._heights = [end - start for start, end in zip([0, *self._ends], self._ends, strict=False)]
-        self._own = self._heights[ranks.rank]
+        self._rows = self._heights[ranks.rank]
         self._skipped = 0
         self.done = 0
 
@@ -60,17 +60,17 @@ class Rows:
     def band(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's band of whole features ``[..., H, W]``."""
         scale, end = x.shape[-2] // self._ends[-1], self._ends[self._ranks.rank]
-        return x[..., scale * (end - self._own) : scale * end, :]
+        return x[..., scale * (end - self._rows) : scale * end, :]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return whole features from the bands of all ranks."""
-        scale, most = x.shape[-2] // self._own, max(self._heights)
+        scale, most = x.shape[-2] // self._rows, max(self._heights)
         bands = self._gathered(F.pad(x, (0, 0, 0, scale * most - x.shape[-2])))
         return torch.cat([band[..., : scale * rows, :] for band, rows in zip(bands, self._heights, strict=True)], -2)
 
     def tallest(self, x: torch.Tensor) -> int:
         """Return the number of rows of the tallest band of such features."""
-        return x.shape[3] // self._own * max(self._heights)
+        return x.shape[3] // self._rows * max(self._heights)
 
     def merged(self, moments: torch.Tensor) -> torch.Tensor:
         """Return the moments of whole features ``[B, groups, 2]``, mean and variance, from those of each band."""

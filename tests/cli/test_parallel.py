@@ -20,13 +20,13 @@ REPOSITORY = Path(__file__).parents[2]
 FAILING = """
 import os
 import torch.distributed as dist
-from dit_accel.cli import _told
+from dit_accel.cli import _reported
 from dit_accel.cli.parallel import run_to_end
 from dit_accel.errors import UnsupportedError
 from dit_accel.serving.processes import join
 
 def app():
-    with _told():
+    with _reported():
         join({"ulysses": 3}, "cpu")
         if os.environ["RANK"] != "0":
             raise UnsupportedError("this one can't go on")

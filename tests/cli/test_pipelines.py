@@ -184,7 +184,7 @@ def test_exit_codes_tell_mistakes_from_failures(capsys, name):
     """2 if the request must change, 1 if another attempt may succeed; one line in both cases."""
     kind = getattr(errors, name)
     error = kind("--option", "no") if kind is ArgumentError else kind("no")
-    with pytest.raises(typer.Exit) as end, cli._told():
+    with pytest.raises(typer.Exit) as end, cli._reported():
         raise error
     assert issubclass(kind, DitAccelError) and end.value.exit_code == (2 if name in MISTAKES else 1)
     assert capsys.readouterr().err.startswith("error: ")

@@ -66,7 +66,7 @@ def require_family(transformer: torch.nn.Module) -> Family:
     if family is None:
         raise UnsupportedError(
             f"the blocks of {type(transformer).__name__} are not known: it must be a pipeline or transformer of "
-            f"{', '.join(each.model for each in FAMILIES)}"
+            f"{', '.join(family.model for family in FAMILIES)}"
         )
     return family
 

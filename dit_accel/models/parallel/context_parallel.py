@@ -98,7 +98,7 @@ class Exchange:
         self._ranks = dist.get_world_size(group)
         text, vision = _shares(tokens.text, self._ranks), _shares(tokens.vision, self._ranks)
         self._counts = [sum(share) for share in zip(text, vision, strict=True)]  # of each rank
-        self._own = self._counts[dist.get_rank(group)]
+        self._count = self._counts[dist.get_rank(group)]
         arranged = _arrangement(tokens, text, vision, order)
         is_arranged = torch.equal(arranged, torch.arange(len(arranged)))
         self._arranged = None if is_arranged else arranged.to(device)
@@ -129,7 +129,7 @@ class Exchange:
         """Exchange all tokens of the rank's heads ``[B, S, H / n, D]`` back for its own tokens ``[B, S / n, H, D]``."""
         (words,) = _words(x)
         send = (self.as_received(words) if arranged else words).transpose(0, 1).contiguous()
-        received = self._exchanged(send, [self._own] * self._ranks, self._counts)
+        received = self._exchanged(send, [self._count] * self._ranks, self._counts)
         return received.unflatten(0, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3).view(x.dtype)
 
     def _exchanged(self, send: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
