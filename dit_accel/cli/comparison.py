@@ -185,7 +185,7 @@ def print_summary(console: Console, summary: dict[str, Any], preset: Preset | No
         console.out(f"decoded {report['decoding']}", highlight=False)
     notes = [*report["notes"]] if report else []
     # The run's own notes already explain this.
-    if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:
+    if report and not notes and preset.schedule.measures and "dispatch" not in report["steps_by_mode"]:
         notes.append("every step was computed; with more --steps, more of them can be skipped")
     for note in [*notes, *sides.remarks()]:
         console.out(f"note: {note}", highlight=False)

@@ -106,7 +106,7 @@ def _presets(family: str) -> Iterator[tuple[str, str]]:
     """Yield label and name: three in words, others of this family, and methods of papers last."""
     names = [name for name in preset_names() if load_preset(name).model in ("any", family)]
     others = [name for name in names if name not in PLAIN and not name.startswith("video-")]
-    loops = [name for name in others if load_preset(name).schedule.control == "adaptive"]
+    loops = [name for name in others if load_preset(name).schedule.measures]
     yield from ((IN_WORDS[name], name) for name in PLAIN)
     yield from ((f"Sparse attention: {name}", name) for name in loops)
     yield (f"Every step computed ({EXACT})", EXACT)

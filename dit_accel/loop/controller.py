@@ -37,6 +37,11 @@ CALIBRATED = (
     "calibration reached it"
 )
 
+RULES: dict[str, tuple[type[ClosedLoop], type[Gap]]] = {  # by ``schedule.control``: what forecasts, and what decides
+    "adaptive": (ClosedLoop, Gap),
+    "interval": (IntervalLoop, IntervalGap),
+}
+
 
 class Controller:
     """One denoising run: the pipeline's transformers, their branches, and the report of the last run.
@@ -45,24 +50,13 @@ class Controller:
         preset: preset of the run.
         clock: reads the step.
         family: model family, for the report.
-        loop, gap: classes that decide and forecast; None = the classes of ``schedule.control``. A variant of the closed
-            loop is a subclass that is passed here.
     """
 
-    def __init__(
-        self,
-        preset: Preset,
-        clock: Clock,
-        family: str,
-        loop: type[ClosedLoop] | None = None,
-        gap: type[Gap] | None = None,
-    ) -> None:
-        adaptive = preset.schedule.control == "adaptive"
+    def __init__(self, preset: Preset, clock: Clock, family: str) -> None:
         self.preset = preset
         self.family = family
         self.parts = CallParts()
         self._clock = clock
-        self._kinds = loop or (ClosedLoop if adaptive else IntervalLoop), gap or (Gap if adaptive else IntervalGap)
         self._forecasts = preset.schedule.interval != 1
         self._layers: dict[str, list[str]] = {}
         schedule = preset.schedule
@@ -89,7 +83,7 @@ class Controller:
         density: list[list[float | None]] = [[] for _ in layers]
         self.report = RunReport(self.preset.name, self.family, layers, density=density, notes=list(self._standing))
         self._accounts = Accounts(self.report, self.preset.memory.budget_gib)
-        self.branches = Branches(self.preset, *self._kinds, self.report)
+        self.branches = Branches(self.preset, *RULES[self.preset.schedule.control], self.report)
         self._trajectory = Trajectory()
 
     @property

@@ -144,7 +144,7 @@ def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
     """Return the most memory that one branch takes, with all histories full."""
     level, layout = preset.forecast.level, size.layout
     values = plan.order + 1
-    keeps_outputs = level == "output" or preset.schedule.control == "adaptive"
+    keeps_outputs = level == "output" or preset.schedule.measures
     device = values * size.output * size.itemsize * keeps_outputs
     host = 0
     if layout is None:

@@ -14,6 +14,7 @@ from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.section import section_in
+from dit_accel.presets.sections import Schedule
 from dit_accel.presets.skip import drop_foreign_keys
 
 DEFAULT = "balanced"
@@ -149,7 +150,8 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
         schedule.pop("target_psnr", None)
     if chosen_forecast.get("level") not in (None, "output"):
         schedule.pop("per_prompt", None)
-    if chosen_schedule.get("control") not in (None, "adaptive"):
+    rule = Schedule.forms.get(str(chosen_schedule.get("control")))
+    if rule is not None and not rule.measures:
         for key in LOOP_KEYS:
             forecast.pop(key, None)
     if chosen_skip.get("policy") not in (None, skip.get("policy")):

@@ -69,18 +69,18 @@ class Preset(Section):
 
     def _idle_keys(self) -> dict[tuple[str, str], str]:
         """Return the sections and keys that have no effect, each with the reason and the remedy."""
-        level, adaptive = self.forecast.level, self.schedule.control == "adaptive"
+        level, measures = self.forecast.level, self.schedule.measures
         runs_no_attention = level != "head" and self.skip.steps != "all"
         records_nothing = level == "output" and not self.skip.keeps_residuals
         repeats = level == "head" and self.forecast.order == 0
         kernels, linear = ("attention", "gemm", "qk_dtype"), ("dtype", "exclude", "weights")
         here, unrecorded = f"at level '{level}'", "at level 'output', where blocks record nothing"
-        unmeasured = "with control 'interval', which measures no errors"
+        unmeasured = f"with control '{self.schedule.control}', which measures no errors"
         of_heads = "as attention outputs are recorded at level 'head' only"
         table = (
             (runs_no_attention, "kernels", kernels, here, "forecast.level to head, or skip.steps to all"),
             (level != "output", "kernels", ["graphs"], here, "forecast.level to output"),
-            (level == "output" and not adaptive, "forecast", LOOP_KEYS, unmeasured, "schedule.control to adaptive"),
+            (level == "output" and not measures, "forecast", LOOP_KEYS, unmeasured, "schedule.control to adaptive"),
             (records_nothing, "memory", ["history_dtype"], unrecorded, "forecast.level to layer"),
             (level != "head", "memory", ["offload"], of_heads, "forecast.level to head"),
             (repeats, "memory", ["offload"], "with order 0", "forecast.order to 1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, Strict, Tag, model_validator
 
@@ -16,6 +16,7 @@ class Schedule(Formed):
     """Choice of the computed steps."""
 
     chooser: ClassVar[str] = "control"
+    measures: ClassVar[bool] = False  # the choice depends on measured forecast errors
 
     control: Literal["interval", "adaptive"] = "adaptive"
     """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures the forecast
@@ -29,6 +30,7 @@ class Schedule(Formed):
 class AdaptiveSchedule(Schedule):
     """Choice of the computed steps by the closed loop, which bounds the errors of forecasts."""
 
+    measures: ClassVar[bool] = True
     interval: ClassVar[int | None] = None
 
     control: Literal["adaptive"] = "adaptive"
@@ -73,14 +75,18 @@ class AdaptiveSchedule(Schedule):
         return self
 
 
-class IntervalSchedule(Schedule):
-    """Choice of the computed steps by a fixed interval, as in the papers."""
+class FixedSchedule(Schedule):
+    """Choice of the computed steps that measures nothing: what the closed loop reads has no effect."""
 
     target_error: ClassVar[float | None] = None
     target_psnr: ClassVar[float | None] = None
     bound: ClassVar[float] = 0.0
     max_interval: ClassVar[int] = 16
     per_prompt: ClassVar[bool] = False
+
+
+class IntervalSchedule(FixedSchedule):
+    """Choice of the computed steps by a fixed interval, as in the papers."""
 
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
@@ -90,10 +96,13 @@ class IntervalSchedule(Schedule):
 
 
 Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
-AnySchedule = Annotated[
-    Annotated[AdaptiveSchedule, Tag("adaptive")] | Annotated[IntervalSchedule, Tag("interval")],
-    Field(discriminator=Discriminator(Schedule.form_of)),
-]
+if TYPE_CHECKING:
+    AnySchedule = AdaptiveSchedule | IntervalSchedule
+else:
+    AnySchedule = Annotated[
+        Union[tuple(Annotated[form, Tag(control)] for control, form in Schedule.forms.items())],  # noqa: UP007
+        Field(discriminator=Discriminator(Schedule.form_of)),
+    ]
 
 
 class Forecast(Formed):

@@ -209,7 +209,7 @@ def _decided_apart(preset: Preset, console: Console) -> Preset:
     """Let each prompt of a batch skip its own steps, unless the preset sets ``per_prompt`` or does not support it."""
     from dit_accel.models.presets import load_preset
 
-    if preset.schedule.control != "adaptive" or "per_prompt" in preset.schedule.model_fields_set:
+    if not preset.schedule.measures or "per_prompt" in preset.schedule.model_fields_set:
         return preset
     try:
         return load_preset(preset, per_prompt=True)

@@ -132,7 +132,7 @@ def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -
     if not model.is_video or ((frames - 1) // 4 + 1) * (height // 16) * (width // 16) < LONG_CLIP:
         return choices
     for preset in map(load_preset, preset_names()):
-        if preset.model == model.family and preset.schedule.control == "adaptive" and preset.skip.policy == "sparge":
+        if preset.model == model.family and preset.schedule.measures and preset.skip.policy == "sparge":
             return (*choices, Choice(preset.name, "for long videos, if turbo is too slow"))
     return choices
 

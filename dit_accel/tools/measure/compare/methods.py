@@ -97,7 +97,7 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
 
 
 def _series(preset: Preset) -> str:
-    if preset.schedule.control == "adaptive":
+    if preset.schedule.measures:
         return OURS
     whole = "sparse tiles, our engine" if preset.skip.steps == "all" else "fixed interval, whole stack"
     return {"layer": "TaylorSeer, our engine", "head": "FlashOmni, our engine"}.get(preset.forecast.level, whole)

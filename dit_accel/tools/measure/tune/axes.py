@@ -51,8 +51,8 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     """
     axes = []
     schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse
-    forecasts = schedule.control == "adaptive" or schedule.interval > 1
-    if schedule.control == "adaptive":
+    forecasts = schedule.measures or schedule.interval > 1
+    if schedule.measures:
         axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.bound))
     elif forecasts:
         axes.append(_axis("schedule.interval", INTERVALS, schedule.interval))
