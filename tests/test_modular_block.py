@@ -68,9 +68,9 @@ def left_on(pipe):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_block_decides_as_accelerate_pipeline_does(modular, name):
     """Same bits and same report; a call with preset "none" gives the plain bits, and nothing is left."""
-    whole, pipe = modular(name), modular(name, AccelerateBlock("turbo", target_error=0.6))
+    whole, pipe = modular(name), modular(name, AccelerateBlock("turbo", target_error=5.0))
     plain, left = call(whole, name), left_on(pipe)
-    accelerate_pipeline(whole, "turbo", target_error=0.6)
+    accelerate_pipeline(whole, "turbo", target_error=5.0)
     expected, known = call(whole, name), whole.dit_accel.report()
     restore_pipeline(whole)
     assert torch.equal(call(pipe, name), expected) and not torch.equal(expected, plain)

@@ -188,7 +188,7 @@ class Dispatcher:
         with self._changed:
             self._changed.wait_for(lambda: not self._running, patience)
         ends = time.monotonic() + LAST_SECONDS
-        for thread in self._threads:
+        for thread in filter(Thread.is_alive, self._threads):
             thread.join(max(0.0, ends - time.monotonic()))
 
     def _count_waiting(self) -> int:

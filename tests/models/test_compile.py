@@ -41,6 +41,7 @@ def uncompiled(name):
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
