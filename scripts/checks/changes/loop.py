@@ -30,7 +30,7 @@ MUTANTS: list[Mutant] = table({
          "if linear.all()", "if linear.any()"),
         ("noise-stays-in-the-moves", "a step's noise does not hide the moves of its outputs",
          "tests/loop/test_moves.py",
-         "course.append(made[0] - made[1] if len(made) > 1 else made[0])", "course.append(made[0])")],
+         "course.append(stepped[0] - stepped[1] if len(stepped) > 1 else stepped[0])", "course.append(stepped[0])")],
     "dit_accel/loop/rows.py": [
         ("samples-in-order-of-parts", "a batch keeps the order of its samples", "tests/loop/test_per_prompt.py",
          "places = sorted((row", "places = list((row")],
