@@ -22,7 +22,7 @@ LINES = {  # of code
     "dit_accel/stages": 2_460,
     "dit_accel/tools": 5_820,
     "scripts": 17_910,
-    "tests": 41_800,
+    "tests": 41_810,
 }
 WORDS = 38_700  # of all pages
 RESULTS = 2_720_000  # bytes of docs/results

@@ -1,7 +1,7 @@
 """The closed loop: a computed step measures the forecast error, sets the next computed step and corrects the latents.
 
-The transformer's outputs F are known at the computed steps, at coordinates t (step indices, or log-odds of the noise
-level). At the other steps the output is forecast by the polynomial through the newest records. At each computed step
+The transformer's outputs F are known at the computed steps, at coordinates t (step indices, noise levels or their
+log-odds). At the other steps the output is forecast by the polynomial through the newest records. At each computed step
 the loop does this:
 
 1. **Correct.** Once F is known, the forecast steps before it lie between records. The polynomial through F and the
@@ -96,7 +96,7 @@ class Gap:
         self.computed_step = -1  # the latest step decided to compute
         self._decided: tuple[int, StepMode] | None = None
         self._asking: set[object] = set()  # branches that asked for this step's mode
-        self._is_guided = False  # a step had several branches
+        self._is_guided = False  # an earlier step had several branches
         self._following: dict[object, int] = {}  # next computed step, by the outputs that decided it since then
 
     @property
@@ -108,16 +108,17 @@ class Gap:
     def mode(self, step: int, branch: object = None) -> StepMode:
         """Return the step's mode, decided at the first request of a branch."""
         if self._decided is None or self._decided[0] != step:
+            self._is_guided |= len(self._asking) > 1  # fixed for a whole step, so that ranks measure alike
             self._asking.clear()
             self._decided = step, self.decide_mode(step)
             if self._decided[1] is not StepMode.DISPATCH:
                 self.computed_step = step
                 self._following.clear()
         self._asking.add(branch)
-        self._is_guided |= len(self._asking) > 1
         return self._decided[1]
 
     def decide_mode(self, step: int) -> StepMode:
+        """Return whether the step computes or is forecast: the rule, whose intervals :meth:`_reach` sets."""
         schedule = self.preset.schedule
         if step < schedule.warmup or step >= len(self.course.coordinates) - schedule.cooldown:
             return StepMode.FULL

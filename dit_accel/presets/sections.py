@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Discriminator, Field, Strict, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
 from dit_accel.presets.section import MOST_STEPS, Formed, Section
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Calibrated = Annotated[tuple[Positive, Positive], Strict(False)]  # a target_error and a PSNR; YAML has lists
+
+
+def _no_number(value: Any) -> Any:
+    """Refuse 0 and 1, which equal False and True."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f"must be true, false or guided, got {value}")
+    return value
 
 
 class Schedule(Formed):
@@ -78,6 +85,7 @@ class AdaptiveSchedule(Schedule):
 class FixedSchedule(Schedule):
     """Choice of the computed steps that measures nothing: what the closed loop reads has no effect."""
 
+    interval: ClassVar[int | None] = None
     target_error: ClassVar[float | None] = None
     target_psnr: ClassVar[float | None] = None
     bound: ClassVar[float] = 0.0
@@ -142,10 +150,10 @@ class OutputForecast(Forecast):
     beyond: float = Field(default=0.0, ge=0.0, le=1.0)
     """control adaptive: share of the next degree that is added to the chosen degree, up to order. 0.5 adds half of the
     next degree's term."""
-    damping: bool | Literal["guided"] = False
+    damping: Annotated[Literal[False, True, "guided"], BeforeValidator(_no_number)] = False
     """control adaptive: the loop also tries a degree between 0 and 1, the share of the slope that fitted best at the
-    previous computed step. For outputs that do not keep their slope, such as video models'. guided: if the transformer
-    is called more than once a step, as classifier-free guidance does, which amplifies the errors of each call."""
+    previous computed step. For outputs that do not keep their slope, such as video models'. guided: once a step has
+    called the transformer several times, as classifier-free guidance does, which amplifies the errors of each call."""
 
 
 class _InBlocks(Forecast):

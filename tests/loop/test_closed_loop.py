@@ -39,12 +39,12 @@ def test_closed_loop_computes_until_it_has_observed():
 
 
 def test_guided_damping_begins_once_a_step_has_two_branches():
-    """Branches ask for the same step's mode; the same branch in several steps is no guidance."""
+    """It begins with the step after, alike for all branches; one branch in several steps is no guidance."""
     control = Gap(load_preset("balanced"), Course(range(8), [1.0] * 8))
-    for step in range(2):
-        control.mode(step, "first")
-    assert not control.damps
-    control.mode(1, "second")
+    for step, branch in ((0, "first"), (1, "first"), (1, "second")):
+        control.mode(step, branch)
+        assert not control.damps
+    control.mode(2, "first")
     assert control.damps
     assert Gap(load_preset("video-balanced"), Course(range(8), [1.0] * 8)).damps
 

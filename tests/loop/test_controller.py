@@ -332,6 +332,17 @@ def test_branches_share_the_steps_mode():
     assert calm.modes(value=1.0).count(DISPATCH) > 0
 
 
+@pytest.mark.parametrize("contexts", [("cond",), ("cond", "uncond")], ids=["alone", "guided"])
+def test_two_branches_damp_forecasts(contexts):
+    """The share of the slope is fitted where a step has a second branch, by preset `balanced`."""
+    loop = closed_loop(**{"schedule.target_error": 1e-9})
+    for step in range(5):
+        for context in contexts:
+            loop.call(step, 2.0 + 0.5**step, context=context)
+    (first, *_) = loop.controller.branches.all()
+    assert (first.loops[0].damped is not None) is (len(contexts) == 2)
+
+
 def test_closed_loop_stretches_its_gaps_while_forecasts_hold():
     """An output that is linear in the step: once two records give the slope, intervals grow up to max_interval."""
     loop = closed_loop()

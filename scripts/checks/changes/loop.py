@@ -80,6 +80,8 @@ MUTANTS: list[Mutant] = table({
          "WIDENING * latest)", "WIDENING * step)"),
         ("first-branch-is-guided", "guided damping needs a second branch in a step", "tests/loop/test_closed_loop.py",
          "len(self._asking) > 1", "len(self._asking) > 0"),
+        ("branches-ask-as-one", "each branch asks for the mode by itself", "tests/loop/test_controller.py",
+         "self.gap.mode(step, id(self))", "self.gap.mode(step)"),
         ("first-shape-only", "records are dropped if any output changes its shape", "tests/loop/test_closed_loop.py",
          "return [part.shape for part in output] != [part.shape for part in newest]",
          "return output[0].shape != newest[0].shape")],

@@ -51,7 +51,7 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     """
     axes = []
     schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse
-    forecasts = schedule.measures or schedule.interval > 1
+    forecasts = schedule.interval != 1
     if schedule.measures:
         axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.bound))
     elif forecasts:
