@@ -98,7 +98,7 @@ class IntervalSchedule(FixedSchedule):
 
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
-    interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
+    interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])  # type: ignore[misc]
     """One UPDATE, then interval − 1 DISPATCH steps. The first step after the warm-up is an UPDATE; 1 computes every
     step in full."""
 
