@@ -85,7 +85,6 @@ class AdaptiveSchedule(Schedule):
 class FixedSchedule(Schedule):
     """Choice of the computed steps that measures nothing: what the closed loop reads has no effect."""
 
-    interval: ClassVar[int | None] = None
     target_error: ClassVar[float | None] = None
     target_psnr: ClassVar[float | None] = None
     bound: ClassVar[float] = 0.0
@@ -98,7 +97,7 @@ class IntervalSchedule(FixedSchedule):
 
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
-    interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])  # type: ignore[misc]
+    interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
     """One UPDATE, then interval − 1 DISPATCH steps. The first step after the warm-up is an UPDATE; 1 computes every
     step in full."""
 

@@ -1,6 +1,6 @@
 """A rule of one's own for the computed steps, made as CONTRIBUTING.md says: its section, its class, one line."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from pydantic import Tag
@@ -19,6 +19,7 @@ from tests.models import tiny
 class ListedSchedule(FixedSchedule):
     """Computed steps by a list."""
 
+    interval: ClassVar[int | None] = None
     control: Literal["listed"] = "listed"
     computed: list[int]
     """listed: indices of the computed steps."""
