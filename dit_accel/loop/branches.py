@@ -29,7 +29,7 @@ class Branches:
 
     Args:
         preset: preset of the run.
-        loop, gap: classes that decide and forecast.
+        loop, gap: classes that forecast, and that decide.
         report: report of the run.
 
     Attributes:

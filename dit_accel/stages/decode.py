@@ -108,7 +108,7 @@ class FusedDecode:
         return method.owner if isinstance(method, StandIn) and method.owner.holders else None
 
     def leave(self) -> None:
-        """One acceleration less wants it; with the last it goes, and lets every call through if something wraps it."""
+        """Restore the method once no acceleration wants it; if something wraps it, every call passes through."""
         self.holders -= 1
         if not self.holders:
             for stand_in in self._stand_ins:

@@ -1,4 +1,4 @@
-"""Reasons why computed steps can't run as CUDA graphs."""
+"""Reasons why computed steps can't run as CUDA graphs; ``StepGraphs._why_not`` collects them and others."""
 
 from __future__ import annotations
 
