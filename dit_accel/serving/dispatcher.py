@@ -137,8 +137,8 @@ class Dispatcher:
 
     def hire(self, worker: JobWorker) -> None:
         """Give tasks to a further worker."""
-        self._threads.append(Thread(target=self._work, args=(worker,), daemon=True))
-        self._threads[-1].start()
+        (thread := Thread(target=self._work, args=(worker,), daemon=True)).start()
+        self._threads.append(thread)  # once started: before, it can't be joined
 
     @property
     def waiting(self) -> int:
@@ -188,7 +188,7 @@ class Dispatcher:
         with self._changed:
             self._changed.wait_for(lambda: not self._running, patience)
         ends = time.monotonic() + LAST_SECONDS
-        for thread in filter(Thread.is_alive, self._threads):
+        for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
 
     def _count_waiting(self) -> int:

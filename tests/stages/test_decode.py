@@ -1,4 +1,4 @@
-"""What decides if fused kernels or the decoder's own code decodes; ``test_autoencoders`` compares their outputs."""
+"""Choice between fused kernels and the decoder's own code; ``test_autoencoders`` compares their outputs."""
 
 import copy
 import pickle

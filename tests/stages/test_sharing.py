@@ -165,6 +165,6 @@ def test_each_band_gets_the_rows_of_its_neighbours(rank):
     ids=["least", "few rows", "few latents", "a batch", "a low tile", "one row", "none"],
 )
 def test_ranks_share_from_a_size_on(shapes, agrees):
-    """Of the largest call; the lowest needs a row for each rank, and a batch is no reason."""
+    """The largest call decides; the lowest needs a row for each rank, and a batch is no reason."""
     ranks = SimpleNamespace(count=2, vote=lambda vote, about: vote)
     assert Bands(ranks, None, 2 * LEAST_ROWS * 64).agree(shapes, None) is agrees

@@ -35,7 +35,7 @@ class Method:
     name: str  # of the setting, unique
     # Context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
     put_on: Callable[[Subject], AbstractContextManager[dict[str, Any]]]
-    # Whether the computed fraction comes from the run's own report. True for our presets that skip rows or tiles or
+    # True = the computed fraction comes from the run's own report, as of our presets that skip rows or tiles or
     # multiply in 8 bits, because their kernels replace the layers whose FLOPs are counted.
     reports_work: bool = False
     digest: str = ""  # hash of a preset's values, which detects an edited preset; other methods' names hold all values
