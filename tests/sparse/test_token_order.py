@@ -1,19 +1,14 @@
 """Token orders: permutations in which neighbours in space and time share a block."""
 
-from typing import get_args
-
 import pytest
 import torch
 
-from dit_accel import load_preset
-from dit_accel.errors import PresetError, ShapeError
-from dit_accel.presets import Blocks
+from dit_accel.errors import ShapeError
 from dit_accel.sparse.token_order import (
     TOKEN_ORDERS,
     hilbert_index,
     hilbert_order,
     inverse_order,
-    tiles_order,
     token_order,
 )
 from tests.pairs import every_pair
@@ -21,7 +16,6 @@ from tests.pairs import every_pair
 FULL_SIZE = [(21, 30, 52), (33, 45, 80)]  # 81 frames of 480p, 129 of 720p
 GRIDS = [(1, 1, 1), (1, 1, 7), (1, 5, 1), (2, 1, 3), (1, 6, 9), (3, 6, 8), (5, 16, 16), (4, 7, 11), FULL_SIZE[0]]
 every_full_size = pytest.mark.parametrize("grid", FULL_SIZE, ids=["480p", "720p"])
-every_order = pytest.mark.parametrize("name", ["hilbert", "tiles"])
 
 
 def places(grid: tuple[int, int, int], order: torch.Tensor) -> torch.Tensor:
@@ -97,24 +91,6 @@ def test_blocks_are_compact(name, mean, worst, grid, block):
     assert spreads(whole_blocks(grid, token_order("raster", grid, block), block)).mean() > 20 * cube
 
 
-@pytest.mark.parametrize("block, sides", [(64, [4, 4, 4]), (128, [4, 5.66, 5.66])])
-def test_tiles_fit_the_grid(block, sides):
-    """In a band of a grid that divides evenly, a block is a box of about those sides, ragged by a column at most."""
-    grid = (4, 40, 64)
-    blocks = whole_blocks(grid, tiles_order(grid, block), block)
-    extents = (blocks.amax(1) - blocks.amin(1) + 1).median(0).values
-    for extent, side in zip(extents.tolist(), sides, strict=True):
-        assert side - 1 <= extent <= side + 2
-
-
-@every_order
-def test_a_single_frame_is_cut_into_squares(name):
-    """A single first frame gets compact blocks as well."""
-    grid = (1, 30, 52)
-    square = 128 / 6  # two axes of s²/12
-    assert spreads(whole_blocks(grid, token_order(name, grid, 128), 128)).mean() < 1.4 * square
-
-
 @pytest.mark.parametrize(
     "name, grid, complaint",
     [("snake", (3, 4, 5), "must be one of .*'tiles'.*got 'snake'"), ("tiles", (3, 0, 5), "at least one token")],
@@ -123,23 +99,3 @@ def test_a_single_frame_is_cut_into_squares(name):
 def test_bad_orders_are_refused(name, grid, complaint):
     with pytest.raises(ShapeError, match=complaint):
         token_order(name, grid, 128)
-
-
-def test_presets_know_every_order():
-    """Presets may name exactly the existing orders."""
-    assert get_args(Blocks.model_fields["token_order"].annotation) == TOKEN_ORDERS
-
-
-def test_presets_of_pictures_refuse_it():
-    """FLUX has no videos, and does not list the key among its effective ones."""
-    with pytest.raises(PresetError, match="'tiles' orders the tokens of videos, and model is 'flux'"):
-        load_preset("flux-flashomni-paper", **{"blocks.token_order": "tiles"})
-    assert "token_order" not in load_preset("flux-flashomni-paper").effective()["blocks"]
-    clips = load_preset("wan21-flashomni", **{"blocks.token_order": "tiles"})
-    assert clips.effective()["blocks"]["token_order"] == "tiles"
-
-
-def test_presets_refuse_it_where_nothing_is_skipped():
-    """An order has no effect unless tiles or rows are chosen."""
-    with pytest.raises(PresetError, match="section 'blocks' has no effect at level 'output'"):
-        load_preset("balanced", model="wan", **{"blocks.token_order": "tiles"})

@@ -1,7 +1,6 @@
 """FG-Attn's masks: which single keys stay, which tiles are whole, and that attention over them is a masked softmax."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -105,26 +104,6 @@ def test_attention_of_the_plan_is_the_masked_softmax(mask):
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
     expected = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~pairs, -math.inf).softmax(-1), k)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_masks_agree_where_the_queries_of_a_block_are_alike():
-    """Then their mean equals each of them (FG-Attn's reason for the average), and most keys are skipped."""
-    layout = LAYOUTS["no-text"]
-    q, k = queries_and_keys(layout, sharpness=4.0)
-    q = block_means(q, layout.block).mul(8).repeat_interleave(layout.block, 1)[:, : layout.tokens]
-    exact, average = (draw(q, k, layout, config(mask=mask, key_threshold=0.5)) for mask in ("exact", "average_query"))
-    assert torch.equal(keys_of(exact), keys_of(average))
-    assert keys_of(exact).float().mean() < 0.5
-
-
-@every_mask
-def test_a_higher_threshold_keeps_no_more(mask):
-    layout = LAYOUTS["no-text"]
-    q, k = queries_and_keys(layout)
-    kept = [keys_of(draw(q, k, layout, config(mask=mask, key_threshold=t))) for t in (0.1, 0.5, 1.0, 3.0)]
-    assert all((more <= fewer).all() for fewer, more in pairwise(kept))
-    assert kept[0].sum() > kept[-1].sum()
-    assert kept[-1].any(-1).all()  # no row is left without a key
 
 
 @pytest.mark.parametrize("tokens", [40, 64, 300])

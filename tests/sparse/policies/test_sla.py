@@ -6,7 +6,7 @@ import torch
 from dit_accel.kernels import classify_tiles, pooled_map, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import draw, plan
+from dit_accel.sparse.policies import draw
 
 BLOCK = 64
 CONFIG = Skip(policy="sla", critical=0.2, negligible=0.3)
@@ -38,16 +38,6 @@ def test_classes_come_from_the_pooled_map(layout):
     assert (marginal[:, :, vision, vision].sum(-1) == count - most - least).all()
 
 
-def test_a_map_that_is_there_is_not_made_again():
-    """Classes follow the given map, whatever q and k are."""
-    layout, q = LAYOUTS["no-text"], features(0)
-    pooled = pooled_map(q, features(1), BLOCK)
-    assert torch.equal(
-        draw(q, features(2), layout, CONFIG, pooled=pooled).linear_bits,
-        draw(q, features(1), layout, CONFIG).linear_bits,
-    )
-
-
 @pytest.mark.parametrize("valid", [1, 63, 64, 65, 320, 321, 384, 385, 799, 800])
 def test_padding_is_in_no_class(valid):
     """Rows of a padded sample have the classes that they have without padding, and no tile of padding alone has one.
@@ -68,13 +58,3 @@ def test_padding_is_in_no_class(valid):
         tiles = unpack_bits(bits, layout.blocks)[1]
         assert not tiles[..., blocks:].any()
         assert torch.equal(tiles[:, :whole, :blocks], unpack_bits(own, blocks)[0, :, :whole])
-
-
-def test_the_functional_form_gives_the_plan():
-    """Critical tiles are listed, and marginal ones go along as bits."""
-    q, k = features(0), features(1)
-    layout = TokenLayout(0, 800)
-    made = plan(q, k, CONFIG)
-    symbols = draw(q, k, layout, CONFIG)
-    assert torch.equal(made.linear_bits, symbols.linear_bits)
-    assert torch.equal(made.kv_count, unpack_bits(symbols.skip_bits, layout.blocks).sum(-1).int())

@@ -14,7 +14,7 @@ from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, static
 
 every_block = pytest.mark.parametrize("block", [64, 128])
-LENGTHS = [[300], [133, 309, 70], [1, 63, 64, 65, 1, 128], [256, 68, 188], [5] * 40]
+LENGTHS = [[1], [64], [65], [300], [133, 309, 70], [1, 63, 64, 65, 1, 128], [256, 68, 188], [5] * 40]
 every_lengths = pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-of-{sum(lengths)}")
 
 
@@ -25,39 +25,20 @@ def mask_of(symbols) -> torch.Tensor:
     return masks[0, 0]
 
 
-def by_pair(lengths, attends) -> torch.Tensor:
-    """bool [S, S] of ``attends(query, key, query's segment, key's segment)``."""
-    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    token = torch.arange(sum(lengths))
-    return attends(token[:, None], token[None], segment[:, None], segment[None])
-
-
-@every_block
-@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 300])
-def test_causal(tokens, block):
-    """Each query attends up to itself; no tile needs the pool."""
-    symbols = static.causal(tokens, block=block, batch=2, heads=3)
-    assert torch.equal(mask_of(symbols), torch.ones(tokens, tokens, dtype=torch.bool).tril())
-    assert symbols.masks is None or symbols.masks.pool.shape[0] == 0
-
-
 @every_block
 @every_lengths
-@pytest.mark.parametrize("causal", [False, True])
-def test_documents(causal, lengths, block):
-    """A query attends within its own segment, wholly or up to itself."""
-    expected = by_pair(lengths, lambda q, k, of_q, of_k: (of_q == of_k) & ((k <= q) | (not causal)))
-    assert torch.equal(mask_of(static.documents(lengths, causal=causal, block=block, heads=2)), expected)
-
-
-@every_block
-@every_lengths
-def test_interleaved(lengths, block):
-    """Every second segment is an image and attends to all of itself; all tokens attend to earlier ones."""
+def test_segments(lengths, block):
+    """Documents attend to themselves, wholly or up to the query; text and images also to all earlier tokens."""
+    segment, token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), torch.arange(sum(lengths))
+    is_own, is_past = segment == segment[:, None], token <= token[:, None]
     is_text = [number % 2 == 0 for number in range(len(lengths))]
-    text = torch.tensor(is_text)
-    expected = by_pair(lengths, lambda q, k, of_q, of_k: (k <= q) | ((of_q == of_k) & ~text[of_q]))
-    assert torch.equal(mask_of(static.interleaved(lengths, is_text, block=block)), expected)
+    options = {"block": block, "batch": 2, "heads": 3}
+    assert torch.equal(mask_of(static.documents(lengths, **options)), is_own)
+    assert torch.equal(mask_of(static.documents(lengths, causal=True, **options)), is_own & is_past)
+    of_images = is_own & ~torch.tensor(is_text)[segment]
+    assert torch.equal(mask_of(static.interleaved(lengths, is_text, **options)), is_past | of_images)
+    causal = static.causal(sum(lengths), **options)
+    assert torch.equal(mask_of(causal), is_past) and (causal.masks is None or causal.masks.pool.shape[0] == 0)
 
 
 def test_the_papers_interleaved_tiles():

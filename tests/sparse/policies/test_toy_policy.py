@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, Tag
 
 from dit_accel import accelerated
-from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import attention, pack_bits
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
@@ -100,13 +99,6 @@ def test_attention_under_the_plan_is_the_naive_one(layout, reach, band):
     torch.testing.assert_close(attention(q, k, v, drawn, kv_len=kv_len).double(), expected, rtol=1e-5, atol=1e-5)
     everything = drawn.kv_count.sum() == drawn.kv_index.numel()
     assert bool(everything) == (reach == 20)
-
-
-def test_what_is_no_section_is_told():
-    """A policy's name is not enough."""
-    q = torch.zeros(1, 64, 1, 16)
-    with pytest.raises(UnsupportedError, match=r"config must be a section skip, such as .*, got 'sparge'$"):
-        plan(q, q, "sparge")
 
 
 def test_keys_are_checked():
