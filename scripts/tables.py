@@ -17,10 +17,8 @@ from typing import Any
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
     r"calls": ("scripts.bench.call_speed.table", "markdown", []),
     r"changes-under-way": ("scripts.research.changes_under_way", "table", ["rows"]),
-    r"compiled-kernels": ("scripts.checks.compile_study.report", "table", ["kernels"]),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),
     r"conditions": ("scripts.research.conditions_study.report", "tables", ["rows"]),
-    r"conformance.*": ("scripts.checks.conformance", "markdown", []),
     r"edited-latents": ("scripts.checks.edited_latents", "table", ["rows"]),
     r"every-class": ("scripts.checks.class_study.report", "markdown", []),
     r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),

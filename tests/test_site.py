@@ -51,7 +51,7 @@ def test_results_have_pages_of_tables(site):
     text = (site / "results" / "speed-flux" / "index.html").read_text(encoding="utf-8")
     assert "14 of 50 steps computed" in text and 'href="../speed-flux.json"' in text
     notes = (site / "notes" / "results" / "index.html").read_text(encoding="utf-8")
-    assert 'href="../../results/speed-flux/"' in notes and 'href="../../results/soak.json"' in notes
+    assert 'href="../../results/speed-flux/"' in notes and 'href="../../results/gpu-check-h200.json"' in notes
 
 
 def test_tables_of_other_files_are_refused(capsys, monkeypatch):

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from scripts.checks import every_class
+from scripts.checks import every_class, stand_ins
 from scripts.checks.class_study import cases, modular, report
 from scripts.checks.class_study.blocks import MODULAR
 
@@ -107,3 +107,15 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         every_class.main([str(tmp_path), "--output", str(tmp_path / "found")])
     assert "checkout must hold tests/pipelines" in capsys.readouterr().err
+
+
+def test_stand_ins_are_loaded_by_their_names_on_the_hub(tmp_path, monkeypatch):
+    """The working directory has them, as for tests that run there."""
+    from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
+
+    stand_ins.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert AutoConfig.from_pretrained("hf-internal-testing/tiny-random-t5").d_model == 32
+    for name in ("tiny-random-clip", "tiny-random-t5", "dummy-gemma", "tiny-random-Qwen2VLForConditionalGeneration"):
+        assert AutoTokenizer.from_pretrained(f"hf-internal-testing/{name}")("a fox")["input_ids"]
+    assert LlamaTokenizer.from_pretrained("finetrainers/dummy-hunyaunvideo", subfolder="tokenizer")("a fox")
