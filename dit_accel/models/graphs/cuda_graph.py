@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from dit_accel.loop import timing
-from dit_accel.models.graphs.thread_warnings import taken_aside
 
 if TYPE_CHECKING:
     from dit_accel.models.graphs.collectives import Collective
@@ -24,27 +25,18 @@ ROOM = 0.25  # share of the GPU's memory to leave free: graphs keep a step's act
 
 @dataclass(frozen=True)
 class CaptureTrial:
-    """Measurement of an uncaptured step.
+    """Measurement of an uncaptured step."""
 
-    Args:
-        waits: code line in which the host waited for the GPU; None = it did not wait.
-        launched: returns the seconds that the host took.
-        took: returns the seconds that the GPU took, from start to end.
-        room: free share of the GPU's memory after the step.
-        is_complete: False = waits may have been missed, so the next step is measured again.
-    """
-
-    waits: str | None
-    launched: Callable[[], float]
-    took: Callable[[], float]
-    room: float = 1.0
-    is_complete: bool = True
+    waits: str | None  # code line in which the host waited for the GPU
+    launched: Callable[[], float]  # returns the seconds that the host took
+    took: Callable[[], float]  # returns the seconds that the GPU took, from start to end
+    room: float = 1.0  # free share of the GPU's memory after the step
+    is_complete: bool = True  # False = waits may have been missed, so the next step is measured again
 
     def why_not(self, wanted: str, *, is_shared: bool = False) -> str | None:
-        """Return why such steps are not captured, given the option `kernels.graphs` as ``wanted``, or None.
+        """Return why such steps are not captured, or None.
 
-        Args:
-            is_shared: several devices share the step's tokens and wait for each other.
+        ``wanted`` is the option `kernels.graphs`; ``is_shared`` = several devices share a step and wait for each other.
         """
         if self.waits is not None:
             return f"the host waits for the GPU in {self.waits}"
@@ -59,9 +51,57 @@ class CaptureTrial:
 
 
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # beginning of PyTorch's warning
+HIDDEN = (SYNCHRONIZES, "Synchronization debug mode")  # the second: PyTorch warns that this mode is a prototype
 _ALONE = threading.Lock()  # captures share a stream
-_MODE_LOCK = threading.Lock()
-_WATCHERS: list[int | str] = []  # for each watcher the sync debug mode before it
+
+
+class Waits:
+    """Context that notes where this thread waits for the GPU, by PyTorch's warnings, which it hides in all threads.
+
+    Python asks a filter's ``match`` about every message, and the class is such a filter. It stays clear of
+    ``warnings.catch_warnings``, which at its end overwrites filters that other threads have set.
+    """
+
+    _open: ClassVar[list[Waits]] = []
+    _lock = threading.Lock()
+    _mode: ClassVar[int] = 0  # PyTorch's sync debug mode before the first
+
+    def __init__(self) -> None:
+        self.places: list[str] = []  # file and line of each wait
+        self.is_complete = True  # no other thread has removed the filter
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def match(cls, message: str) -> bool:
+        """Note a wait of a thread that watches; return True if the message is hidden."""
+        if not cls._open or not message.startswith(HIDDEN):
+            return False
+        frame, thread = sys._getframe(1), threading.get_ident()
+        for item in cls._open:
+            if item._thread == thread and message.startswith(SYNCHRONIZES):
+                item.places.append(f"{frame.f_code.co_filename}, line {frame.f_lineno}")
+        return True
+
+    def __enter__(self) -> Waits:
+        with self._lock:
+            if not self._open:
+                Waits._mode = torch.cuda.get_sync_debug_mode()
+            self._open.append(self)
+            warnings.filterwarnings("ignore", message=__name__)  # has Python forget which messages it has shown
+            warnings.filters[0] = FILTER
+            torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.is_complete = FILTER in warnings.filters
+            if len(self._open) == 1:
+                torch.cuda.set_sync_debug_mode(self._mode)
+                warnings.filters[:] = [item for item in warnings.filters if item is not FILTER]
+            self._open.remove(self)
+
+
+FILTER = ("ignore", Waits, Warning, None, 0)
 
 
 class Turns:
@@ -122,11 +162,7 @@ class CudaGraph:
         A capture fails if the host waits for the GPU, and then corrupts random generators (and, before PyTorch 2.12,
         memory). So waits are detected before the capture.
         """
-        with (
-            taken_aside("Synchronization debug mode"),  # PyTorch warns that this mode is a prototype
-            taken_aside(SYNCHRONIZES, hides_others=True) as waits,
-            _sync_warnings(),
-        ):
+        with Waits() as waits:
             of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()
             output = function()
             launched, took = of_host(), of_gpu()
@@ -162,6 +198,7 @@ class CudaGraph:
             return nullcontext()
         from dit_accel.models.graphs.collectives import CutAtCollectives  # fails in torch built without collectives
 
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # happens between two collectives
         return CutAtCollectives(self._cut)
 
     def _cut(self, collective: Collective) -> None:
@@ -176,27 +213,11 @@ class CudaGraph:
         self._parts.append(graph.replay)
 
     def _end(self) -> None:
-        with taken_aside("The CUDA Graph is empty"):  # happens between two collectives
-            self._capturing.__exit__(None, None, None)
+        self._capturing.__exit__(None, None, None)
 
     def replay(self) -> None:
         for part in self._parts:
             part()
-
-
-@contextmanager
-def _sync_warnings() -> Iterator[None]:
-    """Make PyTorch warn when any thread of the process waits for the GPU."""
-    with _MODE_LOCK:
-        _WATCHERS.append(torch.cuda.get_sync_debug_mode() if not _WATCHERS else _WATCHERS[0])
-        torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        with _MODE_LOCK:
-            mode = _WATCHERS.pop()
-            if not _WATCHERS:
-                torch.cuda.set_sync_debug_mode(mode)
 
 
 def _room(device: torch.device) -> float:

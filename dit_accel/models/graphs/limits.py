@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -64,17 +63,14 @@ def why_not_output(output: Any) -> str | None:
 
 
 def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | None:
-    """Return why a module of a transformer on a device can't be captured, or None.
-
-    Args:
-        name: the module's name in the transformer; empty = the transformer.
-    """
+    """Return why a module of a transformer on a device can't be captured, or None; without a name, the transformer."""
     where, registry = name or type(module).__name__, vars(module).get("_diffusers_hook")
-    hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
+    hooks = () if registry is None else registry.hooks.values()
+    varies = any(not isinstance(hook, Hook) and type(hook).__name__ not in PARALLEL_HOOKS for hook in hooks)
     around = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     if not name:  # they run before and after the graph
         around = [hook for hook in around if not is_stateless(hook)]
-    if hooks or around or hasattr(module, "_hf_hook"):
+    if varies or around or hasattr(module, "_hf_hook"):
         return f"{where} carries hooks (offload, layerwise casting, …)"
     if is_compiled(module):
         return f"{where} is compiled"
@@ -84,11 +80,6 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
         if item is not None and item is not unread and (type(item) not in PLAIN_TENSORS or item.device != device):
             return f"a weight of {where} is a {type(item).__name__} on {item.device}"
     return None
-
-
-def _repeats(hook: ModelHook) -> bool:
-    """Return True if a hook does the same in every call: our hooks, and hooks that split and gather tokens."""
-    return isinstance(hook, Hook) or type(hook).__name__ in PARALLEL_HOOKS
 
 
 def why_not_known(name: str, module: nn.Module) -> str | None:

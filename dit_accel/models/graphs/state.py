@@ -144,20 +144,13 @@ class ModelState:
             keys = tuple(key for key in held if key not in TORCHS_OWN)
             self._modules.setdefault(keys, {})[name] = held
             self._take_class(type(item))
-            for key in HOOKS:
-                if held[key]:
-                    self._dicts[_joined(name, key)] = held[key]
-                else:
+            for key in (*HOOKS, *OF_TENSORS, "_modules"):
+                if not held[key]:
                     self._empty.append(held[key])
-            for key in OF_TENSORS:
-                if held[key]:
+                elif key in OF_TENSORS:
                     self._weights[name if key == OF_TENSORS[0] else f"{name} (buffers)"] = held[key]
                 else:
-                    self._empty.append(held[key])
-            if held["_modules"]:
-                self._dicts[_joined(name, "modules")] = held["_modules"]
-            else:
-                self._empty.append(held["_modules"])
+                    self._dicts[_joined(name, key)] = held[key]
             yield from held["_modules"].items()
             yield from ((key, held[key]) for key in keys if key not in ("_modules", *OF_TENSORS))
         elif isinstance(item, HookRegistry):

@@ -9,21 +9,20 @@ replayed, and outputs are copied out. Decisions of the loop, forecasts and measu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import BlockCall, Call
 from dit_accel.loop.torch_modes import kernel_settings
-from dit_accel.models.graphs.announcement import Announcement
 from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph, Turns
 from dit_accel.models.graphs.limits import (
     why_not_call,
@@ -38,34 +37,58 @@ from dit_accel.models.parallel.context_parallel import exchanges_sizes, parallel
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with skipped tiles, and twice as many to spare
 NEW = object()  # marks the first call of a kind
 REFUSED = "computed steps not captured as CUDA graphs"
+UNEVEN = "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
+
+
+class Announcement:
+    """Symbols and densities of a captured call's attentions, packed to be copied with one launch per dtype.
+
+    The loop and the report keep them, while the next replay of any graph of the pool may overwrite their memory. It is
+    made during the capture, so that packing is part of the graph.
+    """
+
+    def __init__(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
+        alike: dict[torch.dtype, list[torch.Tensor]] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            alike.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+            return torch.empty_like(tensor, device="meta")
+
+        self._symbols, self._densities = _mapped(pack, symbols, densities)
+        self._packed = {dtype: (torch.cat(items), [*map(torch.numel, items)]) for dtype, items in alike.items()}
+
+    def copied(self) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
+        """Copy symbols and densities of the latest replay."""
+        parts = {dtype: iter(packed.clone().split(sizes)) for dtype, (packed, sizes) in self._packed.items()}
+        return _mapped(lambda form: next(parts[form.dtype]).view(form.shape), self._symbols, self._densities)
+
+
+def _mapped(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    symbols: Mapping[str, SparseSymbols],
+    densities: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
+    """Change all tensors, always in the same order."""
+    of_symbols = {name: item.mapped(change) for name, item in symbols.items()}
+    return of_symbols, {name: change(item) for name, item in densities.items()}
 
 
 @dataclass
 class Captured:
-    """A graph and the static tensors that it reads and writes.
-
-    Args:
-        inputs: copies of the tensors among a call's arguments.
-        output: nested output of the transformer; the next replay overwrites its tensors.
-        announcement: symbols and densities of the call's sparse attentions.
-        fallbacks: entries of the report for the call.
-        held: keeps alive everything that the graph reads by address.
-    """
+    """A graph and the static tensors that it reads and writes."""
 
     graph: CudaGraph
-    inputs: list[torch.Tensor]
-    output: Any
+    inputs: list[torch.Tensor]  # copies of the tensors among a call's arguments
+    output: Any  # nested output of the transformer; the next replay overwrites its tensors
     announcement: Announcement
-    fallbacks: list[dict[str, str]]
-    held: Any
+    fallbacks: list[dict[str, str]]  # entries of the report for the call
+    held: Any  # keeps alive everything that the graph reads by address
 
 
 class StepGraphs:
     """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run.
 
-    Args:
-        driver: :class:`~dit_accel.models.transformer.TransformerDriver`, which says how the call in progress runs.
-        graph: the class that captures; tests use a fake for the CPU.
+    ``driver`` says how the call in progress runs. ``graph`` captures; tests use a fake for the CPU.
     """
 
     def __init__(self, driver: Any, graph: type[CudaGraph] = CudaGraph) -> None:
@@ -76,7 +99,8 @@ class StepGraphs:
         self._failed: str | None = None
         self._lock = threading.RLock()  # guards all attributes: several threads may call one transformer
         self._turns = Turns()  # serialises uses of static inputs and of the pool
-        self._kept: dict[tuple, Captured | CaptureTrial | str | None] = {}
+        self._run: object = None  # report of the run in which the model was looked at
+        self._changes = 0  # of the model in that run
         self.clear()
 
     def __len__(self) -> int:
@@ -87,17 +111,15 @@ class StepGraphs:
         with self._lock:
             self._turns.end()
             # None = such a call has run once; a str = the reason why it is not captured.
-            self._kept = {}
+            self._kept: dict[tuple, Captured | CaptureTrial | str | None] = {}
             self._pool: Any = None
             self._state: ModelState | None = None
-            self._refusing: tuple[str, nn.Module] | None = None  # the module for which nothing is captured
-            self._changes: list[object] = []  # reports of the runs in which the model changed
+            self._refusal: str | None = None  # why nothing is captured in this run
 
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a computed call, from a graph if there is one, else run eagerly.
 
-        Args:
-            original: the transformer's own forward, with the hooks of its blocks.
+        ``original`` is the transformer's own forward, with the hooks of its blocks.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         compute = partial(original, *args, **kwargs)
@@ -105,44 +127,29 @@ class StepGraphs:
             key, kept = None, self._why_not(call, leaves)
             if kept is None:
                 key = self._key(call, leaves, structure)
-                kept = self._kept_for(key)
+                kept = self._kept.get(key, NEW)
+            if kept is NEW:
+                self._make_room(key)
+                self._kept[key] = None
             if isinstance(kept, (CaptureTrial, Captured)):
                 with self._turns.turn(self._device(leaves)):
                     if isinstance(kept, CaptureTrial):
-                        kept = self._kept[key] = self._decide(kept, original, call, leaves, structure)
+                        reason = kept.why_not(self._wanted, is_shared=parallel_degree(self._driver.transformer) > 1)
+                        kept = self._kept[key] = reason or self._capture(original, call, leaves, structure)
                     if isinstance(kept, Captured):
                         return self._replay(kept, leaves)
         if kept is None:
             output, trial = self._graph.watch(compute, self._device(leaves))
             with self._lock:
                 if key in self._kept and trial.is_complete:
-                    self._kept[key] = why_not_output(output) or self._why_not_shared() or trial
+                    uneven = UNEVEN if exchanges_sizes(self._driver.transformer) else None  # known once it has run
+                    self._kept[key] = why_not_output(output) or uneven or trial
             return output
         if isinstance(kept, str):
-            self._say(kept, leaves)
+            self._report(kept, leaves)
         return compute()
 
-    def _kept_for(self, key: tuple) -> Any:
-        """Return the record of a kind of call; `NEW` at the first call."""
-        if key not in self._kept:
-            self._make_room(key)
-            self._kept[key] = None
-            return NEW
-        return self._kept[key]
-
-    def _decide(
-        self, trial: CaptureTrial, original: Callable, call: Call, leaves: list, structure: Any
-    ) -> Captured | str:
-        is_shared = parallel_degree(self._driver.transformer) > 1
-        return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
-
-    def _why_not_shared(self) -> str | None:
-        """Return why a call that has just run can't be captured as one of several devices; its splits have decided."""
-        if not exchanges_sizes(self._driver.transformer):
-            return None
-        return "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
-
-    def _say(self, reason: str | None, leaves: list) -> None:
+    def _report(self, reason: str, leaves: list) -> None:
         """Report why a call is not captured: in a note if graphs are set to "always" or failed."""
         report = self._driver.session.run.report
         if self._wanted == "always" or self._failed is not None:
@@ -204,27 +211,25 @@ class StepGraphs:
 
     def _why_not_model(self, device: torch.device) -> str | None:
         """Return why the model can't be captured, or None; free all graphs if the model has changed."""
-        transformer, report = self._driver.transformer, self._driver.session.run.report
-        if self._refusing is not None and _has(transformer, *self._refusing):
-            reason = self._why_not_module(*self._refusing, device)
-            if reason is not None:
-                return reason
+        report = self._driver.session.run.report
+        if report is not self._run:
+            self._run, self._changes, self._refusal = report, 0, None
+        if self._refusal is not None:
+            return self._refusal
         changed = None
         if self._state is not None and (changed := self._state.change()) is None:
             return None
-        changes = [item for item in self._changes if item is report] + [report] * (changed is not None)
         self.clear()
-        self._changes = changes
-        for name, module in transformer.named_modules():
-            if (reason := self._why_not_module(name, module, device)) is not None:
-                self._refusing = name, module
+        self._changes += changed is not None
+        for name, module in self._driver.transformer.named_modules():
+            reason = why_not_module(name, module, device)
+            if reason is None and self._wanted == "auto":
+                reason = why_not_known(name, module)
+            if reason is not None:
+                self._refusal = reason
                 return reason
-        self._state = ModelState(transformer)
-        return None if len(changes) < 2 else f"{changed} changes from step to step"
-
-    def _why_not_module(self, name: str, module: nn.Module, device: torch.device) -> str | None:
-        reason = why_not_module(name, module, device)
-        return why_not_known(name, module) if reason is None and self._wanted == "auto" else reason
+        self._state = ModelState(self._driver.transformer)
+        return None if self._changes < 2 else f"{changed} changes from step to step"
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
         """Key of a kind of call: branch and shapes, then everything else on the host that calls may differ in."""
@@ -248,10 +253,3 @@ class StepGraphs:
     @staticmethod
     def _device(leaves: Sequence) -> torch.device:
         return next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _has(transformer: nn.Module, name: str, module: nn.Module) -> bool:
-    try:
-        return transformer.get_submodule(name) is module
-    except AttributeError:
-        return False

@@ -133,10 +133,10 @@ MUTANTS: list[Mutant] = table({
         ("a-graph-of-other-names", "a call with equal tensors under other names has a graph of its own",
          "tests/models/test_graphs.py",
          "self._device(leaves), structure, forms, modes", "self._device(leaves), forms, modes")],
-    "dit_accel/models/graphs/thread_warnings.py": [
-        ("the-first-collector-ends-all", "a collector keeps its filter while another one of the same message ends",
-         "tests/models/test_thread_warnings.py",
-         "if not _WANTED[beginning] and entry in warnings.filters:", "if entry in warnings.filters:")],
+    "dit_accel/models/graphs/cuda_graph.py": [
+        ("the-first-watcher-ends-all", "a watched step keeps its filter while another one ends",
+         "tests/models/test_cuda_graph.py",
+         "if len(self._open) == 1:", "if self._open:")],
     "dit_accel/models/beside/compiled.py": [
         ("an-error-in-compiled-code-unhooks", "an exception in compiled code leaves the hook on the transformer",
          "tests/models/test_compile.py",
