@@ -9,6 +9,7 @@ Ranks that make an image or video together share its decode (:mod:`dit_accel.sta
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
@@ -28,7 +29,7 @@ from dit_accel.models.caller import direct_caller
 from dit_accel.models.hooks import is_compiled, runs_known_code
 from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, group_of, ranks_of
 from dit_accel.stages.stand_in import StandIn
-from dit_accel.stages.vae import page_of
+from dit_accel.stages.vae import page_of, why_unknown
 from dit_accel.stages.vae.layers import Layers
 
 # Relative error (L2) over the decoder's own output. Two orders of the same sums differ by up to half of it.
@@ -259,10 +260,15 @@ class FusedDecode:
             return "autocast"
         if is_capturing() or torch.jit.is_tracing():  # a first call is compared, which waits for the GPU
             return "a graph is being captured or traced"
+        try:
+            inspect.signature(getattr(self._page, self.method)).bind(module, *args, **kwargs, layers=None)
+        except TypeError as error:
+            return f"the {self.part} gets other arguments: {error}"
         for name, part in module.named_modules():
-            if (reason := _why_not_part(part, is_root=part is module, latents=latents)) is not None:
+            reason = _why_not_part(part, is_root=part is module, latents=latents) or why_unknown(self._page, part)
+            if reason is not None:
                 return f"{name or f'the {self.part}'} {reason}"
-        return self._page.why_not(module, args, kwargs)
+        return None
 
 
 class FusedEncode(FusedDecode):

@@ -216,15 +216,15 @@ NOISY = {**UPSAMPLED, "decoder_inject_noise": (True, False, False)}
 @pytest.mark.parametrize(
     ("name", "config", "part", "changes", "reason"),
     [
-        ("flux", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "its activation is ReLU"),
-        ("hunyuan-image", {}, "up_blocks.0", {"nonlinearity": nn.ReLU()}, "its decoder has a ReLU"),
-        ("hunyuan 1.5", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "its decoder has a ReLU"),
-        ("hunyuan 1.5", {}, FIRST, {"pad_mode": "constant"}, "a convolution pads with constant"),
-        ("cogvideox", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "its decoder has a ReLU"),
-        ("cogvideox", {}, FIRST, {"pad_mode": "replicate"}, "its convolutions pad with replicate"),
-        ("ltx 2", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "ReLU"),
-        ("ltx 0.9.0", NOISY, "", {}, "its residual blocks add noise"),
-        ("ltx 2", {"decoder_spatial_padding_mode": "circular"}, "", {}, "a convolution pads with circular"),
+        ("flux", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
+        ("hunyuan-image", {}, "up_blocks.0", {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
+        ("hunyuan 1.5", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
+        ("hunyuan 1.5", {}, FIRST, {"pad_mode": "constant"}, "conv_in has pad_mode = constant"),
+        ("cogvideox", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
+        ("cogvideox", {}, FIRST, {"pad_mode": "replicate"}, "conv_in has pad_mode = replicate"),
+        ("ltx 2", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
+        ("ltx 0.9.0", NOISY, "", {}, "has per_channel_scale1 = Parameter"),
+        ("ltx 2", {"decoder_spatial_padding_mode": "circular"}, "", {}, "has padding_mode = circular"),
     ],
 )
 def test_a_decoder_that_its_page_does_not_know_runs_itself(name, config, part, changes, reason):

@@ -1,12 +1,18 @@
-"""Decoders of autoencoders, a page for each class: why one can't run here, and its forward with fused kernels.
+"""Decoders of autoencoders, a page for each class, with the forward of its decoder on fused kernels.
 
-On a page with ``SHARED_FROM``, ranks share calls with at least as many latents (:mod:`dit_accel.stages.sharing`).
+A page has the names of the classes that a decoder may consist of (``KNOWN``), and the values that attributes of its
+modules must have (``REQUIRED``, by name, or by the end of a class's name and name). ``decode``, and ``encode`` on some
+pages, take the module, the arguments that a page knows, and ``layers``. On a page with ``SHARED_FROM``, ranks share
+calls with at least as many latents.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch import nn
 
 from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, hunyuan_image, hunyuan_video, hunyuan_video15, ltx
 
@@ -25,5 +31,18 @@ PAGES = {
 
 
 def page_of(autoencoder: Any) -> ModuleType | None:
-    """The page of an autoencoder's class; None = there is none."""
+    """Return the page of an autoencoder's class, or None."""
     return PAGES.get(type(autoencoder).__name__)
+
+
+def why_unknown(page: ModuleType, module: nn.Module) -> str | None:
+    """Return why a module of a decoder or an encoder can't run on a page, or None."""
+    kind = type(module).__name__
+    if kind not in page.KNOWN:
+        return f"is a {kind}"
+    for path, values in page.REQUIRED.items():
+        owner, _, name = path.rpartition(".")
+        value = getattr(module, name, values[0])
+        if kind.endswith(owner) and (isinstance(value, torch.Tensor | nn.Module) or value not in values):
+            return f"has {name} = {value if isinstance(value, bool | int | float | str) else type(value).__name__}"
+    return None

@@ -6,91 +6,51 @@ adds the bias of the convolution before; the sum behind a block adds the bias of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-from diffusers.models.autoencoders.vae import Decoder, Encoder
-from diffusers.models.downsampling import Downsample2D
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlock2D, UpDecoderBlock2D
-from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from dit_accel.kernels import add_residual
-from dit_accel.stages.vae.layers import Layers, attended
+from dit_accel.stages.vae.layers import Layers, attended, parts_of
 
 SHARED_FROM = 2**15  # latents; two GPUs take 1.3 times longer for half as many
 LAST = torch.channels_last
+KNOWN = {
+    *("Decoder", "Encoder", "UNetMidBlock2D", "UpDecoderBlock2D", "DownEncoderBlock2D", "ResnetBlock2D", "Attention"),
+    *("Upsample2D", "Downsample2D", "ModuleList", "Conv2d", "GroupNorm", "SiLU", "Linear", "Dropout"),
+}
+REQUIRED = {
+    **{"padding_mode": ("zeros",), "use_conv": (True,), "norm": (None,), "output_scale_factor": (1,)},
+    **{f"ResnetBlock2D.{name}": (None,) for name in ("time_emb_proj", "upsample", "downsample")},
+}
 
 
-def why_not(coder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call of a decoder or an encoder can't run on this page, or None."""
-    if len(args) != 1 or any(item is not None for item in kwargs.values()):
-        return "it gets more than one tensor"
-    stages = {Decoder: ("up_blocks", UpDecoderBlock2D), Encoder: ("down_blocks", DownEncoderBlock2D)}
-    if type(coder) not in stages:
-        return f"it is a {type(coder).__name__}"
-    name, kind_of_stage = stages[type(coder)]
-    for kind, blocks in ((UNetMidBlock2D, [coder.mid_block]), (kind_of_stage, getattr(coder, name))):
-        other = next((block for block in blocks if type(block) is not kind), None)
-        if other is not None:
-            return f"it has a {type(other).__name__}"
-    if type(coder.conv_norm_out) is not nn.GroupNorm:
-        return f"it ends with a {type(coder.conv_norm_out).__name__}"
-    for module in coder.modules():
-        if isinstance(module, ResnetBlock2D) and (reason := _why_not_block(module)) is not None:
-            return reason
-        if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-            return f"a convolution pads with {module.padding_mode}"
-        if isinstance(module, Upsample2D) and (module.norm is not None or not module.use_conv or module.name != "conv"):
-            return "its upsampling is not nearest pixels and a convolution"
-        if isinstance(module, Upsample2D) and (module.conv.kernel_size, module.conv.padding) != ((3, 3), (1, 1)):
-            return f"it upsamples with a kernel of {module.conv.kernel_size}"
-        if isinstance(module, Downsample2D) and (module.norm is not None or not module.use_conv):
-            return "its downsampling is not a convolution"
-    return None
+def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
+    """Return images ``[B, 3, H, W]`` of latents ``[B, C, h, w]``."""
+    x = convolved(decoder.conv_in, layers.band(latents), layers)
+    x = _coded(decoder, (decoder.mid_block, *decoder.up_blocks), x, layers)
+    return layers.whole(x)
 
 
-def _why_not_block(block: ResnetBlock2D) -> str | None:
-    if block.time_emb_proj is not None or block.time_embedding_norm == "scale_shift":
-        return "its residual blocks take embeddings"
-    if type(block.nonlinearity) is not nn.SiLU:
-        return f"its activation is {type(block.nonlinearity).__name__}"
-    if block.upsample is not None or block.downsample is not None or block.output_scale_factor != 1.0:
-        return "its residual blocks scale"
-    return None if type(block.norm1) is type(block.norm2) is nn.GroupNorm else "its residual blocks have other norms"
-
-
-def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
-    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
-    x = _middle(decoder.mid_block, convolved(decoder.conv_in, layers.band(latents), layers), layers)
-    for stage in decoder.up_blocks:
-        for block in stage.resnets:
-            x = residual_block(block, x, layers)
-        for upsampler in stage.upsamplers or ():
-            x = layers.upsampled(upsampler.conv, x[:, :, None], padding=1)[:, :, 0]
-    return layers.whole(convolved(decoder.conv_out, layers.group_norm(decoder.conv_norm_out, x), layers))
-
-
-def encode(encoder: Encoder, images: torch.Tensor, *, layers: Layers) -> torch.Tensor:
+def encode(encoder: nn.Module, images: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Return moments of latents ``[B, 2C, h, w]`` of images ``[B, 3, H, W]``."""
     x = convolved(encoder.conv_in, images, layers)
-    for stage in encoder.down_blocks:
-        for block in stage.resnets:
-            x = residual_block(block, x, layers)
-        for downsampler in stage.downsamplers or ():
-            x = convolved(downsampler.conv, x if downsampler.padding else F.pad(x, (0, 1, 0, 1)), layers)
-    x = _middle(encoder.mid_block, x, layers)
-    return convolved(encoder.conv_out, layers.group_norm(encoder.conv_norm_out, x), layers)
+    return _coded(encoder, (*encoder.down_blocks, encoder.mid_block), x, layers)
 
 
-def _middle(middle: UNetMidBlock2D, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    x = residual_block(middle.resnets[0], x, layers)
-    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = residual_block(block, x if attention is None else _attended(attention, x, layers), layers)
-    return x
+def _coded(coder: nn.Module, stages: tuple[nn.Module, ...], x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    for part in (part for stage in stages for part in parts_of(stage)):
+        kind = type(part).__name__
+        if kind == "ResnetBlock2D":
+            x = residual_block(part, x, layers)
+        elif kind == "Attention":
+            x = _attended(part, x, layers)
+        elif kind == "Upsample2D":
+            x = layers.upsampled(part.conv, x[:, :, None], padding=1)[:, :, 0]
+        else:
+            x = convolved(part.conv, x if part.padding else F.pad(x, (0, 1, 0, 1)), layers)
+    return convolved(coder.conv_out, layers.group_norm(coder.conv_norm_out, x), layers)
 
 
 def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
@@ -101,7 +61,7 @@ def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Te
 
 
 def has_one_head(attention: Attention) -> bool:
-    """Return True if it is a group norm, attention with one head by diffusers' usual processor, and a sum."""
+    """Return True for a group norm, attention with one head by diffusers' usual processor, and a sum."""
     return (
         type(attention.processor) is AttnProcessor2_0
         and (attention.heads, attention.rescale_output_factor, attention.residual_connection) == (1, 1.0, True)
@@ -116,7 +76,7 @@ def projections(attention: Attention) -> tuple[nn.Module, ...]:
 
 
 def residual_block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    """Features behind a block of two norms and two convolutions, with or without a convolution as shortcut."""
+    """Run a block of two norms and two convolutions, with or without a convolution as shortcut."""
     h = convolved(block.conv1, layers.group_norm(block.norm1, x), layers, biased=False)
     h = layers.group_norm(block.norm2, h, block.conv1.bias)
     h = convolved(block.conv2, h, layers, biased=False)
@@ -129,7 +89,7 @@ def residual_block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.T
 
 
 def convolved(convolution: nn.Conv2d, x: torch.Tensor, layers: Layers, *, biased: bool = True) -> torch.Tensor:
-    """A convolution in channels-last layout, with its bias or without."""
+    """Convolve ``[B, C, H, W]`` in channels-last layout."""
     weight, padding = convolution.weight.contiguous(memory_format=LAST), convolution.padding
     bias = convolution.bias if biased else None
     x = x.contiguous(memory_format=LAST)

@@ -19,44 +19,16 @@ from dit_accel.kernels import causal_norm, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, dense, parts_of, point_projections
 
 SHARED_FROM = 2**12  # latents
-PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the coders, by their names behind the prefix
-    *(
-        "Encoder3d",
-        "ResidualDownBlock",
-        "Decoder3d",
-        "MidBlock",
-        "UpBlock",
-        "ResidualUpBlock",
-        "ResidualBlock",
-        "AttentionBlock",
-    ),
-    *("Resample", "Upsample", "CausalConv3d", "RMS_norm"),
+    *("Encoder3d", "ResidualDownBlock", "Decoder3d", "MidBlock", "UpBlock", "ResidualUpBlock", "ResidualBlock"),
+    *("AttentionBlock", "Resample", "Upsample", "CausalConv3d", "RMS_norm"),
 )
-FURTHER = ("ModuleList", "Sequential", "Conv2d", "SiLU", "Dropout", "Identity", "DupUp3D", "AvgDown3D", "ZeroPad2d")
+KNOWN = {
+    *(f"{prefix}{part}" for prefix in ("Wan", "QwenImage") for part in PARTS),
+    *("ModuleList", "Sequential", "Conv2d", "SiLU", "Dropout", "Identity", "DupUp3D", "AvgDown3D", "ZeroPad2d"),
+}
+REQUIRED = {"RMS_norm.bias": (0.0,)}
 PAST = 2  # frames before the first one that a convolution reads
-
-
-def why_not(coder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call of a decoder or an encoder can't run on this page, or None."""
-    name = type(coder).__name__
-    prefix = next((item for item in PREFIXES if name in (f"{item}Decoder3d", f"{item}Encoder3d")), None)
-    if prefix is None:
-        return f"it is a {name}"
-    if (
-        len(args) != 1
-        or kwargs.get("feat_cache") is None
-        or not set(kwargs) <= {"feat_cache", "feat_idx", "first_chunk"}
-    ):
-        return "it is not called frame by frame"
-    known = {*(f"{prefix}{part}" for part in PARTS), *FURTHER}
-    for module in coder.modules():
-        kind = type(module).__name__
-        if kind not in known:
-            return f"it has a {kind}"
-        if kind == f"{prefix}RMS_norm" and isinstance(module.bias, torch.Tensor):
-            return "its norms have a bias"
-    return None
 
 
 def decode(
@@ -68,17 +40,11 @@ def decode(
     first_chunk: bool = False,
     layers: Layers,
 ) -> torch.Tensor:
-    """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
+    """Return frames ``[B, C, T, H, W]`` of a latent frame ``[B, c, t, h, w]``; update both lists."""
     run, x = _CausalRun(feat_cache, feat_idx, layers), layers.band(x)
-    x = run.middle(decoder.mid_block, run.convolved(decoder.conv_in, run.behind(x), padding=1))
-    for stage in decoder.up_blocks:
-        before = x if getattr(stage, "avg_shortcut", None) is not None else None
-        for block in stage.resnets:
-            x = run.block(block, x)
-        for resample in parts_of(stage, "upsampler", "upsamplers"):
-            x = run.resampled(resample, x)
-        if getattr(stage, "avg_shortcut", None) is not None:
-            x = x + stage.avg_shortcut(before, first_chunk=first_chunk)
+    x = run.convolved(decoder.conv_in, run.behind(x), padding=1)
+    for stage in (decoder.mid_block, *decoder.up_blocks):
+        x = run.stage(stage, x, first_chunk=first_chunk)
     return layers.whole(run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x)))
 
 
@@ -88,17 +54,8 @@ def encode(
     """Return moments of latents ``[B, 2c, t, h, w]`` of frames ``[B, C, T, H, W]``; update both lists."""
     run = _CausalRun(feat_cache, feat_idx, layers)
     x = run.convolved(encoder.conv_in, run.behind(x), padding=1)
-    for part in encoder.down_blocks:
-        before = x
-        for block in [*getattr(part, "resnets", [part]), *parts_of(part, "downsampler", "downsamplers")]:
-            kind = type(block).__name__
-            if kind.endswith("ResidualBlock"):
-                x = run.block(block, x)
-            else:
-                x = run.downsampled(block, x) if kind.endswith("Resample") else dense(block(x))
-        if getattr(part, "avg_shortcut", None) is not None:
-            x = x + part.avg_shortcut(before)
-    x = run.middle(encoder.mid_block, x)
+    for stage in (*encoder.down_blocks, encoder.mid_block):
+        x = run.stage(stage, x)
     return run.convolved(encoder.conv_out, run.normed(encoder.norm_out, x))
 
 
@@ -111,12 +68,12 @@ class _CausalRun:
         self._layers = layers
 
     def past(self) -> torch.Tensor | None:
-        """Frames that were kept for the next convolution; None = there are none."""
+        """Return the frames that were kept for the next convolution, or None."""
         kept = self._cache[self._index[0]]
         return kept if isinstance(kept, torch.Tensor) else None
 
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalised features behind the frames that were kept, with a border of zeros: the input of a convolution."""
+        """Normalise behind the frames that were kept, with a border of zeros: the input of a convolution."""
         past, weight = self.past(), norm.gamma.flatten()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
         output, kept = causal_norm(
@@ -136,12 +93,12 @@ class _CausalRun:
         padding: int = 0,
         biased: bool = True,
     ) -> torch.Tensor:
-        """A causal convolution of an input that has its past."""
+        """Convolve causally; the input has its past."""
         is_first = x.shape[2] == 1  # with zeros before it
         return self._layers.convolved(layer, x, residual, padding=padding, biased=biased, last_tap=is_first)
 
     def behind(self, x: torch.Tensor) -> torch.Tensor:
-        """x behind the frames that were kept for the next convolution; the last two frames are kept."""
+        """Put x behind the frames that were kept for the next convolution; keep the last two frames."""
         past = self.past()
         if past is not None or x.shape[2] > 1:
             known = [] if past is None else [past]
@@ -154,15 +111,20 @@ class _CausalRun:
         self._cache[self._index[0]] = frames
         self._index[0] += 1
 
-    def middle(self, middle: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The block between both halves of an autoencoder."""
-        x = self.block(middle.resnets[0], x)
-        for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-            x = self.block(block, x if attention is None else self.attended(attention, x))
-        return x
+    def stage(self, stage: nn.Module, x: torch.Tensor, **shortcut_options: Any) -> torch.Tensor:
+        """Run residual blocks, attentions and a resampling, and add a shortcut where the module has one."""
+        shortcut = getattr(stage, "avg_shortcut", None)
+        before = None if shortcut is None else x
+        for part in parts_of(stage):
+            if hasattr(part, "conv_shortcut"):
+                x = self.block(part, x)
+            elif not hasattr(part, "mode"):
+                x = self.attended(part, x)
+            else:
+                x = self.upsampled(part, x) if part.mode.startswith("upsample") else self.downsampled(part, x)
+        return x if shortcut is None else x + shortcut(before, **shortcut_options)
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """A residual block."""
         x = dense(x)
         h = self.convolved(block.conv1, self.normed(block.norm1, x), biased=False)
         frames = self.normed(block.norm2, h, block.conv1.bias)
@@ -172,12 +134,12 @@ class _CausalRun:
         return self.convolved(block.conv2, frames, x)
 
     def attended(self, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Attention inside each frame."""
+        """Attend inside each frame."""
         norm = pixel_norm(x, attention.norm.gamma.flatten(), silu=False, backend=self._layers.backend)
         return x + attended(norm, *point_projections(attention.to_qkv, attention.proj), layers=self._layers)
 
-    def resampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Features at twice the width and height, and of twice as many frames where the module has that."""
+    def upsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Double the width and height, and the frames where the module does."""
         if resample.mode == "upsample3d":
             if self._cache[self._index[0]] is None:  # the first frame stays one
                 self._cache[self._index[0]] = "Rep"
@@ -193,7 +155,7 @@ class _CausalRun:
         return y.reshape(batch, 2 * time, height, width, channels).permute(0, 4, 1, 2, 3)
 
     def downsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Features at half the width and height, and of half as many frames where the module has that."""
+        """Halve the width and height, and the frames where the module does."""
         x = self._layers.halved(resample.resample[1], F.pad(dense(x), (0, 1, 0, 1)), (1, 2, 2))
         if resample.mode != "downsample3d":
             return x

@@ -17,38 +17,20 @@ from torch import nn
 from dit_accel.kernels import pad_video
 from dit_accel.stages.vae.layers import Layers
 
-PREFIX = "CogVideoX"
-PARTS = (  # of the decoder, by their names behind the prefix
-    *("Decoder3D", "MidBlock3D", "UpBlock3D", "ResnetBlock3D", "SpatialNorm3D", "Upsample3D"),
-    *("CausalConv3d", "SafeConv3d"),
-)
-KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "GroupNorm", "Conv2d", "SiLU", "Dropout"}
+KNOWN = {
+    *(f"CogVideoX{part}3D" for part in ("Decoder", "MidBlock", "UpBlock", "ResnetBlock", "SpatialNorm", "Upsample")),
+    *("CogVideoXCausalConv3d", "CogVideoXSafeConv3d", "ModuleList", "GroupNorm", "Conv2d", "SiLU", "Dropout"),
+}
+REQUIRED = {"pad_mode": ("first", "constant"), "use_conv_shortcut": (False,)}
 PAST = 2  # frames before the first one that a convolution reads
-
-
-def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call of a decoder can't run on this page, or None."""
-    if len(args) != 1 or not set(kwargs) <= {"conv_cache"}:
-        return "the decoder gets more than latents and frames of the past"
-    if type(decoder).__name__ != f"{PREFIX}Decoder3D":
-        return f"its decoder is a {type(decoder).__name__}"
-    for module in decoder.modules():
-        if type(module).__name__ not in KNOWN:
-            return f"its decoder has a {type(module).__name__}"
-        if getattr(module, "pad_mode", None) == "replicate":
-            return "its convolutions pad with replicate"
-        if getattr(module, "use_conv_shortcut", False):
-            return "its shortcuts convolve over time"
-    return None
 
 
 def decode(
     decoder: nn.Module, latents: torch.Tensor, conv_cache: dict[str, Any] | None = None, *, layers: Layers
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``, and the past of the next call.
+    """Return frames ``[B, 3, T, H, W]`` of latents ``[B, C, t, h, w]``, and the past of the next call.
 
-    Args:
-        conv_cache: frames before each convolution, by the names of modules; None = this call is the first one.
+    ``conv_cache`` has the frames before each convolution, by the names of modules; None = this call is the first one.
     """
     run, past, kept = _CogVideoXRun(latents, layers), conv_cache or {}, {}
     x, kept["conv_in"] = run.convolved(decoder.conv_in, pad_video(latents, before=PAST), past.get("conv_in"))
@@ -63,7 +45,7 @@ def decode(
 
 
 class _CogVideoXRun:
-    """Parts of the decoder in one call, whose latents are ``[B, C, t, h, w]``."""
+    """One call of the decoder, whose latents are ``[B, C, t, h, w]``."""
 
     def __init__(self, latents: torch.Tensor, layers: Layers) -> None:
         self._latents = latents
@@ -78,10 +60,9 @@ class _CogVideoXRun:
         *,
         biased: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A causal convolution, and the frames that the next call reads before its own.
+        """Convolve causally; return the frames that the next call reads before its own too.
 
-        Args:
-            frames: behind two copies of the first one, which the past replaces.
+        ``frames`` are behind two copies of the first one, which the past replaces.
         """
         if past is not None:
             frames[:, :, :PAST] = past
@@ -90,18 +71,15 @@ class _CogVideoXRun:
         return features, frames[:, :, -PAST:].clone()
 
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalised features behind two copies of the first frame, with the scale and shift of the latents."""
-        groups, maps = norm.norm_layer, []
-        for projection in (norm.conv_y, norm.conv_b):
-            projected = self._layers.convolved(projection.conv, self._latents)
-            maps.append(_nearest_frames(projected, x.shape[2]))
-        scale, shift = maps
-        return self._layers.group_norm(groups, x, bias, scale=scale, shift=shift, before=PAST)
+        """Normalise behind two copies of the first frame, with the scale and shift of the latents."""
+        projected = (self._layers.convolved(item.conv, self._latents) for item in (norm.conv_y, norm.conv_b))
+        scale, shift = (_nearest_frames(item, x.shape[2]) for item in projected)
+        return self._layers.group_norm(norm.norm_layer, x, bias, scale=scale, shift=shift, before=PAST)
 
     def block(
         self, block: nn.Module, x: torch.Tensor, past: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A residual block, and the frames that it keeps."""
+        """Run a residual block; return the frames that it keeps too."""
         kept = {}
         first, second = block.conv1, block.conv2
         h, kept["conv1"] = self.convolved(first, self.normed(block.norm1, x), past.get("conv1"), biased=False)
@@ -113,7 +91,7 @@ class _CogVideoXRun:
         return x, kept
 
     def upsampled(self, upsampler: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Features at twice the width and height, and of twice as many frames where the module has that."""
+        """Double the width and height, and the frames where the module does."""
         frames = x.shape[2]
         x = self._layers.upsampled(upsampler.conv, x, padding=1)
         return _nearest_frames(x, 2 * frames - frames % 2) if upsampler.compress_time else x
@@ -130,5 +108,5 @@ def _nearest_frames(x: torch.Tensor, frames: int) -> torch.Tensor:
 
 
 def _numbered(name: str, modules: nn.ModuleList) -> list[tuple[str, nn.Module]]:
-    """Modules with the names that their frames have in ``conv_cache``."""
+    """Return modules with the names that their frames have in ``conv_cache``."""
     return [(f"{name}_{place}", module) for place, module in enumerate(modules)]

@@ -7,50 +7,30 @@ frame by frame, each to the frames up to it, instead of masking half of all scor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from diffusers.models.attention_processor import Attention
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
-    HunyuanVideoDecoder3D,
-    HunyuanVideoResnetBlockCausal3D,
-    HunyuanVideoUpsampleCausal3D,
-)
 from torch import nn
 
+from dit_accel.errors import UnsupportedError
 from dit_accel.stages.vae.autoencoder_kl import has_one_head, projections
-from dit_accel.stages.vae.layers import Layers, attended
+from dit_accel.stages.vae.layers import Layers, attended, parts_of
 
 SHARED_FROM = 2**12  # latents
-FACTORS = ((1, 2, 2), (2, 2, 2))
+KNOWN = {
+    *(f"HunyuanVideo{part}" for part in ("Decoder3D", "MidBlock3D", "UpBlock3D", "CausalConv3d")),
+    *("HunyuanVideoResnetBlockCausal3D", "HunyuanVideoUpsampleCausal3D", "Attention", "ModuleList", "Conv3d"),
+    *("GroupNorm", "SiLU", "Linear", "Dropout"),
+}
+REQUIRED = {"pad_mode": ("replicate",), "upsample_factor": ((1, 2, 2), (2, 2, 2))}
 
 
-def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call of a decoder can't run on this page, or None."""
-    if len(args) != 1 or kwargs:
-        return "the decoder gets more than latents"
-    if type(decoder) is not HunyuanVideoDecoder3D:
-        return f"its decoder is a {type(decoder).__name__}"
-    for module in decoder.modules():
-        if isinstance(module, HunyuanVideoResnetBlockCausal3D) and type(module.nonlinearity) is not nn.SiLU:
-            return f"its activation is {type(module.nonlinearity).__name__}"
-        if isinstance(module, HunyuanVideoUpsampleCausal3D) and tuple(module.upsample_factor) not in FACTORS:
-            return f"it upsamples by {module.upsample_factor}"
-        if getattr(module, "pad_mode", "replicate") != "replicate":
-            return f"a convolution pads with {module.pad_mode}"
-        if isinstance(module, Attention) and not has_one_head(module):
-            return "its attention is not that of diffusers, with one head"
-    return None
-
-
-def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
-    """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
+def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
+    """Return frames ``[B, 3, T, H, W]`` of latents ``[B, C, t, h, w]``."""
     x = layers.convolved(decoder.conv_in.conv, layers.padded(layers.band(latents), 2))
-    for part in _in_order(decoder):
-        if isinstance(part, Attention):
+    for part in (part for stage in (decoder.mid_block, *decoder.up_blocks) for part in parts_of(stage)):
+        kind = type(part).__name__
+        if kind == "Attention":
             x = _attended(part, x, layers)
-        elif isinstance(part, HunyuanVideoUpsampleCausal3D):
+        elif kind == "HunyuanVideoUpsampleCausal3D":
             frames = part.upsample_factor[0] == 2
             x = layers.upsampled(part.conv.conv, layers.padded(x, 1 if frames else 2), frames=frames)
         else:
@@ -60,19 +40,6 @@ def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Lay
             x = _behind_norm(part.norm2, part.conv2, h, layers, x, input_bias=part.conv1.conv.bias, biased=True)
             del h
     return layers.whole(_behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True))
-
-
-def _in_order(decoder: HunyuanVideoDecoder3D) -> Iterator[nn.Module]:
-    """Yield residual blocks, attentions and upsamplers."""
-    middle = decoder.mid_block
-    yield middle.resnets[0]
-    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        if attention is not None:
-            yield attention
-        yield block
-    for stage in decoder.up_blocks:
-        yield from stage.resnets
-        yield from stage.upsamplers or ()
 
 
 def _behind_norm(
@@ -94,6 +61,8 @@ def _behind_norm(
     return layers.convolved_by_frames(convolution.conv, x, some, residual, biased=biased)
 
 
-def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    if not has_one_head(attention):
+        raise UnsupportedError("its attention is not that of diffusers, with one head")
     norm = layers.group_norm(attention.group_norm, x, silu=False)
     return x + attended(norm, *projections(attention), layers=layers, causal=True)

@@ -7,47 +7,28 @@ scores row by row. An upsampling moves channels into pixels and frames, in one c
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from dit_accel.kernels import pad_video, pixel_norm
-from dit_accel.stages.vae.layers import Layers, attended, point_projections
+from dit_accel.stages.vae.layers import Layers, attended, parts_of, point_projections
 
-PREFIX = "HunyuanVideo15"
-PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
-KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv3d", "SiLU"}
+KNOWN = {
+    *(f"HunyuanVideo15{part}" for part in ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock")),
+    *(f"HunyuanVideo15{part}" for part in ("Upsample", "CausalConv3d", "RMS_norm")),
+    *("ModuleList", "Conv3d", "SiLU"),
+}
+REQUIRED = {"pad_mode": ("replicate",)}
 PADDING = {"before": 2, "border": 1}
 
 
-def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call of a decoder can't run on this page, or None."""
-    if len(args) != 1 or kwargs:
-        return "the decoder gets more than latents"
-    if type(decoder).__name__ != f"{PREFIX}Decoder3D":
-        return f"its decoder is a {type(decoder).__name__}"
-    for module in decoder.modules():
-        if type(module).__name__ not in KNOWN:
-            return f"its decoder has a {type(module).__name__}"
-        if getattr(module, "pad_mode", "replicate") != "replicate":
-            return f"a convolution pads with {module.pad_mode}"
-    return None
-
-
 def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
-    """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
+    """Return frames ``[B, 3, T, H, W]`` of latents ``[B, C, t, h, w]``."""
     repeated = latents.repeat_interleave(decoder.repeat, dim=1)
     x = layers.convolved(decoder.conv_in.conv, pad_video(latents, **PADDING), repeated)
-    middle = decoder.mid_block
-    x = _block(middle.resnets[0], x, layers)
-    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = _block(block, _attended(attention, x, layers), layers)
-    for stage in decoder.up_blocks:
-        for block in stage.resnets:
-            x = _block(block, x, layers)
-        for upsampler in stage.upsamplers or ():
-            x = _upsampled(upsampler, x, layers)
+    for part in (part for stage in (decoder.mid_block, *decoder.up_blocks) for part in parts_of(stage)):
+        kind = type(part).__name__.removeprefix("HunyuanVideo15")
+        x = {"ResnetBlock": _block, "AttnBlock": _attended, "Upsample": _upsampled}[kind](part, x, layers)
     return _behind_norm(decoder.norm_out, decoder.conv_out, x, layers, biased=True)
 
 
@@ -87,7 +68,7 @@ def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Te
 
 
 def _upsampled(upsampler: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    """Twice the height and width, and twice the frames after the first if the module has that."""
+    """Double the height and width, and the frames after the first if the module has that."""
     times = 2 if upsampler.add_temporal_upsample else 1
     y = layers.convolved(upsampler.conv.conv, pad_video(x, **PADDING))
     batch, channels, frames, height, width = y.shape

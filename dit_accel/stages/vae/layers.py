@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,15 +23,24 @@ from dit_accel.kernels import (
 from dit_accel.stages.rows import Rows
 
 LAST = torch.channels_last_3d
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, C, T, H, W]`` in channels-last layout."""
+    return x.contiguous(memory_format=LAST)
+
+
 BYTES = 2**30  # of normalised features at a time, at least one frame
+CONVERSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of weights [O, C, kt, kh, kw]
+    "dense": dense,
+    "last tap": lambda weight: dense(weight[:, :, -1:]),
+    "upsampling": fold_upsampling,
+    "upsampling of frames": partial(fold_upsampling, frames=True),
+}
 
 
 class Layers:
-    """Layers of one decode, which converts each weight once.
-
-    Attributes:
-        bands: features are this rank's band of rows; None = they are whole.
-    """
+    """Layers of one decode, which converts each weight once; with ``bands`` features are this rank's band of rows."""
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
@@ -61,13 +71,9 @@ class Layers:
         border: int = 0,
         **settings: Any,
     ) -> torch.Tensor:
-        """Normalise features, and apply SiLU unless ``silu`` is False.
+        """Normalise features with settings of :func:`dit_accel.kernels.group_norm`.
 
-        Args:
-            input_bias: added to x before.
-            moments: those of whole features; None = they are computed.
-            border: pixels on each side, of neighbours' rows or repeated.
-            settings: of :func:`dit_accel.kernels.group_norm`.
+        A border has neighbours' rows, or repeats pixels. ``moments`` are those of whole features; None = compute them.
         """
         moments = self.moments(norm, x, input_bias) if moments is None else moments
         settings |= {"groups": norm.num_groups, "eps": norm.eps, "border": border, "backend": self.backend}
@@ -93,14 +99,11 @@ class Layers:
         biased: bool = True,
         last_tap: bool = False,
     ) -> torch.Tensor:
-        """Convolve ``[B, C, T, H, W]``, which has its border, and add a residual.
+        """Convolve ``[B, C, T, H, W]``, which has its border or gets ``padding`` zeros, and add a residual.
 
-        Args:
-            padding: zeros on each side of rows and columns that are no border of x.
-            biased: add the layer's bias.
-            last_tap: only the kernel's last tap over time, because all frames before are zeros.
+        ``last_tap`` = only the kernel's last tap over time, because all frames before are zeros.
         """
-        weight = self.converted(layer.weight, _last_tap if last_tap else _dense)
+        weight = self.converted(layer.weight, "last tap" if last_tap else "dense")
         bias = layer.bias if biased else None
         if padding and self.bands is not None:
             x, padding = self.bands.bordered(x), 0
@@ -117,9 +120,7 @@ class Layers:
     ) -> torch.Tensor:
         """Normalise and convolve ``[B, C, T, H, W]``, and add a residual; large videos a few frames at a time.
 
-        Args:
-            normed: returns these frames of x behind the norm, with the padding that their convolution reads.
-            biased: add the layer's bias.
+        ``normed`` returns some frames of x behind the norm, with the padding that their convolution reads.
         """
         batch, _, frames, height, width = x.shape
         rows = height if self.bands is None else self.bands.tallest(x)  # ranks take as many frames at a time
@@ -138,61 +139,33 @@ class Layers:
     ) -> torch.Tensor:
         """Convolve features that are twice as wide and high, and have twice the frames after the first with frames.
 
-        Args:
-            x: with a border of one pixel; with frames, behind the frame before the first one.
-            padding: zeros on each side of rows and columns that are no border of x.
+        x has a border of one pixel or gets ``padding`` zeros; with frames, it is behind the frame before the first one.
         """
-        weight = self.converted(layer.weight, _folded_frames if frames else _folded)
+        weight = self.converted(layer.weight, "upsampling of frames" if frames else "upsampling")
         if padding:
             x = F.pad(dense(x), (padding,) * 4) if self.bands is None else self.bands.bordered(x)
         return upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
 
     def halved(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """Convolve features that have their border, with strides of time, rows and columns."""
-        return F.conv3d(dense(x), self.converted(layer.weight, _dense), layer.bias, stride)
+        return F.conv3d(dense(x), self.converted(layer.weight, "dense"), layer.bias, stride)
 
-    def converted(self, weight: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def converted(self, weight: torch.Tensor, form: str) -> torch.Tensor:
         """Return the weight in another layout, converted once a decode."""
-        key = (id(weight), convert)
-        if key not in self._converted:
-            self._converted[key] = weight, convert(weight)  # the weight too, so that its id stays its own
+        key = (id(weight), form)
+        if key not in self._converted:  # the weight too, so that its id stays its own
+            self._converted[key] = weight, CONVERSIONS[form](weight if weight.ndim == 5 else weight[:, :, None])
         return self._converted[key][1]
-
-
-def _with_time(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.ndim == 5 else weight[:, :, None]
-
-
-def _dense(weight: torch.Tensor) -> torch.Tensor:
-    return _with_time(weight).contiguous(memory_format=LAST)
-
-
-def _last_tap(weight: torch.Tensor) -> torch.Tensor:
-    return weight[:, :, -1:].contiguous(memory_format=LAST)
-
-
-def _folded(weight: torch.Tensor) -> torch.Tensor:
-    return fold_upsampling(_with_time(weight))
-
-
-def _folded_frames(weight: torch.Tensor) -> torch.Tensor:
-    return fold_upsampling(weight, frames=True)
-
-
-def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, C, T, H, W]`` in channels-last layout."""
-    return x.contiguous(memory_format=LAST)
 
 
 def attended(
     x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor], layers: Layers, causal: bool = False
 ) -> torch.Tensor:
-    """Return attention with one head over ``[B, C, T, H, W]``, whose frames attend to themselves.
+    """Attend with one head over ``[B, C, T, H, W]``, whose frames attend to themselves.
 
-    Args:
-        projections: of tokens ``[B, tokens, C]`` to query, key and value, in one or three, and of the result.
-        causal: frames attend to those before them too. A mask would hide almost half of the scores, which are not
-            computed here.
+    Projections are of tokens ``[B, tokens, C]`` to query, key and value, in one or three, and of the result. With
+    ``causal``, frames attend to those before them too; a mask would hide almost half of the scores, which are not
+    computed here.
     """
     whole = layers.whole(x)
     tokens = whole.permute(0, 2, 3, 4, 1).flatten(1, 3)
@@ -215,7 +188,13 @@ def point_projections(*layers: nn.Conv2d | nn.Conv3d) -> list[Callable[[torch.Te
     return [partial(F.linear, weight=item.weight.flatten(1), bias=item.bias) for item in layers]
 
 
-def parts_of(stage: Any, single: str, several: str) -> list[nn.Module]:
-    """Return the modules of a stage, which has one, a list of them, or none."""
-    one = getattr(stage, single, None)
-    return [one] if one is not None else list(getattr(stage, several, None) or ())
+def parts_of(stage: nn.Module) -> list[nn.Module]:
+    """Return the blocks, attentions and resamplers of a stage in the order of a call; a stage may be one of them."""
+    blocks = list(getattr(stage, "resnets", [stage]))
+    parts, attentions = blocks[:1], getattr(stage, "attentions", [])  # between the blocks of a middle block
+    for attention, block in zip_longest(attentions, blocks[1:]):
+        parts += [attention, block]
+    for name in ("upsampler", "upsamplers", "downsampler", "downsamplers"):
+        resamplers = getattr(stage, name, None)
+        parts += resamplers if isinstance(resamplers, nn.ModuleList) else [resamplers]
+    return [part for part in parts if part is not None]

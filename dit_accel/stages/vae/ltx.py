@@ -9,8 +9,6 @@ contiguous memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,38 +16,13 @@ from torch import nn
 from dit_accel.kernels import pad_video, pixel_norm
 from dit_accel.stages.vae.layers import LAST, Layers
 
-PREFIXES = ("LTX", "LTX2")
-PARTS = (  # of the decoder, by their names behind the prefix
-    *("VideoDecoder3d", "VideoMidBlock3d", "VideoUpBlock3d", "VideoResnetBlock3d", "VideoUpsampler3d"),
-    "VideoCausalConv3d",
-)
-FURTHER = (
-    *("ModuleList", "Conv3d", "SiLU", "Dropout", "RMSNorm", "PerChannelRMSNorm", "LayerNorm"),
-    *("PixArtAlphaCombinedTimestepSizeEmbeddings", "Timesteps", "TimestepEmbedding", "Linear"),
-)
-
-
-def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Why a call of a decoder can't run on this page, or None."""
-    prefix = next((name for name in PREFIXES if type(decoder).__name__ == f"{name}VideoDecoder3d"), None)
-    if prefix is None:
-        return f"its decoder is a {type(decoder).__name__}"
-    if len(args) > 3 or not set(kwargs) <= {"temb", "causal"}:
-        return "the decoder gets more than latents and a timestep"
-    known = {*(f"{prefix}{part}" for part in PARTS), *FURTHER}
-    for module in decoder.modules():
-        kind = type(module).__name__
-        if kind not in known:
-            return f"its decoder has a {kind}"
-        if getattr(module, "per_channel_scale1", None) is not None:
-            return "its residual blocks add noise"
-        if kind == "RMSNorm" and module.weight is not None:
-            return "its norms have weights"
-        if isinstance(module, nn.Conv3d) and module.padding_mode not in ("zeros", "reflect"):
-            return f"a convolution pads with {module.padding_mode}"
-        if kind.endswith("ResnetBlock3d") and type(module.nonlinearity) is not nn.SiLU:
-            return f"its activation is {type(module.nonlinearity).__name__}"
-    return None
+PARTS = ("Decoder3d", "MidBlock3d", "UpBlock3d", "ResnetBlock3d", "Upsampler3d", "CausalConv3d")
+KNOWN = {
+    *(f"{prefix}Video{part}" for prefix in ("LTX", "LTX2") for part in PARTS),
+    *("ModuleList", "Conv3d", "SiLU", "Dropout", "RMSNorm", "PerChannelRMSNorm", "LayerNorm", "Linear"),
+    *("PixArtAlphaCombinedTimestepSizeEmbeddings", "Timesteps", "TimestepEmbedding"),
+}
+REQUIRED = {"per_channel_scale1": (None,), "padding_mode": ("zeros", "reflect"), "RMSNorm.weight": (None,)}
 
 
 def decode(
@@ -60,11 +33,10 @@ def decode(
     *,
     layers: Layers,
 ) -> torch.Tensor:
-    """Frames ``[B, C, T, H, W]`` from latents ``[B, c, t, h, w]``.
+    """Return frames ``[B, C, T, H, W]`` of latents ``[B, c, t, h, w]``.
 
-    Args:
-        temb: ``[B]``, the timestep of the latents; None = the decoder takes none.
-        causal: convolutions read no later frames; None = as the decoder says.
+    ``temb`` is the timestep ``[B]`` of the latents, if the decoder takes one. In a causal call convolutions read no
+    later frames; None = as the decoder says.
     """
     default = decoder.is_causal if hasattr(decoder, "is_causal") else decoder.conv_in.is_causal
     run = _LTXRun(bool(causal or default), layers)
@@ -88,14 +60,12 @@ def decode(
 
 
 class _LTXRun:
-    """Parts of the decoder in one call."""
-
     def __init__(self, is_causal: bool, layers: Layers) -> None:
         self._frames = {"before": 2, "after": 0} if is_causal else {"before": 1, "after": 1}
         self._layers = layers
 
     def padded(self, x: torch.Tensor, convolution: nn.Conv3d) -> torch.Tensor:
-        """The input of a convolution that has no norm before it."""
+        """Return the input of a convolution that has no norm before it."""
         return pad_video(x, border=_border(convolution), reflect=True, **self._frames)
 
     def normed(
@@ -106,18 +76,17 @@ class _LTXRun:
         convolution: nn.Conv3d,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The input of a convolution behind a norm, with a shift and a scale, and SiLU."""
+        """Return the input of a convolution behind a norm, with a shift and a scale, and SiLU."""
         settings = {"eps": norm.eps, "border": _border(convolution), "reflect": True, **self._frames}
         return pixel_norm(x, None, *modulation, input_bias=bias, backend=self._layers.backend, **settings)
 
     def convolved(
         self, convolution: nn.Conv3d, padded: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
     ) -> torch.Tensor:
-        """A convolution of its padded input, and a residual."""
         return self._layers.convolved(convolution, padded, residual, padding=_zeros(convolution), biased=biased)
 
     def block(self, block: nn.Module, x: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
-        """A residual block; ``embedding`` of the timestep is ``[B, 4 C]``."""
+        """Run a residual block; ``embedding`` of the timestep is ``[B, 4 C]``."""
         first, second = block.conv1.conv, block.conv2.conv
         modulation = _modulation(block.scale_shift_table, embedding) or (None,) * 4
         h = self.convolved(first, self.normed(block.norm1, x, modulation[:2], first), biased=False)
@@ -129,7 +98,7 @@ class _LTXRun:
         return self.convolved(second, padded, x)
 
     def upsampled(self, upsampler: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Features with channels moved into pixels and frames, without the first ``times - 1`` frames."""
+        """Move channels into pixels and frames, without the first ``times - 1`` frames."""
         convolution, (times, downs, rights) = upsampler.conv.conv, upsampler.stride
         places = times * downs * rights
         weight = convolution.weight.unflatten(0, (-1, places)).permute(1, 0, 3, 4, 5, 2).flatten(0, 1)
@@ -146,12 +115,12 @@ class _LTXRun:
 
 
 def _border(convolution: nn.Conv3d) -> int:
-    """Number of reflected pixels at each border."""
+    """Return the number of reflected pixels at each border."""
     return convolution.padding[1] if convolution.padding_mode == "reflect" else 0
 
 
 def _zeros(convolution: nn.Conv3d) -> int:
-    """Number of zeros at each border."""
+    """Return the number of zeros at each border."""
     return convolution.padding[1] if convolution.padding_mode == "zeros" else 0
 
 
@@ -162,5 +131,5 @@ def _embedding(embedder: nn.Module | None, temb: torch.Tensor | None, x: torch.T
 
 
 def _modulation(table: torch.Tensor | None, embedding: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-    """Shift, scale, shift, scale and so on, ``[B, C]`` each; None = the module has no table."""
+    """Return shift, scale, shift, scale and so on, ``[B, C]``; None = the module has no table."""
     return None if table is None else (embedding.unflatten(1, table.shape) + table).unbind(1)
