@@ -15,79 +15,49 @@ docstring, an :class:`~dit_accel.errors.UnsupportedError` if the chosen backend 
 message says why), and a :class:`~dit_accel.errors.BackendError` if the backend can't run on this machine.
 """
 
-from dit_accel.kernels.attention.attention import attention
-from dit_accel.kernels.attention.attention_backward import attention_backward, differentiable_attention
-from dit_accel.kernels.attention.linear_attention import linear_attention
+from dit_accel.kernels.attention.attention import attention as attention
+from dit_accel.kernels.attention.attention_backward import attention_backward as attention_backward
+from dit_accel.kernels.attention.attention_backward import differentiable_attention as differentiable_attention
+from dit_accel.kernels.attention.linear_attention import linear_attention as linear_attention
 from dit_accel.kernels.attention.linear_attention_backward import (
-    differentiable_linear_attention,
-    linear_attention_backward,
+    differentiable_linear_attention as differentiable_linear_attention,
 )
-from dit_accel.kernels.backends import backend_status
-from dit_accel.kernels.blocks.forecast import weighted_sum
-from dit_accel.kernels.blocks.gemm_o import gemm_o_dispatch, gemm_o_update
-from dit_accel.kernels.blocks.gemm_q import gemm_q
-from dit_accel.kernels.blocks.linear_gelu import linear_gelu
-from dit_accel.kernels.blocks.norm_modulate import add_gated, add_gated_norm_modulate, norm_modulate
-from dit_accel.kernels.blocks.norm_rope import norm_rope, norm_rope_pair
-from dit_accel.kernels.blocks.quantized_linear import quantize_rows, quantized_linear
-from dit_accel.kernels.blocks.swiglu import swiglu
-from dit_accel.kernels.decoder.causal_norm import causal_norm
-from dit_accel.kernels.decoder.convolution import convolution, fold_upsampling, upsampled_convolution
-from dit_accel.kernels.decoder.group_norm import add_residual, group_moments, group_norm
-from dit_accel.kernels.decoder.pixel_norm import pad_video, pixel_norm
-from dit_accel.kernels.decoder.single_head_attention import single_head_attention
-from dit_accel.kernels.plans.classification import classify_tiles
-from dit_accel.kernels.plans.key_selection import select_keys
-from dit_accel.kernels.plans.lowering import lower
-from dit_accel.kernels.plans.packing import pack_bits, unpack_bits
-from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
-from dit_accel.kernels.plans.selection import select_rows, select_tiles
-from dit_accel.kernels.plans.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
-from dit_accel.kernels.plans.transpose import transpose_lists
-
-__all__ = [
-    "PooledMap",
-    "add_gated",
-    "add_gated_norm_modulate",
-    "add_residual",
-    "attention",
-    "attention_backward",
-    "backend_status",
-    "causal_norm",
-    "classify_tiles",
-    "convolution",
-    "differentiable_attention",
-    "differentiable_linear_attention",
-    "fold_upsampling",
-    "gemm_o_dispatch",
-    "gemm_o_update",
-    "gemm_q",
-    "group_moments",
-    "group_norm",
-    "linear_attention",
-    "linear_attention_backward",
-    "linear_gelu",
-    "lower",
-    "mask_from_plan",
-    "norm_modulate",
-    "norm_rope",
-    "norm_rope_pair",
-    "pack_bits",
-    "pad_video",
-    "pixel_norm",
-    "plan_from_mask",
-    "pooled_map",
-    "quantize_rows",
-    "quantized_linear",
-    "select_keys",
-    "select_rows",
-    "select_tiles",
-    "single_head_attention",
-    "swiglu",
-    "symbols_from_intervals",
-    "symbols_from_mask",
-    "transpose_lists",
-    "unpack_bits",
-    "upsampled_convolution",
-    "weighted_sum",
-]
+from dit_accel.kernels.attention.linear_attention_backward import linear_attention_backward as linear_attention_backward
+from dit_accel.kernels.backends import backend_status as backend_status
+from dit_accel.kernels.blocks.forecast import weighted_sum as weighted_sum
+from dit_accel.kernels.blocks.gemm_o import gemm_o_dispatch as gemm_o_dispatch
+from dit_accel.kernels.blocks.gemm_o import gemm_o_update as gemm_o_update
+from dit_accel.kernels.blocks.gemm_q import gemm_q as gemm_q
+from dit_accel.kernels.blocks.linear_gelu import linear_gelu as linear_gelu
+from dit_accel.kernels.blocks.norm_modulate import add_gated as add_gated
+from dit_accel.kernels.blocks.norm_modulate import add_gated_norm_modulate as add_gated_norm_modulate
+from dit_accel.kernels.blocks.norm_modulate import norm_modulate as norm_modulate
+from dit_accel.kernels.blocks.norm_rope import norm_rope as norm_rope
+from dit_accel.kernels.blocks.norm_rope import norm_rope_pair as norm_rope_pair
+from dit_accel.kernels.blocks.quantized_linear import quantize_rows as quantize_rows
+from dit_accel.kernels.blocks.quantized_linear import quantized_linear as quantized_linear
+from dit_accel.kernels.blocks.swiglu import swiglu as swiglu
+from dit_accel.kernels.decoder.causal_norm import causal_norm as causal_norm
+from dit_accel.kernels.decoder.convolution import convolution as convolution
+from dit_accel.kernels.decoder.convolution import fold_upsampling as fold_upsampling
+from dit_accel.kernels.decoder.convolution import upsampled_convolution as upsampled_convolution
+from dit_accel.kernels.decoder.group_norm import add_residual as add_residual
+from dit_accel.kernels.decoder.group_norm import group_moments as group_moments
+from dit_accel.kernels.decoder.group_norm import group_norm as group_norm
+from dit_accel.kernels.decoder.pixel_norm import pad_video as pad_video
+from dit_accel.kernels.decoder.pixel_norm import pixel_norm as pixel_norm
+from dit_accel.kernels.decoder.single_head_attention import single_head_attention as single_head_attention
+from dit_accel.kernels.plans.classification import classify_tiles as classify_tiles
+from dit_accel.kernels.plans.key_selection import select_keys as select_keys
+from dit_accel.kernels.plans.lowering import lower as lower
+from dit_accel.kernels.plans.packing import pack_bits as pack_bits
+from dit_accel.kernels.plans.packing import unpack_bits as unpack_bits
+from dit_accel.kernels.plans.pooling import PooledMap as PooledMap
+from dit_accel.kernels.plans.pooling import pooled_map as pooled_map
+from dit_accel.kernels.plans.selection import select_rows as select_rows
+from dit_accel.kernels.plans.selection import select_tiles as select_tiles
+from dit_accel.kernels.plans.tile_masks import mask_from_plan as mask_from_plan
+from dit_accel.kernels.plans.tile_masks import plan_from_mask as plan_from_mask
+from dit_accel.kernels.plans.tile_masks import symbols_from_intervals as symbols_from_intervals
+from dit_accel.kernels.plans.tile_masks import symbols_from_mask as symbols_from_mask
+from dit_accel.kernels.plans.transpose import transpose_lists as transpose_lists

@@ -1,7 +1,5 @@
 """Choice of an op's implementation: ``auto`` takes the first that can run, an explicit choice runs or raises."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Mapping

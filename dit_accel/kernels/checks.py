@@ -1,7 +1,5 @@
 """Argument checks that the ops share. Each error names the argument, the requirement and the value."""
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError

@@ -10,8 +10,6 @@ with several fields, such as a plan, becomes one argument per field: ``plan_kv_i
 An op's results must be new tensors. If the function writes into arguments (``out``), the op returns nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -130,11 +128,11 @@ class _Part:
     name: str
     type: str
     optional: bool
-    parts: tuple[_Part, ...] = ()
+    parts: tuple["_Part", ...] = ()
     split: Callable[[Any], Sequence] | None = None
     make: Callable[..., Any] | None = None
 
-    def leaves(self) -> Iterator[_Part]:
+    def leaves(self) -> Iterator["_Part"]:
         if self.type:
             yield self
         for part in self.parts:

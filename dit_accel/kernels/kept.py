@@ -5,8 +5,6 @@ overwrite it. So it belongs to its capture, and no cache may keep it. A tensor t
 as long as the graph, even if the cache drops it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

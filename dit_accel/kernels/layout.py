@@ -1,7 +1,5 @@
 """Token layout: place of text in the joint sequence, and the sequence's blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dit_accel.errors import ShapeError

@@ -7,10 +7,9 @@ same masks with the most significant bit first.
 Symbols are canonical and small; :func:`dit_accel.kernels.lower` turns them into an :class:`AttentionPlan`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -39,25 +38,17 @@ class TileMasks(_Tensors):
 
     Codes of skipped tiles are ignored. Codes are not checked, because the host would have to wait: a code below 0 or
     beyond the pool's last entry reads memory outside of the pool.
-
-    Args:
-        codes: int32 ``[B or 1, H or 1, Tq, Tk]``, axes of size 1 broadcast. 0 = FULL, every pair attends; 1 = CAUSAL, a
-            pair attends if the key's position is at most the query's; ``2 + p`` = PARTIAL, entry p of the pool marks
-            the pairs that attend.
-        pool: uint8 ``[P, block, block / 8]``, P may be 0. Row i of an entry holds the bits of the tile's query i,
-            packed along keys, least significant bit first; 1 = attend.
     """
 
-    codes: torch.Tensor
-    pool: torch.Tensor
+    codes: torch.Tensor  # int32 [B or 1, H or 1, Tq, Tk]; 0 = FULL, 1 = CAUSAL (keys up to the query), 2 + p = PARTIAL
+    pool: torch.Tensor  # uint8 [P, block, block / 8], P may be 0; row i of entry p packs the keys of the tile's query i
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.int32 or self.codes.dim() != 4:
             raise ShapeError(
                 f"codes must be int32 [B or 1, H or 1, Tq, Tk], got {self.codes.dtype} {list(self.codes.shape)}"
             )
-        block = self.block
-        if self.pool.dtype != torch.uint8 or self.pool.dim() != 3 or self.pool.shape[2] * 8 != block:
+        if self.pool.dtype != torch.uint8 or self.pool.dim() != 3 or self.pool.shape[2] * 8 != self.block:
             raise ShapeError(
                 f"pool must be uint8 [P, block, block / 8], got {self.pool.dtype} {list(self.pool.shape)}; "
                 "pack masks bool [P, block, block] with pack_bits"
@@ -67,38 +58,27 @@ class TileMasks(_Tensors):
 
     @property
     def block(self) -> int:
-        return self.pool.shape[1] if self.pool.dim() == 3 else 0
+        return self.pool.shape[1]
 
 
 @dataclass(frozen=True)
 class SparseSymbols(_Tensors):
     """Tiles and rows that one site of one branch computes in a DISPATCH step.
 
-    Args:
-        cache_bits: S_c, uint8 ``[B, Tq, ceil(H / 8)]``, packed along heads; 0 = the row is REUSED (filled from the
-            cache).
-        skip_bits: S_s, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, packed along key blocks, each row byte-aligned; 0 = the tile
-            is skipped. None = every tile computes.
-        heads: H, at most 64.
-        tokens: length of the joint sequence; queries and keys are the same tokens.
-        block: tokens in a block.
-        masks: masks inside the tiles that compute, for tiles of the same B, H, Tq, Tk and block. None = all are FULL.
-        linear_bits: SLA's marginal tiles, for linear attention; uint8, packed like ``skip_bits``. No tile may be in
-            both. None = the policy does not choose any.
-        slice_bits: FG-Attn's single keys, uint8 ``[B, H, Tq, Tk * block / 8]``, packed along key tokens: keys that a
-            row attends to in tiles that ``skip_bits`` skips. In computed tiles a bit would count its key twice; this is
-            not allowed, but not checked, because the host would have to wait. Bits beyond the last token are ignored.
-            None = the policy does not choose any.
+    Bits of ``skip_bits``, ``linear_bits`` and ``slice_bits`` are packed along keys, each row byte-aligned. No tile may
+    be in both of the first two. ``slice_bits`` are keys that a row attends to in tiles that ``skip_bits`` skips. In
+    computed tiles a bit would count its key twice; this is not allowed, but not checked, because the host would have to
+    wait. Bits beyond the last token are ignored.
     """
 
-    cache_bits: torch.Tensor
-    skip_bits: torch.Tensor | None
-    heads: int
-    tokens: int
-    block: int
-    masks: TileMasks | None = None
-    linear_bits: torch.Tensor | None = None
-    slice_bits: torch.Tensor | None = None
+    cache_bits: torch.Tensor  # S_c, uint8 [B, Tq, ceil(H / 8)], packed along heads; 0 = the row is REUSED
+    skip_bits: torch.Tensor | None  # S_s, uint8 [B, H, Tq, ceil(Tk / 8)]; 0 = skip the tile; None = all tiles compute
+    heads: int  # at most 64
+    tokens: int  # of the joint sequence; queries and keys are the same tokens
+    block: int  # tokens in a block
+    masks: TileMasks | None = None  # inside the tiles that compute; None = all are FULL
+    linear_bits: torch.Tensor | None = None  # SLA's marginal tiles, for linear attention, shaped like skip_bits
+    slice_bits: torch.Tensor | None = None  # FG-Attn's single keys, uint8 [B, H, Tq, Tk * block / 8]
 
     def __post_init__(self) -> None:
         if not 1 <= self.heads <= MAX_HEADS:
@@ -106,12 +86,12 @@ class SparseSymbols(_Tensors):
         blocks = self.blocks
         batch = self.cache_bits.shape[0] if self.cache_bits.dim() else 1
         device = self.cache_bits.device
-        _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)), device)
+        _require_list("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)), device)
         for name in ("skip_bits", "linear_bits"):
             if (bits := getattr(self, name)) is not None:
-                _require_bits(name, bits, (batch, self.heads, blocks, block_count(blocks, 8)), device)
+                _require_list(name, bits, (batch, self.heads, blocks, block_count(blocks, 8)), device)
         if self.slice_bits is not None:
-            _require_bits("slice_bits", self.slice_bits, (batch, self.heads, blocks, blocks * self.block // 8), device)
+            _require_list("slice_bits", self.slice_bits, (batch, self.heads, blocks, blocks * self.block // 8), device)
             if self.skip_bits is None:
                 raise ShapeError("slice_bits must be None if skip_bits is None, because then every tile computes")
         if self.masks is not None:
@@ -121,32 +101,25 @@ class SparseSymbols(_Tensors):
     def blocks(self) -> int:
         return block_count(self.tokens, self.block)
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SparseSymbols:
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the symbols with ``change`` applied to each tensor."""
-        held = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         masks = self.masks and TileMasks(change(self.masks.codes), change(self.masks.pool))
-        return replace(self, **held, masks=masks)
+        return replace(self, **tensors, masks=masks)
 
-    def to(self, device: torch.device | str) -> SparseSymbols:
+    def to(self, device: torch.device | str) -> Self:
         """Return the symbols on a device."""
         return self.mapped(lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)
 class Slices(_Tensors):
-    """Single keys that rows attend to besides their tiles (FG-Attn, section 4.1), listed in bits only.
+    """Single keys that rows attend to besides their tiles (FG-Attn, section 4.1), listed in bits only."""
 
-    Args:
-        bits: uint8 ``[B, H, Tq, Tk * block / 8]``, the symbols' ``slice_bits``; bits of reused rows are ignored.
-        count: int32 ``[B, H, Tq]``; number of the row's single keys (0 for a reused row).
-        work_count: int32 ``[1]``; number of rows with single keys.
-        work: int32 ``[B * H * Tq]``; these rows as ``(b * H + h) * Tq + i``, head by head, rows with most keys first.
-    """
-
-    bits: torch.Tensor
-    count: torch.Tensor
-    work_count: torch.Tensor
-    work: torch.Tensor
+    bits: torch.Tensor  # uint8 [B, H, Tq, Tk * block / 8], the symbols' slice_bits; bits of reused rows are ignored
+    count: torch.Tensor  # int32 [B, H, Tq]; single keys of the row, 0 if it is reused
+    work_count: torch.Tensor  # int32 [1]; rows with single keys
+    work: torch.Tensor  # int32 [B * H * Tq]; these rows as (b * H + h) * Tq + i, head by head, most keys first
 
 
 @dataclass(frozen=True)
@@ -154,55 +127,29 @@ class AttentionPlan(_Tensors):
     """Lowered symbols: index lists on the device, made without a host synchronisation.
 
     Counts are on the device, so every list has its full capacity, and only its first ``count`` entries are valid.
-
-    Args:
-        mask64: int64 ``[B, Tq]``; bit h set = head h of the row-block computes.
-        kv_count: int32 ``[B, H, Tq]``; number of tiles that compute in the row (0 for a reused row).
-        kv_index: int32 ``[B, H, Tq, Tk]``; key blocks of these tiles, ascending.
-        row_count: int32 ``[B, H]``; number of row-blocks that compute.
-        row_index: int32 ``[B, H, Tq]``; these row-blocks, ascending.
-        work_count: int32 ``[1]``; number of rows that compute, over all batches and heads.
-        work: int32 ``[B * H * Tq]``; these rows as ``(b * H + h) * Tq + i``, longest first and rows of equal length by
-            index, either head by head or over all heads (:func:`dit_accel.kernels.lower`'s ``order``).
-        tokens: length of the sequence.
-        block: tokens in a block.
-        full_count: int32 ``[B, H, Tq]``; number of the row's FULL tiles. Only with masks: a row's ``kv_index`` then
-            holds its FULL tiles, ascending, followed by its masked tiles, ascending.
-        masks: the symbols' masks. None = all tiles are FULL.
-        linear_bits: the symbols' marginal tiles, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, in none of the lists; bits of
-            reused rows are ignored. None = no linear attention.
-        slices: single keys besides the tiles. None = there are none.
     """
 
-    mask64: torch.Tensor
-    kv_count: torch.Tensor
-    kv_index: torch.Tensor
-    row_count: torch.Tensor
-    row_index: torch.Tensor
-    work_count: torch.Tensor
-    work: torch.Tensor
-    tokens: int
-    block: int
-    full_count: torch.Tensor | None = None
-    masks: TileMasks | None = None
-    linear_bits: torch.Tensor | None = None
-    slices: Slices | None = None
+    mask64: torch.Tensor  # int64 [B, Tq]; bit h set = head h of the row-block computes
+    kv_count: torch.Tensor  # int32 [B, H, Tq]; tiles that compute in the row, 0 if it is reused
+    kv_index: torch.Tensor  # int32 [B, H, Tq, Tk]; key blocks of these tiles, ascending, FULL ones before masked ones
+    work_count: torch.Tensor  # int32 [1]; rows that compute, over all samples and heads
+    work: torch.Tensor  # int32 [B * H * Tq]; these rows as (b * H + h) * Tq + i, longest first; order as for `lower`
+    tokens: int  # of the sequence
+    block: int  # tokens in a block
+    full_count: torch.Tensor | None = None  # int32 [B, H, Tq]; FULL tiles of the row; None without masks
+    masks: TileMasks | None = None  # the symbols' masks; None = all tiles are FULL
+    linear_bits: torch.Tensor | None = None  # the symbols' marginal tiles, in no list; bits of reused rows are ignored
+    slices: Slices | None = None  # single keys besides the tiles
 
     def __post_init__(self) -> None:
         if (self.full_count is None) != (self.masks is None):
             raise ShapeError("full_count and masks must both be given, or both be None")
+        rows, device = (self.batch, self.heads, self.blocks), self.kv_count.device
         if self.linear_bits is not None:
-            row_bytes = block_count(self.blocks, 8)
-            shape = (self.batch, self.heads, self.blocks, row_bytes)
-            _require_bits("linear_bits", self.linear_bits, shape, self.kv_count.device)
-        if self.masks is None:
-            return
-        shape = (self.batch, self.heads, self.blocks)
-        if self.full_count.dtype != torch.int32 or tuple(self.full_count.shape) != shape:
-            raise ShapeError(
-                f"full_count must be int32 {list(shape)}, got {self.full_count.dtype} {list(self.full_count.shape)}"
-            )
-        _require_masks(self.masks, *shape, self.block, self.kv_count.device)
+            _require_list("linear_bits", self.linear_bits, (*rows, block_count(self.blocks, 8)), device)
+        if self.masks is not None:
+            _require_list("full_count", self.full_count, rows, device, torch.int32)
+            _require_masks(self.masks, *rows, self.block, device)
 
     @property
     def batch(self) -> int:
@@ -231,11 +178,14 @@ def masks_of(plan: AttentionPlan) -> tuple[torch.Tensor | None, torch.Tensor | N
     return codes, plan.masks.pool.contiguous(), strides
 
 
-def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if bits.device != device:
-        raise ShapeError(f"{name} must be on the device {device} of the other lists, got {bits.device}")
-    if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
-        raise ShapeError(f"{name} must be uint8 {list(shape)}, got {bits.dtype} {list(bits.shape)}")
+def _require_list(
+    name: str, values: torch.Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.uint8
+) -> None:
+    if values.device != device:
+        raise ShapeError(f"{name} must be on the device {device} of the other lists, got {values.device}")
+    if values.dtype != dtype or tuple(values.shape) != shape:
+        required = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+        raise ShapeError(f"{name} must be {required}, got {values.dtype} {list(values.shape)}")
 
 
 def _require_masks(masks: TileMasks, batch: int, heads: int, blocks: int, block: int, device: torch.device) -> None:

@@ -42,7 +42,7 @@ def naive_lists(rows, tiles, order, masked=None):
     batch, heads, blocks = rows.shape
     masked = torch.zeros_like(tiles) if masked is None else masked
     rows, tiles, masked = rows.tolist(), tiles.tolist(), masked.tolist()
-    lists = {"mask64": [], "kv": [], "full": [], "rows": [], "work": []}
+    lists, work = {"mask64": [], "kv": [], "full": []}, []
     for b in range(batch):
         for i in range(blocks):
             word = sum(1 << h for h in range(heads) if rows[b][h][i])
@@ -53,24 +53,19 @@ def naive_lists(rows, tiles, order, masked=None):
                 full = [j for j in computed if not masked[b][h][i][j]]
                 lists["kv"].append(full + [j for j in computed if masked[b][h][i][j]])
                 lists["full"].append(len(full))
-            lists["rows"].append([i for i in range(blocks) if rows[b][h][i]])
-    work = [[head_row * blocks + i for i in computed] for head_row, computed in enumerate(lists["rows"])]
-    for group in work if order == "head" else [itertools.chain(*work)]:
-        lists["work"] += sorted(group, key=lambda row: -len(lists["kv"][row]))
-    return lists
+            work.append([(b * heads + h) * blocks + i for i in range(blocks) if rows[b][h][i]])
+    groups = work if order == "head" else [itertools.chain(*work)]
+    return lists | {"work": [row for group in groups for row in sorted(group, key=lambda row: -len(lists["kv"][row]))]}
 
 
 def plan_lists(plan):
     """Lists of a plan, each up to its count."""
 
-    def heads_of(index, count):
-        return [row[:n] for row, n in zip(index.flatten(0, -2).tolist(), count.flatten().tolist(), strict=True)]
-
+    rows = zip(plan.kv_index.flatten(0, 2).tolist(), plan.kv_count.flatten().tolist(), strict=True)
     return {
         "mask64": plan.mask64.flatten().tolist(),
-        "kv": heads_of(plan.kv_index, plan.kv_count),
+        "kv": [index[:count] for index, count in rows],
         "full": (plan.kv_count if plan.full_count is None else plan.full_count).flatten().tolist(),
-        "rows": heads_of(plan.row_index, plan.row_count),
         "work": plan.work[: plan.work_count.item()].tolist(),
     }
 

@@ -39,7 +39,7 @@ def test_symbols_know_their_blocks_and_tensors():
     assert len(symbols(skip_bits=None).tensors()) == 1
     plan = lower(some)
     assert (plan.batch, plan.heads, plan.blocks) == (2, 3, 9)
-    assert len(plan.tensors()) == 7
+    assert len(plan.tensors()) == 5
 
 
 def test_64_heads_fit():

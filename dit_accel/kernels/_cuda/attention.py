@@ -1,7 +1,5 @@
 """Launchers of the Hopper attention kernels: ``attention.cu`` for tiles, ``slices.cu`` for single keys."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -5,8 +5,6 @@ cached on disk (``$DIT_ACCEL_CACHE``, else ``$XDG_CACHE_HOME/dit_accel``, else `
 its sources, its options and the compiler's version, and in memory once loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

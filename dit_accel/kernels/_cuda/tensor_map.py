@@ -1,7 +1,5 @@
 """Descriptors of Hopper's bulk tensor copies (TMA) between boxes of a strided tensor and swizzled shared memory."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

@@ -16,8 +16,6 @@ attention of head dimension 128 and 33K tokens on one H200, one run: 551 TF; two
 reach 544 TF, one such program with three stages 512 TF.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ products per tile instead of five, but no tile is ever stored. With shift = +inf
 no mask. Unused features cost nothing: masks, ``kv_len`` and partial tiles are compiled in or out.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -11,8 +11,6 @@ In float8, probabilities and their sum are multiplied by 256, because e4m3 only 
 permutes keys so that the registers of the scores are the operand of the next product.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ A row's list holds its FULL tiles, ascending, then its masked tiles, ascending. 
     whole FULL tiles, which need no mask | a FULL tile that is cut, at most one | masked tiles, one of which may be cut
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

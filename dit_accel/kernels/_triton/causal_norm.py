@@ -3,8 +3,6 @@
 Frames of the past are copied, borders filled and the last frames kept on the way, so that features are read once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

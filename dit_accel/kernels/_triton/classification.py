@@ -4,8 +4,6 @@ Probabilities are not negative, so their bit patterns sort like the numbers. The
 reach is found from the top bit down. All tiles above it and the earliest tiles equal to it are the m highest.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

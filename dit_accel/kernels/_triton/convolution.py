@@ -6,8 +6,6 @@ and the copy engine of Hopper loads them as one tile. Sums for border pixels are
 program makes the pixels of one phase and stores them two apart.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

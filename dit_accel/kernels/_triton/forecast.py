@@ -1,7 +1,5 @@
 """Weighted sum of remembered features, in one pass over all elements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ A row-block's heads are the set bits of one 64-bit word, taken from the lowest u
 ``count * PARTS`` steps of ``K_TILE`` columns, so the next head is loaded while the current one is multiplied.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ A tile spans a whole head, so RMSNorm needs no second pass and RoPE's pairs are 
 numbered by row-block, then head, so only the first program of a row-block does not read its tokens from L2.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ Here the pixels are cut into about a thousand chunks, each with sums for every c
 differences from the channel's first pixel, so that a mean far from zero costs no digits.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

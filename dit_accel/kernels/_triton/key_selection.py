@@ -6,8 +6,6 @@
    thresholds, and eight keys form a byte.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

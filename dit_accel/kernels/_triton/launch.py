@@ -1,7 +1,5 @@
 """Helpers of the launchers: device selection, fast launches, properties of the GPU, and bits of packed words."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -10,8 +10,6 @@
 Neighbouring programs of steps 1 and 5 take neighbouring heads, which are adjacent in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

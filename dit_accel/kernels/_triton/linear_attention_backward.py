@@ -10,8 +10,6 @@ keys it is 180 times the part that determines dQ. So the mean is subtracted from
 Each result has one writer, so runs repeat bit by bit.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

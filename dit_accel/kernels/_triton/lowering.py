@@ -3,11 +3,8 @@
 1. One program per row decodes its bits into ``kv_count`` and ``kv_index`` (and, for head 0, the row-block's
    ``mask64``).
 2. One program per chunk of rows finds their places in the work list. A row's rank is the number of rows in its group
-   (its head, or all heads) that are longer, or as long and earlier; rows of earlier heads come before the group. If its
-   rows begin a head, the program also lists the head's rows that compute.
+   (its head, or all heads) that are longer, or as long and earlier; rows of earlier heads come before the group.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -81,7 +78,7 @@ def _computes(mask64, row, heads, blocks, valid):
 
 @triton.jit
 def _lower_lists(
-    mask64, kv_count, row_count, row_index, work, work_count, heads, blocks, group_rows, words,
+    mask64, kv_count, work, work_count, heads, blocks, group_rows, words,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * group_rows  # the group's first row
@@ -99,23 +96,17 @@ def _lower_lists(
         first_slot += tl.sum(set_bits(tl.where(index < first_batch * blocks, word, word & earlier_heads)), 0)
 
     rank = tl.zeros([ROWS], tl.int32)
-    place = tl.zeros([ROWS], tl.int32)  # number of earlier rows of the same head that compute
     group_count = 0
     for start in range(first, stop, CHUNK):
         other = start + tl.arange(0, CHUNK)
         other_computes = _computes(mask64, other, heads, blocks, other < stop)
         other_length = tl.where(other_computes == 1, tl.load(kv_count + other, other < stop, other=0), -1)
-        is_earlier = other[None, :] < row[:, None]
         is_before = (other_length[None, :] > length[:, None]) | (
-            (other_length[None, :] == length[:, None]) & is_earlier
+            (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
         )
         rank += tl.sum(is_before.to(tl.int32), 1)
-        shares_head = is_earlier & (other[None, :] // blocks == row[:, None] // blocks)
-        place += tl.sum(tl.where(shares_head, other_computes[None, :], 0), 1)
         group_count += tl.sum(other_computes, 0)
     tl.store(work + first_slot + rank, row, computes == 1)
-    tl.store(row_index + row // blocks * blocks + place, row % blocks, computes == 1)
-    tl.store(row_count + row // blocks, place + computes, (row < stop) & (row % blocks == blocks - 1))
     if (stop == words * heads) & (tl.program_id(1) == 0):
         tl.store(work_count, first_slot + group_count)
 
@@ -139,6 +130,6 @@ def lower_into(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int
             HAS_SKIP=skip_bits is not None, HAS_MASKS=codes is not None, FULL=FULL_TILE, CHUNK=chunk, num_warps=1,
         )  # fmt: skip
         _lower_lists[(rows // ranked_together, triton.cdiv(ranked_together, RANK_ROWS))](
-            plan.mask64, plan.kv_count, plan.row_count, plan.row_index, plan.work, plan.work_count,
-            heads, blocks, ranked_together, batch * blocks, ROWS=RANK_ROWS, CHUNK=128,
+            plan.mask64, plan.kv_count, plan.work, plan.work_count, heads, blocks, ranked_together, batch * blocks,
+            ROWS=RANK_ROWS, CHUNK=128,
         )  # fmt: skip

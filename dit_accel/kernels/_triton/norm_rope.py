@@ -1,7 +1,5 @@
 """RMSNorm and RoPE of queries and of keys in one launch; one program per token holds all of its heads."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Packing and unpacking of bits: one program packs or unpacks ``BYTES`` bytes of the flattened rows."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Pixels of the padding are normalised again, which is cheaper than copying them i
 with a border of one they are 3% of the output.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

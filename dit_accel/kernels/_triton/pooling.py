@@ -8,8 +8,6 @@
    products are made of three TF32 products.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

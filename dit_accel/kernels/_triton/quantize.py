@@ -7,8 +7,6 @@ All are padded to whole blocks. Exact channel 15 of a key is 0, or -inf if the k
 the scores of such keys are -inf without a mask in the attention kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The product is tiled: on Hopper the copy engine loads tiles of both sides severa
 scales and bias are applied when they are stored.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

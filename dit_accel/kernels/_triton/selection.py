@@ -1,7 +1,5 @@
 """Selection: a threshold on masses, found bit by bit, and the bits of the entries above it."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ A program takes the rows with most keys first, from a counter that all programs 
 3. continues the online softmax of ``attention_steps`` with them, from the row's output and log-sum-exp.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

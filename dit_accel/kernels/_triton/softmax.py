@@ -1,7 +1,5 @@
 """Exponentials of rows and their sums: a program reads a row three times, twice from the cache, and writes it once."""
 
-from __future__ import annotations
-
 import math
 
 import torch

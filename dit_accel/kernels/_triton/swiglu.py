@@ -1,7 +1,5 @@
 """SwiGLU: a program reads and writes some of the features of a token once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Softmax of a row's queries over the means of the blocks that it skips, in one pass."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

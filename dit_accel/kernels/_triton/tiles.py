@@ -1,7 +1,5 @@
 """Tiles of ``[B, S, H, D]``: the tokens of one head, through the copy engine (TMA) or by pointers."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Mark the query blocks that attend to each key block: one program per row marks its tiles."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ S is the scaled scores of a tile, with -inf for masked pairs (OmniAttention's CA
 (section 3.4), except that the tile does not count in the sum either, so the remaining weights still sum to one.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

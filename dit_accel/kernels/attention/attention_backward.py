@@ -9,8 +9,6 @@ No gradient flows through the choice of the tiles. dQ sums along the plan's list
 (:func:`~dit_accel.kernels.transpose_lists`), so each result has one writer and runs repeat bit by bit.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError

@@ -9,8 +9,6 @@ Each h_j is computed once. All sums H of a head are one product of its 0/1 matri
 does not depend on the number of marginal tiles, so nothing is summed over all tiles and then subtracted.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

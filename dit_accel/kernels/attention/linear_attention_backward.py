@@ -13,8 +13,6 @@ The derivative of phi then gives dQ and dK. No gradient flows through the choice
 from the forward: H and Z are computed again, which costs little time and saves their memory.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.kernels import checks

@@ -22,8 +22,6 @@ Means and rms are computed from a quarter of the tokens (:func:`sampled_tokens`)
 four times cheaper; the formulas above are exact with any mean and any factors.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ So any backend can compute the tiles, with its masks and number formats, and a r
 here. The bits are the only list of the keys, in 1/32 of the memory of FG-Attn's int32 lists.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.kernels.backends import hopper_limit

@@ -11,8 +11,6 @@ costs about ``1 / block`` of dense attention. By Jensen's inequality the mean we
 this with a second moment overshoots, because keys of a block are not normally distributed.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError

@@ -3,8 +3,6 @@
 TaylorSeer's expansion becomes such a sum when its finite differences are written out; plain reuse (FORA) is one too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

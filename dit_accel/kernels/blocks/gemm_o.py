@@ -9,8 +9,6 @@ A remembered update's bias differs from its bias in the previous stack, ``B'``, 
 ``B_m = B'_{m-1} + sum_{h computed then, reused now} O_h(t_m) W_h - sum_{h reused then, computed now} O_h(t_m) W_h``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

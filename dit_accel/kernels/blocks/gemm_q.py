@@ -4,8 +4,6 @@
 needs no query.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """A linear layer and GELU in the matrix product's epilogue: the MLP's inner features are written once."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

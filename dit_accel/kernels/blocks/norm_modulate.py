@@ -7,8 +7,6 @@ MiniMax-H3 each token takes its gate, scale and shift from a table of timesteps 
 a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times instead of once.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -7,8 +7,6 @@ The norm is per head, as in FLUX and HunyuanVideo, or across all heads of a toke
 The pairs are adjacent features, or the same features of the two halves of a head (LTX-2, MiniMax-H3).
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError

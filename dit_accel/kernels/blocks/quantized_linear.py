@@ -11,8 +11,6 @@ from 1.2% to 0.9%; 64 features at a time would improve it by another 0.01%.
 Quantising a row also applies GELU and concatenates two rows, which would otherwise be separate passes.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

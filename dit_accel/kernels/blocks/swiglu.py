@@ -5,8 +5,6 @@
 This is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the matrix products before and after it.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -5,8 +5,6 @@ skipped, and the others are marginal and use linear attention. Among equal proba
 higher, so that the classes have the same sizes in every row and are equal on all backends.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError

@@ -9,8 +9,6 @@ only matters for a ``threshold`` of 0.999 or more, where all keys may lie below 
 key.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError

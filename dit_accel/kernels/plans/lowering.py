@@ -1,7 +1,5 @@
 """Lowering of symbols (packed bits) into index lists for kernels, on the device and without a host sync."""
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError
@@ -12,8 +10,8 @@ from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSy
 
 ORDERS = ("auto", "head", "length")
 _WRITTEN = (
-    *("plan_mask64", "plan_kv_count", "plan_kv_index", "plan_full_count", "plan_row_count", "plan_row_index"),
-    *("plan_work_count", "plan_work", "plan_slices_count", "plan_slices_work_count", "plan_slices_work"),
+    *("plan_mask64", "plan_kv_count", "plan_kv_index", "plan_full_count", "plan_work_count", "plan_work"),
+    *("plan_slices_count", "plan_slices_work_count", "plan_slices_work"),
 )
 ACROSS_HEADS_ROWS = 1024  # up to this number the keys and values of all heads nearly fit the cache; see lower
 
@@ -73,9 +71,6 @@ def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_togethe
         full = tiles & (symbols.masks.codes == FULL_TILE)
         plan.full_count.copy_(full.sum(-1))
         plan.kv_index.copy_(torch.sort(2 - tiles.int() - full.int(), dim=-1, stable=True).indices)
-    plan.row_count.copy_(rows.sum(-1))
-    plan.row_index.copy_(_true_first(rows))
-
     length = torch.where(rows, plan.kv_count, -1).reshape(-1, ranked_together)  # reused rows come after empty ones
     _list_longest_first(plan.work, length, shortest=0)
     plan.work_count.copy_(rows.sum()[None])
@@ -115,8 +110,6 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
         mask64=empty(batch, blocks, dtype=torch.int64),
         kv_count=empty(batch, heads, blocks),
         kv_index=empty(batch, heads, blocks, blocks),
-        row_count=empty(batch, heads),
-        row_index=empty(batch, heads, blocks),
         work_count=empty(1),
         work=empty(batch * heads * blocks),
         tokens=symbols.tokens,

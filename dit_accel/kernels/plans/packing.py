@@ -4,8 +4,6 @@ Bit ``i`` of a row is ``(bytes[i // 8] >> (i % 8)) & 1``: FlashOmni, section 3.4
 in its section 3.3 (bytes 224, 235, 197) prints the same masks with the most significant bit first.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -6,8 +6,6 @@ block badly if its tokens point in different directions. The block's similarity,
 A block of only zeros, which its mean represents exactly, has similarity 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Row-blocks with the same heads go through one matrix product. So a plan in which
 call, and a sparse plan costs its computed share plus a gather.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,12 +73,12 @@ def token_index(blocks: Sequence[int], block: int, start: int, stop: int, device
 
 def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
     """Yield batch entry, head, query block and, in list order, key blocks of each row that computes."""
-    row_count, row_index = plan.row_count.tolist(), plan.row_index.tolist()
     kv_count, kv_index = plan.kv_count.tolist(), plan.kv_index.tolist()
-    for b in range(plan.batch):
+    for b, words in enumerate(plan.mask64.tolist()):
         for h in range(plan.heads):
-            for row in row_index[b][h][: row_count[b][h]]:
-                yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
+            for row, word in enumerate(words):
+                if word >> h & 1:
+                    yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
 
 
 def listed_tiles(plan: AttentionPlan) -> torch.Tensor:

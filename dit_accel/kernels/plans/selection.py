@@ -5,8 +5,6 @@ the total. Masses are counted in integer units, rounded up. So their sums are eq
 a positive mass never counts as 0. Equal masses are all selected or all skipped.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.errors import ShapeError

@@ -8,8 +8,6 @@ bits in the pool are 0.
 Making symbols makes the host wait for the device, so make them once for many steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Transposition: from the tiles of each query block to the tiles of each key block, for the gradients of keys."""
 
-from __future__ import annotations
-
 import torch
 
 from dit_accel.kernels.backends import resolve_backend

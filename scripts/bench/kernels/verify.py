@@ -87,7 +87,7 @@ def verify_plan(plan: AttentionPlan, symbols: SparseSymbols) -> Verdict:
     same = torch.equal(plan.mask64, expected.mask64)
     if plan.full_count is not None:
         same &= torch.equal(plan.full_count, expected.full_count)
-    for lists, counts in (("kv_index", "kv_count"), ("row_index", "row_count"), ("work", "work_count")):
+    for lists, counts in (("kv_index", "kv_count"), ("work", "work_count")):
         count, index = getattr(plan, counts), getattr(plan, lists)
         used = (torch.arange(index.shape[-1], device=index.device) < count[..., None]).view_as(index)
         same &= torch.equal(count, getattr(expected, counts))
