@@ -50,6 +50,7 @@ from dit_accel.kernels.decoder.single_head_attention import single_head_attentio
 from dit_accel.kernels.plans.classification import classify_tiles as classify_tiles
 from dit_accel.kernels.plans.key_selection import select_keys as select_keys
 from dit_accel.kernels.plans.lowering import lower as lower
+from dit_accel.kernels.plans.lowering import transpose_lists as transpose_lists
 from dit_accel.kernels.plans.packing import pack_bits as pack_bits
 from dit_accel.kernels.plans.packing import unpack_bits as unpack_bits
 from dit_accel.kernels.plans.pooling import PooledMap as PooledMap
@@ -60,4 +61,3 @@ from dit_accel.kernels.plans.tile_masks import mask_from_plan as mask_from_plan
 from dit_accel.kernels.plans.tile_masks import plan_from_mask as plan_from_mask
 from dit_accel.kernels.plans.tile_masks import symbols_from_intervals as symbols_from_intervals
 from dit_accel.kernels.plans.tile_masks import symbols_from_mask as symbols_from_mask
-from dit_accel.kernels.plans.transpose import transpose_lists as transpose_lists

@@ -176,6 +176,6 @@ def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) ->
     words = 8 * batch * blocks  # mask64 of the plan, and of the cached biases
     if rows * blocks > KEPT_TILES:
         return symbols + words
-    lists = rows * blocks + 3 * rows + batch * heads + 1  # int32
+    lists = rows * blocks + 2 * rows + 1  # int32
     lists += sum(policy.plan_entries(rows) for policy in policies)
     return symbols + 4 * lists + words

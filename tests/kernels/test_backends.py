@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.errors import BackendError
-from dit_accel.kernels import backend_status, backends, pack_bits
+from dit_accel.kernels import backend_status, backends, swiglu
 from dit_accel.kernels.backends import resolve_backend
 
 
@@ -14,21 +14,18 @@ def test_auto_runs_the_reference_on_a_cpu():
     assert resolve_backend("auto", torch.zeros(1)) == "reference"
 
 
-def test_an_unknown_backend_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(BackendError, match=r"backend must be 'auto' or one of \('reference', .*\), got 'cudnn'"):
-        pack_bits(torch.ones(8, dtype=torch.bool), backend="cudnn")
-
-
-def test_explicit_triton_on_a_cpu_raises_without_the_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(BackendError, match="backend 'triton' can't run here: the tensors are on 'cpu'"):
-        pack_bits(torch.ones(8, dtype=torch.bool), backend="triton")
-
-
-def test_the_interpreter_refuses_bfloat16(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(BackendError, match="wrong results for bfloat16"):
-        resolve_backend("triton", torch.zeros(1, dtype=torch.bfloat16))
+@pytest.mark.parametrize(
+    ("backend", "dtype", "interpreter", "message"),
+    [
+        ("cudnn", torch.float32, "0", r"backend must be 'auto' or one of \('reference', .*\), got 'cudnn'"),
+        ("triton", torch.float32, "0", "backend 'triton' can't run here: the tensors are on 'cpu'"),
+        ("triton", torch.bfloat16, "1", "wrong results for bfloat16"),
+    ],
+)
+def test_an_explicit_choice_that_can_not_run_raises(backend, dtype, interpreter, message, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreter)
+    with pytest.raises(BackendError, match=message):
+        swiglu(torch.zeros(1, 1, 2, dtype=dtype), backend=backend)
 
 
 def test_a_gpu_of_amd_runs_the_reference(monkeypatch):

@@ -48,7 +48,7 @@ def test_rows_fall_into_classes_by_rank(case, backend, device):
     bits = classify_tiles(
         probabilities.to(device), critical, negligible, always=always, valid_blocks=lengths, backend=backend
     )
-    classes = [unpack_bits(bits_of_class.cpu(), blocks, backend="reference") for bits_of_class in bits]
+    classes = [unpack_bits(bits_of_class.cpu(), blocks) for bits_of_class in bits]
     for b, h, i in torch.ones(probabilities.shape[:3]).nonzero().tolist():
         row = probabilities[b, h, i].tolist()
         expected = classes_by_definition(row, i, critical, negligible, always, valid[b])

@@ -75,7 +75,7 @@ def test_tiles_equal_a_naive_loop(shape, choice, marks, backend, make_map, make_
     rows, columns = (make_flags(*shape) if marks else None for _ in range(2))
     bits = select_tiles(probabilities, always=always, rows=rows, columns=columns, backend=backend, **choice)
     assert bits.shape == (*shape, -(-shape[-1] // 8))
-    tiles = unpack_bits(bits, shape[-1], backend="reference").cpu()
+    tiles = unpack_bits(bits, shape[-1]).cpu()
     for b, h, i in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
         marked = None if columns is None else set(columns[b, h].nonzero().flatten().tolist())
         expected = kept_tiles(probabilities[b, h, i].tolist(), marked, **choice) | set(blocks)
@@ -137,7 +137,7 @@ def test_rows_equal_a_naive_loop(case, tau, backend, make_map):
     probabilities = make_map(batch, heads, 13)
     vision = slice(0, 11) if text.start else slice(text.stop, 12)
     bits = select_rows(probabilities, tau, text=text, vision=vision, backend=backend)
-    rows = unpack_bits(bits, heads, backend="reference").transpose(1, 2)
+    rows = unpack_bits(bits, heads).transpose(1, 2)
     assert torch.equal(rows.cpu(), naive_rows(probabilities.cpu(), tau, text, vision))
 
 

@@ -76,5 +76,5 @@ def _select_keys_reference(bits, q, k, threshold, group, kv_len) -> None:
             for row, query in enumerate(q[b, :, h].float().split(group)):
                 probability = (query @ key.T * head_dim**-0.5).softmax(-1)
                 bound = (BEST_SHARE * probability.amax(-1, keepdim=True)).clamp(max=threshold / length)
-                packed = pack_bits((probability > bound).any(0), backend="reference")
+                packed = pack_bits((probability > bound).any(0))
                 bits[b, h, row, : len(packed)] = packed

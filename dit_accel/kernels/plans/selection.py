@@ -134,7 +134,7 @@ def _select_tiles_reference(probabilities, tau, units, start, stop, rows, column
         tiles |= rows[..., None]
     if columns is not None:
         tiles |= columns[:, :, None]
-    return pack_bits(tiles, backend="reference")
+    return pack_bits(tiles)
 
 
 def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Ten
     guidance = (share * share_units).ceil().long() + (common * share_units).ceil().long()
     rows = torch.ones(probabilities.shape[:3], dtype=torch.bool, device=probabilities.device)
     rows[:, :, vision] = ~(_lowest_mass(contribution, tau) & _lowest_mass(guidance, tau))
-    return pack_bits(rows.transpose(1, 2), backend="reference")
+    return pack_bits(rows.transpose(1, 2))
 
 
 def _lowest_mass(mass: torch.Tensor, tau: float) -> torch.Tensor:
