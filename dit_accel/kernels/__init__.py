@@ -47,12 +47,12 @@ from dit_accel.kernels.decoder.group_norm import group_norm as group_norm
 from dit_accel.kernels.decoder.pixel_norm import pad_video as pad_video
 from dit_accel.kernels.decoder.pixel_norm import pixel_norm as pixel_norm
 from dit_accel.kernels.decoder.single_head_attention import single_head_attention as single_head_attention
+from dit_accel.kernels.packing import pack_bits as pack_bits
+from dit_accel.kernels.packing import unpack_bits as unpack_bits
 from dit_accel.kernels.plans.classification import classify_tiles as classify_tiles
 from dit_accel.kernels.plans.key_selection import select_keys as select_keys
 from dit_accel.kernels.plans.lowering import lower as lower
 from dit_accel.kernels.plans.lowering import transpose_lists as transpose_lists
-from dit_accel.kernels.plans.packing import pack_bits as pack_bits
-from dit_accel.kernels.plans.packing import unpack_bits as unpack_bits
 from dit_accel.kernels.plans.pooling import PooledMap as PooledMap
 from dit_accel.kernels.plans.pooling import pooled_map as pooled_map
 from dit_accel.kernels.plans.selection import select_rows as select_rows

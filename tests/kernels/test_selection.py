@@ -7,7 +7,7 @@ import torch
 
 from dit_accel.kernels import lower, pooled_map
 from dit_accel.kernels.constants import UNITS
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.plans.selection import select_rows, select_tiles
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from tests.kernels.conftest import BACKENDS, captured, needs_gpu

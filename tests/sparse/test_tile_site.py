@@ -10,7 +10,7 @@ from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pip
 from dit_accel.errors import PresetError
 from dit_accel.kernels import lower
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.closed_loop import Gap
 from dit_accel.loop.memory import MemoryPlan, ModelSize

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import key_end_of, on_device
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
 GROUP_BYTES = 2**29

@@ -16,7 +16,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
 FEATURE_MAPS = ("softmax", "elu", "relu")

@@ -12,7 +12,7 @@ here. The bits are the only list of the keys, in 1/32 of the memory of FG-Attn's
 import torch
 
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 
 
 def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:

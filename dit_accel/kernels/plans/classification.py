@@ -13,7 +13,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import SHARE_BITS
 from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.packing import pack_bits
 
 
 def _empty(probabilities: torch.Tensor, **_) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import BEST_SHARE
 from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
-from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.packing import pack_bits
 
 
 @eager_op

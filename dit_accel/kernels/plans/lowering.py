@@ -6,7 +6,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.plans.packing import pack_bits, unpack_bits
+from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.plans.regions import listed_tiles
 from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan
 
 Index = slice | torch.Tensor

@@ -13,7 +13,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.packing import pack_bits
 
 
 @eager_op

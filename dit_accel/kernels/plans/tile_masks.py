@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.plans.lowering import lower
-from dit_accel.kernels.plans.packing import pack_bits, unpack_bits
 from dit_accel.kernels.plans.regions import listed_tiles
 from dit_accel.kernels.symbols import (
     CAUSAL_TILE,

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.plans.packing import pack_bits, unpack_bits
+from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.plans.selection import select_rows, select_tiles
 
 

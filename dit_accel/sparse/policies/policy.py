@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dit_accel.kernels.layout import TokenLayout, block_count
-from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.plans.pooling import PooledMap
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 

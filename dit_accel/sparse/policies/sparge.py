@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.plans.packing import pack_bits
+from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
 from dit_accel.kernels.plans.selection import select_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.sparse.policies.flashomni import ramped, row_bits
 
 BLOCK = 64

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.plans.packing import unpack_bits
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.plans.tile_masks import mask_from_plan
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, plan, policy_of
