@@ -132,8 +132,9 @@ def command(options: ServeOptions) -> None:
     with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
         workers = []
         for place in setups:
-            workers.append(RemoteWorker(place, options.max_step_seconds, start))
-            closing.callback(workers[-1].close)
+            with server.signals_held():
+                workers.append(RemoteWorker(place, options.max_step_seconds, start))
+                closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(options.model)}"):
             loaded, *_ = [worker.wait() for worker in workers]
         videos = None

@@ -1,6 +1,7 @@
 """``dit-accel serve`` as its own process, with curl's requests and OpenAI's client, and its options."""
 
 import base64
+import signal
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dit_accel.cli import serve
-from dit_accel.serving import pipelines
+from dit_accel.serving import pipelines, worker_process
 from tests.forked import fork_server, run_command
 from tests.tiny import tiny_pipeline
 
@@ -145,9 +146,22 @@ def hang():
     pipelines.load_pipeline = lambda *_: Path("loading").touch() or time.sleep(1000)
 
 
-def test_sigterm_ends_it_while_the_model_loads(tmp_path):
+def hang_once_started():
+    """Get the signal before the start of the model's process has returned, too."""
+    hang()
+    start_process = worker_process.LocalProcess.__init__
+
+    def start_late(*setup):
+        start_process(*setup)
+        until(lambda: signal.SIGTERM in signal.sigpending())
+
+    worker_process.LocalProcess.__init__ = start_late
+
+
+@pytest.mark.parametrize("change", [hang, hang_once_started], ids=["loads", "starts"])
+def test_sigterm_ends_it_while_the_model_loads(tmp_path, change):
     """Both processes end within seconds, with status 0."""
-    server, _ = start(tmp_path, change=hang)
+    server, _ = start(tmp_path, change=change)
     try:
         until((tmp_path / "loading").exists)
         (worker,) = processes_of(server)

@@ -281,6 +281,19 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C wait for the end of the block, which starts a process and notes how to end it.
+
+    Python would wait for ever for a process that was started and not noted.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Server(uvicorn.Server):
     """Refuse waiting requests when the shutdown begins; uvicorn then waits for open connections."""
 
