@@ -49,12 +49,12 @@ def run_command(folder: Path, arguments: Sequence[str], change: Callable[[], Non
         change: called first, to change modules.
     """
     from dit_accel.cli import main
-    from dit_accel.serving import worker_process
+    from dit_accel.serving import remote_worker
 
     os.chdir(folder)
     for stream, name in ((1, "output.txt"), (2, "errors.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
-    worker_process.get_context = lambda _: get_context("fork")
+    remote_worker.get_context = lambda _: get_context("fork")
     if change is not None:
         change()
     sys.argv = ["dit-accel", *map(str, arguments)]

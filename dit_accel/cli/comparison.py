@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.progress import progress_bar
 from dit_accel.serving.failures import explained_failures
-from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.media import Clips, Pictures, quality
 from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.measure.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
@@ -121,12 +121,12 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
     return written
 
 
-def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
+def summary_of(sides: Sides) -> dict[str, Any]:
     """Collect the values that --json writes about the run."""
     plain, fast, report = sides.plain, sides.fast, sides.report
-    quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
+    figures: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
-        quality = medium.quality(plain.output.results, fast.output.results) | _sound_quality(plain.output, fast.output)
+        figures = quality(plain.output.results, fast.output.results) | _sound_quality(plain.output, fast.output)
     return {
         "plain_seconds": plain and plain.seconds,
         "plain_seconds_each": plain and plain.repeats,
@@ -138,7 +138,7 @@ def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
         "accelerated_call_seconds": fast and fast.output.seconds,
         "plain_stages": plain and plain.output.stages,
         "accelerated_stages": fast and fast.output.stages,
-        **quality,
+        **figures,
         "computed_fraction": (report and report.computed_fraction) or 1.0,
         "report": report.to_json() if report else None,
     }

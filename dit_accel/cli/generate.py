@@ -257,7 +257,7 @@ def _write(
         console.out(f"wrote {path}", highlight=False)
     if note := size_note(options.sizes, (sides.fast or sides.plain).output.results[0]):
         console.out(f"note: {note}", highlight=False)
-    summary = summary_of(medium, sides)
+    summary = summary_of(sides)
     if options.plot:
         from dit_accel.tools.media.figures import timeline_figure
 

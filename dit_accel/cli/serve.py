@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dit_accel.cli.options import (
     LOOPBACK,
@@ -25,8 +25,7 @@ from dit_accel.cli.options import (
 )
 from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.remote_worker import RemoteWorker, WorkerProcess
-from dit_accel.serving.worker_process import LocalProcess
+from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def command(options: ServeOptions) -> None:
 @contextmanager
 def _places(
     options: ServeOptions, setup: Setup, console: Console
-) -> Iterator[tuple[list[Setup], Callable[[Setup], WorkerProcess]]]:
+) -> Iterator[tuple[list[Setup], Callable[[Setup], Any]]]:
     """Yield the setup of each worker, and the function that starts its process.
 
     Ray sets its own handler of SIGTERM, so the server's must be set after this.
@@ -159,8 +158,7 @@ def _places(
         devices = _devices(options)
         yield [replace(setup, loading=replace(setup.loading, device=device)) for device in devices], LocalProcess
         return
-    from dit_accel.serving.ray_actor import RayActor
-    from dit_accel.serving.ray_cluster import joined_cluster
+    from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 
     with joined_cluster(setup, options.actors, console) as (setup, count, needs):
         yield [setup] * count, partial(RayActor, needs)

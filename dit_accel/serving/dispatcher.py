@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Event, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dit_accel.errors import BatchError, DitAccelError
-from dit_accel.serving.engine import Made
+from dit_accel.serving.engine import Cancelled, Made
 from dit_accel.serving.prompts import Job
+from dit_accel.serving.remote_worker import RemoteWorker
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -37,10 +37,6 @@ class Busy(Exception):
         self.wait = wait
 
 
-class Cancelled(Exception):
-    """Error of a cancelled request; it ends a pipeline's call between two steps."""
-
-
 @dataclass(frozen=True)
 class Step:
     """A finished step of a job: number of finished steps and of all steps, and the file of a partial image or None."""
@@ -51,20 +47,13 @@ class Step:
     partial_image: bytes | None = None
 
 
-class JobWorker(Protocol):
-    """A :class:`~dit_accel.serving.remote_worker.RemoteWorker`."""
+class Task:
+    """Jobs in the queue, and the preset (None = plain) and suffix of their files.
 
-    def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
-        """Run jobs in one call; raise ``BatchError`` if the worker is broken."""
+    The ``tell`` of a subclass takes their events, from any thread; an error or None is the last one.
+    """
 
-    def restart(self) -> object:
-        """Make a broken worker ready for jobs; raise ``BatchError`` if that fails."""
-
-
-class Task(ABC):
-    """Jobs in the queue, and the preset (None = plain) and suffix of their files; a subclass takes their events."""
-
-    is_one_call = False  # True: all jobs share a call; False: each has a call of its own
+    is_one_call = False  # True: all jobs share a call
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
@@ -80,29 +69,24 @@ class Task(ABC):
         self._stop.set()
         self.tell(Cancelled())
 
-    def begin(self) -> None:  # noqa: B027 - most tasks need not know
+    def begin(self) -> None:
         """Note that a worker runs the task now."""
 
     def breaks(self, error: BaseException) -> bool:
         """Return True if the worker has to restart after this error of the task."""
         return isinstance(error, BatchError)
 
-    @abstractmethod
     def tell(self, event: Step | Made | BaseException | None) -> None:
-        """Take an event, from any thread; an error or None is the last event."""
+        raise NotImplementedError
 
     def step(self, job: Job, done: int, steps: int, partial_image: bytes | None = None) -> None:
-        """Take a step; raise :class:`Cancelled` in a cancelled task."""
         if self.is_cancelled:
             raise Cancelled
         self.tell(Step(job, done, steps, partial_image))
 
 
 class AwaitedTask(Task):
-    """A task whose client waits; create it in the event loop that iterates over it.
-
-    Iteration yields all steps and results, and raises the error of a failed job.
-    """
+    """A task whose client waits; create it in the event loop that iterates over its steps and results."""
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         super().__init__(jobs, preset, suffix)
@@ -123,19 +107,19 @@ class AwaitedTask(Task):
 class Dispatcher:
     """Queue with a thread for each worker; at most ``most`` tasks wait."""
 
-    def __init__(self, workers: Sequence[JobWorker], most: float) -> None:
-        self._failures: dict[JobWorker, str] = {}  # of workers that could not restart
+    def __init__(self, workers: Sequence[RemoteWorker], most: float) -> None:
+        self._failures: dict[RemoteWorker, str] = {}  # of workers that could not restart
         self._most = most
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
         self._changed = Condition()
-        self._closed = False
+        self.is_closed = False
         self._seconds = 1.0  # of a task, moving average
         self._threads: list[Thread] = []
         for worker in workers:
             self.hire(worker)
 
-    def hire(self, worker: JobWorker) -> None:
+    def hire(self, worker: RemoteWorker) -> None:
         """Give tasks to a further worker."""
         (thread := Thread(target=self._work, args=(worker,), daemon=True)).start()
         self._threads.append(thread)  # once started: before, it can't be joined
@@ -155,14 +139,10 @@ class Dispatcher:
         """Reason why a worker is broken, or None."""
         return next(iter(self._failures.values()), None)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def add(self, task: Task) -> None:
         """Add a task; raise :class:`Busy` if the queue is full or closed."""
         with self._changed:
-            if self._closed:
+            if self.is_closed:
                 raise Busy("the server is shutting down", 10)
             waiting = self._count_waiting()
             if waiting >= self._most + len(self._threads) - len(self._running):
@@ -174,7 +154,7 @@ class Dispatcher:
     def close(self) -> None:
         """Refuse new tasks and all that wait; running tasks go on."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             for task in self._waiting:
                 task.tell(Busy("the server is shutting down", 10))
             self._waiting.clear()
@@ -197,7 +177,7 @@ class Dispatcher:
             self._waiting.remove(task)
         return len(self._waiting)
 
-    def _work(self, worker: JobWorker) -> None:
+    def _work(self, worker: RemoteWorker) -> None:
         while (task := self._next()) is not None:
             started = time.monotonic()
             try:
@@ -207,7 +187,7 @@ class Dispatcher:
                     self._running.remove(task)
                     self._seconds += 0.2 * (time.monotonic() - started - self._seconds)
                     self._changed.notify_all()
-            if is_broken and not self._closed:
+            if is_broken and not self.is_closed:
                 try:
                     worker.restart()
                 except BatchError as error:
@@ -219,13 +199,13 @@ class Dispatcher:
         """Wait for a task; None once the queue is closed."""
         with self._changed:
             while not self._count_waiting():
-                if self._closed:
+                if self.is_closed:
                     return None
                 self._changed.wait()
             self._running.append(task := self._waiting.popleft())
             return task
 
-    def _run(self, worker: JobWorker, task: Task) -> bool:
+    def _run(self, worker: RemoteWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""
         end: BaseException | None = None
         task.begin()
@@ -234,10 +214,9 @@ class Dispatcher:
                 for result in worker.run(jobs, task.preset, task.suffix, partial(task.step, jobs[0])):
                     task.tell(result)
             self._failures.pop(worker, None)
-        except (Cancelled, DitAccelError) as error:
-            end = error
         except Exception as error:
-            logger.exception("a task failed")
+            if not isinstance(error, Cancelled | DitAccelError):
+                logger.exception("a task failed")
             end = error
         task.tell(end)
         return end is None or not task.breaks(end)

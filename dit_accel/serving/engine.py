@@ -1,10 +1,15 @@
-"""Protocol of an engine, which runs jobs in batches, in this process or elsewhere, and returns their files as bytes."""
+"""Results of an engine, which runs jobs in batches, in this process or elsewhere, and returns files as bytes.
+
+:class:`~dit_accel.serving.worker.Worker` and :class:`~dit_accel.serving.ray_engine.RayEngine` are engines. Each has
+the ``suffix`` of its files, all values of its ``preset`` (None = plain), and ``make_all``, which yields the results of
+jobs in any order. If a batch fails, its jobs run one at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import DitAccelError, shortened
 from dit_accel.serving.prompts import Job
@@ -15,24 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Made:
-    """File of a job as bytes, and the call that generated it.
-
-    Args:
-        seconds: duration of the call's denoising loop.
-        report: report of the accelerated run for this job; None for a plain run.
-        batch: indices of all jobs of the call, including this one.
-        stages: seconds of the whole call by stage.
-        shape: number of frames, height and width in pixels of a video; None for an image.
-        note: sentence on a size that the pipeline rounded; None = it has the requested one.
-    """
+    """File of a job as bytes, and the call that generated it."""
 
     data: bytes
-    seconds: float
-    report: dict[str, Any] | None
-    batch: list[int]
-    stages: dict[str, float] = field(default_factory=dict)
-    shape: tuple[int, int, int] | None = None
-    note: str | None = None
+    seconds: float  # of the call's denoising loop
+    report: dict[str, Any] | None  # of the accelerated run for this job; None = plain
+    batch: list[int]  # indices of all jobs of the call
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of the whole call
+    shape: tuple[int, int, int] | None = None  # frames, height and width of a video; None = image
+    note: str | None = None  # on a size that the pipeline rounded
 
     @property
     def computed_fraction(self) -> float:
@@ -42,12 +38,7 @@ class Made:
 
 @dataclass(frozen=True)
 class VideoForm:
-    """Form of a pipeline's videos.
-
-    Args:
-        fps: frames per second of a file, unless a job sets another.
-        frames_unit: frames of one latent frame; the first latent frame is one frame.
-    """
+    """Default frames per second of a pipeline's videos, and frames per latent frame; the first latent frame is one."""
 
     fps: float
     frames_unit: int
@@ -59,19 +50,12 @@ class VideoForm:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pipeline that a worker has loaded.
+    """A pipeline that a worker has loaded."""
 
-    Args:
-        form: of its videos; None = it makes images.
-        preset: in use; None = plain.
-        suffix: of its files.
-        settings: all values of the preset that was asked for; None = plain.
-    """
-
-    form: VideoForm | None
-    preset: Preset | None
+    form: VideoForm | None  # None = it makes images
+    preset: Preset | None  # in use; None = plain
     suffix: str
-    settings: dict[str, Any] | None
+    settings: dict[str, Any] | None  # all values of the requested preset; None = plain
 
 
 @dataclass(frozen=True)
@@ -81,31 +65,12 @@ class Failure:
     reason: str
 
 
+class Cancelled(Exception):
+    """Error of a cancelled request; it ends a pipeline's call between two steps."""
+
+
 class DefectError(Exception):
     """Error of another process that is no :class:`DitAccelError`; its text has the type, and its note the traceback."""
-
-
-class JobProgress(Protocol):
-    """Display of an engine's progress."""
-
-    def begin(self, what: str, share: float = 0.0) -> None:
-        """Announce a run and its number of jobs."""
-
-    def watch(self, pipe: Any) -> Any:
-        """Show the steps of a pipeline's runs; return the pipeline."""
-
-
-class Engine(Protocol):
-    """Runner of jobs: one :class:`Worker`, or several in other processes.
-
-    ``suffix`` is the suffix of the files; ``preset`` holds all values of the preset in use, None = plain.
-    """
-
-    suffix: str
-    preset: dict[str, Any] | None
-
-    def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made | Failure]]:
-        """Yield the result of each job, in any order. If a batch fails, its jobs run one at a time."""
 
 
 def made_alone(batch: Sequence[Job], error: BaseException) -> str:

@@ -30,11 +30,7 @@ class Estimate:
 
 
 def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    """Check that a run's tensors fit the memory of its device.
-
-    Raises:
-        UnsupportedError: they don't.
-    """
+    """Check that a run's tensors fit the memory of its device."""
     run = estimated(pipe, arguments)
     place = getattr(pipe, "_execution_device", None)
     there = None if run is None or place is None else _memory(place)
@@ -87,7 +83,6 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
 
 
 def _number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
-    """Return an argument of the call, or the pipeline's default."""
     if (value := arguments.get(name)) is not None:
         return value if isinstance(value, int) else None
     parameter = inspect.signature(pipe.__call__).parameters.get(name)

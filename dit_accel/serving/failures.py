@@ -15,13 +15,7 @@ CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess", "cropped_pos_embed
 
 @contextlib.contextmanager
 def explained_failures(pipeline: type) -> Iterator[None]:
-    """Within the block, turn errors of a pipeline's call into errors that its user can act on.
-
-    Raises:
-        UnsupportedError: the pipeline rejected its inputs, its scheduler the timesteps or sigmas, or its transformer
-            the size.
-        OutOfMemoryError: memory ran out.
-    """
+    """Within the block, turn errors of a pipeline that its user can act on into errors of :mod:`dit_accel.errors`."""
     try:
         with explained_memory():
             yield

@@ -23,22 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loading:
-    """Options for a pipeline's device and weights.
+    """Options for a pipeline's device and weights."""
 
-    Args:
-        device: None = the GPU if there is one.
-        dtype: None = bfloat16 on a GPU, else float32.
-        offload: weights kept in host memory: "none", or all but the weights of the model ("model"), block ("group") or
-            layer ("sequential") that runs.
-        loras: weight of each LoRA, by its path or id.
-        quantize: "float8", "int8", or None.
-    """
-
-    device: str | None = None
-    dtype: str | None = None
-    offload: str = "none"
-    loras: Mapping[str, float] = field(default_factory=dict)
-    quantize: str | None = None
+    device: str | None = None  # None = the GPU if there is one
+    dtype: str | None = None  # None = bfloat16 on a GPU, else float32
+    offload: str = "none"  # or the unit of weights that moves to the GPU when it runs: model, group, sequential
+    loras: Mapping[str, float] = field(default_factory=dict)  # weight by path or id
+    quantize: str | None = None  # float8 or int8
 
     def __post_init__(self) -> None:
         if self.quantize is None:
@@ -59,11 +50,7 @@ class Loading:
 def load_pipeline(
     model: str, how: Loading, console: Console, before_move: Callable[[Any], object] | None = None
 ) -> Any:
-    """Load the pipeline onto its device, ready to call; silent if the console is quiet.
-
-    Args:
-        before_move: called with the pipeline before all of it moves to the device.
-    """
+    """Load the pipeline onto its device, ready to call; ``before_move`` is called before all of it moves there."""
     source = resolve_model(model)
     with console.status("importing diffusers"):
         import torch
@@ -102,7 +89,6 @@ def load_pipeline(
 
 
 def _require_float8(place: torch.device, precision: torch.dtype) -> None:
-    """Check that the device supports float8 matrix products."""
     import torch
 
     from dit_accel.tools.advise.cards import FLOAT8_SINCE
@@ -134,10 +120,7 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
 
 
 def _offload_groups(pipe: Any, place: torch.device) -> None:
-    """Move the blocks of each transformer, and the layers of other models, to the device when they run.
-
-    A stream uploads the next block while one runs.
-    """
+    """Move blocks of transformers, and layers of other models, to the device when they run; a stream uploads ahead."""
     import torch
     from diffusers.hooks import apply_group_offloading
 
@@ -174,7 +157,6 @@ def resolve_model(model: str) -> str:
 
 
 def _require_index(folder: Path) -> None:
-    """Check that a folder has a valid model_index.json."""
     file = folder / "model_index.json"
     if not file.is_file():
         raise ArgumentError("model", f"{folder} is not a diffusers pipeline: model_index.json is missing")

@@ -22,10 +22,7 @@ KEYS = {  # keys of a preset, by the arguments of a fine-tuning
 
 
 def parse_loras(texts: list[str] | None) -> dict[str, float]:
-    """Parse ``["style.safetensors:0.8", …]`` into weights by LoRA: a folder, a file or an id on the Hub.
-
-    Paths must exist; paths inside demo models (``demo-wan/sla``) are resolved.
-    """
+    """Parse ``["style.safetensors:0.8", …]`` into weights by LoRA: a folder, a file or an id on the Hub."""
     loras: dict[str, float] = {}
     for text in texts or []:
         source, colon, last = text.rpartition(":")
@@ -60,11 +57,7 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
 
 
 def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
-    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset.
-
-    Args:
-        preset: name of the preset; "none" = the pipeline runs unaccelerated.
-    """
+    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset
     from dit_accel.sparse.projections import PROJECTIONS, trained_with

@@ -1,7 +1,4 @@
-"""Output of pipelines, images or videos with their sound: names, files and comparisons.
-
-Checks raise an ``ArgumentError``, or an ``UnsupportedError`` if imageio-ffmpeg is missing for an mp4.
-"""
+"""Output of pipelines, images or videos with their sound: names, files and comparisons."""
 
 from __future__ import annotations
 
@@ -70,14 +67,13 @@ class Pictures:
     default_output = Path("output.png")
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
-        """Check that an image can be written to ``path``, and its comparison to the same folder."""
         for file in self.files(path, compare=compare):
             require_writable(file, "output", force=force)
         if not _is_written_by_pillow(path.suffix):
             raise ArgumentError("output", f"{path} must end in .png, .jpg or .webp: this model makes images")
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
-        """Return NAME, and with a comparison NAME-plain and NAME-compare."""
+        """Return the files of an output, and of its comparison."""
         return _with_comparison(path, compare)
 
     def still(self, picture: Image.Image) -> Image.Image:
@@ -85,14 +81,12 @@ class Pictures:
         return picture
 
     def write(self, picture: Image.Image, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
-        """Write an image, and return its path."""
         save_image(picture, path)
         return [path]
 
     def write_comparison(
         self, plain: Image.Image, fast: Image.Image, labels: Labels, path: Path, sounds: Sounds = (None, None)
     ) -> list[Path]:
-        """Write NAME-plain and NAME-compare, and return their paths."""
         from dit_accel.tools.media.strips import comparison_strip
 
         _, *beside = _with_comparison(path)
@@ -100,19 +94,11 @@ class Pictures:
             save_image(picture, file)
         return beside
 
-    def quality(self, plain: list[Image.Image], fast: list[Image.Image]) -> dict[str, Any]:
-        """Compute ``psnr_db`` over all images (None if identical), mean ``ssim``, and ``identical``."""
-        import numpy as np
-
-        return _quality(*(np.stack([np.asarray(picture) for picture in side]) for side in (plain, fast)))
-
 
 class Clips:
     """Output of a video pipeline: uint8 arrays ``[frames, height, width, 3]``, and sounds if it makes any.
 
-    Args:
-        fps: frames per second.
-        sampling_rate: samples per second of the sounds; None = unknown, so that videos are written without them.
+    Videos are written without sounds if their sampling rate is unknown (None).
     """
 
     default_output = Path("output.mp4")
@@ -121,7 +107,6 @@ class Clips:
         self.fps, self.sampling_rate = fps, sampling_rate
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
-        """Check that a video can be written to ``path``, and its comparison to the same folder in the same form."""
         from dit_accel.tools.media.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
 
         is_folder = is_folder_of_frames(path)
@@ -146,10 +131,7 @@ class Clips:
             require_writable(file, "output", force=force)
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
-        """Return NAME, and with a comparison NAME-plain, NAME-compare and the image NAME-strip.png.
-
-        If the pipeline may make sound, a gif and a folder of frames have a .wav file each.
-        """
+        """Return the files of an output, and of its comparison; gifs and folders may have a .wav file each."""
         return [*_with_comparison(path, compare), *self._others(path, compare)]
 
     def _others(self, path: Path, compare: bool) -> list[Path]:
@@ -166,32 +148,13 @@ class Clips:
 
         return Image.fromarray(clip[len(clip) // 2])
 
-    def write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None = None) -> list[Path]:
-        """Write a video with its sound; return the paths."""
-        from dit_accel.tools.media.video import is_folder_of_frames
-
-        return self._write(clip, path, sound, folder=is_folder_of_frames(path))
-
-    def write_comparison(
-        self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path, sounds: Sounds = (None, None)
+    def write(
+        self, clip: np.ndarray, path: Path, sound: torch.Tensor | None = None, *, folder: bool | None = None
     ) -> list[Path]:
-        """Write the videos NAME-plain and NAME-compare and the image NAME-strip.png; return their paths.
+        """Write a video with its sound; ``folder`` None = as the path says."""
+        from dit_accel.tools.media.video import Sound, is_folder_of_frames, sound_file, write_clip
 
-        Args:
-            sounds: of both sides; NAME-compare has the accelerated side's.
-        """
-        from dit_accel.tools.media.strips import comparison_clip, frame_strip
-        from dit_accel.tools.media.video import is_folder_of_frames
-
-        _, *beside = _with_comparison(path)
-        clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
-        written = [self._write(*parts, folder=folder) for parts in zip(clips, beside, sounds, strict=True)]
-        save_image(frame_strip(plain, fast, labels), _strip(path))
-        return [*chain(*written), _strip(path)]
-
-    def _write(self, clip: np.ndarray, path: Path, sound: torch.Tensor | None, *, folder: bool) -> list[Path]:
-        from dit_accel.tools.media.video import Sound, sound_file, write_clip
-
+        folder = is_folder_of_frames(path) if folder is None else folder
         if sound is not None and self.sampling_rate is None:
             warnings.warn("dit-accel: sound is left out, because its sampling rate is unknown", stacklevel=2)
         if sound is None or self.sampling_rate is None:
@@ -200,19 +163,21 @@ class Clips:
         write_clip(clip, path, self.fps, folder=folder, sound=Sound(sound, self.sampling_rate))
         return [path, *filter(None, [sound_file(path, folder=folder)])]
 
-    def quality(self, plain: list[np.ndarray], fast: list[np.ndarray]) -> dict[str, Any]:
-        """Compute the metrics of :meth:`Pictures.quality` over the frames of all videos."""
-        import numpy as np
+    def write_comparison(
+        self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path, sounds: Sounds = (None, None)
+    ) -> list[Path]:
+        from dit_accel.tools.media.strips import comparison_clip, frame_strip
+        from dit_accel.tools.media.video import is_folder_of_frames
 
-        return _quality(np.concatenate(plain), np.concatenate(fast))
+        _, *beside = _with_comparison(path)
+        clips, folder = (plain, comparison_clip(plain, fast, labels)), is_folder_of_frames(path)
+        written = [self.write(*parts, folder=folder) for parts in zip(clips, beside, sounds, strict=True)]
+        save_image(frame_strip(plain, fast, labels), _strip(path))
+        return [*chain(*written), _strip(path)]
 
 
 def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
-    """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's.
-
-    Raises:
-        UnsupportedError: the pipeline makes sound alone.
-    """
+    """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's."""
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
@@ -240,12 +205,7 @@ def _makes_sound_alone(pipe: Any) -> bool:
 
 
 def size_note(asked: Mapping[str, Any], result: Any) -> str | None:
-    """Return a note if a pipeline rounded the size of its output, or None.
-
-    Args:
-        asked: settings by option; ``width``, ``height`` and ``num-frames`` count.
-        result: an image, or a video ``[frames, height, width, 3]``.
-    """
+    """Return a note if a pipeline rounded the width, height or number of frames of an image or video, or None."""
     shape = getattr(result, "shape", None)
     actual = dict(zip(("width", "height"), result.size, strict=True)) if shape is None else {}
     if shape is not None:
@@ -287,9 +247,16 @@ def _strip(path: Path) -> Path:
     return _beside(path, "strip").with_suffix(".png")
 
 
-def _quality(plain: np.ndarray, fast: np.ndarray) -> dict[str, Any]:
+def quality(plain: list[Any], fast: list[Any]) -> dict[str, Any]:
+    """Compute ``psnr_db`` over all images or frames (None if identical), mean ``ssim``, and ``identical``."""
+    import numpy as np
+
     from dit_accel.tools.measure.metrics import clip_ssim, psnr
 
-    decibels = psnr(plain, fast)
+    frames = [
+        np.concatenate([array if array.ndim == 4 else array[None] for array in map(np.asarray, side)])
+        for side in (plain, fast)
+    ]
+    decibels = psnr(*frames)
     identical = math.isinf(decibels)
-    return {"psnr_db": None if identical else decibels, "ssim": clip_ssim(plain, fast), "identical": identical}
+    return {"psnr_db": None if identical else decibels, "ssim": clip_ssim(*frames), "identical": identical}

@@ -22,7 +22,6 @@ def require_writable(path: Path, field: str, *, force: bool) -> None:
 
 
 def require_plot(path: Path, field: str, *, force: bool) -> None:
-    """Check that a plot can be written to ``path``."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ArgumentError(
             field, f"{shortened(str(path))} must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
@@ -40,11 +39,7 @@ def require_distinct(outputs: Iterable[tuple[str, Path]]) -> None:
 
 
 def _problem(path: Path, force: bool) -> str | None:
-    """Return the reason why a file can't be written, or None.
-
-    Raises:
-        OSError, ValueError: the system rejects the file or its name.
-    """
+    """Return the reason why a file can't be written, or None; raise the system's error if it rejects the name."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         return "is a folder; give the name of a file"

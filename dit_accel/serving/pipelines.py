@@ -32,31 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """A pipeline to load and how to run it; can be sent to other processes.
+    """A pipeline to load and how to run it; can be sent to other processes."""
 
-    Args:
-        model: a folder, an id on the Hub, or the name of a demo model.
-        preset: a name or path; None = the default, "none" = plain.
-        overrides: keys of the preset.
-        fps: frames per second of videos; None = the model's.
-        loading: device, dtype, LoRAs and quantisation.
-        degrees: keywords of ``parallelize_pipeline``; empty = one device.
-        call: further arguments of the pipeline's call, by their names.
-        batch_size: maximum number of prompts in one call.
-        image: the input image of every job; None = none.
-        jobs: checked once the pipeline is loaded, before the first one runs.
-    """
-
-    model: str
-    preset: str | None = None
-    overrides: dict[str, Any] = field(default_factory=dict)
-    fps: float | None = None
+    model: str  # a folder, an id on the Hub, or the name of a demo model
+    preset: str | None = None  # a name or path; None = the default, "none" = plain
+    overrides: dict[str, Any] = field(default_factory=dict)  # keys of the preset
+    fps: float | None = None  # of videos; None = the model's
     loading: Loading = field(default_factory=Loading)
-    degrees: dict[str, int] = field(default_factory=dict)
-    call: dict[str, Any] = field(default_factory=dict)
+    degrees: dict[str, int] = field(default_factory=dict)  # keywords of `parallelize_pipeline`; empty = one device
+    call: dict[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
     batch_size: int = 1
-    image: Image.Image | None = None
-    jobs: Sequence[Job] = ()
+    image: Image.Image | None = None  # the input of every job
+    jobs: Sequence[Job] = ()  # checked once the pipeline is loaded, before the first one runs
 
 
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them
@@ -104,14 +91,14 @@ def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
 def call_arguments(
     pipe: Any, model: str, options: dict[str, Any], others: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the arguments of ``pipe(...)``: a demo model's defaults, overridden by the given options.
+    """Return the arguments of ``pipe(...)``: a demo model's defaults, overridden by options and others.
 
     If the pipeline has a guider component, the guidance scale is set there instead. ``fps`` is an argument only of
     pipelines with sound, which lasts as long as the video.
 
     Args:
-        options: values by option name without leading dashes (``"num-images"``); None = not given. A list of images
-            is for one output.
+        options: values by option name without leading dashes (``"num-images"``); None = unset. A list of images is for
+            one output.
         others: arguments of ``--call``, by the pipeline's names.
     """
     from dit_accel.pipeline import makes_video
@@ -161,9 +148,7 @@ def call_arguments(
 def _require_known(
     pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], taken: Collection[str]
 ) -> None:
-    """Check that the names in ``--call`` are arguments of the pipeline's call, are set by no other option, and hold
-    numbers where required.
-    """
+    """Check that names of ``--call`` are arguments of the call, set by no other option, with numbers where required."""
     from dit_accel.presets.complaints import did_you_mean
 
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -183,7 +168,7 @@ def _require_known(
 
 
 def read_image(path: Path | None) -> Image.Image | None:
-    """Read an RGB image from a file; None if no file is given."""
+    """Read an RGB image from a file."""
     from PIL import Image
 
     if path is None:
@@ -200,7 +185,6 @@ def read_image(path: Path | None) -> Image.Image | None:
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
-    """Call :func:`~dit_accel.tools.measure.timing.timed_output` within :func:`explained_failures`."""
     from dit_accel.tools.measure.timing import timed_output
 
     with explained_failures(type(pipe)):

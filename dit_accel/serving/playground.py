@@ -18,7 +18,7 @@ import torch
 
 from dit_accel.errors import ArgumentError
 from dit_accel.pipeline import preset_for
-from dit_accel.serving.dispatcher import Cancelled
+from dit_accel.serving.engine import Cancelled
 from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
@@ -49,20 +49,12 @@ REFRESH = 0.2  # seconds between states, which are few enough not to slow down t
 
 @dataclass(frozen=True)
 class Wish:
-    """Request for one comparison.
-
-    Args:
-        prompt: text prompt.
-        model: name that the playground can open.
-        preset: name of a preset; None = the model's own preset, otherwise `balanced`.
-        target_error: None = the preset's value.
-        steps, height, width, num_frames: None = the model's default.
-    """
+    """Request for one comparison; None = the model's own preset or value."""
 
     prompt: str
     model: str
     preset: str | None = None
-    target_error: float | None = None
+    target_error: float | None = None  # None = the preset's
     seed: int = 0
     steps: int | None = None
     height: int | None = None
@@ -87,45 +79,33 @@ class Wish:
         return {"width": self.width, "height": self.height, "num-frames": self.num_frames}
 
     def job(self, steps: int | None = None) -> Job:
-        """Return the job of both sides; ``steps`` None = the wish's own."""
         settings = {"prompt": self.prompt, "seed": self.seed, "steps": steps or self.steps, **self.size}
         return Job(0, {name: value for name, value in settings.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a run: PSNR in dB, infinite for equal outputs, and speed-up of the denoising loop."""
+    """Result of a run."""
 
     preset: Preset
-    psnr: float
-    speedup: float
+    psnr: float  # dB, infinite for equal outputs
+    speedup: float  # of the denoising loop
     report: RunReport
 
 
 @dataclass(eq=False)
 class ComparisonRun:
-    """State of a comparison, which grows while it runs.
-
-    Args:
-        activity: name of what runs now.
-        steps: mode and forecast error of each finished step; None = no error was measured.
-        total: number of steps of a side.
-        outputs: of the sides that are done.
-        is_kept: whether the plain output is that of an earlier run.
-        preview: of the plain side, a coarse image of its latest step, then its output; of a video, the middle frame.
-        medium: form of the outputs.
-        comparison: None = the run has not ended.
-    """
+    """State of a comparison, which grows while it runs."""
 
     wish: Wish
     activity: str = ""
-    steps: dict[Side, list[tuple[str, float | None]]] = field(default_factory=dict)
-    total: int = 0
-    outputs: dict[Side, Output] = field(default_factory=dict)
-    is_kept: bool = False
-    preview: Image.Image | None = None
+    steps: dict[Side, list[tuple[str, float | None]]] = field(default_factory=dict)  # mode and forecast error
+    total: int = 0  # steps of a side
+    outputs: dict[Side, Output] = field(default_factory=dict)  # of the sides that are done
+    is_kept: bool = False  # True: the plain output is that of an earlier run
+    preview: Image.Image | None = None  # of the plain side: a coarse image, then its output or middle frame
     medium: Pictures | Clips | None = None
-    comparison: Comparison | None = None
+    comparison: Comparison | None = None  # None = the run has not ended
     _stop: Event = field(default_factory=Event)
 
     def change(self, **values: Any) -> None:
@@ -135,16 +115,11 @@ class ComparisonRun:
         vars(self).update(values)
 
     def stop(self) -> None:
-        """End the run after its current step."""
         self._stop.set()
 
 
 class Playground:
-    """Runs comparisons one at a time. It keeps one model in memory, and the latest plain outputs.
-
-    Args:
-        open_worker: loads a model; its pipeline is plain.
-    """
+    """Runs comparisons one at a time, with one model in memory; ``open_worker`` loads it, with a plain pipeline."""
 
     def __init__(self, open_worker: Callable[[str], Worker]) -> None:
         self._open, self._lock = open_worker, Lock()
@@ -218,13 +193,12 @@ class Playground:
                 worker.use(None)
 
     def _plain_side(self, worker: Worker, run: ComparisonRun) -> Output:
-        """Run the plain side, or take its output from an earlier run."""
         key = run.wish.model, *run.wish.job().settings.items()
         if key in self._plain:
             run.change(outputs={"plain": self._plain[key]}, is_kept=True)
             return self._plain[key]
         worker.use(None)
-        previewer = worker.previewer(run.wish.job())
+        previewer = worker.previews.previewer(run.wish.job())
         watch = previewer and previewer.watch(lambda image: run.change(preview=image))
         plain = self._plain[key] = self._side("plain", worker, run, watch)
         run.change(preview=worker.medium.still(plain.results[0]))
@@ -249,9 +223,7 @@ class Playground:
         return output
 
     def _warm_up(self, worker: Worker, run: ComparisonRun, preset: Preset) -> None:
-        """Warm up before the first call of a form: two plain steps and, if kernels are compiled, a whole accelerated
-        run, since only a whole run uses every kernel.
-        """
+        """Run two plain steps and, if kernels are compiled, the whole accelerated run, which uses every kernel."""
         wish, compiles = run.wish, worker.pipe._execution_device.type == "cuda"
         form = (*wish.size.values(), preset.name if compiles else None)
         if form in self._warm:
@@ -260,7 +232,7 @@ class Playground:
         if compiles:
             worker.call([wish.job()], lambda *_: run.change())
         worker.use(None)
-        previewer = worker.previewer(wish.job())
+        previewer = worker.previews.previewer(wish.job())
         few = worker.call([wish.job(WARM_UP_STEPS)], lambda *_: run.change(), previewer and previewer.watch())
         if previewer is not None:
             previewer.learn(few.results[0])

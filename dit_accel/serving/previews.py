@@ -36,20 +36,14 @@ class Previews:
         return previewer
 
     def of(self, job: Job, suffix: str) -> JobPreviews | None:
-        """Return the previews of a job's run; None where there are none to draw and nothing to learn."""
+        """Return the previews of a job's run; None if there are none to draw and nothing to learn."""
         previewer, count = self.previewer(job), job.settings.get(PARTIAL_IMAGES, 0)
         is_used = previewer is not None and (count or not previewer.has_learned)
         return JobPreviews(previewer, count, suffix) if is_used else None
 
 
 class JobPreviews:
-    """Partial images of one run.
-
-    Args:
-        previewer: of the images' size.
-        count: number of images, spread evenly over the steps.
-        suffix: of the images' files.
-    """
+    """Partial images of one run: files with this suffix, ``count`` of them, spread evenly over the steps."""
 
     def __init__(self, previewer: Previewer, count: int, suffix: str) -> None:
         self.previewer, self._count, self._suffix = previewer, count, suffix
@@ -66,7 +60,6 @@ class JobPreviews:
         return step
 
     def callback(self) -> Callable[..., dict[str, Any]]:
-        """Return the run's ``callback_on_step_end``."""
         return self.previewer.watch(self._keep, self._is_due)
 
     def _is_due(self, index: int) -> bool:

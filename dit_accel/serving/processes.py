@@ -33,7 +33,6 @@ def leads() -> bool:
 
 
 def join(degrees: dict[str, int], device: str | None) -> str | None:
-    """Join the process group and return this process's device."""
     if not degrees:
         return device
     import torch

@@ -61,14 +61,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
-    """Read the lines of a file: prompts, or JSON objects in a .jsonl file.
-
-    Args:
-        common: settings for lines that don't set them; None = not given.
-
-    Raises:
-        ArgumentError: the file can't be read, or a line is invalid.
-    """
+    """Read the lines of a file: prompts, or JSON objects in a .jsonl file, with common settings unless None."""
     lines: Sequence[Any] = read_prompts(path)
     if path.suffix == ".jsonl":
         settings = [_settings(line, number) for number, line in enumerate(lines, 1)]
@@ -90,7 +83,6 @@ def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
 
 
 def _settings(line: str, number: int) -> dict[str, Any]:
-    """Parse and check a JSON line."""
     try:
         values = json.loads(line)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a command, and the devices on which its actors load the pipeline."""
+"""The Ray cluster of a command, and its actors, which are processes of a :class:`RemoteWorker`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from multiprocessing import Pipe
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, shortened
+from dit_accel.serving.engine import reason_of
 from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.remote_worker import serve_jobs
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -66,3 +72,56 @@ def places(resources: dict[str, float], device: str | None, actors: int | None) 
     if actors is not None and actors > most:
         raise ArgumentError("actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
     return ("cuda" if on_gpus else "cpu"), actors or most
+
+
+class RayActor:
+    """A process of a Ray cluster, with the methods and messages of a :class:`LocalProcess`.
+
+    It sends a message only as the answer to one of the server's, so each is the result of a call of the actor.
+    """
+
+    log = "Ray's logs have the reason"
+
+    def __init__(self, needs: dict[str, int], setup: Setup) -> None:
+        import ray
+
+        self._actor = ray.remote(**needs)(_WorkerActor).remote()
+        self._message = self._actor.open.remote(setup, os.getcwd())  # future of the next one
+
+    def send(self, message: Any) -> None:
+        self._message = self._actor.exchange.remote(message)
+
+    def receive(self, patience: float | None) -> Any:
+        import ray
+        from ray.exceptions import RayError
+
+        if not ray.wait([self._message], timeout=patience)[0]:
+            raise TimeoutError
+        try:
+            return ray.get(self._message)
+        except RayError as error:
+            logger.error(reason_of(error))
+            raise EOFError from None
+
+    def end(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+class _WorkerActor:
+    def open(self, setup: Setup, folder: str) -> Any:
+        """Load the pipeline in the command's folder if it exists here, so that paths mean the same.
+
+        Return the first message.
+        """
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self._link, link = Pipe()
+        Thread(target=serve_jobs, args=(link, setup), daemon=True).start()
+        return self._link.recv()
+
+    def exchange(self, message: Any) -> Any:
+        """Send a message; return the next one."""
+        self._link.send(message)
+        return self._link.recv()

@@ -1,8 +1,7 @@
 """An engine on a Ray cluster, whose devices share the lines of ``generate --prompts``.
 
-An actor per device loads the pipeline once. A :class:`~dit_accel.serving.dispatcher.Dispatcher` gives it one batch of
-jobs at a time, as it does with the requests of a server. If an actor dies, or fails with an error that a retry may
-avoid, a new actor replaces it and its jobs go to the end of the queue, one job per call.
+If an actor dies, or fails with an error that a retry may avoid, a new actor replaces it and its jobs go to the end of
+the queue, one job per call.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.dispatcher import Dispatcher, Step, Task
-from dit_accel.serving.engine import Failure, JobProgress, Loaded, Made, made_alone, reason_of
+from dit_accel.serving.engine import Failure, Loaded, Made, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.serving.ray_actor import RayActor
-from dit_accel.serving.ray_cluster import joined_cluster
+from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 
 if TYPE_CHECKING:
@@ -33,12 +31,7 @@ ATTEMPTS = 3  # for each line, and in a row for loading the pipeline on a device
 
 @contextmanager
 def ray_engine(setup: Setup, actors: int | None, console: Console) -> Iterator[RayEngine]:
-    """Start actors that load the pipeline, on the cluster of this process, at ``RAY_ADDRESS``, or a new cluster.
-
-    Raises:
-        ArgumentError, ...: errors of :class:`~dit_accel.serving.worker.Worker`, if no actor could load the pipeline.
-        BatchError: no actor could load the pipeline because of another error.
-    """
+    """Start actors that load the pipeline; raise the error of the last one if none can load it."""
     with joined_cluster(setup, actors, console) as (setup, count, needs):
         start = partial(RayActor, needs)
         workers = [RemoteWorker(setup, None, start, attempts=1) for _ in range(min(count, len(setup.jobs)))]
@@ -76,7 +69,7 @@ _Event = Loaded | Exception | tuple[_Batch, BaseException | None]  # of a worker
 
 
 class RayEngine:
-    """Engine of several workers; their pipelines load at once, and each takes jobs as soon as its own has loaded."""
+    """Engine of several workers, each of which takes jobs as soon as its pipeline has loaded."""
 
     def __init__(self, workers: Sequence[RemoteWorker], console: Console) -> None:
         self._workers, self._console = workers, console
@@ -95,7 +88,7 @@ class RayEngine:
                 self._lose(event)
         self._loaded, self.suffix, self.preset = event, event.suffix, event.settings
 
-    def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made | Failure]]:
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: Any) -> Iterator[tuple[Job, Made | Failure]]:
         unfinished, attempts = len(batches), Counter[int]()
         for batch in batches:
             self._add(batch)
@@ -118,7 +111,6 @@ class RayEngine:
                 yield batch.jobs[0], Failure(reason_of(error))
 
     def close(self) -> None:
-        """End all workers."""
         self._dispatcher.close()
         for worker in self._workers:
             worker.close()

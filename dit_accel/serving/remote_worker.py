@@ -1,18 +1,29 @@
-"""A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies or hangs."""
+"""A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies or hangs.
+
+The process loads a pipeline and sends :class:`Loaded`, or the error. Then it receives ``(jobs, preset, suffix)``. After
+each step it sends ``(finished steps, all steps)``, and the file of a partial image if there is one; the server answers
+with True, or False to end the run. At the end the process sends a list of :class:`Made`, or the error.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError
-from dit_accel.serving.dispatcher import Cancelled
-from dit_accel.serving.engine import Loaded, Made
+from dit_accel.errors import BatchError, DitAccelError, headline
+from dit_accel.serving.engine import Cancelled, DefectError, Loaded, Made
 from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.processes import silence_libraries
 from dit_accel.serving.prompts import Job
-from dit_accel.serving.worker_process import LocalProcess
+from dit_accel.serving.worker import Worker
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -20,27 +31,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_LOAD = 1800.0  # seconds that a new process has to load the pipeline again
+LAST_SECONDS = 2.0  # that an idle process has to end, or a killed one
 
 
 class LoadError(BatchError):
     """Error of a worker that can't load its pipeline again."""
 
 
-class WorkerProcess(Protocol):
-    """A process with a pipeline; :mod:`~dit_accel.serving.worker_process` has its messages.
+class LocalProcess:
+    """A process of this machine; :class:`~dit_accel.serving.ray_cluster.RayActor` is one of a Ray cluster."""
 
-    ``log`` says where the reason of its death is.
-    """
+    log = "its log is above"  # where the reason of its death is
 
-    log: str
+    def __init__(self, setup: Setup) -> None:
+        context = get_context("spawn")  # a forked process can't use CUDA
+        self._link, link = context.Pipe()
+        self.process = context.Process(target=_run, args=(link, setup), daemon=True)
+        self.process.start()
+        link.close()
+        self.is_idle = False  # True while the process waits for a message
 
-    def send(self, message: Any) -> None: ...
+    def send(self, message: Any) -> None:
+        self.is_idle = False
+        self._link.send(message)
 
     def receive(self, patience: float | None) -> Any:
         """Return the next message; raise ``TimeoutError``, or ``EOFError`` or ``OSError`` if the process died."""
+        if not self._link.poll(patience):
+            raise TimeoutError
+        event = self._link.recv()
+        self.is_idle = True
+        return event
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process: an idle one may end by itself, one that loads or runs is killed."""
+        if self.is_idle:
+            self._link.close()
+            self.process.join(LAST_SECONDS)
+        self.process.kill()  # before its connection is closed, which another thread may read
+        self.process.join(LAST_SECONDS)
+        self._link.close()
 
 
 class RemoteWorker:
@@ -49,16 +79,12 @@ class RemoteWorker:
     Args:
         patience: most seconds of a step, of the time before the first one, and of the time after the last one; None =
             no limit.
-        start: starts the process.
+        start: starts the process, a :class:`LocalProcess` or another class with its methods.
         attempts: for each call.
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        patience: float | None,
-        start: Callable[[Setup], WorkerProcess] = LocalProcess,
-        attempts: int = 2,
+        self, setup: Setup, patience: float | None, start: Callable[[Setup], Any] = LocalProcess, attempts: int = 2
     ) -> None:
         self._setup, self._patience, self._start, self._attempts = setup, patience, start, attempts
         self._is_lost = False  # True: the pipeline could not be loaded again
@@ -66,12 +92,7 @@ class RemoteWorker:
         self._process = start(setup)
 
     def wait(self, patience: float | None = None) -> Loaded:
-        """Wait until the pipeline is loaded, up to ``patience`` seconds; None = no limit.
-
-        Raises:
-            BatchError: the process died.
-            TimeoutError: it takes longer.
-        """
+        """Wait until the pipeline is loaded; raise ``TimeoutError`` after ``patience`` seconds."""
         try:
             return self._receive(patience)
         except EOFError:
@@ -98,11 +119,7 @@ class RemoteWorker:
         raise BatchError("the process that ran the request died")
 
     def restart(self) -> Loaded:
-        """Kill the process, and load the pipeline in a new one.
-
-        Raises:
-            LoadError: the pipeline can't be loaded again, or the worker is closed.
-        """
+        """Kill the process, and load the pipeline in a new one; raise ``LoadError`` if that fails."""
         self._is_lost = True
         try:
             with self._changing:
@@ -121,7 +138,6 @@ class RemoteWorker:
         return loaded
 
     def close(self) -> None:
-        """End the process."""
         self._is_closed = True
         with self._changing:
             self._process.end()
@@ -142,3 +158,52 @@ class RemoteWorker:
         if isinstance(event, Exception):
             raise event
         return event
+
+
+def serve_jobs(link: Connection, setup: Setup) -> None:
+    """Load the pipeline and run jobs until the server closes the connection."""
+    silence_libraries()
+
+    def tell(*step: Any) -> None:
+        link.send(step)
+        if not link.recv():
+            raise Cancelled
+
+    with link:
+        try:
+            worker = _outcome(partial(_opened, setup))
+            link.send(worker.loaded if isinstance(worker, Worker) else worker)
+            while isinstance(worker, Worker):
+                link.send(_outcome(partial(worker.run, *link.recv(), tell)))
+        except (EOFError, OSError):
+            pass  # the server is gone
+
+
+def _run(link: Connection, setup: Setup) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal and service managers send them to all processes
+        signal.signal(number, signal.SIG_IGN)
+    serve_jobs(link, setup)
+
+
+def _opened(setup: Setup) -> Worker:
+    if (setup.loading.device or "").startswith("cuda:"):
+        import torch
+
+        torch.cuda.set_device(setup.loading.device)  # where Triton launches kernels
+    return Worker(setup)
+
+
+def _outcome(run: Callable[[], Any]) -> Any:
+    """Return the result or the error; after an error of the GPU, which stays, the process ends."""
+    try:
+        return run()
+    except (Cancelled, DitAccelError) as error:
+        return error
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
+        raise
+    except Exception as error:
+        if "CUDA error" in str(error):
+            os._exit(1)
+        defect = DefectError(headline(error))
+        defect.add_note(traceback.format_exc())
+        return defect

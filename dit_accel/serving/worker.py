@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
-from dit_accel.serving.engine import JobProgress, Loaded, Made, VideoForm, made_alone
+from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
@@ -22,17 +22,13 @@ from dit_accel.tools.steps import watched_steps
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
     from dit_accel.tools.measure.timing import Output
-    from dit_accel.tools.media.preview import Previewer
 
 
 class Worker:
-    """Engine of one process: a pipeline that is loaded and accelerated once, for many jobs.
-
-    Args:
-        console: shows notes and progress; None = silent.
+    """Engine of one process; ``console`` None = silent.
 
     Raises:
-        ArgumentError: a job has a setting that this pipeline does not support.
+        ArgumentError: a job of the setup has a setting that this pipeline does not support.
     """
 
     def __init__(self, setup: Setup, console: Console | None = None) -> None:
@@ -47,17 +43,16 @@ class Worker:
         if preset and setup.batch_size > 1:
             preset = _decided_apart(preset, console)
         start_pipeline(self.pipe, preset, console.quiet)
-        self._previews = Previews(self.pipe)
+        self.previews = Previews(self.pipe)
 
     @property
     def preset_in_use(self) -> Preset | None:
-        """The preset of the last job or of the setup, None = plain."""
         acceleration = getattr(self.pipe, "dit_accel", None)
         return None if acceleration is None else acceleration.preset
 
     @property
     def video_form(self) -> VideoForm | None:
-        """The form of this pipeline's videos; None if it makes images."""
+        """Form of this pipeline's videos; None = it makes images."""
         if not isinstance(self.medium, Clips):
             return None
         names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
@@ -68,23 +63,15 @@ class Worker:
     def loaded(self) -> Loaded:
         return Loaded(self.video_form, self.preset_in_use, self.suffix, self.preset)
 
-    def previewer(self, job: Job) -> Previewer | None:
-        """Return the previewer of a job's size; None if the pipeline takes none."""
-        return self._previews.previewer(job)
-
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
 
-        Args:
-            tell: called with the number of finished steps and of all steps, and with the file of a partial image if
-                there is one. An exception from it ends the call.
-
-        Raises:
-            ArgumentError: the pipeline does not support the preset.
+        ``tell`` is called with the number of finished steps and of all steps, and with the file of a partial image if
+        there is one. An exception from it ends the call.
         """
         self.use(preset)
         has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
-        previews = self._previews.of(jobs[0], suffix) if has_previews else None
+        previews = self.previews.of(jobs[0], suffix) if has_previews else None
         try:
             return self.make(jobs, suffix, previews, previews.telling(tell) if previews else tell)
         finally:
@@ -132,12 +119,7 @@ class Worker:
         tell: Callable[[int, int], None] | None = None,
         at_step_end: Callable[..., dict[str, Any]] | None = None,
     ) -> Output:
-        """Call the pipeline once, for jobs that share their settings.
-
-        Args:
-            tell: called with the number of finished steps and of all steps. An exception from it ends the call.
-            at_step_end: the call's ``callback_on_step_end``.
-        """
+        """Call the pipeline once, for jobs that share their settings; ``at_step_end`` is the call's callback."""
         arguments = self._arguments(batch)
         if at_step_end is not None:
             arguments["callback_on_step_end"] = at_step_end
@@ -149,7 +131,7 @@ class Worker:
             self.pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
             raise
 
-    def make_all(self, batches: Sequence[Sequence[Job]], progress: JobProgress) -> Iterator[tuple[Job, Made]]:
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: Any) -> Iterator[tuple[Job, Made]]:
         """Run all batches. If a batch fails, its jobs run one at a time; then the first error is raised."""
         progress.watch(self.pipe)
         for batch in batches:
@@ -166,7 +148,7 @@ class Worker:
                 continue
             yield from self._make_alone(batch, progress)
 
-    def _make_alone(self, batch: Sequence[Job], progress: JobProgress) -> Iterator[tuple[Job, Made]]:
+    def _make_alone(self, batch: Sequence[Job], progress: Any) -> Iterator[tuple[Job, Made]]:
         errors = []
         for job in batch:
             progress.begin(job.name(self.suffix), 1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dit_accel.cli import serve
-from dit_accel.serving import pipelines, worker_process
+from dit_accel.serving import pipelines, remote_worker
 from tests.forked import fork_server, run_command
 from tests.tiny import tiny_pipeline
 
@@ -149,13 +149,13 @@ def hang():
 def hang_once_started():
     """Get the signal before the start of the model's process has returned, too."""
     hang()
-    start_process = worker_process.LocalProcess.__init__
+    start_process = remote_worker.LocalProcess.__init__
 
     def start_late(*setup):
         start_process(*setup)
         until(lambda: signal.SIGTERM in signal.sigpending())
 
-    worker_process.LocalProcess.__init__ = start_late
+    remote_worker.LocalProcess.__init__ = start_late
 
 
 @pytest.mark.parametrize("change", [hang, hang_once_started], ids=["loads", "starts"])

@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
-from dit_accel.serving import ray_actor, ray_engine
+from dit_accel.serving import ray_cluster, ray_engine
 from dit_accel.serving.engine import Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
@@ -41,7 +41,7 @@ def manifest(folder):
     return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
 
 
-class Dying(ray_actor._WorkerActor):
+class Dying(ray_cluster._WorkerActor):
     """Its process ends when it gets line 2, the first time."""
 
     def exchange(self, message):
@@ -54,7 +54,7 @@ class Dying(ray_actor._WorkerActor):
 def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, tmp_path, monkeypatch):
     """Every line has its file once, equal to that of one process, and a further run has nothing to do."""
     tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
-    monkeypatch.setattr(ray_actor, "_WorkerActor", Dying)
+    monkeypatch.setattr(ray_cluster, "_WorkerActor", Dying)
     prompts = [f"picture {number}" for number in range(4)]
     result = generate(prompts, "--model", "flux", *RAY[:3], "1")
     assert result.exit_code == 0, result.output
@@ -232,11 +232,11 @@ def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, devic
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
     """So paths of models and images mean the same; elsewhere the actor stays where it is."""
-    monkeypatch.setattr(ray_actor, "serve_jobs", lambda link, setup: link.send("loaded"))
+    monkeypatch.setattr(ray_cluster, "serve_jobs", lambda link, setup: link.send("loaded"))
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
     for folder in ("missing", "there"):
-        assert ray_actor._WorkerActor().open(None, str(tmp_path / folder)) == "loaded"
+        assert ray_cluster._WorkerActor().open(None, str(tmp_path / folder)) == "loaded"
         assert os.getcwd() == str(tmp_path if folder == "missing" else tmp_path / "there")
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from dit_accel.errors import BatchError, UnsupportedError
 from dit_accel.presets import load_preset
-from dit_accel.serving import ray_actor, worker_process
-from dit_accel.serving.dispatcher import Cancelled
-from dit_accel.serving.engine import DefectError, Loaded, Made, VideoForm
+from dit_accel.serving import ray_cluster, remote_worker
+from dit_accel.serving.engine import Cancelled, DefectError, Loaded, Made, VideoForm
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
@@ -52,9 +51,9 @@ class Simple:
         return [Made(str(os.getpid()).encode(), 0.5, None, [job.index for job in jobs])]
 
 
-class Simply(ray_actor._WorkerActor):
+class Simply(ray_cluster._WorkerActor):
     def open(self, setup, folder):
-        worker_process.Worker = Simple
+        remote_worker.Worker = Simple
         return super().open(setup, folder)
 
 
@@ -62,8 +61,8 @@ class Simply(ray_actor._WorkerActor):
 def started(model):
     """A worker whose actor loads the model on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_actor, "_WorkerActor", Simply)
-        worker = RemoteWorker(Setup(model, "none", loading=Loading("cpu")), 60.0, partial(ray_actor.RayActor, NEEDS))
+        patch.setattr(ray_cluster, "_WorkerActor", Simply)
+        worker = RemoteWorker(Setup(model, "none", loading=Loading("cpu")), 60.0, partial(ray_cluster.RayActor, NEEDS))
         try:
             yield worker
         finally:

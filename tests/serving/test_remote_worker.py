@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from dit_accel.serving.engine import Loaded, Made
+from dit_accel.serving.engine import Cancelled, Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from tests.forked import fork_server
@@ -15,7 +15,6 @@ from tests.tiny import tiny_pipeline
 pytest.importorskip("fastapi")
 dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
 remote = pytest.importorskip("dit_accel.serving.remote_worker")
-worker_process = pytest.importorskip("dit_accel.serving.worker_process")
 
 JOB = Job(0, {"prompt": "a fox", "steps": 3, "height": 32, "width": 32, "seed": 1})
 
@@ -23,7 +22,7 @@ JOB = Job(0, {"prompt": "a fox", "steps": 3, "height": 32, "width": 32, "seed": 
 @pytest.fixture(scope="module")
 def processes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "get_context", lambda _: fork_server())
+        patch.setattr(remote, "get_context", lambda _: fork_server())
         yield
 
 
@@ -167,14 +166,14 @@ def test_a_job_has_two_attempts(first, second, end):
 
 def test_a_cancelled_job_is_answered_until_its_process_ends_it():
     """Otherwise the process would wait for an answer, and the next job would get the old one's messages."""
-    process = Scripted((1, 3), (2, 3), dispatching.Cancelled(), (1, 3), MADE)
+    process = Scripted((1, 3), (2, 3), Cancelled(), (1, 3), MADE)
     worker = scripted(process)
 
     def tell(done, steps):
         if done == 2:
-            raise dispatching.Cancelled
+            raise Cancelled
 
-    with pytest.raises(dispatching.Cancelled):
+    with pytest.raises(Cancelled):
         worker.run([JOB], None, ".png", tell)
     assert worker.run([JOB], None, ".png", tell) is MADE and process.ends == 0
     assert process.sent == [([JOB], None, ".png"), True, False, ([JOB], None, ".png"), True]

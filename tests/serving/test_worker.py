@@ -33,7 +33,7 @@ class Pipe:
 @pytest.fixture
 def worker():
     made = object.__new__(Worker)
-    made.pipe, made.medium, made._previews, made.preset = Pipe(), Pictures(), Previews(Pipe()), None
+    made.pipe, made.medium, made.previews, made.preset = Pipe(), Pictures(), Previews(Pipe()), None
     return made
 
 
@@ -47,7 +47,7 @@ def test_an_ended_job_leaves_nothing_on_the_gpu(worker, monkeypatch, error):
     latents = []
 
     def call(pipe, arguments, seed):
-        (previewer,) = worker._previews._by_size.values()
+        (previewer,) = worker.previews._by_size.values()
         previewer.latents = previewer._before = torch.zeros(1, 4, 6, 4)
         latents.append(previewer)
         pipe.progress_bar(total=2).update()

@@ -15,9 +15,7 @@ from dit_accel.serving.http.api import RequestError
 class Access:
     """Check of each request.
 
-    Args:
-        keys: accepted API keys; empty = requests need none.
-        hosts: without keys, names that ``Host`` and ``Origin`` may have; empty = any ``Host``, and its ``Origin``.
+    Without keys, ``Host`` and ``Origin`` must be among the ``hosts``; empty = any ``Host``, and its ``Origin``.
     """
 
     def __init__(self, keys: Sequence[str], hosts: Collection[str]) -> None:
@@ -27,9 +25,6 @@ class Access:
         """Check a request's key, or its ``Host`` and ``Origin``; a page of another site knows no key.
 
         ``request.state.owner`` becomes the index of the key, or None without keys.
-
-        Raises:
-            RequestError: the request is refused.
         """
         request.state.owner = None
         if self._keys:
@@ -55,7 +50,6 @@ class Access:
 
 
 def _name_in(url: str) -> str:
-    """Return the host name or address in a URL; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

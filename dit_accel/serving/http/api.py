@@ -12,52 +12,34 @@ from pydantic import BaseModel
 from dit_accel.errors import ArgumentError, DitAccelError, PresetError, UnsupportedError, shortened, shown
 from dit_accel.presets import Preset
 from dit_accel.presets.complaints import did_you_mean
-from dit_accel.serving.dispatcher import Busy, Cancelled
-from dit_accel.serving.engine import VideoForm
+from dit_accel.serving.dispatcher import Busy
+from dit_accel.serving.engine import Cancelled, VideoForm
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest values of a request.
+    """Largest values of a request, and of the finished videos that are kept for each API key."""
 
-    Args:
-        side: pixels of a side.
-        images: images per request.
-        body: bytes of a JSON body.
-        upload: bytes of a body with an image.
-        seconds: from the request to its answer, including the time in the queue; of a video, seconds of its run.
-        frames: frames of a video.
-        videos: number of finished videos that are kept for each API key, and of failed ones.
-        video_bytes: bytes of the finished videos that are kept for each API key; the latest stays, whatever its size.
-        kept: seconds that a finished video is kept.
-    """
-
-    side: int = 2048
+    side: int = 2048  # pixels
     steps: int = 100
     images: int = 4
-    body: int = 65_536
-    seconds: float = 600.0
-    upload: int = 20 * 2**20
+    body: int = 65_536  # bytes of JSON
+    seconds: float = 600.0  # from the request to its answer, with the time in the queue; of a video's run
+    upload: int = 20 * 2**20  # bytes of a body with an image
     frames: int = 300
-    videos: int = 64
-    video_bytes: int = 4 * 2**30
-    kept: float = 3600.0
+    videos: int = 64  # finished ones, and as many failed ones
+    video_bytes: int = 4 * 2**30  # the latest video stays, whatever its size
+    kept: float = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model of a server.
-
-    Args:
-        model: name that clients use.
-        preset: of requests that name none; None = plain.
-        form: of its videos; None = it makes images.
-    """
+    """The model of a server, by the name that clients use."""
 
     model: str
-    preset: Preset | None
+    preset: Preset | None  # of requests that name none; None = plain
     limits: Limits
-    form: VideoForm | None = None
+    form: VideoForm | None = None  # None = it makes images
 
 
 class RequestError(Exception):
@@ -86,9 +68,9 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
         case RequestError():
             return error
         case Busy():
-            return RequestError(str(error), code="busy", status=503, headers=_retry_after(error.wait))
+            return RequestError(str(error), code="busy", status=503, headers={"Retry-After": str(error.wait)})
         case Cancelled() | CancelledError():
-            return RequestError("the server is shutting down", code="busy", status=503, headers=_retry_after(10))
+            return answered(Busy("the server is shutting down", 10), limits)
         case TimeoutError():
             return RequestError(f"not finished after {limits.seconds:g} seconds", code="timeout", status=504)
         case ArgumentError():
@@ -98,10 +80,6 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
         case DitAccelError():
             return RequestError(str(error), code="failed", status=500)
     return RequestError("the request failed; the server's log has the reason", code="failed", status=500)
-
-
-def _retry_after(seconds: int) -> dict[str, str]:
-    return {"Retry-After": str(seconds)}
 
 
 def explained(error: Any, kind: type[BaseModel]) -> RequestError:

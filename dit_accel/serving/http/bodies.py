@@ -1,4 +1,7 @@
-"""Read the body of a request: bytes up to a limit, or the fields of a form."""
+"""Read the body of a request: bytes up to a limit, or the fields of a form.
+
+A client that disconnects meanwhile raises ``Cancelled``.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,33 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from dit_accel.errors import shortened
-from dit_accel.serving.dispatcher import Cancelled
-from dit_accel.serving.http.api import RequestError
+from dit_accel.serving.engine import Cancelled
+from dit_accel.serving.http.api import RequestError, Served
+from dit_accel.serving.http.requests import AnyRequest, EditRequest, VideoRequest, read
 
 SLOWEST_BODY = 10.0  # seconds
 MOST_FIELDS = 100  # of a form, and as many files
 
 
-def is_form(request: Request) -> bool:
+async def received(request: Request, kind: type[AnyRequest], served: Served) -> AnyRequest:
+    """Read and check a request: edits are forms, images JSON, and videos either."""
+    is_form = _is_form(request) if issubclass(kind, VideoRequest) else issubclass(kind, EditRequest)
+    most = served.limits.upload if is_form else served.limits.body
+    body = await (read_form if is_form else read_body)(request, most)
+    return await asyncio.to_thread(read, body, kind, served)
+
+
+def _is_form(request: Request) -> bool:
     return request.headers.get("content-type", "").lower().startswith("multipart/form-data")
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a body of up to ``most`` bytes.
-
-    Raises:
-        RequestError: the body is longer, or too slow.
-        Cancelled: the client has disconnected.
-    """
+    """Read a body of up to ``most`` bytes."""
     body = bytearray()
     too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
-    if request.headers.get("content-length", "0").isdecimal():
-        declared = request.headers.get("content-length", "0")
-        if len(declared) > 18 or int(declared) > most:
-            raise too_long
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > most):
+        raise too_long
     try:
         async with asyncio.timeout(SLOWEST_BODY):
             async for chunk in request.stream():
@@ -69,18 +75,13 @@ class _WholeForm(MultiPartParser):
 
 
 async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:
-    """Read a form of up to ``most`` bytes; return its names and values, bytes for files.
-
-    Raises:
-        RequestError: as in :func:`read_body`, or the body is no such form.
-        Cancelled: the client has disconnected.
-    """
+    """Read a form of up to ``most`` bytes; return its names and values, bytes for files."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield await read_body(request, most)
 
     try:
-        if not is_form(request):
+        if not _is_form(request):
             raise MultiPartException("Content-Type is another one.")
         parser = _WholeForm(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS)
         form = await parser.parse()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dit_accel.serving.dispatcher import Cancelled, Dispatcher, Task
-from dit_accel.serving.engine import Made
+from dit_accel.serving.dispatcher import Dispatcher, Task
+from dit_accel.serving.engine import Cancelled, Made
 from dit_accel.serving.http.api import Limits, RequestError, answered
 
 FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)  # buckets of the computed fraction

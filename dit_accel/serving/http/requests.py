@@ -33,9 +33,7 @@ Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for fi
 
 
 class PromptRequest(BaseModel):
-    """Fields that images and videos share: some of OpenAI's, and seed, steps, guidance, preset, target_error,
-    target_psnr and negative_prompt.
-    """
+    """Fields that images and videos share: OpenAI's up to ``user``, and ours."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
@@ -56,17 +54,11 @@ class PromptRequest(BaseModel):
         """Drop optional fields that are null, as OpenAI's clients send them."""
         if not isinstance(values, dict):
             return values
+        for name, value in values.items():
+            if isinstance(value, bytes) and name in cls.model_fields and name not in FILES:  # pydantic would decode it
+                raise RequestError(f"{name} must be text, not a file", name, "invalid_value")
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         return {name: value for name, value in values.items() if value is not None or name not in optional}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_text(cls, values: Any) -> Any:
-        """Refuse files in fields of text, which pydantic would decode."""
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, bytes) and name in cls.model_fields and name not in FILES:
-                raise RequestError(f"{name} must be text, not a file", name, "invalid_value")
-        return values
 
     @model_validator(mode="after")
     def _require_served(self, info: ValidationInfo) -> Self:
@@ -90,7 +82,7 @@ class PromptRequest(BaseModel):
         return width, height
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a job that are given, and a seed."""
+        """Return the settings of a job, with a seed."""
         width, height = self.sides
         settings = {
             "prompt": self.prompt,
@@ -134,12 +126,8 @@ class ImageRequest(PromptRequest):
             notes.append("the server keeps no images, so url is a data URL that holds the file")
         return notes
 
-    @property
-    def suffix(self) -> str:
-        return SUFFIXES[self.output_format]
-
     def jobs(self) -> list[Job]:
-        """Return a job for each image, with seeds that follow each other."""
+        """Return a job for each image, with consecutive seeds."""
         settings = self.settings() | ({PARTIAL_IMAGES: self.partial_images} if self.partial_images else {})
         return [Job(index, {**settings, "seed": settings["seed"] + index}) for index in range(self.n)]
 
@@ -175,9 +163,7 @@ ImageFile = Annotated[Any, BeforeValidator(_decoded)]
 
 
 class EditRequest(ImageRequest):
-    """Form of ``POST /v1/images/edits``: the fields of :class:`ImageRequest`, ``strength``, input images, and a mask
-    that is white where the first image changes.
-    """
+    """Form of ``POST /v1/images/edits``; the mask is white where the first image changes."""
 
     event: ClassVar[str] = "image_edit"
     image: Annotated[list[ImageFile], BeforeValidator(_few)]
@@ -228,7 +214,6 @@ class VideoRequest(PromptRequest):
         return self
 
     def job(self, form: VideoForm) -> Job:
-        """Return the job of a pipeline that makes videos of this form."""
         fields = {"num-frames": self.frames(form), "fps": self.fps, "image": self.input_reference}
         settings = {key: value for key, value in fields.items() if value is not None}
         return Job(0, self.settings() | settings)
@@ -242,11 +227,7 @@ AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 
 def read(body: bytes | Fields, kind: type[AnyRequest], served: Served) -> AnyRequest:
-    """Parse and check a JSON body, or the fields of a form or a query.
-
-    Raises:
-        RequestError: a field is missing, unknown, given twice, of another type, or beyond the limits.
-    """
+    """Parse and check a JSON body, or the fields of a form or a query; raise ``RequestError``."""
     try:
         if isinstance(body, bytes):
             return kind.model_validate_json(body, context=served)
@@ -269,17 +250,12 @@ def _by_name(fields: Fields) -> dict[str, Any]:
 
 
 def require_at_most(param: str, value: int, most: int) -> None:
-    """Check a limit; raise a ``RequestError``."""
     if value > most:
         raise RequestError(f"{param} must be at most {most:,}, got {value:,}", param, "limit_exceeded")
 
 
 def requested_preset(request: PromptRequest, served: Served) -> Preset | None:
-    """Return the preset of a request, None = plain.
-
-    Raises:
-        RequestError: the preset is unknown, or has no such target.
-    """
+    """Return the preset of a request, None = plain; raise ``RequestError`` if it is unknown or has no such target."""
     from dit_accel.models.presets import load_preset
 
     if request.preset not in (None, "none", *preset_names()):  # a path of the server is no preset

@@ -3,8 +3,6 @@
     app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset, Limits()), keys=[])
 
 This file has the routes of images; :mod:`~dit_accel.serving.http.video_server` has those of videos.
-
-:func:`serve` runs it with uvicorn until SIGTERM or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from io import BytesIO
 from typing import Any
@@ -30,14 +28,14 @@ from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
 from dit_accel.errors import ArgumentError
-from dit_accel.serving.dispatcher import AwaitedTask, Busy, Cancelled, Dispatcher, Step, Task
-from dit_accel.serving.engine import Made
+from dit_accel.serving.dispatcher import AwaitedTask, Busy, Dispatcher, Step, Task
+from dit_accel.serving.engine import Cancelled, Made
 from dit_accel.serving.http.access import Access
 from dit_accel.serving.http.api import Limits, RequestError, Served, answered
-from dit_accel.serving.http.bodies import read_body, read_form
+from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.connections import configured
 from dit_accel.serving.http.metrics import Metrics
-from dit_accel.serving.http.requests import EditRequest, ImageRequest, read, requested_preset
+from dit_accel.serving.http.requests import SUFFIXES, EditRequest, ImageRequest, requested_preset
 from dit_accel.serving.http.video_server import VideoServer
 from dit_accel.serving.http.videos import VideoStore
 
@@ -53,26 +51,19 @@ class ImageServer:
 
     async def generate(self, request: Request) -> Response:
         """Make images of a prompt."""
-        return await self._answer(request, self._read_json)
+        return await self._answer(request, ImageRequest)
 
     async def edit(self, request: Request) -> Response:
         """Make images of a prompt and an image."""
-        return await self._answer(request, self._read_form)
+        return await self._answer(request, EditRequest)
 
-    async def _read_json(self, request: Request) -> ImageRequest:
-        return read(await read_body(request, self.limits.body), ImageRequest, self.served)
-
-    async def _read_form(self, request: Request) -> EditRequest:
-        fields = await read_form(request, self.limits.upload)
-        return await asyncio.to_thread(read, fields, EditRequest, self.served)
-
-    async def _answer(self, request: Request, parse: Callable[[Request], Awaitable[ImageRequest]]) -> Response:
+    async def _answer(self, request: Request, kind: type[ImageRequest]) -> Response:
         """Run a request: one JSON answer, or server-sent events with ``stream``."""
         try:
             if self.served.form is not None:
                 raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
-            wanted = await parse(request)
-            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), wanted.suffix)
+            wanted = await received(request, kind, self.served)
+            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), SUFFIXES[wanted.output_format])
             self.dispatcher.add(task)
         except (RequestError, Busy, Cancelled) as error:
             raise self.metrics.counted(error) from None
@@ -226,11 +217,7 @@ def build_app(
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, which refuses connections until a server listens.
-
-    Raises:
-        ArgumentError: the address can't be used.
-    """
+    """Return a socket at an address, which refuses connections until a server listens."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(kind, socket.SOCK_STREAM)

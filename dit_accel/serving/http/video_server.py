@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, BinaryIO, Literal
+import os
+from typing import BinaryIO, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher
+from dit_accel.serving.dispatcher import Busy, Dispatcher
+from dit_accel.serving.engine import Cancelled
 from dit_accel.serving.http.api import RequestError, Served
-from dit_accel.serving.http.bodies import is_form, read_body, read_form
+from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.metrics import Metrics
 from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
 from dit_accel.serving.http.videos import VideoJob, VideoStore
@@ -53,7 +54,9 @@ class VideoServer:
         """Add a job to the queue, and return it."""
         try:
             store = self._videos()
-            job = await self._read(request, store)
+            wanted = await received(request, VideoRequest, self._served)
+            preset = requested_preset(wanted, self._served)
+            job = VideoJob(wanted, self._served, preset, request.state.owner, store.new_file(), self._metrics)
             self._dispatcher.add(job)
         except (RequestError, Busy, Cancelled) as error:
             raise self._metrics.counted(error) from None
@@ -62,16 +65,16 @@ class VideoServer:
 
     async def retrieve(self, video_id: str, request: Request) -> JSONResponse:
         """Return a job."""
-        return JSONResponse(self._videos().get(video_id, _owner(request)).to_json())
+        return JSONResponse(self._videos().get(video_id, request.state.owner).to_json())
 
     async def list(self, request: Request) -> JSONResponse:
         """Return a page of jobs."""
         store, query = self._videos(), self._query(request, ListQuery)
-        jobs = store.of_owner(_owner(request))
+        jobs = store.of_owner(request.state.owner)
         if query.order == "desc":
             jobs.reverse()
         if query.after is not None:
-            last = store.get(query.after, _owner(request), "after")
+            last = store.get(query.after, request.state.owner, "after")
             jobs = jobs[jobs.index(last) + 1 :]
         page = [job.to_json() for job in jobs[: query.limit]]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
@@ -79,13 +82,13 @@ class VideoServer:
 
     async def content(self, video_id: str, request: Request) -> Response:
         """Return the file of a completed job."""
-        job = self._videos().get(video_id, _owner(request))
+        job = self._videos().get(video_id, request.state.owner)
         self._query(request, ContentQuery)
         return _VideoFile(job.open(), f"{job.id}.mp4")
 
     async def delete(self, video_id: str, request: Request) -> JSONResponse:
         """Cancel a job that waits or runs, and delete it."""
-        self._videos().delete(video_id, _owner(request))
+        self._videos().delete(video_id, request.state.owner)
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
     def _videos(self) -> VideoStore:
@@ -93,16 +96,6 @@ class VideoServer:
             message = f"{self._served.model} makes images, no videos: use /v1/images/generations"
             raise RequestError(message, code="unsupported")
         return self._store
-
-    async def _read(self, request: Request, store: VideoStore) -> VideoJob:
-        body: Any
-        if is_form(request):
-            body = await read_form(request, self._served.limits.upload)
-        else:
-            body = await read_body(request, self._served.limits.body)
-        wanted = await asyncio.to_thread(read, body, VideoRequest, self._served)
-        preset = requested_preset(wanted, self._served)
-        return VideoJob(wanted, self._served, preset, _owner(request), store.new_file(), self._metrics)
 
     def _query(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
         return read(request.query_params.multi_items(), kind, self._served)
@@ -112,8 +105,7 @@ class _VideoFile(StreamingResponse):
     """An mp4 file, which is read while it is sent; it may be deleted meanwhile."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        length = file.seek(0, 2)
-        file.seek(0)
+        length = os.fstat(file.fileno()).st_size
         headers = {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
         super().__init__(iter(lambda: file.read(CHUNK), b""), headers=headers, media_type="video/mp4")
         self._file = file
@@ -121,8 +113,3 @@ class _VideoFile(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
             await super().__call__(scope, receive, send)
-
-
-def _owner(request: Request) -> int | None:
-    """Return the index of the request's API key; None without keys."""
-    return request.state.owner

@@ -29,7 +29,7 @@ MUTANTS: list[Mutant] = table({
         ("a-restart-heals-nothing", "a worker that restarts is healthy", "tests/serving/test_dispatcher.py",
          "                else:\n                    self._failures.pop(worker, None)\n", ""),
         ("a-closed-queue-restarts", "a server that ends loads no pipeline again", "tests/serving/test_dispatcher.py",
-         "if is_broken and not self._closed:", "if is_broken:"),
+         "if is_broken and not self.is_closed:", "if is_broken:"),
         ("one-run-is-cancelled", "a server that stops cancels the runs of all workers",
          "tests/serving/test_dispatcher.py",
          "        for task in list(self._running):\n            task.cancel()",

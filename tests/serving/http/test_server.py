@@ -643,7 +643,7 @@ def test_partial_images_are_numbered_by_image():
 
     async def stream():
         body = json.dumps(GOOD | {"n": 2, "stream": True, "partial_images": 2}).encode()
-        wanted = server.read(body, server.ImageRequest, served)
+        wanted = requests.read(body, requests.ImageRequest, served)
         task = dispatching.AwaitedTask(jobs := wanted.jobs(), None, ".png")
         for place, partial in ((0, None), (0, b"a"), (1, b"b"), (0, b"c"), (1, b"d"), (1, b"e")):
             task.tell(dispatching.Step(jobs[place], 1, 2, partial))
