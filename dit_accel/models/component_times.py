@@ -18,6 +18,7 @@ from torch import nn
 from dit_accel.loop.timing import REST, CallParts
 from dit_accel.models import denoisers
 from dit_accel.models.caller import local_of
+from dit_accel.models.stand_in import StandIn
 from dit_accel.models.wrappers import unwrapped
 
 BEGINNINGS = ("check_inputs", "encode_prompt")  # first method that a pipeline calls; the second if it has no checks
@@ -37,7 +38,7 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
         undo.callback(module.register_forward_hook(partial(_leave, parts), always_call=True).remove)
     beginning = next((name for name in BEGINNINGS if hasattr(pipe, name)), None)
     if beginning is not None:
-        undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
+        undo.callback(_watch(pipe, beginning, parts))
     else:
         earlier, parts.notice = parts.notice, _Noticed(pipe, parts)
         undo.callback(setattr, parts, "notice", earlier)
@@ -102,43 +103,28 @@ class _Noticed:
             self._parts.begin(_device(pipe))
 
 
-class _Watched:
-    """Replacement of a pipeline's method that reports each call. A shallow copy of the pipeline has it too."""
+def _watch(pipe: Any, name: str, parts: CallParts) -> Callable[[], None]:
+    """Begin a call with each call of a pipeline's method; return a function that ends it and keeps no pipeline alive.
 
-    def __init__(self, pipe: Any, name: str, notify: Callable[[], None]) -> None:
-        update_wrapper(self, getattr(pipe, name))
-        self.pipe, self._name, self._notify = pipe, name, notify
-        self.original = vars(pipe).get(name)
+    The stand-in keeps the pipeline alive, because a shallow copy of the pipeline has the stand-in too.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._notify()
-        if self.original is not None:
-            return self.original(*args, **kwargs)
-        return getattr(type(self.pipe), self._name)(self.pipe, *args, **kwargs)  # the class's current method
+    def begin(original: Callable, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        parts.begin(_device(pipe))
+        return original(*args, **kwargs)
 
-    def leave(self, pipe: Any) -> None:
-        """Restore the pipeline's method, unless something else has replaced this one."""
-        if vars(pipe).get(self._name) is self:
-            delattr(pipe, self._name)
-            if self.original is not None:
-                setattr(pipe, self._name, self.original)
-
-
-def _watch(pipe: Any, name: str, notify: Callable[[], None]) -> Callable[[], None]:
-    """Report each call of a pipeline's method; return a function that ends it and keeps no pipeline alive."""
-    watched = _Watched(pipe, name, notify)
-    setattr(pipe, name, watched)
-    watched_by = weakref.ref(watched)
+    method = getattr(pipe, name)
+    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, begin), method))
 
     def undo() -> None:
-        if (still := watched_by()) is not None:
-            still.leave(still.pipe)
+        if (still := stand_in()) is not None:
+            still.leave()
 
     return undo
 
 
 def stop_watching_calls(pipe: Any) -> None:
-    """Remove the watched methods of :func:`time_components` from a pipeline, or from a shallow copy of one."""
+    """Remove the stand-ins of :func:`time_components` from a pipeline, or from a shallow copy of one."""
     for name in BEGINNINGS:
-        if isinstance(watched := vars(pipe).get(name), _Watched):
-            watched.leave(pipe)
+        if isinstance(stand_in := vars(pipe).get(name), StandIn):
+            stand_in.leave(pipe)

@@ -128,7 +128,7 @@ class TransformerDriver:
         while self._hooked:
             remove_hook(*self._hooked.pop())
         if self.compiled is not None:
-            self.compiled.put_back()
+            self.compiled.leave()
         self._free_graphs()
         if self.linears is not None:
             self.linears.free()

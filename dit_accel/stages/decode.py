@@ -27,8 +27,8 @@ from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
 from dit_accel.models.caller import direct_caller
 from dit_accel.models.hooks import is_compiled, runs_known_code
+from dit_accel.models.stand_in import StandIn
 from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, group_of, ranks_of
-from dit_accel.stages.stand_in import StandIn
 from dit_accel.stages.vae import page_of, why_unknown
 from dit_accel.stages.vae.layers import Layers
 

@@ -240,9 +240,9 @@ def test_an_entry_goes_back_unless_something_else_is_there():
     before = module._compiled_call_impl
     entry = compiled_entry(module, module)
     module._old_forward = entry
-    entry.put_back()
+    entry.leave()
     assert module._compiled_call_impl == module._old_forward == before
     again = compiled_entry(module, module)
     module._compiled_call_impl = replaced = lambda x: x
-    again.put_back()
+    again.leave()
     assert module._compiled_call_impl is replaced

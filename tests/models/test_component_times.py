@@ -4,7 +4,6 @@ import copy
 import pickle
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,7 +134,14 @@ def test_a_part_that_fails_in_a_call_that_goes_on_hides_no_other():
         def forward(self, x):
             raise RuntimeError("broken")
 
-    pipe = SimpleNamespace(check_inputs=lambda: None, safety=Fails(), head=torch.nn.Identity())
+    class Pipe:
+        def __init__(self):
+            self.safety, self.head = Fails(), torch.nn.Identity()
+
+        def check_inputs(self):
+            pass
+
+    pipe = Pipe()
     parts = CallParts()
     with time_components(pipe, parts):
         for _ in range(2):

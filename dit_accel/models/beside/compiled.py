@@ -16,17 +16,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel.models.stand_in import StandIn
 
-class CompiledEntry:
-    """Replacement of the compiler's entry that calls the transformer's hook instead."""
+
+class CompiledEntry(StandIn):
+    """Stand-in for the compiler's entry that calls the transformer's hook instead."""
 
     def __init__(self, holder: nn.Module, attribute: str, transformer: nn.Module) -> None:
-        self._holder, self._attribute, self._transformer = holder, attribute, transformer
-        self._entry = getattr(holder, attribute)
-        setattr(holder, attribute, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._transformer.forward(*args, **kwargs)
+        super().__init__(holder, attribute, lambda entry, holder, args, kwargs: transformer.forward(*args, **kwargs))
+        self._transformer = transformer
 
     def compute(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled code and copy its output, because a captured graph overwrites its tensors later."""
@@ -37,16 +35,16 @@ class CompiledEntry:
         else:
             transformer.forward = forward
         try:
-            output = self._entry(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         finally:
             transformer.forward = hooked
         return pytree.tree_map_only(torch.Tensor, torch.clone, output)
 
-    def put_back(self) -> None:
-        """Restore the compiler's entry, unless something else has replaced this one."""
-        for attribute in (self._attribute, "_old_forward"):  # where accelerate's offload has put it since
-            if getattr(self._holder, attribute, None) is self:
-                setattr(self._holder, attribute, self._entry)
+    def leave(self, holder: Any = None) -> None:
+        super().leave(holder)
+        holder = self._holder()
+        if getattr(holder, "_old_forward", None) is self:  # where accelerate's offload has put it since
+            holder._old_forward = self._replaced
 
 
 def is_wrapper(called: Any, transformer: nn.Module) -> bool:
@@ -69,5 +67,5 @@ def compiled_entry(transformer: nn.Module, called: Any, earlier: CompiledEntry |
     if wraps and hasattr(transformer, "_hf_hook"):  # accelerate's offload puts its forward there, and takes it off
         return earlier
     if earlier is not None:
-        earlier.put_back()
+        earlier.leave()
     return None if current is None else CompiledEntry(holder, attribute, transformer)

@@ -59,9 +59,10 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/models/component_times.py": [
         ("failed-parts-stay-open", "an exception in a component leaves the times of later calls correct",
          "tests/models/test_component_times.py",
-         "always_call=True", "always_call=False"),
+         "always_call=True", "always_call=False")],
+    "dit_accel/models/stand_in.py": [
         ("an-own-method-is-lost", "a pipeline's replaced method is put back", "tests/models/test_component_times.py",
-         "            if self.original is not None:\n                setattr(pipe, self._name, self.original)\n", "")],
+         "            else:\n                setattr(holder, self._name, self._replaced)\n", "")],
     "dit_accel/models/families/family.py": [
         ("second-attention-is-cheap", "FLOPs equal torch's count", "tests/models/test_facts.py",
          "8 * batch * others * width**2", "4 * batch * others * width**2"),
