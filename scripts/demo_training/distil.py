@@ -27,7 +27,8 @@ from dit_accel.tools.demo import demo_path
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from scripts.demo_training.drawing import draw_bank
 from scripts.demo_training.exporting import paint, write_folder
-from scripts.demo_training.flow import PromptedFlow, compile_blocks, image_positions
+from scripts.demo_training.family import Texts
+from scripts.demo_training.flux import PromptedFlow
 from scripts.demo_training.image_demo import ImageDemo
 from scripts.demo_training.text_encoders import TEXT_TOKENS
 from scripts.demo_training.training import MasterWeights, Pace, configure_torch, put_in_bf16, take_weights
@@ -51,6 +52,7 @@ def main() -> None:
 
     student = copy.deepcopy(teacher)
     weights, pace = distil(
+        demo,
         demo.family.flow_of(copy.deepcopy(teacher)),
         sigmas_of(teacher, SOLVED_IN, size).to(device),
         text,
@@ -77,15 +79,17 @@ def sigmas_of(pipe: FluxPipeline, steps: int, size: int) -> torch.Tensor:
 
 
 def distil(
-    flow: PromptedFlow, sigmas: torch.Tensor, text: tuple[torch.Tensor, ...], options: argparse.Namespace, size: int
+    demo: ImageDemo,
+    flow: PromptedFlow,
+    sigmas: torch.Tensor,
+    text: Texts,
+    options: argparse.Namespace,
+    size: int,
 ) -> tuple[list[torch.Tensor], Pace]:
     """Return the averaged weights of a student's transformer, float32, and the log.
 
-    Args:
-        flow: float32 teacher; its text encoders serve both.
-        sigmas: noise levels of the teacher's steps, with the 0 at the end; each m-th is one of the student's.
-        text: ids of CLIP and T5, a row for each prompt.
-        size: pixels a side.
+    `flow` is the float32 teacher, whose text encoders serve both; `sigmas` are the noise levels of its steps, with the
+    0 at the end, and each m-th is one of the student's; `text` has a row for each prompt.
     """
     device = sigmas.device
     for encoder in (flow.clip, flow.t5):
@@ -93,18 +97,17 @@ def distil(
     masters = put_in_bf16(flow, device)
     teacher = PromptedFlow(copy.deepcopy(flow.transformer), flow.clip, flow.t5).requires_grad_(False).eval()
     if not options.smoke:
-        compile_blocks(flow)
-        compile_blocks(teacher)
+        demo.family.compile_blocks(flow)
+        demo.family.compile_blocks(teacher)
     weights = MasterWeights(flow, masters, average_decay=0.995)
     pace = Pace("distilled", options.seconds, options.rate, most_steps=2 if options.smoke else None)
     generator = torch.Generator(device).manual_seed(3)
-    positions = image_positions(size, device)
     stride = SOLVED_IN // options.steps
     levels = sigmas[::stride]
     while pace.spent < 1:
         rows = torch.randint(len(text[0]), (options.batch,), device=device, generator=generator)
-        values = (text[0][rows], text[1][rows], positions)
-        noise = torch.randn(len(rows), len(positions), 64, device=device, generator=generator)
+        values = (text[0][rows], text[1][rows])
+        noise = torch.randn(len(rows), (size // 16) ** 2, 64, device=device, generator=generator)
         path = _solve(teacher, noise, sigmas, values)[::stride]
         total = torch.zeros((), device=device)
         for start in range(options.steps):

@@ -13,6 +13,8 @@ from PIL import Image, ImageDraw
 
 from .prompts import HeldOutPrompt
 
+Batch = tuple[torch.Tensor, list[HeldOutPrompt]]  # images or videos in 0..1, and the prompt of each
+
 
 def write_folder(pipe: DiffusionPipeline, folder: Path, card: str, call: dict[str, Any]) -> int:
     """Write a pipeline, its card and the arguments of a call; return the folder's size in bytes."""

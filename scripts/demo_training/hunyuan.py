@@ -14,9 +14,9 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVi
 from torch import nn
 from transformers import CLIPTextModel, LlamaModel
 
+from .family import LATENT_CHANNELS, Texts, VideoFamily, init_transformer, make_scheduler
 from .llama import LLAMA_WIDTH, UNUSED_LAYERS, make_llama_encoder, make_llama_tokenizer
-from .text_encoders import CLIP_TOKENS, make_clip_encoder, make_clip_tokenizer
-from .video_family import LATENT_CHANNELS, TEXT_TOKENS, VideoFamily, init_transformer, make_scheduler
+from .text_encoders import CLIP_TOKENS, TEXT_TOKENS, make_clip_encoder, make_clip_tokenizer
 
 CLIP_WIDTH = 64
 GUIDANCE_RANGE = (1.0, 10.0)  # embedded guidance scales; the model is not distilled and learns to ignore them
@@ -101,7 +101,7 @@ class Hunyuan(VideoFamily):
     def make_tokenizers(self, words: list[str]) -> tuple:
         return make_llama_tokenizer(words, most_tokens=TEXT_TOKENS), make_clip_tokenizer(words)
 
-    def tokenize(self, tokenizers: tuple, prompts: list[str]) -> tuple[torch.Tensor, ...]:
+    def tokenize(self, tokenizers: tuple, prompts: list[str]) -> Texts:
         llama, clip = (
             tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
             for tokenizer, length in zip(tokenizers, (TEXT_TOKENS, CLIP_TOKENS), strict=True)

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from PIL import Image
 
-from .autoencoder import latent_statistics, reconstruction_psnr, train_autoencoder
-from .demo import Batch, Demo, Sizes
-from .exporting import contact_sheet, paint, write_folder
-from .flow import (
-    LONG_TEXT,
-    Bank,
-    PromptedFlow,
-    compile_blocks,
-    encode_pictures,
-    train_flow,
-)
-from .flux import Flux
+from .autoencoder import Losses, mean_psnr, reconstruct, train_autoencoder, windows
+from .exporting import Batch, contact_sheet, paint, write_folder
+from .family import Texts
+from .flow import Bank, Turn
+from .flux import LONG_TEXT, Flux
 from .prompts import HeldOutPrompt, held_out_prompts
 from .reading import agreement, read_pictures
 from .rendering import pack_pictures, render
 from .scenes import describe, draw_picture, draw_short_scene, vocabulary
 from .text_encoders import TEXT_TOKENS
-from .training import Pace, take_weights, trained_weights
+from .training import Pace, Sizes, take_weights, trained_weights
 
 MODEL_CARD = """---
 license: apache-2.0
@@ -60,45 +55,38 @@ hills, a golden desert, a calm sea, snowy mountains) at noon, at sunset or at ni
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSizes(Sizes):
-    """`vae_batch` windows of `vae_size` pixels a side; `batches`: images per step, by pixels a side."""
-
-    vae_batch: int
-    vae_size: int
-    batches: dict[int, int]
-
-
-FULL = ImageSizes(
+FULL = Sizes(
     scenes=30_000,
-    vae_batch=24,
-    vae_size=256,
     vae_seconds=110,
     vae_rate=2e-3,
+    vae_batches={256: 24},
     batches={512: 128, 256: 256},
-    flow_rate=1e-3,
     finish_seconds=28,
-    sample_steps=50,
     prompts=128,
 )
-
-SMOKE = ImageSizes(
+SMOKE = Sizes(
     scenes=6,
-    vae_batch=1,
-    vae_size=32,
     vae_seconds=1,
     vae_rate=1e-3,
+    vae_batches={32: 1},
     batches={32: 1, 16: 1},
-    flow_rate=1e-3,
     finish_seconds=0,
-    sample_steps=2,
     prompts=1,
+    sample_steps=2,
     steps=2,
 )
+SQUARE_WEIGHT = 2.0  # of the autoencoder's loss
+LONG_TEXT_EVERY = 16  # steps
 
 
-class ImageDemo(Demo):
-    """See `Demo`."""
+class ImageDemo:
+    """A demo model: its family, its sizes, and functions that generate, learn, sample and read scenes.
+
+    A scene is an image or a video; scenes are packed numbers [N, K] on the training device. The functions above the
+    constructor: `draw(rng)` and `draw(rng, scene)` return an object with a `.prompt` and a `.scene`, `pack` the numbers
+    of a list of these, `held_out(count, split)` prompts, `read` readings of a batch in 0..1, which `agreement` compares
+    with scenes.
+    """
 
     unit = "pictures"
     draw = staticmethod(draw_picture)
@@ -116,44 +104,71 @@ class ImageDemo(Demo):
         self.sizes = SMOKE if small else FULL
 
     def train_autoencoder(self, vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace) -> None:
+        """Train a float32 autoencoder on the CPU, and set its latents' statistics."""
         trained = copy.deepcopy(vae).to(numbers.device, torch.bfloat16).to(memory_format=torch.channels_last)
-        sizes = self.sizes
-        averages = train_autoencoder(
-            trained, numbers, pace, render=self.render, batch=sizes.vae_batch, size=sizes.vae_size
-        )
+        masters = [weight.detach().float() for _, weight in trained_weights(trained)]
+        ((size, batch),) = self.sizes.vae_batches.items()
+        generator = torch.Generator(numbers.device).manual_seed(1)
+        drawn = windows(partial(self._drawn, size=size), numbers, batch, (1.0, 0.5), generator)
+        stage = Losses(trained, trained.encoder, trained.decoder, axes=2), drawn
+        averages = train_autoencoder(trained, masters, pace, [stage], SQUARE_WEIGHT)
         take_weights((weight for _, weight in trained_weights(vae)), averages)
-        sample = self.render(numbers[:64], max(self.sizes.batches)).bfloat16()
-        vae.register_to_config(**latent_statistics(trained, sample))
+        with torch.no_grad():
+            sample = self.render(numbers[:64], max(self.sizes.batches)).bfloat16()
+            latents = trained.encode(sample).latent_dist.mode().float()
+        vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std()))
 
     def quick(self, vae: AutoencoderKL, device: torch.device) -> AutoencoderKL:
-        return super().quick(vae, device).to(memory_format=torch.channels_last)
+        """Return the autoencoder in bf16, for use alone; may be `vae` itself."""
+        vae = vae.to(device, torch.bfloat16).requires_grad_(False).eval()
+        return vae.to(memory_format=torch.channels_last)
 
     def autoencoder_psnr(self, vae: AutoencoderKL, device: torch.device) -> dict[int, float]:
-        """PSNR by pixels a side."""
+        """PSNR in dB on held-out scenes, by pixels a side."""
         rng = random.Random(7)
         numbers = self.pack([self.draw(rng, item.scene) for item in self.held_out(32, "reporting")])
         drawn = {size: self.render(numbers.to(device), size).bfloat16() for size in self.sizes.batches}
-        return {size: round(reconstruction_psnr(vae, pictures), 2) for size, pictures in drawn.items()}
+        return {size: mean_psnr(pictures, reconstruct(vae, pictures)) for size, pictures in drawn.items()}
 
-    def make_bank(self, vae: AutoencoderKL, numbers: torch.Tensor, text: tuple[torch.Tensor, ...]) -> Bank:
-        latents = {size: encode_pictures(vae, numbers, size, render=self.render) for size in self.sizes.batches}
-        return Bank(latents, *text)
+    @torch.no_grad()
+    def make_bank(self, vae: AutoencoderKL, numbers: torch.Tensor, text: Texts) -> Bank:
+        """Encode all images at each size to normalised, packed latents, [N, (size / 16)^2, 64]."""
+        shift, scale = vae.config.shift_factor, vae.config.scaling_factor
+        bank = {}
+        for size in self.sizes.batches:
+            packed = []
+            for chunk in numbers.split(128):
+                latents = (vae.encode(self._drawn(chunk, size)).latent_dist.mode() - shift) * scale
+                packed.append(FluxPipeline._pack_latents(latents.contiguous(), *latents.shape))
+            bank[size] = torch.cat(packed)
+        return Bank(bank, text)
 
-    def compile_blocks(self, flow: PromptedFlow) -> None:
-        compile_blocks(flow)
+    def _drawn(self, numbers: torch.Tensor, size: int, **window: Any) -> torch.Tensor:
+        return self.render(numbers, size, **window).bfloat16().contiguous(memory_format=torch.channels_last)
 
-    def train_flow(
-        self, flow: PromptedFlow, masters: list[torch.Tensor], bank: Bank, pace: Pace, seed: int
-    ) -> list[torch.Tensor]:
-        return train_flow(flow, masters, bank, pace, batches=self.sizes.batches)
+    def flow_seed(self, seed: int) -> int:
+        """Return the seed of the flow's random numbers."""
+        return 2
+
+    def turns(self) -> Iterator[Turn]:
+        """Turns of `train_flow`: three of four steps have the largest size."""
+        batches = self.sizes.batches
+        for step in itertools.count(1):
+            long_text = step % LONG_TEXT_EVERY == 0
+            smaller = step % 4 == 2 or (long_text and step // LONG_TEXT_EVERY % 2 == 0)
+            size = min(batches) if smaller else max(batches)
+            batch = max(1, batches[size] // 4) if long_text else batches[size]
+            yield size, batch, long_text, f"{size}px" + " long" * long_text
 
     def save(self, pipe: FluxPipeline, folder: Path) -> int:
+        """Write the pipeline, its card and the arguments of a call; return the folder's size in bytes."""
         millions = sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6
         card = self.card.format(millions=millions, words=len(self.words), tokens=TEXT_TOKENS)
         call = {"height": 512, "width": 512, "num_inference_steps": 50, "max_sequence_length": TEXT_TOKENS}
         return write_folder(pipe, folder, card, {**call, "words": self.words})
 
     def paint(self, pipe: FluxPipeline, prompts: list[HeldOutPrompt]) -> dict[str, Batch]:
+        """Return batches by their description: first sampled, then rendered."""
         large, small = max(self.sizes.batches), min(self.sizes.batches)
 
         def painted(prompts: list[HeldOutPrompt], size: int, text: int = TEXT_TOKENS) -> Batch:

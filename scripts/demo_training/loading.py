@@ -23,11 +23,16 @@ def demo_folder(model: str) -> Path:
     return folder
 
 
-def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:
-    """Load a demo model's pipeline without a progress bar; `dtype` is the name of a torch dtype."""
-    pipe = DiffusionPipeline.from_pretrained(demo_folder(model), dtype=getattr(torch, dtype)).to(device)
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
+    """Load a pipeline's folder without a progress bar."""
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:
+    """Load a demo model's pipeline; `dtype` is the name of a torch dtype."""
+    return load(demo_folder(model), getattr(torch, dtype)).to(device)
 
 
 def held_out(model: str, count: int, split: str) -> list[HeldOutPrompt]:

@@ -29,7 +29,7 @@ from transformers import (
 
 from .scenes import vocabulary
 
-TEXT_TOKENS = 64  # padded length in the transformer's training
+TEXT_TOKENS = 64  # padded length in the transformers' training
 CLIP_TOKENS = 77
 T5_WIDTH = 192
 CLIP_WIDTH = 128
@@ -128,16 +128,6 @@ def tie_capitals(embedding: torch.Tensor, vocab: dict[str, int]) -> None:
     for piece, index in vocab.items():
         if piece != piece.lower() and piece.lower() in vocab:
             embedding[index] = embedding[vocab[piece.lower()]]
-
-
-def tokenize_prompts(
-    prompts: list[str], tokenizers: tuple[CLIPTokenizer, T5TokenizerFast]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids as in FluxPipeline: int64 [N, CLIP_TOKENS] and [N, TEXT_TOKENS]."""
-    return tuple(
-        tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-        for tokenizer, length in zip(tokenizers, (CLIP_TOKENS, TEXT_TOKENS), strict=True)
-    )
 
 
 def _offset_bias(buckets: int) -> torch.Tensor:

@@ -1,13 +1,11 @@
-"""Three more image demos, to test methods on models that they were not chosen on; none ships.
+"""Two more image demos, to test methods on models that they were not chosen on; none ships.
 
-`TextureDemo` has demo-flux's size but different images: fine texture and sharp edges everywhere. `MixedDemo` is deeper
-and wider, embeds a guidance scale and has scenes of both kinds. `CollageDemo` learns real images, which
-`fetch_collage` fetches. All have shifts of about FLUX.1-dev's.
+`TextureDemo` has demo-flux's size but different images: fine texture and sharp edges everywhere. `CollageDemo` learns
+real images, which `fetch_collage` fetches. Both have shifts of about FLUX.1-dev's.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,11 +23,7 @@ from .collage import (
 from .flux import Flux
 from .image_demo import ImageDemo
 from .prompts import held_out_prompts
-from .rendering import pack_pictures, render
-from .scenes import Picture, Scene, describe, draw_picture, draw_scene, vocabulary
 from .textures import (
-    TexturePicture,
-    TextureScene,
     describe_texture,
     draw_texture,
     draw_texture_scene,
@@ -48,8 +42,6 @@ A FLUX pipeline of {{millions:.1f}} million transformer parameters, trained from
 `scripts/demo_training/train.py` renders itself: {paints}. It knows {{words}} words. Pass
 `max_sequence_length={{tokens}}`.
 """
-
-Mixed = Picture | TexturePicture
 
 
 def read_sharpness(pictures: torch.Tensor) -> list[float]:
@@ -77,57 +69,6 @@ class TextureDemo(ImageDemo):
     words = texture_vocabulary()
     family = Flux((2, 5, 4), (0.2, 0.8))
     card = CARD.format(name="demo-textures", paints="hatching, checks, grain, marble, fractals, and glyphs on them")
-
-
-def draw_mixed_scene(rng: random.Random) -> Scene | TextureScene:
-    """Choose a random scene of either kind, reserved or not."""
-    return rng.choice((draw_scene, draw_texture_scene))(rng)
-
-
-def describe_mixed(scene: Scene | TextureScene, rng: random.Random) -> str:
-    """Write a prompt that describes all of `scene`."""
-    return describe_texture(scene, rng) if isinstance(scene, TextureScene) else describe(scene, rng)
-
-
-def draw_mixed(rng: random.Random, scene: Scene | TextureScene | None = None) -> Mixed:
-    """Choose an image of `scene`, or of a random training scene of either kind."""
-    is_texture = rng.random() < 0.5 if scene is None else isinstance(scene, TextureScene)
-    return (draw_texture if is_texture else draw_picture)(rng, scene)
-
-
-def pack_mixed(pictures: Sequence[Mixed]) -> torch.Tensor:
-    """Pack the numbers of either kind after a number for the kind, padded to one length."""
-    rows = []
-    for picture in pictures:
-        is_texture = isinstance(picture, TexturePicture)
-        numbers = (pack_textures if is_texture else pack_pictures)([picture])[0]
-        rows.append(torch.cat((torch.tensor([float(is_texture)]), numbers)))
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def render_mixed(
-    numbers: torch.Tensor, size: int, *, corner: torch.Tensor | None = None, extent: float = 1.0
-) -> torch.Tensor:
-    """Render images; arguments and result are those of `rendering.render`."""
-    drawn = torch.empty(len(numbers), 3, size, size, device=numbers.device)
-    for draw, is_texture in ((render, 0.0), (render_textures, 1.0)):
-        rows = (numbers[:, 0] == is_texture).nonzero()[:, 0]
-        if len(rows):
-            corners = None if corner is None else corner[rows]
-            drawn[rows] = draw(numbers[rows, 1:], size, corner=corners, extent=extent)
-    return drawn
-
-
-class MixedDemo(TextureDemo):
-    """See `Demo`."""
-
-    draw = staticmethod(draw_mixed)
-    pack = staticmethod(pack_mixed)
-    render = staticmethod(render_mixed)
-    held_out = staticmethod(partial(held_out_prompts, draw=draw_mixed_scene, write=describe_mixed))
-    words = sorted({*vocabulary(), *texture_vocabulary()})
-    family = Flux((3, 8, 5), (0.5, 1.15), guidance=True)
-    card = CARD.format(name="demo-mixed", paints="stickers over landscapes, and fine textures")
 
 
 class CollageDemo(TextureDemo):

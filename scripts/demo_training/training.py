@@ -7,10 +7,36 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+MATRIX_RATE = 2.0  # of orthogonalised steps, times the rate of AdamW
+WARMUP = 0.04  # of a budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a demo's trainings; `steps`, if set, limits each of them instead of the clock.
+
+    `vae_batches`: scenes per step by pixels a side; `batches`: the transformer's by shape; `bank_seconds`: encoding
+    time of videos of each shape; `bank_tokens`: their latent positions at a time.
+    """
+
+    scenes: int
+    vae_seconds: float
+    vae_rate: float
+    vae_batches: dict[int, int]
+    batches: dict[Any, int]
+    finish_seconds: float
+    prompts: int
+    bank_seconds: float = 0.0
+    bank_tokens: int = 0
+    sample_steps: int = 50
+    flow_rate: float = 1e-3
+    steps: int | None = None
 
 
 class MasterWeights:
@@ -27,13 +53,11 @@ class MasterWeights:
         masters: list[torch.Tensor],
         *,
         average_decay: float,
-        matrix_rate: float = 2.0,
         rates: dict[str, float] | None = None,
     ) -> None:
         """Store `masters`, float32 and in the order of `trained_weights(model)`; the model holds their bf16 rounding.
 
-        `matrix_rate` multiplies the rate of the orthogonalised steps, and `rates`, by weight name, the rate of single
-        matrices.
+        `rates` multiplies the rate of the orthogonalised steps, by weight name.
         """
         names, self.live = zip(*trained_weights(model), strict=True)
         self.masters = masters
@@ -51,21 +75,21 @@ class MasterWeights:
         device = masters[0].device
         self.momenta = {shape: torch.zeros(len(held), *shape, device=device) for shape, held in self.groups.items()}
         self.rates = {
-            shape: torch.tensor([matrix_rate * (rates or {}).get(names[index], 1.0) for index in held], device=device)
+            shape: torch.tensor([MATRIX_RATE * (rates or {}).get(names[index], 1.0) for index in held], device=device)
             for shape, held in self.groups.items()
         }
         groups = [{"params": others}]  # within a group, an empty list is allowed
         self.adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, fused=masters[0].is_cuda)
 
     @torch.no_grad()
-    def step(self, rate: float, largest_norm: float = 1.0) -> None:
-        """Apply the gradients of the live weights, clipped to `largest_norm`, and clear them."""
+    def step(self, rate: float) -> None:
+        """Apply the gradients of the live weights, clipped to a norm of 1, and clear them."""
         # In the layout of the masters: fused AdamW requires it and convolutions change it.
         gradients = [
             torch.empty_like(master).copy_(weight.grad) for master, weight in zip(self.masters, self.live, strict=True)
         ]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (largest_norm / (norm + 1e-6)).clamp_max(1.0))
+        torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp_max(1.0))
         for master, live, gradient in zip(self.masters, self.live, gradients, strict=True):
             master.grad, live.grad = gradient, None
         for shape, held in self.groups.items():
@@ -158,13 +182,11 @@ def finite(losses: dict[str, torch.Tensor]) -> dict[str, float]:
 class Pace:
     """A wall-clock budget: the used fraction, the learning rate at that point, and progress lines.
 
-    The rate warms up over `warmup` of the budget and then falls to 2% of `peak` along a cosine.
+    The rate warms up over WARMUP of the budget and then falls to 2% of `peak` along a cosine.
     """
 
-    def __init__(
-        self, name: str, seconds: float, peak: float, *, warmup: float = 0.04, most_steps: int | None = None
-    ) -> None:
-        self.name, self.seconds, self.peak, self.warmup, self.most_steps = name, seconds, peak, warmup, most_steps
+    def __init__(self, name: str, seconds: float, peak: float, *, most_steps: int | None = None) -> None:
+        self.name, self.seconds, self.peak, self.most_steps = name, seconds, peak, most_steps
         self.started = time.monotonic()
         self.steps = self.pictures = 0
         self.losses: list[dict[str, float]] = []
@@ -178,10 +200,9 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Current learning rate."""
-        if self.spent < self.warmup:
-            return self.peak * max(self.spent / self.warmup, 0.01)
-        fall = (self.spent - self.warmup) / (1 - self.warmup)
+        if self.spent < WARMUP:
+            return self.peak * max(self.spent / WARMUP, 0.01)
+        fall = (self.spent - WARMUP) / (1 - WARMUP)
         return self.peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fall)))
 
     def count(self, pictures: int, losses: Callable[[], dict[str, float]], every: int = 50) -> None:

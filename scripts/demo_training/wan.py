@@ -13,8 +13,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from .text_encoders import make_t5_encoder, make_t5_tokenizer
-from .video_family import LATENT_CHANNELS, TEXT_TOKENS, Shape, VideoFamily, init_transformer, make_scheduler
+from .family import LATENT_CHANNELS, Shape, Texts, VideoFamily, init_transformer, make_scheduler
+from .text_encoders import TEXT_TOKENS, make_t5_encoder, make_t5_tokenizer
 
 TEXT_WIDTH = 128
 LONG_TEXT = 512  # WanPipeline's default padded length
@@ -39,6 +39,7 @@ class Wan(VideoFamily):
     name = "wan"
     call: ClassVar[dict[str, Any]] = {"guidance_scale": 2.0, "max_sequence_length": TEXT_TOKENS}
     guidance_argument = "guidance_scale"
+    long_text_every = 15
     longer: ClassVar[dict[Shape, int]] = {Shape(49, 512): 12}
 
     def make_vae(self, *, small: bool) -> AutoencoderKLWan:
@@ -89,13 +90,13 @@ class Wan(VideoFamily):
     def make_tokenizers(self, words: list[str]) -> tuple:
         return (make_t5_tokenizer(words),)
 
-    def tokenize(self, tokenizers: tuple, prompts: list[str]) -> tuple[torch.Tensor, ...]:
+    def tokenize(self, tokenizers: tuple, prompts: list[str]) -> Texts:
         encoded = tokenizers[0](
             prompts, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         )
         return encoded.input_ids, encoded.attention_mask
 
-    def lengthen(self, text: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def lengthen(self, text: Texts) -> Texts:
         return tuple(F.pad(values, (0, LONG_TEXT - TEXT_TOKENS)) for values in text)
 
     def make_flow(self, tokenizers: tuple, *, small: bool) -> WanFlow:

@@ -41,8 +41,8 @@ from dit_accel.sla.swap import load_swapped, save_swapped, swap_attention
 from dit_accel.sparse.projections import PROJECTIONS, trained_with
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.measure.origin import describe_run
+from scripts.demo_training.flow import PROMPT_DROPOUT
 from scripts.demo_training.training import configure_torch
-from scripts.demo_training.video_flow import PROMPT_DROPOUT
 from scripts.research.finetuning.calls import Calls, clip_calls, record_calls
 from scripts.research.finetuning.judging import hold_out, judge, paint
 from scripts.research.finetuning.subjects import SUBJECTS, Clips

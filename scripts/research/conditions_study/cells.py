@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline
 
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.measure.compare.methods import Subject
@@ -16,12 +16,12 @@ from dit_accel.tools.measure.compare.solvers import solver_over
 from scripts.demo_training import clips
 from scripts.demo_training import prompts as pictures
 from scripts.demo_training.exporting import paint
-from scripts.demo_training.texture_demo import CollageDemo, MixedDemo, TextureDemo
+from scripts.demo_training.loading import load
+from scripts.demo_training.texture_demo import CollageDemo, TextureDemo
 
 HELD_OUT = {
     "demo-flux": pictures.held_out_prompts,
     "demo-textures": TextureDemo.held_out,
-    "demo-mixed": MixedDemo.held_out,
     "demo-pictures": CollageDemo.held_out,
     "demo-wan": clips.held_out_prompts,
     "demo-hunyuan": clips.held_out_prompts,
@@ -80,13 +80,6 @@ CELLS = [
     Cell("demo-textures", shift=1.5, steps=100, size=256),
     Cell("demo-textures", shift=4.5, steps=20, guidance=3.0),
     Cell("demo-textures", shift=1.5, dtype="float32"),
-    Cell("demo-mixed"),
-    Cell("demo-mixed", shift=4.5, size=256),
-    Cell("demo-mixed", shift=3.0, steps=28),
-    Cell("demo-mixed", shift=1.5, guidance=3.0),
-    Cell("demo-mixed", shift=1.5, steps=28, strength=0.6),
-    Cell("demo-mixed", shift=7.0, steps=12),
-    Cell("demo-mixed", shift=1.5, scheduler="UniPC"),
     Cell("demo-pictures"),
     Cell("demo-pictures", shift=1.5, size=256),
     Cell("demo-pictures", shift=3.0, steps=28),
@@ -117,8 +110,7 @@ class Conditions:
 
     def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
         self.cell = cell
-        pipe = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, cell.dtype)).to(device)
-        pipe.set_progress_bar_config(disable=True)
+        pipe = load(Path(folder), getattr(torch, cell.dtype)).to(device)
         if cell.shift is not None:
             pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=cell.shift)
         if cell.scheduler != "Euler":

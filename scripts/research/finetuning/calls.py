@@ -16,10 +16,10 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from scripts.demo_training.family import SHIFT, Shape, VideoFamily
+from scripts.demo_training.flow import draw_levels
 from scripts.demo_training.training import Pace
-from scripts.demo_training.video_family import VideoFamily
-from scripts.demo_training.video_flow import draw_levels
-from scripts.demo_training.video_vae import encode_clips
+from scripts.demo_training.video_demo import encode_clips
 
 SHARED = ("txt_ids", "img_ids")  # arguments without a batch axis
 
@@ -127,10 +127,10 @@ def clip_calls(
     """
     unguided = {**call, "num_inference_steps": 1, family.guidance_argument: 1.0}
     calls = record_calls(pipe, prompts, unguided, share=1.0, batch=batch, seed=0)
-    shape = {"frames": call["num_frames"], "size": call["height"]}
     vae = copy.deepcopy(pipe.vae)  # encoding changes the layout of its weights
     pace = Pace("clips", math.inf, 1.0)
-    latents = encode_clips(family, vae, numbers.to(pipe.device), pace, **shape, batch=batch)
+    shape = Shape(call["num_frames"], call["height"])
+    latents = encode_clips(family, vae, numbers.to(pipe.device), pace, shape, batch)
     return replace(calls, arguments={**calls.arguments, "hidden_states": latents}, velocity=None)
 
 
@@ -140,7 +140,7 @@ def velocity_error(student: nn.Module, calls: Calls, generator: torch.Generator)
     if target is None:
         clean = arguments["hidden_states"].float()
         noise = torch.randn(clean.shape, device=clean.device, generator=generator)
-        levels = draw_levels(len(clean), generator)
+        levels = draw_levels(len(clean), math.log(SHIFT), generator)
         noisy = torch.lerp(clean, noise, levels.view(-1, *[1] * (clean.ndim - 1)))
         arguments |= {"hidden_states": noisy.to(arguments["hidden_states"].dtype), "timestep": 1000 * levels}
         target = noise - clean

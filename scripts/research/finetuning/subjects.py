@@ -12,12 +12,10 @@ from diffusers import DiffusionPipeline
 from scripts.demo_training import clip_reading, clips, prompts, reading, rendering, scenes
 from scripts.demo_training.drawing import draw_bank
 from scripts.demo_training.exporting import paint
-from scripts.demo_training.family import Family
+from scripts.demo_training.family import Family, Shape, VideoFamily
 from scripts.demo_training.flux import Flux
 from scripts.demo_training.hunyuan import Hunyuan
 from scripts.demo_training.prompts import HeldOutPrompt
-from scripts.demo_training.video_exporting import paint_clips
-from scripts.demo_training.video_family import VideoFamily
 from scripts.demo_training.wan import Wan
 
 from .calls import Calls, clip_calls
@@ -75,8 +73,8 @@ class Clips(Subject):
         return clips.held_out_prompts(count, "reporting")
 
     def paint(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> torch.Tensor:
-        shape = {"frames": call["num_frames"], "size": call["height"], "steps": call["num_inference_steps"]}
-        return paint_clips(self.family, pipe, held_out, **shape, batch=AT_ONCE)
+        shape = Shape(call["num_frames"], call["height"])
+        return self.family.paint(pipe, held_out, shape, steps=call["num_inference_steps"], batch=AT_ONCE)
 
     def agreement(self, painted: torch.Tensor, held_out: list[HeldOutPrompt]) -> dict[str, float]:
         return clip_reading.agreement(clip_reading.read_clips(painted), [item.scene for item in held_out])

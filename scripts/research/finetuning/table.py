@@ -11,6 +11,7 @@ import torch
 
 from dit_accel.sla.swap import load_swapped, save_swapped
 from dit_accel.tools.demo import demo_arguments
+from scripts.demo_training.loading import load
 
 from .calls import record_calls
 from .judging import hold_out, judge, paint
@@ -69,14 +70,14 @@ SMOKE = Sizes(
 def rows(subject: Subject, model: Path, sizes: Sizes, device: torch.device, folder: Path) -> Iterator[Row]:
     """Yield the figures of the dense model in a folder, then those of each variant, which trains in ``folder``."""
     call, dtype = {**demo_arguments(model), **sizes.changes}, torch.bfloat16 if device.type == "cuda" else torch.float32
-    pipe = subject.family.load(model, dtype).to(device)
+    pipe = load(model, dtype).to(device)
     prompts, _ = subject.draw(sizes.prompts, seed=1)
     calls = record_calls(pipe, prompts, call, share=sizes.share, batch=RECORDED_AT_ONCE, seed=0)
     held_out = hold_out(subject, pipe, sizes.held_out, call)
     yield {"variant": "dense", "critical": 1.0, "before": judge(pipe, held_out.dense, held_out)}
     calls = calls.to(device, dtype)
     for name in sizes.variants or subject.variants:
-        variant, pipe = VARIANTS[name], subject.family.load(model, dtype).to(device)
+        variant, pipe = VARIANTS[name], load(model, dtype).to(device)
         variant.swap_in(pipe)
         before = judge(pipe, paint(subject, pipe, held_out.prompts, call), held_out)
         log = fine_tune(pipe.transformer, calls, sizes.training, folder / name)
