@@ -15,13 +15,10 @@ TRITON_ONLY: Mapping[str, str | None] = {"triton": None}
 
 
 def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str | None] = TRITON_ONLY) -> str:
-    """Return the backend that runs an op on ``tensor``.
+    """Return the backend that runs an op whose main argument is ``tensor``.
 
-    Args:
-        backend: "auto" (the first of ``limits`` that can run, else "reference"), "reference" or one of ``limits``.
-        tensor: the op's main argument; its device and dtype decide.
-        limits: the op's backends besides the reference, in the order in which ``auto`` tries them, each with the reason
-            why it does not support the call's other arguments (None: it does).
+    ``limits`` are the op's backends besides the reference, in the order in which "auto" tries them, each with the
+    reason why it does not support the call's other arguments, or None.
 
     Raises:
         BackendError: ``backend`` is unknown to the op, or can't run on the tensor's device.

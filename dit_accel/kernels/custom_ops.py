@@ -15,20 +15,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 NAMESPACE = "dit_accel"
 _Function = TypeVar("_Function", bound=Callable)
-_TYPES = {
-    torch.Tensor: "Tensor",
-    int: "SymInt",
-    float: "float",
-    bool: "bool",
-    str: "str",
-}
+_TYPES = {torch.Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
 def eager_op(function: _Function) -> _Function:
@@ -86,13 +79,12 @@ def _registered(function: Callable, empty: Callable | None, writes: frozenset[st
     """Register the function as an op, and return a function that calls the op with the function's arguments."""
     hints, signature = get_type_hints(function), inspect.signature(function).parameters
     defaults = {name: entry.default for name, entry in signature.items() if entry.default is not entry.empty}
-    names = list(signature)
-    parameters = [_part(name, hints[name]) for name in names]
-    results = _part("result", hints["return"])
+    parameters = {name: _parts(name, hints[name]) for name in signature}
+    results = _parts("result", hints["return"])
 
     def keywords(values: Iterable) -> dict[str, Any]:
         remaining = iter(values)
-        return {part.name: part.put_together(remaining) for part in parameters}
+        return {name: parts.put_together(remaining) for name, parts in parameters.items()}
 
     def compute(*values: Any) -> Any:
         output = function(**keywords(values))
@@ -101,19 +93,19 @@ def _registered(function: Callable, empty: Callable | None, writes: frozenset[st
     def fake(*values: Any) -> Any:
         return None if writes or empty is None else _one_or_tuple(results.take_apart(empty(**keywords(values))))
 
-    arguments = ", ".join(leaf.declared(writes) for part in parameters for leaf in part.leaves())
-    returned = ", ".join("Tensor" for _ in results.leaves() if not writes)
+    arguments = ", ".join(leaf.declared(writes) for parts in parameters.values() for leaf in parts.leaves)
+    returned = ", ".join("Tensor" for _ in results.leaves if not writes)
     schema = f"({arguments}) -> " + (returned if returned == "Tensor" else f"({returned})")
     name = function.__name__.removeprefix("_")
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", compute, mutates_args=writes, schema=schema)
     op.register_fake(fake)
 
     def in_graph(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**defaults, **dict(zip(signature, args, strict=False)), **kwargs}
         if writes and empty is not None and arguments["out"] is None:
             arguments["out"] = empty(**arguments)
         with torch.no_grad():
-            output = op(*[value for part in parameters for value in part.take_apart(arguments[part.name])])
+            output = op(*[value for name, parts in parameters.items() for value in parts.take_apart(arguments[name])])
         if writes:
             return arguments.get("out")
         return results.put_together(iter([output] if isinstance(output, torch.Tensor) else output))
@@ -121,64 +113,55 @@ def _registered(function: Callable, empty: Callable | None, writes: frozenset[st
     return in_graph
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A parameter of a function, or a part of one: an argument of the op, with a type, or made of parts itself."""
+class _Leaf(NamedTuple):
+    """An argument of the op."""
 
     name: str
     type: str
     optional: bool
-    parts: tuple["_Part", ...] = ()
-    split: Callable[[Any], Sequence] | None = None
-    make: Callable[..., Any] | None = None
-
-    def leaves(self) -> Iterator["_Part"]:
-        if self.type:
-            yield self
-        for part in self.parts:
-            yield from part.leaves()
 
     def declared(self, writes: frozenset[str]) -> str:
-        """Return the op's argument as written in the schema."""
+        """Return the argument as written in the schema."""
         alias = f"({self.name}!)" if self.name in writes else ""
         return f"{self.type}{alias}{'?' if self.optional else ''} {self.name}"
 
-    def take_apart(self, value: Any) -> list:
-        """Return the values of its leaves."""
-        if self.type:
-            return [value]
-        values = [None] * len(self.parts) if value is None or self.split is None else self.split(value)
-        return [leaf for part, entry in zip(self.parts, values, strict=True) for leaf in part.take_apart(entry)]
 
-    def put_together(self, values: Iterator) -> Any:
-        """Undo :meth:`take_apart`; consume its own values from ``values``."""
-        if self.type:
-            return next(values)
-        fields = [part.put_together(values) for part in self.parts]
-        none = self.make is None or (self.optional and all(value is None for value in fields))
-        return None if none else self.make(*fields)
+class _Parts(NamedTuple):
+    """Arguments of the op that hold one parameter of the function, and the conversions between both."""
+
+    leaves: list[_Leaf]
+    take_apart: Callable[[Any], list]
+    put_together: Callable[[Iterator], Any]  # consumes its own values
 
 
-def _part(name: str, hint: Any, optional: bool = False) -> _Part:
-    """Return the part that an annotation describes."""
+def _parts(name: str, hint: Any, optional: bool = False) -> _Parts:
+    """Return the arguments that an annotation describes."""
     if get_origin(hint) in (types.UnionType, Union):
         (hint,) = (option for option in get_args(hint) if option is not types.NoneType)
         optional = True
     if hint in _TYPES:
-        return _Part(name, _TYPES[hint], optional)
+        return _Parts([_Leaf(name, _TYPES[hint], optional)], lambda value: [value], next)
+    make = hint
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
-        fields = [field.name for field in dataclasses.fields(hint)]
-        parts = tuple(_part(f"{name}_{field}", hints[field], optional) for field in fields)
-        return _Part(name, "", optional, parts, lambda value: [getattr(value, field) for field in fields], hint)
-    if hint is slice:
-        parts = tuple(_part(f"{name}_{end}", int, True) for end in ("start", "stop"))
-        return _Part(name, "", optional, parts, lambda value: [value.start, value.stop], slice)
-    if get_origin(hint) is tuple:
-        parts = tuple(_part(f"{name}_{at}", entry, optional) for at, entry in enumerate(get_args(hint)))
-        return _Part(name, "", optional, parts, list, lambda *values: values)
-    assert hint is types.NoneType, f"{name}: no schema has {hint}"
-    return _Part(name, "", True)
+        fields = get_type_hints(hint)
+    elif hint is slice:
+        fields = {"start": int | None, "stop": int | None}
+    elif get_origin(hint) is tuple:
+        fields, make = dict(enumerate(get_args(hint))), lambda *values: values
+    else:
+        assert hint is types.NoneType, f"{name}: no schema has {hint}"
+        fields = {}
+    parts = [_parts(f"{name}_{field}", entry, optional) for field, entry in fields.items()]
+
+    def take_apart(value: Any) -> list:
+        values = value if isinstance(value, tuple) else [getattr(value, str(field), None) for field in fields]
+        return [leaf for part, entry in zip(parts, values, strict=True) for leaf in part.take_apart(entry)]
+
+    def put_together(values: Iterator) -> Any:
+        entries = [part.put_together(values) for part in parts]
+        return None if optional and all(entry is None for entry in entries) else make(*entries)
+
+    return _Parts([leaf for part in parts for leaf in part.leaves], take_apart, put_together)
 
 
 def _apart_in_memory(results: list[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -18,18 +18,12 @@ class TokenLayout:
 
     Blocks run over the joint sequence, so one block may hold text *and* vision tokens; it counts as text, because text
     rows always compute.
-
-    Args:
-        text: number of text tokens (may be 0).
-        vision: number of vision tokens: latents, and reference tokens after them.
-        block: tokens in a block, 64 or 128.
-        text_first: True where text precedes vision (FLUX), False where it follows (HunyuanVideo).
     """
 
-    text: int
-    vision: int
-    block: int = 128
-    text_first: bool = True
+    text: int  # tokens, may be 0
+    vision: int  # tokens: latents, and reference tokens after them
+    block: int = 128  # tokens in a block, 64 or 128
+    text_first: bool = True  # text precedes vision (FLUX); False: it follows (HunyuanVideo)
 
     def __post_init__(self) -> None:
         if self.block not in BLOCK_SIZES:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dit_accel.kernels._cuda import runtime
-from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
+from dit_accel.kernels._cuda.attention import tensor_map_limit
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
@@ -86,7 +86,7 @@ def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch):
 
 def test_an_unknown_gpu_is_a_reason_and_not_a_failed_compilation(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(runtime, "_driver", lambda: types.SimpleNamespace(cuTensorMapEncodeTiled=None))
+    monkeypatch.setattr(runtime, "driver", lambda: types.SimpleNamespace(cuTensorMapEncodeTiled=None))
     monkeypatch.setattr(runtime, "_nvrtc_architectures", lambda: (80, 89, 90))
     monkeypatch.setattr(runtime, "_nvrtc_version", lambda: (12, 8))
     for capability, reason in (((9, 0), None), ((12, 1), "NVRTC 12.8 does not know the GPU's compute capability 12.1")):

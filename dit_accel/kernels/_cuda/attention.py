@@ -1,11 +1,15 @@
-"""Launchers of the Hopper attention kernels: ``attention.cu`` for tiles, ``slices.cu`` for single keys."""
+"""Launchers of the Hopper attention kernels: ``attention.cu`` for tiles, ``slices.cu`` for single keys.
+
+Both load and store boxes of strided tensors by bulk copies (TMA), which descriptors of the tensors describe.
+"""
 
 import ctypes
+import functools
 
 import torch
 
-from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters, why_not
-from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
+from dit_accel.errors import KernelError
+from dit_accel.kernels._cuda.runtime import driver, kernel, multiprocessors, resting_counters, why_not
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import masks_of
 
@@ -17,6 +21,12 @@ SHARED_BEYOND_TILES = 3072
 MAX_PROGRAMS = 192
 SHARED_ROWS = 4 * MAX_PROGRAMS  # most rows that are cut into shares; each row has a counter for each consumer
 CONSUMER_THREADS = 256
+MAP_BYTES = 128
+ALIGNMENT = 64  # bytes, of the map
+ALIGNED = 16  # bytes, of the tensor's address and strides
+MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}
+SWIZZLE_128_BYTES = 3
+PROMOTE_TO_256_BYTES = 3
 
 
 def limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> str | None:
@@ -44,6 +54,18 @@ def _tensor_limit(q, k, v, plan, out) -> str | None:
         return f"the plan's block must be {BLOCK}, got {plan.block}"
     named = {"q": q, "k": k, "v": v, "out": out}
     return next((reason for name, x in named.items() if x is not None and (reason := tensor_map_limit(name, x))), None)
+
+
+def tensor_map_limit(name: str, x: torch.Tensor) -> str | None:
+    """Return why the copy engine does not support ``x``, or None."""
+    size = x.element_size()
+    strides = [stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]
+    if x.data_ptr() % ALIGNED or any(stride <= 0 or stride * size % ALIGNED for stride in strides):
+        return (
+            f"{name} must begin at and have strides in positive multiples of 16 bytes, got strides {list(x.stride())}; "
+            "call .contiguous()"
+        )
+    return None
 
 
 def attention_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
@@ -76,9 +98,58 @@ def _launch(name, q, k, plan, scale, kv_len, arguments, has_masks=False) -> None
         *(("HEAD_DIM", head_dim), ("ELEMENT_BF16", int(q.dtype == torch.bfloat16))),
         *(("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))),
     )
-    kernel(f"{name}.cu", name, q.device, defines).launch(
+    kernel(name, q.device, defines).launch(
         min(multiprocessors(q.device), MAX_PROGRAMS),
         THREADS,
         (*arguments, heads, heads // k.shape[2], plan.blocks, tokens, scale * LOG2_E),
         shared_bytes=TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES,
     )
+
+
+class TensorMap(ctypes.Structure):
+    """The 128 opaque bytes of a ``CUtensorMap``, a kernel parameter."""
+
+    _fields_ = (("opaque", ctypes.c_uint8 * MAP_BYTES),)
+
+
+def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
+    """Return a map of ``x``, which :func:`tensor_map_limit` supports, whose boxes are stored with the 128-byte swizzle.
+
+    ``box``: elements along each axis, in x's order; the last axis spans 128 bytes. Outside of x a box reads 0.
+    """
+    size = x.element_size()
+    # an axis of length 1 may have any stride, but the driver checks it too
+    row = -(-x.shape[-1] * size // ALIGNED) * ALIGNED
+    strides = tuple(
+        stride * size if length > 1 else row for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    )
+    return _encode(x.data_ptr(), MAP_DTYPES[x.dtype], tuple(x.shape), strides, box)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int, data_type: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    rank = len(shape)
+    buffer = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
+    aligned = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
+    error = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        data_type,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*reversed(strides)),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        SWIZZLE_128_BYTES,
+        PROMOTE_TO_256_BYTES,
+        0,  # zeros out of bounds
+    )
+    if error:
+        raise KernelError(
+            f"the CUDA driver can't map a tensor of shape {shape}, strides {strides} bytes, in boxes {box} ({error}); "
+            "use backend='triton'"
+        )
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, MAP_BYTES))

@@ -39,13 +39,9 @@ class Kernel:
         self._shared_limit = DEFAULT_SHARED_LIMIT
 
     def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0) -> None:
-        """Launch on the device's current stream.
-
-        Of ``arguments`` a tensor passes its address, None a null pointer, an int an ``int``, a float a ``float``, and a
-        ctypes value itself.
-        """
+        """Launch on the device's current stream; :func:`_c_value` says how ``arguments`` are passed."""
         if shared_bytes > self._shared_limit:
-            _check(_driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), "shared memory")
+            _check(driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), "shared memory")
             self._shared_limit = shared_bytes
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -54,31 +50,30 @@ class Kernel:
         is_current = torch.cuda.current_device() == self._device.index
         with contextlib.nullcontext() if is_current else torch.cuda.device(self._device):
             launch = self._function, programs, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None
-            error = _driver().cuLaunchKernel(*launch)
+            error = driver().cuLaunchKernel(*launch)
             if error == INVALID_CONTEXT:  # the thread has not used the device yet
-                _check(_driver().cuCtxSetCurrent(self._context), "context")
-                error = _driver().cuLaunchKernel(*launch)
+                _check(driver().cuCtxSetCurrent(self._context), "context")
+                error = driver().cuLaunchKernel(*launch)
         _check(error, "launch")
 
 
 @functools.cache
-def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) -> Kernel:
-    """Return the function ``name`` of ``source``, compiled for ``device``.
-
-    A source is a file in this folder, and includes this folder's ``.cuh`` files and nothing else. ``defines`` are
-    macros, ``(name, value)``.
+def kernel(name: str, device: torch.device, defines: Defines = ()) -> Kernel:
+    """Return the function ``name`` of the source of that name, compiled for ``device`` with these macros.
 
     Raises:
         KernelError: NVRTC or the driver refuses; the message holds their log.
     """
     torch.cuda.init()
-    function, context = ctypes.c_void_p(), ctypes.c_void_p()
+    function, context, module = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = f"sm_{major}{minor}{'a' if major == 9 else ''}"  # sm_90 lacks wgmma
+    code = compile_source(f"{name}.cu", architecture, defines)
     with torch.cuda.device(device):  # this is lazy: the thread may still have no context
-        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "context")
-        _check(_driver().cuCtxSetCurrent(context), "context")
-        _check(
-            _driver().cuModuleGetFunction(ctypes.byref(function), _module(source, device, defines), name.encode()), name
-        )
+        _check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "context")
+        _check(driver().cuCtxSetCurrent(context), "context")
+        _check(driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
+        _check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
     return Kernel(function, context, device)
 
 
@@ -88,10 +83,10 @@ def why_not(device: torch.device) -> str | None:
     if torch.version.cuda is None:
         return "this build of torch has no CUDA"
     try:
-        driver = _driver()
+        library = driver()
     except OSError as error:
         return f"the CUDA driver, libcuda.so.1, can't be loaded ({error})"
-    if not hasattr(driver, "cuTensorMapEncodeTiled"):
+    if not hasattr(library, "cuTensorMapEncodeTiled"):
         return "the CUDA driver is older than 12.0"
     try:
         known = _nvrtc_architectures()
@@ -127,11 +122,7 @@ def _counters_of_stream(owner: str, count: int, device: torch.device, stream: in
 
 
 def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
-    """Return machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC.
-
-    Raises:
-        KernelError: NVRTC refuses; the message holds its log.
-    """
+    """Return machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC."""
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
@@ -153,20 +144,6 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
             written.write_bytes(code)
             written.replace(cached)  # atomic
     return code
-
-
-def architecture_of(device: torch.device) -> str:
-    """NVRTC's name of the architecture: "sm_90a" on Hopper, because "sm_90" lacks wgmma; else "sm_XY"."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
-
-
-@functools.cache
-def _module(source: str, device: torch.device, defines: Defines) -> ctypes.c_void_p:
-    module = ctypes.c_void_p()
-    code = compile_source(source, architecture_of(device), defines)
-    _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {source}")
-    return module
 
 
 def _compile(text: str, source: str, options: list[str]) -> bytes:
@@ -204,13 +181,13 @@ def _c_value(argument: Any) -> Any:
 def _check(error: int, what: str) -> None:
     if error:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(error, ctypes.byref(text))
+        driver().cuGetErrorString(error, ctypes.byref(text))
         reason = text.value.decode() if text.value else "unknown error"
         raise KernelError(f"the CUDA driver failed at {what}: {reason} ({error})")
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -23,13 +23,15 @@ import triton.language as tl
 from dit_accel.kernels._triton.attention_steps import (
     FULL,
     LN_2,
+    fits_descriptor,
     is_negligible,
+    load_tile,
     pairs_that_attend,
     softmax_step,
+    tile_descriptor,
     visits_of_row,
 )
 from dit_accel.kernels._triton.launch import key_end_of, launch, on_device, precision
-from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan, masks_of

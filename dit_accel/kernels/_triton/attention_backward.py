@@ -16,9 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.attention_steps import pairs_that_attend, visits_of_row
+from dit_accel.kernels._triton.attention_steps import (
+    fits_descriptor,
+    load_tile,
+    pairs_that_attend,
+    tile_descriptor,
+    visits_of_row,
+)
 from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
-from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import masks_of

@@ -160,7 +160,7 @@ def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=
             *matrices, quantized.queries, quantized.exact_queries, quantized.query_scale, quantized.shift,
             quantized.key_scale, quantized.value_scale, out, lse,
             plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len,
-            matrix.strides[0], *matrix.place, *out.stride()[:3],
+            matrix.strides[0], *matrix.first, *out.stride()[:3],
             plan.heads, plan.heads // quantized.keys.shape[1], plan.blocks, plan.tokens, (pv_threshold or 0.0) * LOG2_E,
             HAS_KV_LEN=kv_len is not None, LIST=triton.next_power_of_2(plan.blocks),
             HAS_PV_THRESHOLD=pv_threshold is not None,

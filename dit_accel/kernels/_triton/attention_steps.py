@@ -1,4 +1,4 @@
-"""Functions that the attention kernels share: the tiles of a row, masks inside tiles, and the online softmax.
+"""Functions that the attention kernels share: loads of tiles, the tiles of a row, their masks, and the online softmax.
 
 A row's list holds its FULL tiles, ascending, then its masked tiles, ascending. The end of the keys (of the sequence, or
 ``kv_len``) cuts at most one tile of each kind, so a row visits, in this order,
@@ -6,8 +6,10 @@ A row's list holds its FULL tiles, ascending, then its masked tiles, ascending. 
     whole FULL tiles, which need no mask | a FULL tile that is cut, at most one | masked tiles, one of which may be cut
 """
 
+import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 
@@ -16,6 +18,39 @@ LN_2 = tl.constexpr(0.6931471805599453)
 FULL = tl.constexpr(FULL_TILE)
 CAUSAL = tl.constexpr(CAUSAL_TILE)
 FIRST_PARTIAL = tl.constexpr(FIRST_PARTIAL_TILE)
+
+
+@triton.jit
+def load_tile(
+    tiles, base, batch, head, start, token_stride, valid_tokens,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, IS_CUT: tl.constexpr,
+):  # fmt: skip
+    """Load ``[TOKENS, HEAD_DIM]`` of a head from token ``start`` on; IS_CUT: tokens from ``valid_tokens`` on read 0.
+
+    A descriptor reads 0 only beyond the end of the sequence, regardless of ``valid_tokens``.
+    """
+    if BY_DESCRIPTOR:
+        return tiles.load([batch, start, head, 0]).reshape([TOKENS, HEAD_DIM])
+    token = tl.arange(0, TOKENS)[:, None]
+    pointers = base + tl.cast(start, tl.int64) * token_stride + token * token_stride + tl.arange(0, HEAD_DIM)[None, :]
+    if IS_CUT:
+        return tl.load(pointers, token < valid_tokens, other=0.0)
+    return tl.load(pointers)
+
+
+def fits_descriptor(x: torch.Tensor) -> bool:
+    """Return True if address and strides are multiples of 16 bytes, as the copy engine (TMA) requires."""
+    strides = [
+        stride * x.element_size() for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1
+    ]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def tile_descriptor(x: torch.Tensor, tokens: int) -> TensorDescriptor:
+    """Return a descriptor of tiles ``[1, tokens, 1, D]`` of ``[B, S, H, D]``."""
+    head_dim = x.shape[-1]  # also replaces the stride of an axis of length 1, which may be any number
+    strides = [stride if length > 1 else head_dim for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, 1, head_dim])
 
 
 @triton.jit

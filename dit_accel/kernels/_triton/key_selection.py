@@ -12,9 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.attention_steps import LOWEST, softmax_step
+from dit_accel.kernels._triton.attention_steps import (
+    LOWEST,
+    fits_descriptor,
+    load_tile,
+    softmax_step,
+    tile_descriptor,
+)
 from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
-from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import BEST_SHARE, LOG2_E
 

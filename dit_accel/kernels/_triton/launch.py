@@ -22,12 +22,10 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 def launch(kernel, programs: int, tensors: tuple, numbers: tuple, **named) -> None:
     """``kernel[(programs,)](*tensors, *numbers, **named)``, with less host time from the second call on.
 
-    In every call Triton checks each argument's type and value to find the compiled kernel, which takes longer than a
-    short kernel runs. Here calls share a compiled kernel if their tensors have the same dtypes and the same alignment
-    to 16 bytes, their descriptors have tiles of the same shape, and all else is equal.
-
-    ``tensors`` may be descriptors or None, except for the first one, which is on the current device. ``named`` are the
-    kernel's constants and Triton's options.
+    Triton checks each argument of a call to find the compiled kernel, which takes longer than a short kernel runs. Here
+    calls share a compiled kernel if their tensors have the same dtypes and alignment to 16 bytes, their descriptors
+    have tiles of the same shape, and all else is equal. ``tensors`` may be descriptors or None, except for the first
+    one, which is on the current device. ``named`` are the kernel's constants and Triton's options.
     """
     key = (kernel, tensors[0].device, *map(_kind, tensors), *numbers, *named, *named.values())
     compiled, constants = _COMPILED.get(key, (None, ()))

@@ -33,45 +33,29 @@ CHUNK, CHUNK_WARPS = 128, 16  # blocks that a head's program sums at once; it co
 class Quantized:
     """Inputs of the attention kernels; P = tokens padded to whole blocks, T blocks. Queries of reused rows are garbage.
 
-    Args:
-        queries: int8 ``[B, H, P, D]``.
-        exact_queries: float16 ``[B, H, P, 16]``, the exact channels in units of the scale, and 1.
-        query_scale: float32 ``[B, H, P]``, times the scale of the scores and log2(e).
-        shift: float32 ``[B, H, P]``, term missing in the scores of a query, in units of the log-sum-exp; None without
-            lse.
-        keys: int8 ``[B, H_kv, P, D]``.
-        exact_keys: float16 ``[B, H_kv, P, 16]``, the exact channels in units of the scale, and the mask.
-        key_scale: float32 ``[B, H_kv, T]``.
-        values: e4m3 ``[B, H_kv, D, P]``, each 16 keys in the order of :func:`operand_order`; None without float8.
-        value_scale: float32 ``[B, H_kv, 2, D]``, scale of each channel of the values, and the mean to add at the end;
-            None without float8.
+    Exact channels are in units of the scale. Without lse ``shift`` is None, without float8 the last two fields are.
     """
 
-    queries: torch.Tensor
-    exact_queries: torch.Tensor
-    query_scale: torch.Tensor
-    shift: torch.Tensor | None
-    keys: torch.Tensor
-    exact_keys: torch.Tensor
-    key_scale: torch.Tensor
-    values: torch.Tensor | None
-    value_scale: torch.Tensor | None
+    queries: torch.Tensor  # int8 [B, H, P, D]
+    exact_queries: torch.Tensor  # float16 [B, H, P, 16], the exact channels and 1
+    query_scale: torch.Tensor  # float32 [B, H, P], times the scale of the scores and log2(e)
+    shift: torch.Tensor | None  # float32 [B, H, P], missing in the scores, in units of the log-sum-exp
+    keys: torch.Tensor  # int8 [B, H_kv, P, D]
+    exact_keys: torch.Tensor  # float16 [B, H_kv, P, 16], the exact channels and the mask
+    key_scale: torch.Tensor  # float32 [B, H_kv, T]
+    values: torch.Tensor | None  # e4m3 [B, H_kv, D, P], each 16 keys in the order of operand_order
+    value_scale: torch.Tensor | None  # float32 [B, H_kv, 2, D], of each channel, and the mean to add at the end
 
 
 class ValueMatrix(NamedTuple):
-    """Values as a matrix that tiles can be loaded from.
-
-    Args:
-        values: e4m3 with a row for each channel of each head, or of v's dtype with a row for each token.
-        shape, strides: shape and strides of the matrix.
-        place: position of a head's first token if rows are tokens: row ``batch * place[0] + head * place[1]``, column
-            ``head * place[2]``.
+    """Values as a matrix that tiles can be loaded from; a head begins at row ``b * first[0] + h * first[1]``, column
+    ``h * first[2]``.
     """
 
-    values: torch.Tensor
+    values: torch.Tensor  # e4m3 with a row for each channel of each head, or of v's dtype with a row for each token
     shape: list[int]
     strides: list[int]
-    place: tuple[int, int, int]
+    first: tuple[int, int, int]
 
 
 @triton.jit

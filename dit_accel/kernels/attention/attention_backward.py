@@ -37,15 +37,11 @@ def attention_backward(
     kv_len: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Gradients:
-    """Gradients of ``attention(q, k, v, plan, scale=scale, kv_len=kv_len)`` for q, k and v.
+    """Gradients of ``attention(q, k, v, plan, scale=scale, kv_len=kv_len)`` for q, k and v, with as many key heads.
 
     Args:
-        q, k, v: ``[B, S, H, D]`` as in :func:`~dit_accel.kernels.attention`, with as many key heads as query
-            heads.
-        o: ``[B, S, H, D]`` like q, the output of attention. Rows that do not compute may hold anything.
-        lse: float32 ``[B, H, S]``, natural logarithm, as attention returns it with ``return_lse``.
-        do: ``[B, S, H, D]`` like q, gradient of o. Rows that do not compute may hold anything.
-        plan, scale, kv_len: as passed to attention.
+        o, lse: results of attention with ``return_lse``; rows of o and do that do not compute may hold anything.
+        do: ``[B, S, H, D]`` like q, gradient of o.
 
     Returns:
         dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous; sums are in float32. Rows that do not compute, or have no
@@ -75,13 +71,8 @@ def differentiable_attention(
 ) -> torch.Tensor:
     """Attention over the tiles of a plan with gradients for q, k and v (no second derivatives).
 
-    Args:
-        q, k, v, plan, scale, kv_len: as in :func:`attention_backward`.
-        backend: as in :func:`~dit_accel.kernels.attention`. "reference" and "triton" also run the gradients;
-            with any other backend these run with "auto".
-
-    Returns:
-        ``[B, S, H, D]`` like q. Rows that do not compute are 0, and no gradient flows from them.
+    Backends "reference" and "triton" also run the gradients; with any other these run with "auto". Rows that do not
+    compute are 0, and no gradient flows from them.
     """
     _require_one_key_head_each(q, k)
     return _Attention.apply(q, k, v, plan, scale, kv_len, backend)

@@ -17,6 +17,7 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
 from dit_accel.kernels.packing import unpack_bits
+from dit_accel.kernels.plans.regions import computing_rows
 from dit_accel.kernels.symbols import AttentionPlan
 
 FEATURE_MAPS = ("softmax", "elu", "relu")
@@ -117,12 +118,6 @@ def map_features(x: torch.Tensor, feature_map: str) -> torch.Tensor:
 def marginal_tiles(plan: AttentionPlan) -> torch.Tensor:
     """Marginal tiles of the rows that compute: bool ``[B, H, Tq, Tk]``."""
     return unpack_bits(plan.linear_bits, plan.blocks) & computing_rows(plan)[..., None]
-
-
-def computing_rows(plan: AttentionPlan) -> torch.Tensor:
-    """Rows that compute: bool ``[B, H, T]``."""
-    head = torch.arange(plan.heads, device=plan.mask64.device)
-    return (plan.mask64[:, None] >> head[:, None] & 1).bool()
 
 
 def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:

@@ -47,7 +47,6 @@ def linear_attention_backward(
     """Gradients of ``linear_attention(q, k, v, plan, feature_map=feature_map, kv_len=kv_len)`` for q, k and v.
 
     Args:
-        q, k, v, plan, feature_map, kv_len: as in :func:`~dit_accel.kernels.linear_attention`.
         do: ``[B, S, H, D]`` like q, gradient of its output. Rows that do not compute may hold anything.
 
     Returns:
@@ -77,10 +76,7 @@ def differentiable_linear_attention(
 ) -> torch.Tensor:
     """Linear attention ``O^l`` with gradients for q, k and v (no second derivatives).
 
-    Arguments and errors are those of :func:`linear_attention_backward`.
-
-    Returns:
-        ``[B, S, H, D]`` like q. Rows that do not compute are 0, and no gradient flows from them.
+    Rows that do not compute are 0, and no gradient flows from them.
     """
     return _LinearAttention.apply(q, k, v, plan, feature_map, kv_len, backend)
 

@@ -5,21 +5,18 @@ changes reduce the rounding error and leave the softmax unchanged:
 
     q_i k_j = q'_i k'_j + q_i mu       k' = (k - mu) / f    q' = q f    mu = mean of the keys    f = sqrt(rms k / rms q)
 
-``q_i mu`` is the same for all keys of a query, so it only shifts the log-sum-exp. ``f`` balances the channels of q' and
-k'. The channels with the largest ``rms q * rms k`` stay in float16. If four of 128 channels are 10 to 50 times as large
-in q and in k, the error of the output is 15% with one scale per block, 11% with balanced channels, and 1% with these
-channels in float16.
+``q_i mu`` only shifts the log-sum-exp, because it is the same for all keys. ``f`` balances the channels of q' and k'.
+The channels with the largest ``rms q * rms k`` stay in float16. If four of 128 channels are 10 to 50 times as large in
+q and in k, the error of the output is 15% with one scale per block, 11% with balanced channels, and 1% with these in
+float16.
 
 With "int8+fp8", probabilities (times 256) and values are float8 e4m3. Values have one scale per channel, and their mean
 is subtracted. Because probabilities sum to 1, the mean is added back at the end, with the mean of the rounding errors:
 
     sum_j p_j v_j = c + sum_j p_j w_j + small       w = e4m3(v - mean)       c = mean of (v - w)
 
-A row that attends equally to all of 33K keys has a small output, mostly that mean: without the mean of the rounding
-errors its error is 4.8%.
-
-Means and rms are computed from a quarter of the tokens (:func:`sampled_tokens`), which makes the passes over q and k
-four times cheaper; the formulas above are exact with any mean and any factors.
+If a row attends equally to 33K keys, its output is mostly c: without the rounding errors' mean its error is 4.8%. Means
+and rms are computed from a quarter of the tokens (:func:`sampled_tokens`); the formulas are exact with any of them.
 """
 
 from typing import NamedTuple
@@ -44,18 +41,12 @@ HEAD_DIMS = (32, 64, 128)  # int8 matrix units multiply 32 channels at once
 
 
 class Simulated(NamedTuple):
-    """Quantised and dequantised tensors, float32: dense attention over them equals the kernels up to rounding.
+    """Quantised and dequantised tensors, float32: dense attention over them equals the kernels up to rounding."""
 
-    Args:
-        q: ``[B, S, H, D]``, in the units of ``k``. Rows that don't compute hold anything.
-        k, v: ``[B, S, H_kv, D]``; ignored keys hold 0.
-        shift: ``[B, H, S]``, ``q_i mu``, missing in the unscaled scores of q and k.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
+    q: torch.Tensor  # [B, S, H, D], in the units of k; rows that don't compute hold anything
+    k: torch.Tensor  # [B, S, H_kv, D]; ignored keys hold 0, in v too
     v: torch.Tensor
-    shift: torch.Tensor
+    shift: torch.Tensor  # [B, H, S], q_i mu, missing in the unscaled scores of q and k
 
 
 def require_qk_dtype(qk_dtype: str | None) -> None:

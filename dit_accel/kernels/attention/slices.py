@@ -18,9 +18,8 @@ from dit_accel.kernels.packing import unpack_bits
 def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
     """Continue the softmax over a plan's tiles with its single keys, in place.
 
-    Arguments are those of :func:`dit_accel.kernels.attention`, already checked, with its results for the
-    tiles: ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``. ``backend`` is the backend of the tiles. After
-    "reference" and "triton" the same backend runs the single keys; after others "cuda", or "triton" if "cuda" can't.
+    Takes ``attention``'s arguments, already checked, its results for the tiles, and their backend. After "reference"
+    and "triton" the same backend runs the single keys; after "cuda" it does too, or "triton" if "cuda" can't.
     """
     if backend == "reference":
         _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse)

@@ -14,9 +14,8 @@ this with a second moment overshoots, because keys of a block are not normally d
 import torch
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.plans.pooling import block_means
-from dit_accel.kernels.plans.regions import listed_tiles
+from dit_accel.kernels.plans.pooling import block_means, valid_tokens
+from dit_accel.kernels.plans.regions import computing_rows, listed_tiles
 from dit_accel.kernels.symbols import AttentionPlan
 
 
@@ -28,12 +27,8 @@ def require_whole_tiles(plan: AttentionPlan) -> None:
 
 
 def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
-    """Continue the softmax over a plan's tiles with the means of all other tiles, in place.
-
-    Arguments are those of :func:`dit_accel.kernels.attention`, already checked, with its results for the
-    tiles: ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``; ``backend`` is the backend of the tiles.
-    """
-    means = [_block_means(x, plan.block, kv_len) for x in (k, v)]
+    """Continue the softmax over a plan's tiles with the means of all other tiles, in place, as in :mod:`slices`."""
+    means = [_block_means(x, plan, kv_len) for x in (k, v)]
     if backend == "reference":
         _add_reference(q, *means, plan, scale, kv_len, out, lse)
         return
@@ -42,31 +37,26 @@ def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
     add_tile_means_into(q, *means, plan, scale, kv_len, listed_tiles(plan).contiguous(), out, lse)
 
 
-def _block_means(x: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> torch.Tensor:
+def _block_means(x: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None) -> torch.Tensor:
     """Means of blocks' valid tokens, ``[B, S, H, D]`` -> ``[B, H, T, D]`` in x's dtype; 0 if a block has none."""
     if kv_len is None:
-        return block_means(x, block).transpose(1, 2).contiguous()
-    tokens = x.shape[1]
-    x = x.masked_fill((torch.arange(tokens, device=x.device) >= kv_len[:, None])[..., None, None], 0)
-    share = _valid_keys(tokens, block, kv_len) / _valid_keys(tokens, block, kv_len.new_tensor([tokens]))
-    means = block_means(x, block, torch.float32) / share.where(share > 0, 1)[..., None, None]
+        return block_means(x, plan.block).transpose(1, 2).contiguous()
+    x = x.masked_fill((torch.arange(plan.tokens, device=x.device) >= kv_len[:, None])[..., None, None], 0)
+    share = _valid_keys(plan, kv_len) / _valid_keys(plan, kv_len.new_tensor([plan.tokens]))
+    means = block_means(x, plan.block, torch.float32) / share.where(share > 0, 1)[..., None, None]
     return means.to(x.dtype).transpose(1, 2).contiguous()
 
 
-def _valid_keys(tokens: int, block: int, lengths: torch.Tensor) -> torch.Tensor:
-    """Number of valid keys of each block, float32 ``[B, T]``, from ``lengths`` ``[B]``."""
-    first = torch.arange(block_count(tokens, block), device=lengths.device) * block
-    return (lengths.clamp(0, tokens)[:, None] - first).clamp(0, block).float()
+def _valid_keys(plan: AttentionPlan, lengths: torch.Tensor) -> torch.Tensor:
+    return valid_tokens(lengths.clamp(0, plan.tokens), plan.blocks, plan.block).float()
 
 
 def _add_reference(q, mean_k, mean_v, plan, scale, kv_len, out, lse) -> None:
     lengths = torch.tensor([plan.tokens], device=q.device) if kv_len is None else kv_len
-    counts = _valid_keys(plan.tokens, plan.block, lengths).expand(plan.batch, -1)
+    counts = _valid_keys(plan, lengths).expand(plan.batch, -1)
     group = q.shape[2] // mean_k.shape[1]
     mean_k, mean_v = (means.float().repeat_interleave(group, 1) for means in (mean_k, mean_v))
-    heads = torch.arange(plan.heads, device=q.device)[:, None]
-    computes = (plan.mask64[:, None] >> heads & 1).bool()  # [B, H, Tq]
-    skipped = ~listed_tiles(plan) & computes[..., None] & (counts > 0)[:, None, None]
+    skipped = ~listed_tiles(plan) & computing_rows(plan)[..., None] & (counts > 0)[:, None, None]
     skipped = skipped.repeat_interleave(plan.block, 2)[:, :, : plan.tokens]  # [B, H, S, T]
     scores = torch.einsum("bshd,bhtd->bhst", q.float(), mean_k) * scale + counts.log()[:, None, None]
     scores.masked_fill_(~skipped, -torch.inf)

@@ -19,13 +19,8 @@ DTYPES = (*checks.FLOAT_DTYPES, torch.float64)  # float64 in the reference alone
 def weighted_sum(history: Sequence[torch.Tensor], weights: Sequence[float], *, backend: str = "auto") -> torch.Tensor:
     """``sum_m weights[m] * history[m]``, summed in float32 or float64 and rounded once. Forward only: no gradient.
 
-    Args:
-        history: M >= 1 tensors of one shape ``[...]``, dtype (float16, bfloat16, float32; the reference takes float64
-            too) and device; or a stacked ``[M, ...]`` tensor.
-        weights: M floats.
-
-    Returns:
-        A contiguous tensor like the history's.
+    ``history`` is M >= 1 tensors of one shape ``[...]``, dtype (float16, bfloat16, float32; the reference takes float64
+    too) and device, or a stacked ``[M, ...]`` tensor. The result is contiguous.
     """
     _require_arguments(history, weights)
     first = history[0]

@@ -90,9 +90,6 @@ def gemm_o_dispatch(
         weights: M floats, the forecast's weight of each stack entry; they sum to 1 so that the bias counts once.
         offset: token of the plan's sequence at which o begins.
         out: ``[B, S, N]`` like o, contiguous; None = allocated. Every element is written.
-
-    Returns:
-        ``out``.
     """
     _require_arguments(o, weight, plan, offset)
     shape = (o.shape[0], o.shape[1], weight.shape[0])

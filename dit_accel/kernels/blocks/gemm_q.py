@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.blocks.norm_rope import norm_rope_reference
 from dit_accel.kernels.custom_ops import eager_op
 from dit_accel.kernels.plans.regions import regions, take
 from dit_accel.kernels.symbols import AttentionPlan
@@ -67,19 +68,9 @@ def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope
         region_bias = None if bias is None else take(bias_of_head, region.heads).flatten()
         region_weight = take(weight_of_head, region.heads).flatten(0, 1)
         query = F.linear(take(x[region.batch], region.tokens), region_weight, region_bias)
-        query = query.unflatten(-1, (-1, head_dim))  # [tokens, heads, D]
-        if norm_weight is not None:
-            query = query.float()
-            query = query * torch.rsqrt(query.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.float()
-        if rope is not None:
-            cos, sin = (take(table[offset : offset + length], region.tokens)[:, None] for table in rope)
-            query = query.float() * cos + _rotate_pairs(query.float()) * sin
-        stream[region.batch][region.index] = query.to(stream.dtype)
-
-
-def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((-odd, even), dim=-1).flatten(-2)
+        query = query.unflatten(-1, (-1, head_dim))[None]  # [1, tokens, heads, D]
+        tables = rope and tuple(take(table[offset : offset + length], region.tokens) for table in rope)
+        stream[region.batch][region.index] = norm_rope_reference(query, norm_weight, tables, norm_eps)[0].to(x.dtype)
 
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:

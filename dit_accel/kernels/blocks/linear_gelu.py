@@ -13,13 +13,8 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     On a GPU cuBLASLt applies GELU to its float32 sums; elsewhere the sums are rounded first.
 
-    Args:
-        x: ``[..., C]``, float16, bfloat16 or float32.
-        weight: ``[N, C]`` like x.
-        bias: ``[N]`` like x, or None.
-
-    Returns:
-        ``[..., N]`` like x.
+    ``x`` is ``[..., C]``, float16, bfloat16 or float32; ``weight`` ``[N, C]``, ``bias`` ``[N]`` and the result
+    ``[..., N]`` are like it.
     """
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     checks.require_same("x", x, ("N", x.shape[-1]), weight=weight)

@@ -36,9 +36,6 @@ def norm_modulate(
         scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype; no shift = 0.
         rms: normalise by the root mean square instead, and leave the mean.
         rows: int64 ``[S]``, a row for each token of scale, shift (and gate), which are then ``[B or 1, R, C]``.
-
-    Returns:
-        ``[B, S, C]`` like x.
     """
     return _rows(x, None, None, scale, shift, eps, backend, rms=rms, rows=rows)[1]
 
@@ -60,9 +57,6 @@ def add_gated(
         gate: ``[B or 1, S or 1, C]``, floating; None = 1.
         update_eps: ``RMSNorm(update)`` is added, with this eps; None = the update itself.
         rows: as for :func:`norm_modulate`.
-
-    Returns:
-        ``[B, S, C]`` like x.
     """
     return _rows(x, update, gate, None, None, 0.0, backend, update_eps=update_eps, rows=rows)[0]
 
@@ -81,11 +75,7 @@ def add_gated_norm_modulate(
     rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_gated`, and :func:`norm_modulate` of its result, in one pass.
-
-    Returns:
-        x' and y, ``[B, S, C]`` like x.
-    """
+    """Return :func:`add_gated`'s result and :func:`norm_modulate` of it, in one pass."""
     return _rows(x, update, gate, scale, shift, eps, backend, rms=rms, update_eps=update_eps, rows=rows)
 
 

@@ -34,9 +34,6 @@ def norm_rope(
         rope: ``(cos, sin)``, float32, the last stride being 1; None = no rotation. ``[S, D]``: of adjacent features.
             ``[B or 1, S, H or 1, R]``: of features R apart, in the first 2 R of each head; the others stay.
         out: ``[B, S, H, D]`` like x, but not in its memory, e.g. the tokens of a joint sequence; None = allocated.
-
-    Returns:
-        ``out``.
     """
     _require_rows(x, weight, out)
     _require_tables(x, rope)
@@ -57,13 +54,7 @@ def norm_rope_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`norm_rope` of queries and of keys, in one launch if both have the same layout in memory.
 
-    Args:
-        q, k: ``[B, S, H, D]`` each, of the same shape and dtype.
-        weights: weights of the queries' norm and of the keys' norm.
-        out: output tensors for both; None = allocated.
-
-    Returns:
-        Queries and keys, both in ``out``.
+    ``q`` and ``k`` have the same shape and dtype; ``weights`` and ``out`` hold those of queries, then those of keys.
     """
     out_q, out_k = out or (None, None)
     checks.require_same("q", q, tuple(q.shape), k=k)
@@ -91,11 +82,11 @@ def _norm_rope(
         norm_rope_into(parts, rope, eps)
     else:
         for x, weight, out in parts:
-            out.copy_(_norm_rope_reference(x, weight, rope, eps))
+            out.copy_(norm_rope_reference(x, weight, rope, eps))
     return tuple(out for _, _, out in parts)
 
 
-def _norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
+def norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
     y = x.float()
     if weight is not None:
         normed = y if weight.shape[0] == x.shape[-1] else y.flatten(2)

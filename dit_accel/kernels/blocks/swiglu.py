@@ -24,9 +24,6 @@ def swiglu(
         x: ``[B, S, 2 * M]``, or ``[B, S, M]`` with a value; float16, bfloat16 or float32, the last stride being 1.
         value: x_1, ``[B, S, M]`` like x, of a projection of its own; None = the second half of x.
         out: ``[B, S, M]`` like x, for example some features of a wider tensor; None = allocated.
-
-    Returns:
-        ``out``.
     """
     checks.require_floats("x", x, ("B", "S", "2 * M" if value is None else "M"))
     checks.require_like("x", x, tuple(x.shape), value=value)

@@ -48,8 +48,7 @@ def classify_tiles(
         valid_blocks: int32 ``[B]``, number of key blocks with a valid token; later ones are in no class. None = all.
 
     Returns:
-        ``skip_bits`` (critical) and ``linear_bits`` (marginal) as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
-        uint8 ``[B, H, T, ceil(T / 8)]`` each.
+        ``skip_bits`` (critical), ``linear_bits`` (marginal) of :class:`~dit_accel.kernels.symbols.SparseSymbols`.
     """
     checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     batch, _, blocks, _ = probabilities.shape

@@ -20,17 +20,11 @@ from dit_accel.kernels.layout import block_count
 
 @dataclass(frozen=True)
 class PooledMap:
-    """Block-level attention map; T blocks, H heads.
+    """Block-level attention map; T blocks, H heads; all float32."""
 
-    Args:
-        probabilities: float32 ``[B, H, T, T]``; each row sums to 1, and key blocks without a valid token have 0.
-        q_similarity: float32 ``[B, H, T]``, mean pairwise cosine of the block's non-zero queries; 0 to 1.
-        k_similarity: the same for keys; 1 if a block has no valid key.
-    """
-
-    probabilities: torch.Tensor
-    q_similarity: torch.Tensor
-    k_similarity: torch.Tensor
+    probabilities: torch.Tensor  # [B, H, T, T]; each row sums to 1, and key blocks without a valid token have 0
+    q_similarity: torch.Tensor  # [B, H, T], mean pairwise cosine of the block's non-zero queries; 0 to 1
+    k_similarity: torch.Tensor  # [B, H, T], of keys; 1 if a block has no valid key
 
 
 def _empty(q: torch.Tensor, block: int, **_) -> PooledMap:
@@ -42,12 +36,7 @@ def _empty(q: torch.Tensor, block: int, **_) -> PooledMap:
 
 @custom_op(_empty)
 def pooled_map(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    block: int,
-    *,
-    kv_len: torch.Tensor | None = None,
-    backend: str = "auto",
+    q: torch.Tensor, k: torch.Tensor, block: int, *, kv_len: torch.Tensor | None = None, backend: str = "auto"
 ) -> PooledMap:
     """Pool queries and keys by block. Forward only: no gradient flows.
 
@@ -79,10 +68,7 @@ def pooled_map(
 
 
 def block_means(x: torch.Tensor, block: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Mean of each block's tokens; the last block may be partial: ``[B, S, H, D]`` -> ``[B, T, H, D]``.
-
-    Sums are float32; means have ``dtype``, by default x's.
-    """
+    """Mean of each block's tokens, in ``dtype`` or x's, by float32 sums: ``[B, S, H, D]`` -> ``[B, T, H, D]``."""
     whole = x.shape[1] // block
     parts = [x[:, : whole * block].unflatten(1, (whole, block)), x[:, None, whole * block :]]
     return torch.cat([part.mean(2, dtype=torch.float32).to(dtype or x.dtype) for part in parts if part.numel()], 1)
@@ -94,16 +80,12 @@ def _pooled_map_reference(q: torch.Tensor, k: torch.Tensor, block: int, kv_len: 
     k_len = q_len if kv_len is None else kv_len.clamp(0, tokens)
     q_mean, q_similarity = _block_statistics(q, block, q_len)
     k_mean, k_similarity = _block_statistics(k, block, k_len)
-    return PooledMap(_probabilities(q_mean, k_mean, block, k_len), q_similarity, k_similarity)
-
-
-def _probabilities(q_mean: torch.Tensor, k_mean: torch.Tensor, block: int, k_len: torch.Tensor) -> torch.Tensor:
-    """float32 means ``[B, H, T, D]`` -> ``[B, H, T, T]``."""
-    valid = _valid_tokens(k_len, k_mean.shape[2], block)[:, None, :, None]  # [B, 1, T, 1]
+    valid = valid_tokens(k_len, k_mean.shape[2], block)[:, None, :, None]  # [B, 1, T, 1]
     sequence_mean = (k_mean * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
     scores = q_mean @ (k_mean - sequence_mean).transpose(-1, -2) * q_mean.shape[-1] ** -0.5
     scores = scores.masked_fill(valid.transpose(-1, -2) == 0, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0)  # a sample without a valid key has no distribution
+    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a sample without a valid key has no distribution
+    return PooledMap(probabilities, q_similarity, k_similarity)
 
 
 def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +98,7 @@ def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tup
     squared_norm = padded.square().sum(-1, keepdim=True)
     directed = squared_norm > SMALLEST_SQUARED_NORM
     unit = torch.where(directed, padded * squared_norm.rsqrt(), 0.0)
-    count = _valid_tokens(lengths, blocks, block).clamp(min=1)[:, None]  # [B, 1, T]
+    count = valid_tokens(lengths, blocks, block).clamp(min=1)[:, None]  # [B, 1, T]
     total, unit_total, directions = (
         y.unflatten(1, (blocks, block)).sum(2).transpose(1, 2) for y in (padded, unit, directed[..., 0])
     )
@@ -124,6 +106,6 @@ def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tup
     return total / count[..., None], similarity
 
 
-def _valid_tokens(lengths: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
-    """Number of valid tokens of each block: int32 ``[B, T]``."""
+def valid_tokens(lengths: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
+    """Count the valid tokens of each block from ``lengths`` ``[B]``: int32 ``[B, T]``."""
     return (lengths[:, None] - torch.arange(blocks, dtype=torch.int32, device=lengths.device) * block).clamp(0, block)

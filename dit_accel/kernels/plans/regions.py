@@ -81,6 +81,12 @@ def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tupl
                     yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
 
 
+def computing_rows(plan: AttentionPlan) -> torch.Tensor:
+    """Mark the rows that compute: bool ``[B, H, T]``."""
+    head = torch.arange(plan.heads, device=plan.mask64.device)
+    return (plan.mask64[:, None] >> head[:, None] & 1).bool()
+
+
 def listed_tiles(plan: AttentionPlan) -> torch.Tensor:
     """Mark the tiles in a plan's lists: bool ``[B, H, Tq, Tk]``."""
     listed = torch.arange(plan.blocks, device=plan.kv_index.device) < plan.kv_count[..., None]

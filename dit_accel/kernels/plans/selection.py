@@ -45,8 +45,7 @@ def select_tiles(
             tiles. None = none.
 
     Returns:
-        ``skip_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
-        uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
+        ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`.
     """
     if (tau is None) == (top_k is None):
         raise ShapeError(f"one of tau and top_k must be given, got {'none' if tau is None else 'both'}")
@@ -90,8 +89,7 @@ def select_rows(
         backend: "auto", "reference" or "triton". They agree up to the rounding of exponentials in G.
 
     Returns:
-        ``cache_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
-        uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
+        ``cache_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`.
     """
     backend = _resolve(probabilities, tau, backend)
     batch, heads, blocks, _ = probabilities.shape

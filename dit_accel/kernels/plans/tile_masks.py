@@ -35,7 +35,7 @@ PairsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def plan_from_mask(
     mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
 ) -> AttentionPlan:
-    """Return the plan that attends as a mask does; arguments as for :func:`symbols_from_mask`."""
+    """Return the plan that attends as a mask does."""
     return lower(symbols_from_mask(mask, block=block, batch=batch, heads=heads))
 
 
