@@ -56,10 +56,7 @@ class SampledModel:
     def sample(self, executor: Any, guider: Any, sigmas: torch.Tensor, extra_args: Any, *others: Any) -> torch.Tensor:
         """Run a sampler, ``executor.class_obj``; a wrapper of ComfyUI's type ``sampler_sample``.
 
-        Args:
-            guider: calls the model for the sampler.
-            sigmas: noise levels before each step and after the last, float ``[steps + 1]``.
-            extra_args: passed by the sampler to the guider with each call.
+        ``sigmas``, float ``[steps + 1]``, are the noise levels before each step and after the last.
         """
         sampled = partial(executor, guider, sigmas, extra_args, *others)
         if len(sigmas) < 2 or self._clock is not None:  # nothing to do, or a run inside of a run
@@ -80,14 +77,10 @@ class SampledModel:
             logger.info("%s", self.report())
 
     def call(self, apply_model: Apply, arguments: dict[str, Any]) -> torch.Tensor:
-        """Call the model; used as ComfyUI's ``model_function_wrapper``.
+        """Call the model, as ComfyUI's ``model_function_wrapper``; return denoised latents ``[B, C, …]``.
 
-        Args:
-            arguments: ``input``, latents ``[B, C, …]``; ``timestep``, their noise level ``[B]``; ``c``, the conditions;
-                and ``cond_or_uncond``, the branch of each part of the batch.
-
-        Returns:
-            Denoised latents ``[B, C, …]``.
+        ``arguments`` has ``input``, latents ``[B, C, …]``; ``timestep``, their noise level ``[B]``; ``c``, the
+        conditions; and ``cond_or_uncond``, the branch of each part of the batch.
         """
         plainly = partial(self._apply, apply_model, arguments)
         if self._clock is None or self._controller is None:
@@ -145,20 +138,17 @@ class _Described(Description):
 def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tuple[torch.Tensor, ...]:
     """Return the streams of latents, such as video and audio, that ComfyUI packs into one tensor ``[B, 1, N]``.
 
-    The error of each is measured, and the largest decides; together the many numbers of a video would hide a sound's.
-    Without shapes, which have the batch first, the latents are one stream.
+    The error of each is measured, and the largest decides. Shapes have the batch first; without them all is one stream.
     """
     sizes = [math.prod(shape[1:]) for shape in shapes or ()]
     return packed.split(sizes, dim=-1) if sum(sizes) == packed.shape[-1] else (packed,)
 
 
 def _conditions(apply_model: Apply, conditions: dict[str, Any]) -> dict[str, Any]:
-    """Collect a call's conditions by name: tensors and numbers, whether a ControlNet is active, strengths of hooks.
-
-    The patcher of ComfyUI's model, of which ``apply_model`` is a method, has the hooks, such as LoRAs with keyframes.
-    """
+    """Collect a call's conditions by name: tensors and numbers, whether a ControlNet is active, strengths of hooks."""
     items = leaves(conditions, without=("transformer_options", "control"))
     items["control"] = conditions.get("control") is not None  # its residuals differ at every step
+    # The patcher of the model, of which apply_model is a method, has hooks such as LoRAs with keyframes.
     patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
     hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
     items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)

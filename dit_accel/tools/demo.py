@@ -22,11 +22,7 @@ def demo_names() -> list[str]:
 
 
 def demo_path(name: str) -> Path | None:
-    """Return the diffusers folder of a demo model, or None for any other name.
-
-    Raises:
-        UnsupportedError: the demo model is not installed.
-    """
+    """Return the diffusers folder of a demo model, None for any other name; a missing demo is an UnsupportedError."""
     folder = _demos().get(name)
     if folder is None and name in DEMOS:
         raise UnsupportedError(f"demo model {name} is not installed: pip install 'dit-accel[demos]'")
@@ -49,10 +45,7 @@ def model_preset(name: str) -> str | None:
 
 
 def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
-    """Return a prompt's words that a demo model was not trained on, and all its training words, sorted.
-
-    Both lists are empty for any other model.
-    """
+    """Return a prompt's words that a demo model was not trained on, and its training words; empty for other models."""
     known = _facts(demo_path(name)).get("words", [])
     words = re.findall(r"[^\W_]+", prompt.lower()) if known else []
     return [word for word in dict.fromkeys(words) if word not in known], known

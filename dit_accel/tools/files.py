@@ -73,11 +73,8 @@ def read_results(
 ) -> dict[str, Any]:
     """Return saved results, a JSON mapping whose ``key`` holds their settings.
 
-    Args:
-        kind, remove: words of the message: the kind of the results, such as "tuning", and what to remove.
-
-    Raises:
-        error: the file holds results of other settings, whose difference the message names, or no results.
+    Raise ``error`` if the file holds no results, or results of other settings, whose difference the message names.
+    ``kind`` and ``remove`` are words of it: the kind of the results, such as "tuning", and what to remove.
     """
     fix = f"name another output, or remove {remove}"
     try:

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 
 class StepBar(tqdm):
-    """Invisible progress bar that reports a pipeline's steps to a callback.
+    """Invisible progress bar that reports the numbers of finished steps and of all steps to a callback.
 
-    The callback gets the number of finished steps and of all steps. An exception from it ends the pipeline's call.
+    An exception from the callback ends the pipeline's call.
     """
 
     monitor_interval = 0  # no monitor thread

@@ -13,6 +13,7 @@ from dit_accel.tools.media.figures import frontier_plot
 from dit_accel.tools.media.strips import comparison_clip, comparison_strip
 from dit_accel.tools.media.video import write_clip
 from tests.clips import read_clip
+from tests.tiny import tiny_pipeline
 
 MATPLOTLIB = r"needs matplotlib, which is not installed: pip install 'dit-accel\[plots\]'"
 FFMPEG = r"needs imageio-ffmpeg, which is not installed: pip install 'dit-accel\[video\]'"
@@ -35,7 +36,7 @@ def test_an_extra_that_is_there_is_no_error():
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: frontier_plot([("ours", 0.3, 50.0)], path.with_suffix(".png")), f"a figure {MATPLOTLIB}"),
+        (lambda path: frontier_plot([("a", 0.3, 50.0)], path, highlight="a"), f"a figure {MATPLOTLIB}"),
         (lambda path: write_clip(CLIP, path, 8), rf"path \S+video.mp4 {FFMPEG}"),
     ],
     ids=["plot", "mp4"],
@@ -54,7 +55,7 @@ def test_gif_frames_and_comparisons_need_no_extra(bare, tmp_path):
     write_clip(CLIP, tmp_path / "clip.gif", 8)
     assert read_clip(tmp_path / "clip.gif").shape == CLIP.shape
     assert len(comparison_clip(CLIP, CLIP, ("plain", "fast"))) == 3
-    assert comparison_strip(*[Image.fromarray(CLIP[0])] * 2).width > 3 * 320
+    assert comparison_strip(*[Image.fromarray(CLIP[0])] * 2, ("plain", "fast")).width > 3 * 320
 
 
 @pytest.mark.parametrize(
@@ -72,15 +73,13 @@ def test_gif_frames_and_comparisons_need_no_extra(bare, tmp_path):
 def test_commands_ask_for_an_extra_before_they_load_a_model(bare, run, arguments, message, tmp_path):
     """One line, exit code 2, no files; the model, which does not exist, is not looked for."""
     result = run(*arguments, "--model", "no/such/model")
-    assert result.exit_code == 2 and re.search(message, result.stderr)
-    assert result.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+    (error,) = (line for line in result.stderr.splitlines() if "`torchao`" not in line)  # a warning of diffusers
+    assert result.exit_code == 2 and re.search(message, error) and list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory):
     """Folder of a tiny video pipeline."""
-    from tests.tiny import tiny_pipeline
-
     folder = tmp_path_factory.mktemp("models") / "wan"
     tiny_pipeline("wan").save_pretrained(folder)
     return folder
@@ -95,12 +94,3 @@ def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, wan, mon
     result = run(*command, "-p", "a", "--model", wan, "--steps", "2")
     assert result.exit_code == 2, result.output
     assert ".mp4 needs imageio-ffmpeg" in result.stderr
-
-
-def test_generate_compares_clips_in_folders_of_frames_without_extras(bare, run, wan, tmp_path):
-    """Frames, the plain ones, both side by side and the strip."""
-    small = ("--steps", "4", "--height", "32", "--width", "32", "--num-frames", "5")
-    result = run("generate", "-p", "a", "--model", wan, *small, "--compare", "--output", "frames")
-    assert result.exit_code == 0, result.output
-    written = {"frames", "frames-plain", "frames-compare", "frames-strip.png"}
-    assert {path.name for path in tmp_path.iterdir()} == written

@@ -68,14 +68,10 @@ class Identity:
 
 
 def identify(model: str) -> Identity:
-    """Find the family of a model.
+    """Find the family of a model: a family's name, a demo model, a folder of a diffusers pipeline, or an id on the Hub.
 
-    Args:
-        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub; of a known
-            family also without its owner, such as ``qwen-image``.
-
-    Raises:
-        UnsupportedError: ``model`` is none of these, or denoises with a UNet.
+    An id of a known family may lack its owner, such as ``qwen-image``. Other names, and models with a UNet, are an
+    UnsupportedError.
     """
     if not isinstance(model, str):
         raise UnsupportedError(f"model must be a name, a folder or an id, got {shown(model)}")

@@ -35,7 +35,7 @@ class Site:
     """One call of an attention layer."""
 
     block: str  # the transformer block's name, as in the report
-    step: int  # from 0; for a bare transformer the number of changes of its timestep since the tap began
+    step: int  # from 0
     layout: TokenLayout  # of the sequence
     kv_len: torch.Tensor | None  # int32 [B], number of keys that each sample may attend to; None = all
     grid: Grid | None  # frames, rows and columns of a video's tokens, in raster order; None for images
@@ -61,14 +61,10 @@ class AttentionTap:
     """Context in which every self- or joint attention of the transformer's blocks calls ``visit(site, q, k, v)``.
 
     q, k and v are ``[B, S, H, D]`` after norms and RoPE. If ``visit`` returns a tensor ``[B, S, H, D]``, it replaces
-    the attention's output, and gradients flow through it; None keeps the output. Cross-attention and text refiners are
+    the attention's output; None keeps the output. Cross-attention and text refiners are
     not visited. Padded text that comes first is moved behind the image, so that the valid keys come first. Text without
-    queries is moved too, and its queries are zeros. The pipeline is unchanged after the context.
-
-    Args:
-        pipe: a plain (not accelerated) pipeline of a supported family, or its transformer.
-        visit: called for each attention, in running order.
-        block: tokens in a block of ``site.layout``.
+    queries is moved too, and its queries are zeros. The pipeline, which must be plain, is unchanged after the context.
+    ``block`` is the number of tokens in a block of ``site.layout``.
 
     Raises:
         UnsupportedError: the transformer's family is unsupported. Inside the context: the pipeline is accelerated, or a
@@ -76,12 +72,11 @@ class AttentionTap:
     """
 
     def __init__(self, pipe: Any, visit: Visit, *, block: int = 128) -> None:
-        is_pipeline = not isinstance(pipe, torch.nn.Module)
-        self._transformers = denoisers(pipe) if is_pipeline else {"transformer": pipe}
+        self._transformers = denoisers(pipe)
         self._families = {name: require_family(transformer) for name, transformer in self._transformers.items()}
         self._visit = visit
         self._block = block
-        self._clock = SchedulerClock(lambda: pipe.scheduler) if is_pipeline else _ChangeClock()
+        self._clock = SchedulerClock(lambda: pipe.scheduler)
         self._undo = ExitStack()
         self._step = 0
         self._tokens: Tokens | None = None  # of the transformer call in progress
@@ -145,18 +140,3 @@ class AttentionTap:
 
 def _refuse(site: str, reason: str) -> None:
     raise UnsupportedError(f"block {site} {reason}")
-
-
-class _ChangeClock:
-    """Counter of changes of the timestep over a transformer's calls."""
-
-    def __init__(self) -> None:
-        self.step = -1
-        self._timestep: float | None = None
-
-    def read(self, timestep: torch.Tensor | float) -> _ChangeClock:
-        value = float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
-        if value != self._timestep:
-            self._timestep = value
-            self.step += 1
-        return self

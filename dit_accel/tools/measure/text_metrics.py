@@ -22,8 +22,8 @@ def text_kept() -> Callable[[torch.Tensor, torch.Tensor], float | None] | str:
     """Return a function for the kept text of a video, or the reason why it is unavailable.
 
     The function takes frames of the accelerated and of the plain run, float ``[frames, 3, height, width]`` in 0..1, and
-    returns the :func:`edit_similarity` of the texts in their middle frames. It returns None if the plain frame has no
-    text. Reading an image takes about a second of a CPU core, so the other frames are not read.
+    returns the :func:`edit_similarity` of the texts in their middle frames, because reading an image takes about a
+    second of a CPU core; None if the plain frame has no text.
     """
     for package in PACKAGES:
         if find_spec(package) is None:

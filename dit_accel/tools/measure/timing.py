@@ -52,10 +52,7 @@ class Output:
 
 
 def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
-    """Call the pipeline with noise from ``seed``.
-
-    A batch takes a seed for each prompt, and then has the same noise as calls of single prompts.
-    """
+    """Call the pipeline with noise from ``seed``; a batch takes a seed for each prompt, as calls of single prompts."""
     generator = _noise(seed) if isinstance(seed, int) else list(map(_noise, seed))
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
@@ -94,10 +91,7 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
 
 
 def sounds_of(output: Any) -> list[torch.Tensor]:
-    """Return the sound of each result of a call, float32 ``[samples]`` or ``[channels, samples]`` on the CPU.
-
-    The list is empty if the pipeline made no sound.
-    """
+    """Return the sound of each result, if any: float32 ``[samples]`` or ``[channels, samples]`` on the CPU."""
     sounds = getattr(output, "audios" if _is_sound_alone(output) else "audio", None)
     if (sound := getattr(output, "sound", None)) is not None:  # Cosmos 3 has no batch
         sounds = [sound]
@@ -114,10 +108,7 @@ def _batch(output: Any) -> Any:
 
 
 def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:
-    """Return the latents after the first steps of a call, without decoding them.
-
-    ``steps=None`` runs all steps; fewer steps need a pipeline that takes ``callback_on_step_end``.
-    """
+    """Return the latents after the first steps of a call that takes ``callback_on_step_end``; None = all steps."""
 
     def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pipe._interrupt = step + 1 >= steps

@@ -113,8 +113,7 @@ def heads_computed(symbols: SparseSymbols) -> np.ndarray:
 def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) -> tuple[int, int]:
     """Return the rows and columns of the vision tokens of an image, or of each latent frame of a video.
 
-    Raises:
-        ShapeError: the vision tokens don't fill grids of this shape (reference tokens).
+    Tokens that don't fill grids of this shape, such as reference tokens, are a ShapeError.
     """
     tokens, rest = divmod(layout.vision, frames)
     rows = round((tokens * height / width) ** 0.5)
@@ -140,14 +139,9 @@ def symbol_map(
 ) -> None:
     """Plot an image twice: plain, and under a map of the share of heads computed at the last UPDATE.
 
-    Blocks that hold text count as computed.
-
-    Args:
-        image: the image, or of a video the frame of latent frame ``frame``, of ``frames``.
-        order: order of the vision tokens, as :mod:`dit_accel.sparse.token_order` describes it; None = raster order.
-
-    Raises:
-        ShapeError: see :func:`token_grid`.
+    Blocks that hold text count as computed. Of a video the image is that of latent frame ``frame``, of ``frames``;
+    ``order`` is the order of its vision tokens, as in :mod:`dit_accel.sparse.token_order`, None = raster order. Errors
+    are those of :func:`token_grid`.
     """
     rows, columns = token_grid(layout, *image.size, frames)
     tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]
@@ -177,21 +171,14 @@ def frontier_plot(
     points: Sequence[tuple[str, float, float]],
     path: str | Path,
     *,
-    highlight: str | None = None,
+    highlight: str,
     x_label: str = "computed fraction of FLOPs (less is faster)",
-    y_label: str = "PSNR against all steps computed (dB)",
-    plain: float | None = None,
 ) -> None:
-    """Plot settings, each a method, a computed fraction and a quality, in one colour per method.
+    """Plot settings, each a method, a computed fraction and a PSNR in dB, in one colour per method.
 
     A line joins a method's best settings: no setting with a smaller fraction has the same or better quality. Other
-    settings are pale. The line of ``highlight`` is the thickest, and ``plain``, the quality of plain runs, is dashed.
-
-    Raises:
-        ShapeError: there are no points.
+    settings are pale. The line of ``highlight`` is the thickest.
     """
-    if not points:
-        raise ShapeError("frontier_plot needs at least one point (method, fraction, psnr), got none")
     methods = list(dict.fromkeys(method for method, _, _ in points))
     crowded = len(methods) > len(SERIES_COLOURS)
     figure = new_figure(10.4 if crowded else 7.2, 5.6 if crowded else 4.8)
@@ -203,7 +190,7 @@ def frontier_plot(
             "color": SERIES_COLOURS[number % len(SERIES_COLOURS)],
             "marker": SERIES_MARKERS[(number + turn) % len(SERIES_MARKERS)],
         }
-        weight = 2.8 if method == highlight else 1.8 if highlight is None else 1.0
+        weight = 2.8 if method == highlight else 1.0
         axes.plot(*zip(*settings, strict=True), **style, linestyle="none", markersize=4, alpha=0.25, markeredgewidth=0)
         axes.plot(
             *zip(*best_settings(settings), strict=True),
@@ -214,10 +201,8 @@ def frontier_plot(
             linestyle=("-", "--", ":")[turn % 3],
             zorder=3 if method == highlight else 2,
         )
-    if plain is not None:
-        axes.axhline(plain, color=GREY, linewidth=1, linestyle="--", label="plain")
     axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_ylabel("PSNR against all steps computed (dB)")
     axes.set_title("Speed against quality", loc="left")
     outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
     axes.legend(frameon=False, **outside)
@@ -244,11 +229,9 @@ def tuning_figure(
 ) -> None:
     """Plot a tuning: all settings and, if there are layers, each layer's error against its sparsity.
 
-    Args:
-        tried: computed fraction and quality of each setting, means over the tuning prompts.
-        confirmed: the same of the chosen setting, over the held-out prompts.
-        quality: label of the quality, with its unit.
-        bound: maximum error of a layer; None without layers.
+    ``tried`` has the computed fraction and the quality of each setting on the tuning prompts, ``confirmed`` those of
+    the chosen one on the held-out prompts. ``quality`` is a label with a unit; ``bound`` is the maximum error of a
+    layer, None without layers.
     """
     figure = new_figure(11.0 if layers else 6.0, 4.6)
     axes, *of_layers = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
@@ -297,11 +280,7 @@ def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, 
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Create an empty figure of this size in inches, rendered by Agg.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Create an empty figure of this size in inches, rendered by Agg."""
     require_extra("matplotlib", "a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

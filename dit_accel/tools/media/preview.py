@@ -60,17 +60,14 @@ class Previewer:
         """
         from PIL import Image
 
-        if not isinstance(result, Image.Image | np.ndarray):
-            self._weights = None
-            self.forget_latents()
+        self._weights, latents = None, self.latents
+        self.forget_latents()
+        if latents is None or not isinstance(result, Image.Image | np.ndarray):
             return
         image = result if isinstance(result, Image.Image) else Image.fromarray(result[len(result) // 2])
         scale = min(1.0, LONGEST_SIDE / max(image.size))
         self._size = (round(image.width * scale), round(image.height * scale))
-        tokens = None if self.latents is None else _tokens(self.latents, self._size, self.channels)
-        self._weights = None
-        self.forget_latents()
-        if tokens is None:
+        if (tokens := _tokens(latents, self._size, self.channels)) is None:
             return
         rows, columns, _ = tokens.shape
         small = image.convert("RGB").resize((columns * PIXELS, rows * PIXELS), Image.Resampling.BOX)
@@ -120,8 +117,7 @@ class Previewer:
             has_same_shape = latents is not None and self.latents is not None and self.latents.shape == latents.shape
             self._before, self.latents = self.latents if has_same_shape else None, latents
             if show is not None and (is_due(index) if is_due else time.monotonic() - shown_at >= INTERVAL):
-                image = self.image(_sigmas(pipe, index))
-                if image is not None:
+                if (image := self.image(_sigmas(pipe, index))) is not None:
                     show(image)
                 shown_at = time.monotonic()
             return {}

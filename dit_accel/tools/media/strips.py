@@ -14,6 +14,7 @@ from dit_accel.errors import ShapeError
 
 AMPLIFICATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 MINIMUM_PANEL = 320  # pixels; smaller images are enlarged so that labels stay readable
+STRIP_FRAMES = 6
 
 
 def amplification(plain: Image.Image, fast: Image.Image) -> int:
@@ -22,45 +23,30 @@ def amplification(plain: Image.Image, fast: Image.Image) -> int:
     return max((factor for factor in AMPLIFICATIONS if factor * peak <= 255), default=1)
 
 
-def comparison_strip(
-    plain: Image.Image, fast: Image.Image, labels: tuple[str, str] = ("plain", "dit-accel"), factor: int | None = None
-) -> Image.Image:
-    """Both images side by side with their amplified absolute difference; its label states the factor.
-
-    ``factor=None`` amplifies as :func:`amplification`.
-
-    Raises:
-        ShapeError: the images differ in size.
-    """
+def comparison_strip(plain: Image.Image, fast: Image.Image, labels: tuple[str, str]) -> Image.Image:
+    """Both images side by side with their amplified absolute difference; images of different sizes are a ShapeError."""
     if plain.size != fast.size:
         raise ShapeError(f"plain and fast must have the same size, got {plain.size} and {fast.size}")
-    factor = factor or amplification(plain, fast)
+    factor = amplification(plain, fast)
     amplified = np.clip(factor * _difference(plain, fast), 0, 255).astype(np.uint8)
     panels = [plain.convert("RGB"), fast.convert("RGB"), Image.fromarray(amplified)]
     return captioned_row(panels, [*labels, f"difference, {factor} times" if amplified.any() else "difference: none"])
 
 
 def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) -> np.ndarray:
-    """Both videos side by side with their labels above, frame by frame.
-
-    Videos are uint8 ``[frames, height, width, 3]``.
-
-    Raises:
-        ShapeError: the videos differ in shape.
-    """
+    """Both videos side by side with their labels above; videos that differ in shape are a ShapeError."""
     _require_same_clips(plain, fast)
     pairs = zip(plain, fast, strict=True)
     return np.stack([np.asarray(captioned_row([*map(Image.fromarray, pair)], labels)) for pair in pairs])
 
 
-def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], count: int = 6) -> Image.Image:
-    """At most ``count`` frames of both videos, evenly spaced from the first to the last; plain frames above.
+def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) -> Image.Image:
+    """At most `STRIP_FRAMES` frames of both videos, from the first to the last; plain frames above.
 
-    Frames wider than `MINIMUM_PANEL` are shrunk; smaller frames are enlarged by whole factors up to this width. For
-    arguments and errors see :func:`comparison_clip`.
+    Frames wider than `MINIMUM_PANEL` are shrunk; smaller frames are enlarged by whole factors up to this width.
     """
     _require_same_clips(plain, fast)
-    chosen = np.unique(np.linspace(0, len(plain) - 1, count).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(plain) - 1, STRIP_FRAMES).round().astype(int))
     rows = []
     for clip, label in zip((plain, fast), labels, strict=True):
         panels = [Image.fromarray(clip[index]) for index in chosen]
@@ -77,10 +63,7 @@ def stacked(rows: Sequence[Image.Image]) -> Image.Image:
 
 
 def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str], scale: int | None = None) -> Image.Image:
-    """RGB images of one size in a row, each with its caption above.
-
-    ``scale`` enlarges by a whole factor; None = panels are at least `MINIMUM_PANEL` wide.
-    """
+    """RGB images of one size in a row, with captions above, enlarged by ``scale``; None = to `MINIMUM_PANEL`."""
     scale = scale or -(-MINIMUM_PANEL // panels[0].width)
     width, height = panels[0].width * scale, panels[0].height * scale
     margin, font = width // 40, ImageFont.load_default(max(16, width // 24))

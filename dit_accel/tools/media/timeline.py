@@ -24,11 +24,8 @@ MARGIN = 6  # units above and below the error axis
 def timeline(title: str, steps: Sequence[tuple[str, float | None]], total: int) -> str:
     """Return HTML with a legend and one bar per step, coloured by its kind, and a dot for its forecast error.
 
-    Text is outside the stretched SVG, so that it is readable at each width; the page's style places it.
-
-    Args:
-        title: of the bars, as HTML.
-        steps: mode and error of each step so far, of ``total``; None = no error was measured.
+    ``steps`` has the mode and the error of each step so far, of ``total``; None = no error was measured. The title is
+    HTML. Text is outside the stretched SVG, so that it is readable at each width; the page's style places it.
     """
     slot = WIDTH / max(total, len(steps), 1)
     bars, dots = [], []

@@ -41,8 +41,7 @@ class Sound(NamedTuple):
 def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
     """Check that imageio-ffmpeg is installed if ``path`` needs it; a gif or a folder of frames does not.
 
-    Raises:
-        UnsupportedError: imageio-ffmpeg is missing; the message begins with ``what``, an option or argument.
+    The UnsupportedError begins with ``what``, an option or argument.
     """
     if not folder and not is_folder_of_frames(path) and path.suffix.lower() != ".gif":
         require_extra("imageio-ffmpeg", f"{what} {path}")
@@ -69,17 +68,11 @@ def sound_file(path: Path, *, folder: bool) -> Path | None:
 def write_clip(
     clip: np.ndarray, path: Path, fps: float, *, folder: bool | None = None, sound: Sound | None = None
 ) -> None:
-    """Write a video in the format of ``path``, and its sound into the mp4 or to :func:`sound_file`.
+    """Write a video, uint8 ``[frames, height, width, 3]``, and its sound into the mp4 or to :func:`sound_file`.
 
-    Old frames in a folder, from 0000.png to the first gap, are removed. An mp4 needs even sides: an odd side repeats
-    its last row or column. In a gif, equal neighbouring frames become one frame of longer duration.
-
-    Args:
-        clip: uint8 ``[frames, height, width, 3]``.
-        path: ends in one of `FILE_SUFFIXES`, or is a folder, created if missing.
-        fps: frames per second; ignored for a folder. A gif frame lasts a multiple of 0.01 s, at least 0.02 s.
-        folder: whether to write a folder of frames; None = as :func:`is_folder_of_frames` decides.
-        sound: None = silent. It may be shorter or longer than the video, and is written whole.
+    ``path`` ends in one of `FILE_SUFFIXES`, or is a folder, created if missing, whose old frames are removed;
+    ``folder=None`` decides as :func:`is_folder_of_frames`. An odd side of an mp4 repeats its last row or column. A gif
+    frame lasts a multiple of 0.01 s, at least 0.02 s. A sound shorter or longer than the video is written whole.
 
     Raises:
         OutputError: the video can't be written, for example because the disk is full; no part of it is left.

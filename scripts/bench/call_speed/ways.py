@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dit_accel import Preset, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.pipeline import preset_for
-from dit_accel.tools.measure.compare.dbcache import DBCACHES, scm
+from dit_accel.tools.measure.compare.dbcache import DBCACHES, put_on
 from dit_accel.tools.measure.compare.methods import Subject
 from dit_accel.tools.measure.compare.snapshot import Snapshot
 from dit_accel.tools.measure.timing import Output, timed_output
@@ -50,17 +50,18 @@ def _cache_dit(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
     if reason is not None:
         raise UnsupportedError(reason)
     warmup, interval = call.schedule
-    method = scm(warmup=warmup, interval=interval, policy="static")
 
     def describe() -> Row:
         import cache_dit
 
         cached = len(cache_dit.summary(pipe, logging=False)[0].cached_steps)
-        return {"setting": method.name, "computed_steps": count - cached}
+        return {"setting": f"SCM W={warmup} N={interval} static D=1", "computed_steps": count - cached}
 
     before = Snapshot(pipe)
     try:
-        with _compiled(pipe, call, count), method.put_on(Subject(pipe, count, call.branches, lambda: None)):
+        subject = Subject(pipe, count, call.branches, lambda: None)
+        masked = put_on(subject, warmup, interval=interval, policy="static", calibrator="TaylorSeer")
+        with _compiled(pipe, call, count), masked:
             yield describe
     finally:
         before.restore()

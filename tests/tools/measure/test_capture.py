@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.nn import functional
 
 from dit_accel import accelerated
 from dit_accel.errors import UnsupportedError
@@ -53,7 +52,7 @@ def test_each_attention_is_visited_once(name):
         call(name)
         report = pipeline(name).dit_accel.report()
     visited = Counter((site.step, site.block) for site, _ in sites)
-    assert set(visited.values()) <= {1, 2} and len(set(visited.values())) == 1, "branches"
+    assert set(visited.values()) in ({1}, {2}), "branches"
     expected = [
         (step, layer)
         for step in range(3)
@@ -102,29 +101,6 @@ def test_vision_lies_where_the_layout_says(name):
     assert changed["noise"][vision].all()
     assert not changed["noise"][~vision].any()
     assert changed["prompt"][~vision].any() or not layout.text
-
-
-def test_gradients_flow_through_what_is_put_in_place():
-    """A bare transformer under the tap: its loss reaches a parameter that only the visitor knows; steps are counted."""
-    transformer = pipeline("wan").transformer
-    weight = torch.ones((), requires_grad=True)
-    seen = set()
-
-    def visit(site, q, k, v):
-        seen.add((site.step, site.block, site.grid))
-        parts = (x.transpose(1, 2) for x in (q, k, v))
-        return weight * functional.scaled_dot_product_attention(*parts).transpose(1, 2)
-
-    latents, prompt = (
-        torch.randn(1, transformer.config.in_channels, 2, 8, 8),
-        torch.randn(1, 5, transformer.config.text_dim),
-    )
-    with AttentionTap(transformer, visit):
-        for timestep in (900.0, 500.0):
-            output = transformer(latents, torch.tensor([timestep]), prompt, return_dict=False)[0]
-    output.square().mean().backward()
-    assert weight.grad.abs() > 0
-    assert {(step, grid) for step, _, grid in seen} == {(0, (2, 4, 4)), (1, (2, 4, 4))}
 
 
 def test_a_visitor_that_fails_leaves_no_hooks():

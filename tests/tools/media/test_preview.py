@@ -130,13 +130,12 @@ def test_other_layouts_and_unexplained_outputs_give_no_preview(latents, output):
     assert not previewer.has_learned and seen(previewer, latents) is None
 
 
-def test_a_call_whose_latents_change_their_form_goes_on(monkeypatch):
+def test_a_call_whose_latents_change_their_form_goes_on():
     """Some pipelines denoise a small image first, or keep several latents in a list; others return lists of images."""
-    monkeypatch.setattr(preview, "INTERVAL", 0.0)
     previewer, shown, pipe = Previewer(), [], SimpleNamespace(scheduler=SimpleNamespace(sigmas=torch.arange(5) / 4))
     previewer.latents = LAYOUTS["images"](scene(0)[0])
     previewer.learn(scene(0)[1])
-    callback, whole = previewer.watch(shown.append), LAYOUTS["images"](scene(1)[0])
+    callback, whole = previewer.watch(shown.append, lambda index: True), LAYOUTS["images"](scene(1)[0])
     for index, latents in enumerate((whole[..., ::2], whole, [whole])):
         assert callback(pipe, index, None, {"latents": latents}) == {}
     assert len(shown) == 2

@@ -11,7 +11,6 @@ of the transformer's blocks. After every method ``snapshot`` checks that the pip
 from collections.abc import Sequence
 from typing import Any
 
-from dit_accel.errors import UnsupportedError
 from dit_accel.tools.measure.compare.caches import CACHES
 from dit_accel.tools.measure.compare.dbcache import DBCACHES
 from dit_accel.tools.measure.compare.forecasters import FORECASTERS
@@ -42,18 +41,10 @@ PEERS = {**CACHES, **FORECASTERS, **DBCACHES, **FEWER_STEPS}
 def peer_methods(
     pipe: Any, steps: int, names: Sequence[str] | None = None, settings: int | None = None
 ) -> tuple[list[Method], dict[str, str]]:
-    """Return settings of other methods, and the reason for each method that can't run.
+    """Return settings of other methods, keys of `PEERS`, and the reason for each method that can't run.
 
-    Args:
-        names: keys of `PEERS`; None = all.
-        settings: maximum number of settings per method, spread over its sweep; None = all.
-
-    Raises:
-        UnsupportedError: a name is unknown.
+    ``names=None`` are all methods. ``settings`` is the maximum number of settings per method, spread over its sweep.
     """
-    unknown = [name for name in names or () if name not in PEERS]
-    if unknown:
-        raise UnsupportedError(f"{unknown[0]!r} is unknown; methods are {', '.join(PEERS)}")
     reasons = {name: PEERS[name].why_not(pipe) for name in (PEERS if names is None else names)}
     able = [PEERS[name] for name, reason in reasons.items() if reason is None]
     methods = [method for peer in able for method in spread(peer.methods(steps), settings)]

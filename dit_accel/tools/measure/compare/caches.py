@@ -7,11 +7,10 @@ explained at the code and in docs/notes/comparisons.md.
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from diffusers.hooks import HookRegistry
 
 from dit_accel.models import denoisers
-from dit_accel.tools.measure.compare.methods import Peer, Subject, peer_of
+from dit_accel.tools.measure.compare.methods import Peer, Subject
 from dit_accel.tools.measure.timing import removed_after
 
 # Layers whose outputs TaylorSeer forecasts "per layer", as in its paper, and layers that it then skips.
@@ -52,19 +51,16 @@ def _cache(
     by_branch: bool = False,
     needs_steps: bool = False,
 ) -> Peer:
-    """Make a method from a cache of diffusers.
+    """Make a method from a cache of diffusers, the name of whose configuration class is ``cache`` and ``Config``.
 
-    Args:
-        cache: name of the configuration class without ``Config``; also the default of ``series``.
-        arguments: returns the arguments of the configuration for a subject and a setting's values.
-        by_branch: the cache keeps one state for all branches; each branch gets its own here.
-        needs_steps: the cache needs step and sigma in the cache context.
+    ``arguments`` returns the configuration's arguments for a subject and a setting's values. ``by_branch`` gives each
+    branch a state, for caches that keep one for all; ``needs_steps`` adds step and sigma to the cache context.
     """
     config = f"{cache}Config"
 
     @contextmanager
     def put_on(subject: Subject, *setting: Any) -> Iterator[dict[str, Any]]:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             if needs_steps:
                 stack.enter_context(_with_steps(subject))
             make = getattr(diffusers, config)
@@ -79,7 +75,7 @@ def _cache(
         uncached = [type(module).__name__ for module in denoisers(pipe).values() if not hasattr(module, "enable_cache")]
         return f"{uncached[0]} does not support caches" if uncached else None
 
-    return peer_of(series or cache, name, settings, put_on, why_not)
+    return Peer(series or cache, name, settings, put_on, why_not)
 
 
 def _taylorseer(variant: str, label: str, settings: Sequence[tuple[int, int, int]], **parts: Any) -> Peer:
@@ -101,7 +97,7 @@ def _mag(subject: Subject, threshold: float, skipped: int, retained: float) -> d
     """Arguments of MagCache. Its calibration on the tuning prompt prints magnitude ratios; their mean over branches."""
     if "mag_cache" not in subject.calibrations:
         config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=subject.steps)
-        with _enabled(subject.pipe, lambda: config), contextlib.redirect_stdout(io.StringIO()) as printed:
+        with _enabled(subject.pipe, lambda: config), redirect_stdout(io.StringIO()) as printed:
             subject.tuning_run()
         lists = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("[1.0")]
         subject.calibrations["mag_cache"] = torch.tensor(lists).mean(0).tolist()
@@ -225,7 +221,7 @@ def _with_steps(subject: Subject) -> Iterator[None]:
             del transformer.cache_context
 
 
-def _state_by_branch(subject: Subject) -> contextlib.AbstractContextManager[None]:
+def _state_by_branch(subject: Subject) -> AbstractContextManager[None]:
     """Within the block, give each branch of guidance its own state for every hook with ``hook.state``.
 
     These hooks expect both branches in one batch. If the branches run one after the other, the second would get the

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+from dit_accel.tools.measure.compare.methods import Peer, Subject
 
 # Warm-up and threshold.
 _SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
@@ -29,16 +29,8 @@ def _why_not(pipe: Any, calibrator: str = "TaylorSeer") -> str | None:
     return None if known else f"cache-dit {cache_dit.__version__} does not know {type(pipe).__name__}"
 
 
-def _method(series: str, **setting: Any) -> Method:
-    letters = {"mask": "", "warmup": "W=", "interval": "N=", "threshold": "R=", "policy": "", "calibrator": ""}
-    shown = setting | ({"calibrator": CALIBRATORS[setting["calibrator"]]} if "calibrator" in setting else {})
-    label = " ".join(f"{letter}{shown[key]}" for key, letter in letters.items() if key in shown)
-    kind = "SCM" if "policy" in setting else "DBCache"
-    return Method(series, f"{kind} {label}", partial(_put_on, **setting))
-
-
 @contextmanager
-def _put_on(
+def put_on(
     subject: Subject,
     warmup: int,
     threshold: float = 0.08,
@@ -47,6 +39,7 @@ def _put_on(
     interval: int | None = None,
     policy: str = "dynamic",
 ) -> Iterator[dict[str, Any]]:
+    """Within the block, run DBCache, with a mask of skippable steps if a ready-made one or one step in N is named."""
     import cache_dit
 
     _quieten()
@@ -82,24 +75,28 @@ def _quieten() -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _dbcache(series: str, **common: str) -> Peer:
-    methods = [_method(series, warmup=warmup, threshold=threshold, **common) for warmup, threshold in _SETTINGS]
-    return Peer(lambda steps: methods, partial(_why_not, **common))
+def _scm(subject: Subject, label: str, setting: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+    return put_on(subject, **setting, calibrator="TaylorSeer")
 
 
-scm = partial(_method, "SCM + TaylorSeer (cache-dit)", calibrator="TaylorSeer")
 # Masks of skippable steps: the ready-made masks and, since those compute more than 0.35, one step in N.
 # Under policy `dynamic` some masked steps are computed anyway.
 _MASKED = [
-    *(scm(warmup=8, mask=mask, policy="static") for mask in MASKS),
-    *(scm(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
-    *(scm(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
+    *((f"{mask} W=8 static", {"warmup": 8, "mask": mask, "policy": "static"}) for mask in MASKS),
+    *((f"{mask} W=8 R=0.2 dynamic", {"warmup": 8, "mask": mask, "threshold": 0.2}) for mask in MASKS),
+    *((f"W=3 N={count} static", {"warmup": 3, "interval": count, "policy": "static"}) for count in (3, 4, 6, 10)),
 ]
 DBCACHES = {
-    "dbcache": _dbcache("DBCache (cache-dit)"),
+    "dbcache": Peer("DBCache (cache-dit)", "DBCache W={} R={}", _SETTINGS, put_on, _why_not),
     **{
-        f"dbcache-{calibrator.lower()}": _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator=calibrator)
-        for calibrator in CALIBRATORS
+        f"dbcache-{calibrator.lower()}": Peer(
+            f"DBCache + {calibrator} (cache-dit)",
+            f"DBCache W={{}} R={{}} {label}",
+            _SETTINGS,
+            partial(put_on, calibrator=calibrator),
+            partial(_why_not, calibrator=calibrator),
+        )
+        for calibrator, label in CALIBRATORS.items()
     },
-    "scm": Peer(lambda steps: _MASKED, _why_not),
+    "scm": Peer("SCM + TaylorSeer (cache-dit)", "SCM {} D=1", _MASKED, _scm, _why_not),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
 from dit_accel.models.hooks import Hook, register_hook, remove_hook
 from dit_accel.tools.measure.compare.mean_velocity import average_velocities, velocity_costs
-from dit_accel.tools.measure.compare.methods import Peer, Subject, peer_of
+from dit_accel.tools.measure.compare.methods import Peer, Subject
 
 HOOK = "dit_accel_rival"
 MOVES = ("skipped", "whole")  # steps that MeanCache's mean velocity moves: the skipped steps, or the whole interval
@@ -153,11 +153,6 @@ def _powers(products: np.ndarray, distance: float) -> np.ndarray:
     return weights if np.isfinite(weights).all() else reuse
 
 
-def meancache(records: Sequence[Record], step: int, *, weights: Mapping[int, np.ndarray]) -> torch.Tensor:
-    """MeanCache: mean velocity until the next computed step, from weights on the latest records."""
-    return weighted(records[-len(weights[step]) :], weights[step])
-
-
 def every(interval: int, warmup: int, steps: int) -> set[int]:
     """Return the first ``warmup`` steps, then every N-th step, and the last one."""
     return {step for step in range(steps) if step < warmup or (step - warmup + 1) % interval == 0 or step == steps - 1}
@@ -224,13 +219,12 @@ def forecasting(pipe: Any, plan: Plan) -> Iterator[list[_Forecasting]]:
 def _rival(
     series: str, name: str, settings: Sequence[tuple], plan: Callable[..., Plan], *why_not: Callable[[Any], str | None]
 ) -> Peer:
-
     @contextmanager
     def put_on(subject: Subject, *setting: Any) -> Iterator[dict[str, Any]]:
         with forecasting(subject.pipe, plan(subject, *setting)):
             yield {}
 
-    return peer_of(series, f"{series} {name}", settings, put_on, *why_not)
+    return Peer(series, f"{series} {name}", settings, put_on, *why_not)
 
 
 def _plan_spectrum(subject: Subject, interval: int, growth: float, blend: float) -> Plan:
@@ -239,15 +233,18 @@ def _plan_spectrum(subject: Subject, interval: int, growth: float, blend: float)
 
 
 def _plan_hicache(subject: Subject, warmup: int, order: int, interval: int, scale: float) -> Plan:
-    return Plan(every(interval, warmup, subject.steps), partial(hicache, order=order, scale=scale))
+    return _plan_interval(subject, warmup, interval, partial(hicache, order=order, scale=scale))
 
 
-def _plan_interval(forecast: Callable[..., torch.Tensor], subject: Subject, warmup: int, interval: int) -> Plan:
+def _plan_interval(subject: Subject, warmup: int, interval: int, forecast: Callable[..., torch.Tensor]) -> Plan:
     return Plan(every(interval, warmup, subject.steps), forecast)
 
 
 def _plan_meancache(subject: Subject, share: float, moves: str) -> Plan:
-    """Plan of MeanCache; the errors of mean velocities are measured on a run with the tuning prompt."""
+    """Plan of MeanCache: the mean velocity until the next computed step, as weights on the latest records.
+
+    The errors of mean velocities are measured on a run with the tuning prompt.
+    """
     if "meancache" not in subject.calibrations:
         with forecasting(subject.pipe, Plan(range(subject.steps), foca)) as hooks:
             subject.tuning_run()
@@ -256,7 +253,11 @@ def _plan_meancache(subject: Subject, share: float, moves: str) -> Plan:
         subject.calibrations["meancache"] = {moved: velocity_costs(trails, sigmas, moved == "whole") for moved in MOVES}
     costs = subject.calibrations["meancache"][moves]
     computed, weights = average_velocities(costs, round(share * subject.steps), moves == "whole")
-    return Plan(computed, partial(meancache, weights=weights), moved=weights.keys() & computed)
+
+    def forecast(records: Sequence[Record], step: int) -> torch.Tensor:
+        return weighted(records[-len(weights[step]) :], weights[step])
+
+    return Plan(computed, forecast, moved=weights.keys() & computed)
 
 
 def _without_sigmas(pipe: Any) -> str | None:
@@ -278,6 +279,6 @@ FORECASTERS = {
     "spectrum": _rival("Spectrum", "N={} a={} w={}", _SPECTRUM, _plan_spectrum),
     "meancache": _rival("MeanCache", "B={} {}", _MEANCACHE, _plan_meancache, _without_sigmas),
     "hicache": _rival("HiCache", "W={} D={} N={} s={}", _HICACHE, _plan_hicache),
-    "foca": _rival("FoCa", "W={} N={}", _INTERVALS, partial(_plan_interval, foca)),
-    "dmd": _rival("DMD", "W={} N={}", _INTERVALS, partial(_plan_interval, dmd)),
+    "foca": _rival("FoCa", "W={} N={}", _INTERVALS, partial(_plan_interval, forecast=foca)),
+    "dmd": _rival("DMD", "W={} N={}", _INTERVALS, partial(_plan_interval, forecast=dmd)),
 }

@@ -29,9 +29,8 @@ Costs = dict[tuple[int, int], tuple[float, np.ndarray]]
 def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
     """Return weights ``[window]`` of the latest velocities in the mean velocity.
 
-    Args:
-        falls: changes of sigma in the steps of the window, and in the steps that the mean velocity replaces until the
-            next computed step; the window's last step belongs to both.
+    ``falls`` are the changes of sigma in the window's steps, and in the steps that the mean velocity replaces until the
+    next computed step; the window's last step belongs to both.
     """
     inside = falls[:window]
     weights = inside / inside.sum()
@@ -42,16 +41,11 @@ def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
 
 
 def velocity_costs(trails: Sequence[Sequence[torch.Tensor]], sigmas: Sequence[float], whole: bool) -> Costs:
-    """Compute the error of the mean velocity for each pair of computed steps with skipped steps between.
+    """Compute the mean absolute error of the mean velocity for each pair of computed steps with skipped steps between.
 
-    Args:
-        trails: velocities of a plain run by step, one sequence per branch.
-        sigmas: sigmas of the run's steps, and the sigma after the last step.
-        whole: whether the mean velocity also replaces the computed step's velocity.
-
-    Returns:
-        ``{(computed, next computed): (cost, weights)}``: the mean absolute error of the mean velocity, and the weights
-        of the window with the lowest error. The end of the run counts as a computed step.
+    ``trails`` are the velocities of a plain run by step, one sequence per branch. Returns
+    ``{(computed, next computed): (cost, weights)}`` with the weights of the best window; the end of the run counts as a
+    computed step. With ``whole``, the mean velocity also replaces the computed step's velocity.
     """
     steps = len(trails[0])
     falls = np.diff(np.array(sigmas))[:steps]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dit_accel.pipeline import accelerated, preset_for
 from dit_accel.presets import Preset, load_preset
@@ -46,40 +46,29 @@ class Method:
         return self.series == OURS
 
 
-class Peer(NamedTuple):
+@dataclass(frozen=True)
+class Peer:
     """An acceleration method that is not ours."""
 
-    methods: Callable[[int], list[Method]]  # its settings for a number of steps
-    why_not: Callable[[Any], str | None]  # reason why it can't run on a pipeline, or None
+    series: str
+    name: str  # of a setting: a format string for its values
+    settings: Sequence[tuple] | Callable[[int], Sequence[tuple]]  # values of each setting, or by the number of steps
+    put_on: Callable[..., AbstractContextManager[dict[str, Any]]]  # as of a method, from a subject and a setting
+    why_not: Callable[[Any], str | None] = lambda pipe: None  # reason why it can't run on a pipeline, or None
 
+    def methods(self, steps: int) -> list[Method]:
+        """Return its settings for a number of steps."""
+        settings = self.settings(steps) if callable(self.settings) else self.settings
+        return [Method(self.series, self.name.format(*values), self._with(values)) for values in settings]
 
-def peer_of(
-    series: str,
-    name: str,
-    settings: Sequence[tuple],
-    put_on: Callable[..., AbstractContextManager[dict[str, Any]]],
-    why_not: Callable[[Any], str | None] = lambda pipe: None,
-) -> Peer:
-    """Make a method whose settings are the same for all numbers of steps.
-
-    Args:
-        name: format string for the name of a setting.
-        settings: values of each setting, the arguments of ``put_on`` after the subject.
-    """
-    methods = [Method(series, name.format(*values), _with_values(put_on, values)) for values in settings]
-    return Peer(lambda steps: methods, why_not)
-
-
-def _with_values(put_on: Callable[..., Any], values: tuple) -> Callable[[Subject], Any]:
-    return lambda subject: put_on(subject, *values)
+    def _with(self, values: tuple) -> Callable[[Subject], AbstractContextManager[dict[str, Any]]]:
+        return lambda subject: self.put_on(subject, *values)
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:
     """Make methods from presets, and from a sweep of the ``target_error`` of closed-loop preset ``target_of``.
 
-    Raises:
-        PresetError: unknown preset, key or value.
-        UnsupportedError: a preset does not fit the pipeline.
+    A preset that does not fit the pipeline is an UnsupportedError.
     """
     loaded = [preset_for(pipe, preset) for preset in presets]
     methods = [of_preset(_series(preset), preset.name, preset) for preset in loaded]

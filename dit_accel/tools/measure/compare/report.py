@@ -28,18 +28,12 @@ FRACTIONS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 
 
 def frontier(rows: Iterable[Row]) -> list[tuple[float, float]]:
-    """Return computed fraction and PSNR of the best rows, by ascending fraction.
-
-    Outputs equal to the plain ones are left out: no setting reaches the values on a line to their nominal 100 dB.
-    """
+    """Return computed fraction and PSNR of the best rows, by ascending fraction, leaving out plain outputs."""
     return best_settings([(row["computed_fraction"], row["psnr_db"]) for row in approximations(rows)])
 
 
 def at(points: Sequence[tuple[float, float]], fraction: float) -> float | None:
-    """Interpolate a frontier's PSNR linearly at a computed fraction; beyond the last setting its PSNR is constant.
-
-    None below the first setting, because no setting is as cheap.
-    """
+    """Interpolate a frontier's PSNR linearly at a computed fraction; None below it, its last PSNR beyond it."""
     if not points or fraction < points[0][0]:
         return None
     return float(np.interp(fraction, *zip(*points, strict=True)))

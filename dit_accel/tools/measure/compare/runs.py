@@ -66,16 +66,10 @@ class _Trace:
 class Bench:
     """A pipeline with its plain runs, on which methods are measured.
 
-    Args:
-        load: loads the plain pipeline onto its device; called again if a method changes the pipeline permanently.
-        arguments: of the pipeline's call, without prompt and generator.
-        tuning_prompt: prompt for calibration; not in ``prompts``.
-        begin: called before each run with its name, and its share of all runs of a setting.
-        repeats: minimum number of timed runs per method; runs for quality count too.
-        show: called with ``plain`` or a method's name, a prompt's index and the frames ``[frames, 3, height, width]``.
-
-    Raises:
-        UnsupportedError: the pipeline takes no ``callback_on_step_end``, or has no transformer.
+    ``load`` loads the plain pipeline, again if a method changes it permanently. ``tuning_prompt`` is for calibration.
+    ``begin`` is called before each run with its name, and its share of all runs of a setting; ``show`` with ``plain``
+    or a method's name, a prompt's index and the frames ``[frames, 3, height, width]``. ``repeats`` is the minimum
+    number of timed runs per method, to which runs for quality count.
     """
 
     def __init__(
@@ -194,8 +188,7 @@ class Bench:
     ) -> Iterator[tuple[dict[str, Any], Any]]:
         """Within the block, apply the method for one run; time it and the plain steps after it.
 
-        The value of ``beneath``, a context around the run and the plain steps, is yielded with the changes to the
-        call's arguments.
+        Yields the changes to the call's arguments, and the value of ``beneath``, a context around all these steps.
         """
         with beneath() as entered, method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
             yield changes, entered
@@ -233,10 +226,7 @@ class Bench:
         return figures | {name: value for name, value in found.items() if value is not None}
 
     def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
-        """Remove attributes that the method left; repeat the plain run's first steps and compare them.
-
-        Returns the estimated seconds of a whole plain run.
-        """
+        """Remove attributes that the method left, compare the plain run's first steps; return a run's seconds."""
         trace.left_behind |= self._snapshot.restore()
         with beneath():
             distance, seconds = self._distance_to_plain()

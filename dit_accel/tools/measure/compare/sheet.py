@@ -19,10 +19,7 @@ MOST_PROMPTS = 12  # rows of the sheet
 
 
 class Sheet:
-    """Images of the plain runs and of each setting, in ``STEM-images``, and ``STEM-sheet.png``.
-
-    The image of a video is the frame in its middle.
-    """
+    """Images of the plain runs and of each setting, in ``STEM-images``, and ``STEM-sheet.png``."""
 
     def __init__(self, stem: Path, prompts: int) -> None:
         self._folder = stem.with_name(f"{stem.name}-images")
@@ -36,10 +33,8 @@ class Sheet:
         save_image(middle_frame(frames), self._path(setting, prompt))
 
     def write(self, settings: Sequence[str]) -> Path:
-        """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings.
-
-        Settings without images, which an earlier run measured without a sheet, are left out.
-        """
+        """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings."""
+        # An earlier run may have measured settings without a sheet.
         shown = [name for name in (PLAIN, *settings) if self._path(name, 0).is_file()]
         rows = []
         for prompt in range(min(self._prompts, MOST_PROMPTS)):

@@ -11,8 +11,7 @@ from dit_accel.models import denoisers
 class Snapshot:
     """Attributes of a pipeline's transformers, of all their modules, and of the classes of these and of the pipeline.
 
-    Args:
-        pipe: a plain pipeline that has run once, so that attributes created by runs exist.
+    The plain pipeline must have run once, so that attributes created by runs exist.
     """
 
     def __init__(self, pipe: Any) -> None:

@@ -11,7 +11,7 @@ import diffusers
 import numpy as np
 import torch
 
-from dit_accel.tools.measure.compare.methods import Method, Peer, Subject
+from dit_accel.tools.measure.compare.methods import Peer, Subject
 
 SHARES = (0.16, 0.2, 0.26, 0.3, 0.36, 0.4, 0.5, 0.6)  # of the plain run's steps
 
@@ -51,32 +51,6 @@ SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}
 SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 
 
-def fewer_steps(solver: str | None, steps: int) -> list[Method]:
-    """Return settings with shares of ``steps``; for one of `SOLVERS` also with all steps.
-
-    With all steps, a higher-order solver is close to its own limit, which differs from the plain output. Another
-    setting comes closer to the plain output only if its error resembles Euler's.
-    """
-    counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
-    if solver is None:
-        series, name = "fewer steps", "{} steps"
-    else:
-        series, name, counts = f"fewer steps, {solver}", f"{solver} {{}} steps", [*counts, steps]
-    return [Method(series, name.format(count), partial(_fewer, solver=solver, count=count)) for count in counts]
-
-
-def _why_not(pipe: Any) -> str | None:
-    name = type(pipe.scheduler).__name__
-    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not FlowMatchEulerDiscreteScheduler"
-
-
-FEWER_STEPS = {
-    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None),
-    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not),
-    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not),
-}
-
-
 def solver_over(base: Any, solver: str) -> Any:
     """Make one of `SOLVERS` that uses the noise levels and timesteps of a flow model's scheduler ``base``."""
     scheduler = SOLVERS[solver](num_train_timesteps=base.config.num_train_timesteps, prediction_type="flow_prediction")
@@ -87,7 +61,7 @@ def solver_over(base: Any, solver: str) -> Any:
 
 
 @contextmanager
-def _fewer(subject: Subject, solver: str | None, count: int) -> Iterator[dict[str, Any]]:
+def _fewer(subject: Subject, count: int, solver: str | None = None) -> Iterator[dict[str, Any]]:
     base = subject.pipe.scheduler
     if solver is not None:
         subject.pipe.scheduler = solver_over(base, solver)
@@ -95,3 +69,29 @@ def _fewer(subject: Subject, solver: str | None, count: int) -> Iterator[dict[st
         yield {"num_inference_steps": count}
     finally:
         subject.pipe.scheduler = base
+
+
+def _counts(steps: int) -> list[tuple[int]]:
+    return [(count,) for count in sorted({max(2, round(share * steps)) for share in SHARES} - {steps})]
+
+
+def _solver(solver: str) -> Peer:
+    """Return settings with a solver of higher order, also with all steps.
+
+    With all steps, it is close to its own limit, which differs from the plain output. Another setting comes closer to
+    the plain output only if its error resembles Euler's.
+    """
+
+    def why_not(pipe: Any) -> str | None:
+        name = type(pipe.scheduler).__name__
+        return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not FlowMatchEulerDiscreteScheduler"
+
+    series, put_on = f"fewer steps, {solver}", partial(_fewer, solver=solver)
+    return Peer(series, f"{solver} {{}} steps", lambda steps: [*_counts(steps), (steps,)], put_on, why_not)
+
+
+FEWER_STEPS = {
+    "fewer-steps": Peer("fewer steps", "{} steps", _counts, _fewer),
+    "fewer-steps-dpm": _solver("DPM++ 2M"),
+    "fewer-steps-unipc": _solver("UniPC"),
+}

@@ -18,11 +18,7 @@ read = partial(read_results, key="settings", kind="comparison", remove="the file
 
 
 class Sweep:
-    """Rows of a comparison, in ``STEM.json``, from which an interrupted sweep resumes.
-
-    Raises:
-        ComparisonError: the file holds a comparison with other settings, or no comparison.
-    """
+    """Rows of a comparison, in ``STEM.json``, from which an interrupted sweep with the same settings resumes."""
 
     def __init__(self, stem: Path, settings: dict[str, Any]) -> None:
         self._file = stem.with_name(f"{stem.name}.json")
@@ -63,9 +59,6 @@ class Sweep:
         """Merge the rows of another file with the same settings, and sort all rows by ``order``, a list of names.
 
         Known seconds of the plain run are kept.
-
-        Raises:
-            ComparisonError: the other file holds a comparison with other settings.
         """
         found = read(other, self.document["settings"])
         rows = {row["name"]: row for row in (*self.rows, *found["results"])}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dit_accel.errors import TuningError
 from dit_accel.presets import Preset, Skip
@@ -22,7 +21,7 @@ WARMUPS = (10, 8, 6, 5, 4, 3, 2)
 LINEAR_BOUNDS = (0.0, 0.003, 0.005, 0.007, 0.009, 0.011, 0.014, 0.018, 0.025, 0.04, 1.0)
 
 # Not keys of a preset: bounds that choose the thresholds of single layers, and the linear layers in 8 bits.
-BOUND, BOUND_RATIO, LINEAR_BOUND = "l1", "l2 / l1", "error of 8 bits"
+NO_KEYS = BOUND, BOUND_RATIO, LINEAR_BOUND = "l1", "l2 / l1", "error of 8 bits"
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,6 @@ class Axis:
     start: int  # index of the first value to try
     closest_first: bool = True  # whether the values have this order
 
-    def __post_init__(self) -> None:
-        assert 0 <= self.start < len(self.values)
-
 
 Setting = dict[str, float]  # axis key -> value
 
@@ -44,10 +40,8 @@ Setting = dict[str, float]  # axis key -> value
 def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     """Return the axes of a preset; the search fits the first one for each setting of the others.
 
-    With ``by_layer`` each layer gets its own thresholds, under the bounds l1 and l2.
-
-    Raises:
-        TuningError: the preset has no threshold.
+    With ``by_layer`` each layer gets its own thresholds, under the bounds l1 and l2. A preset without thresholds is a
+    TuningError.
     """
     axes = []
     schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse
@@ -77,11 +71,6 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
 def skips_values(config: Skip) -> bool:
     """Return True if attention skips further tiles by ``pv_threshold``, in addition to the policy's tiles."""
     return policy_of(config).options(config).get("pv_threshold") is not None
-
-
-def overrides_of(setting: Setting) -> dict[str, Any]:
-    """Return the part of a setting that ``load_preset`` takes as keys."""
-    return {key: value for key, value in setting.items() if key not in (BOUND, BOUND_RATIO, LINEAR_BOUND)}
 
 
 def _axis(key: str, values: tuple[float, ...], near: float) -> Axis:

@@ -86,11 +86,7 @@ class Recorder:
         return tap
 
     def require_every_block(self) -> None:
-        """Check that every block with a sparse policy ran in a recorded step.
-
-        Raises:
-            TuningError: a block did not.
-        """
+        """Raise a TuningError unless every block with a sparse policy ran in a recorded step."""
         skipping = [block for block in self._blocks if self._preset.skip.at(block).policy != "none"]
         missing = [block for block in skipping if block not in self.samples]
         if missing:

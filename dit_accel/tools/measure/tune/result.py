@@ -33,11 +33,7 @@ class Target:
 
     @classmethod
     def of(cls, psnr: float | None, latent_error: float | None, coverage: float | None = None) -> Target:
-        """Make a target from two arguments, of which one is None, and the share of prompts that must reach it.
-
-        Raises:
-            TuningError: both or none are given, the target is not a positive number, or the share is not in (0, 1).
-        """
+        """Make a target from two arguments, of which one is None, and the share of prompts that must reach it."""
         if coverage is not None and not 0 < coverage < 1:
             raise TuningError(f"coverage must be above 0 and below 1, e.g. 0.9, got {coverage:g}")
         if (psnr is None) == (latent_error is None):
@@ -94,9 +90,7 @@ def conformal(values: Sequence[float], coverage: float, *, is_lower: bool = True
     """Return the bound of split conformal prediction: an exchangeable further value is on its good side with a
     probability of at least ``coverage`` (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005).
 
-    Args:
-        values: n values; below coverage / (1 − coverage) of them there is no such bound, and their worst is returned.
-        is_lower: True = a lower bound; False = an upper bound.
+    Below coverage / (1 − coverage) values there is no such bound, and their worst is returned.
     """
     place = math.floor(round((len(values) + 1) * (1 - coverage), 9))
     return sorted(values, reverse=not is_lower)[max(0, place - 1)]

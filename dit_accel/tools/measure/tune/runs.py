@@ -36,10 +36,7 @@ class Figures:
 class FigureStore:
     """Storage of a tuning: a folder with JSON values in ``state.json`` and tensors in other files; writes are atomic.
 
-    The folder is created if missing; without a folder nothing is stored.
-
-    Raises:
-        TuningError: the folder belongs to another request; the message says what differs.
+    The folder, None = nothing is stored, is created if missing. A folder of another request is a TuningError.
     """
 
     def __init__(self, folder: Path | None, request: dict[str, Any]) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from dit_accel.presets import Preset, default_preset
 from dit_accel.presets.keywords import nested
 from dit_accel.tools.measure.origin import describe_run
 from dit_accel.tools.measure.tune import calibration
-from dit_accel.tools.measure.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, Axis, Setting, axes_of, overrides_of
+from dit_accel.tools.measure.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, NO_KEYS, Axis, Setting, axes_of
 from dit_accel.tools.measure.tune.linears import Kind, LinearTap, excluded, work_left
 from dit_accel.tools.measure.tune.result import Evaluation, Target, TuneResult, computed_fraction
 from dit_accel.tools.measure.tune.runs import Figures, FigureStore, MeasuredRuns
@@ -44,11 +43,7 @@ Progress = Callable[[str, int, int], None]  # name of the activity, finished run
 def split_prompts(
     prompts: Sequence[str], tuning: int = TUNING_PROMPTS, held_out: int = HELD_OUT_PROMPTS
 ) -> tuple[list[str], list[str]]:
-    """Split prompts: the first ``tuning`` ones, and the next ``held_out`` ones; half of a short list is held out.
-
-    Raises:
-        TuningError: fewer than two prompts, or a duplicate.
-    """
+    """Split prompts: the first ``tuning`` ones, and the next ``held_out`` ones; half of a short list is held out."""
     if len(prompts) < 2 or len(set(prompts)) < len(prompts):
         raise TuningError(f"at least 2 different prompts without duplicates are needed, got {len(prompts)}")
     count = min(tuning, len(prompts) // 2)
@@ -72,7 +67,7 @@ def tune(
     progress: Progress | None = None,
     **overrides: Any,
 ) -> TuneResult:
-    """Search the thresholds of a preset.
+    """Search the thresholds of a preset; if no setting meets the target, the result is the closest, ``met`` is False.
 
     Args:
         pipe: a diffusers pipeline, plain or accelerated; its state is restored afterwards.
@@ -80,18 +75,13 @@ def tune(
         prompts: prompts for tuning, then held-out prompts; see :func:`split_prompts`.
         target_psnr, target_error: minimum mean PSNR over prompts against plain runs, in dB; or the maximum mean
             relative L2 error of the final latents.
-        coverage: share of unseen prompts that must reach the target, such as 0.9, instead of the mean. It needs
-            coverage / (1 − coverage) prompts for tuning and as many held out. From 0.9 the preset then has a
-            ``calibration``, for ``target_psnr``.
-        arguments: of the pipeline's call, without prompt and generator.
-        seed: of the first prompt's noise; the next prompt gets the next seed.
+        coverage: share of unseen prompts that must reach the target instead of the mean; it needs coverage /
+            (1 − coverage) prompts for tuning and as many held out. From 0.9 the preset gets a ``calibration``.
+        arguments, seed: of the pipeline's call; the first prompt's noise is of this seed, the next one's of the next.
         evaluations: maximum number of settings of run-level thresholds between two confirmations.
         state: folder for all results, from which an interrupted tuning resumes; None = none.
         progress: called before each run and after each layer; an exception from it ends the tuning.
         overrides: preset keys to change first; the closed loop's target is ``schedule={"target_error": …}``.
-
-    Returns:
-        The preset with its measured values; if no setting meets the target, the closest one, and ``met`` is False.
 
     Raises:
         PresetError: unknown preset, key or value.
@@ -113,16 +103,10 @@ def tune(
     tuner = _Tuner(pipe, preset, base, overrides, target, arguments, *split, seed, by_layer)
     with accelerated(pipe, preset):
         pass  # raises now, before plain runs of minutes, if the preset does not fit the pipeline
-    with _restored(pipe):
-        return tuner.run(axes, evaluations, state and Path(state), progress)
-
-
-@contextmanager
-def _restored(pipe: Any) -> Iterator[None]:
     earlier = vars(pipe).get("dit_accel")
     restore_pipeline(pipe)
     try:
-        yield
+        return tuner.run(axes, evaluations, state and Path(state), progress)
     finally:
         if earlier is not None:
             accelerate_pipeline(pipe, earlier.preset)
@@ -225,7 +209,7 @@ class _Tuner:
         return load_preset(self.preset, **self._changes(setting))
 
     def _changes(self, setting: Setting) -> dict[str, Any]:
-        changes = overrides_of(setting)
+        changes: dict[str, Any] = {key: value for key, value in setting.items() if key not in NO_KEYS}
         if self.by_layer:
             changes["skip.layers"] = calibration.layers_of(self._chosen(setting))
         if LINEAR_BOUND in setting:

@@ -63,7 +63,7 @@ def test_a_peer_runs_and_leaves_nothing_behind(bench, peer):
     assert bench.pipe is pipe and isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
 
 
-@pytest.mark.parametrize("peer", ["pab", "faster-cache", "sea-cache", "mag-cache", "meancache", "dmd"])
+@pytest.mark.parametrize("peer", ["pab", "sea-cache", "mag-cache", "meancache", "dmd"])
 def test_a_peer_takes_guidance_in_two_branches(guided_bench, peer):
     """If branches run one after the other, methods with one state keep one state per branch."""
     assert guided_bench.subject.branches == 2
@@ -78,13 +78,11 @@ def test_a_plain_run_is_its_own_equal(bench):
     assert row["left_behind"] == {} and bench.repeatable
 
 
-@pytest.mark.parametrize(("name", "prompt"), [("ltx2", None), ("cosmos3", "a red fox")], ids=["ltx2", "cosmos3"])
-def test_the_sound_of_a_video_is_compared_too(monkeypatch, name, prompt):
+def test_the_sound_of_a_video_is_compared_too(monkeypatch):
     """A plain run has the same sound, fewer steps have another, and a sound of NaN is an error."""
-    pipe, arguments = built(name)
+    pipe, arguments = built("ltx2")
     arguments = {**arguments, "num_inference_steps": 4, "num_frames": 5}
-    arguments.pop("prompt", None)
-    bench = Bench(lambda: pipe, arguments, [Prompt(prompt, 0)], Prompt(prompt, 1), repeats=1)
+    bench = Bench(lambda: pipe, arguments, [Prompt(None, 0)], Prompt(None, 1), repeats=1)
     assert len(bench._plain[0]["frames"]) == 5
     row = bench.measure(NOTHING)
     assert (row["si_sdr_db"], row["rms_ratio_db"]) == (IDENTICAL, 0.0)
@@ -103,7 +101,7 @@ def test_sound_alone_is_compared():
     """Rows have no metrics of images, nothing is shown, and the table has dashes instead."""
     bench = Bench(
         longcat_audio,
-        {"num_inference_steps": 2 * STEPS, "audio_duration_s": 3.0},
+        {"num_inference_steps": STEPS, "audio_duration_s": 1.0},
         [Prompt("rain", 0)],
         Prompt("snow", 1),
         repeats=1,
@@ -198,12 +196,6 @@ def test_our_presets_and_a_sweep_of_the_target(bench):
         our_methods(bench.pipe, ["wan21-sparge"])
 
 
-def test_fixed_schedules_of_a_family_that_has_no_preset_of_its_own():
-    """Level layer by facts runs under them; without facts there is no such level."""
-    series = {name: {method.series for method in fixed_schedules(tiny_pipeline(name))} for name in ("ltx", "framepack")}
-    assert series["ltx"] - series["framepack"] == {"TaylorSeer, our engine", "FORA, our engine"}
-
-
 def test_a_digest_tells_what_a_preset_holds(bench):
     """Any value that has an effect changes it, name and description do not; rows carry it."""
 
@@ -278,10 +270,8 @@ def test_times_anew_are_repeats_too(paces):
     assert bench.time_plain() == 6.0
 
 
-def test_settings_are_spread_over_a_sweep(bench):
-    """The first and the last are among them; one is from the middle. An unknown method is an error."""
-    with pytest.raises(UnsupportedError, match="'magic' is unknown; methods are taylorseer, "):
-        peer_methods(bench.pipe, STEPS, ["magic"])
+def test_settings_are_spread_over_a_sweep():
+    """The first and the last are among them; one is from the middle."""
     sweep = [Method("s", str(i), nothing) for i in range(10)]
     assert [method.name for method in spread(sweep, 4)] == ["0", "3", "6", "9"]
     assert [method.name for method in spread(sweep, 1)] == ["5"]

@@ -8,6 +8,7 @@ from dit_accel.tools.measure.compare import solvers
 from dit_accel.tools.measure.compare.methods import Subject
 from tests.tiny import tiny_output, tiny_pipeline
 
+SOLVED = {"DPM++ 2M": solvers.FEWER_STEPS["fewer-steps-dpm"], "UniPC": solvers.FEWER_STEPS["fewer-steps-unipc"]}
 STATIC = {"shift": 7.0}
 DYNAMIC = {
     "use_dynamic_shifting": True,
@@ -42,7 +43,7 @@ def test_noise_levels_are_the_pipelines_own(name, config, solver):
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**config)
     for steps in (10, 20):
         sigmas, timesteps = schedule(pipe, name, steps=steps)
-        method = solvers.fewer_steps(solver, steps)[-1]
+        method = SOLVED[solver].methods(steps)[-1]
         with method.put_on(Subject(pipe, steps, 1, None)) as changes:
             assert isinstance(pipe.scheduler, solvers.SOLVERS[solver])
             solved = schedule(pipe, name, **changes)
@@ -56,7 +57,7 @@ def test_noise_levels_are_even_before_the_shift_where_the_pipeline_has_no_wish(s
     """The levels are the solver's own choice, without the jump to 0 at the end of Euler's."""
     pipe = tiny_pipeline("wan")
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**STATIC)
-    with solvers.fewer_steps(solver, 10)[-1].put_on(Subject(pipe, 10, 1, None)) as changes:
+    with SOLVED[solver].methods(10)[-1].put_on(Subject(pipe, 10, 1, None)) as changes:
         sigmas, timesteps = schedule(pipe, "wan", **changes)
     even = torch.linspace(1.0, 0.0, 11)
     torch.testing.assert_close(sigmas, 7 * even / (1 + 6 * even), rtol=0, atol=1e-4)
