@@ -34,7 +34,9 @@ class StandIn:
         if self._replaced is not None:
             return self._replaced(*args, **kwargs)
         holder = self._holder()
-        return getattr(type(holder), self._name)(holder, *args, **kwargs)
+        if (method := getattr(type(holder), self._name)) is None:  # a module's entry of compiled code
+            return holder._call_impl(*args, **kwargs)
+        return method(holder, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the holder's own code is what is to be compiled

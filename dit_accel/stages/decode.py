@@ -44,11 +44,9 @@ _NUMBERS = itertools.count()
 class _Decode:
     """One decode in progress, in which no weight and no module changes.
 
-    Args:
-        given_up: why all calls are the decoder's own; None = they need not be.
-
     Attributes:
-        reasons: why a call must be the decoder's own, by its form; None = it need not.
+        given_up: why all calls are the decoder's own; None = they need not be.
+        reasons: why calls must be the decoder's own, by their form; None = they need not be.
         form: everything about a decode that ranks may share but the values of tensors.
         bands: how ranks may share the decode; None = they do not.
     """
@@ -67,18 +65,15 @@ class _GivenUp(Exception):
 
 
 class FusedDecode:
-    """Decodes with fused kernels, in place of an autoencoder's decoder.
+    """Decodes with fused kernels, in place of the decoder of an autoencoder that has a page.
 
-    Args:
-        autoencoder: of a class with a page.
-        backend: "auto" leaves a CPU's calls to the decoder.
-        group: ranks that share every decode; None = decodes that a pipeline calls are shared by the pipeline's ranks.
+    The backend "auto" leaves a CPU's calls to the decoder. The ranks of a group share every decode; without a group,
+    the ranks of a pipeline share decodes that the pipeline calls.
 
     Attributes:
         remark: how the latest call ran; None = there was none.
-        holders: accelerations that want it.
+        holders: number of accelerations that want it.
         sharing: stages of pipelines whose ranks share decodes.
-        can_share: its page can decode rows.
     """
 
     part = "decoder"
@@ -94,7 +89,7 @@ class FusedDecode:
         self._page = page_of(autoencoder)
         self.can_share = hasattr(self._page, "SHARED_FROM")
         self._backend = backend
-        self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
+        self._known: dict[tuple, str | None] = {}  # why not, by the form of a compared call
         self._too_large: dict[tuple, int] = {}  # number of the first decode whose comparison had no memory, by form
         self._current = threading.local()
         self._stand_ins = (
@@ -116,8 +111,8 @@ class FusedDecode:
                 stand_in.leave()
 
     def _whole(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A decode of the autoencoder, which may call its decoder several times."""
-        if not self.holders or getattr(self._current, "decode", None) is not None:
+        """Run a decode of the autoencoder, which may call its decoder several times."""
+        if not self.holders or self._is_inside():
             return original(*args, **kwargs)
         ranks, decode = self._ranks(module, args), _Decode(self._backend)
         if ranks is not None:
@@ -158,11 +153,12 @@ class FusedDecode:
     def _forward(
         self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> torch.Tensor | tuple:
-        """The decoder's output: images, or a tuple of images and frames for the next call."""
+        """Return the decoder's output: images, or a tuple of images and frames for the next call."""
         if not self.holders:
             return original(*args, **kwargs)
-        decode = getattr(self._current, "decode", None)
-        if decode is None:
+        if self._is_inside():
+            decode = self._current.decode
+        else:
             decode = _Decode(self._backend, f"the {self.part} is called by itself" if _lists(kwargs) else None)
         form = _form(args, kwargs)
         if form not in decode.reasons:  # it is checked once in a decode
@@ -181,12 +177,11 @@ class FusedDecode:
         reason = reason or self._known[form]
         if reason is None:
             try:
-                output = self._run(module, *args, **kwargs, layers=decode.layers)
-                self.remark = FUSED
-                return _contiguous(output)
+                output, self.remark = self._run(module, args, kwargs, decode.layers), FUSED
+                return output
             except Exception as error:  # whatever memory, a compiler or a kernel raises: the decoder may still run
                 reason = _raised(error)
-            if getattr(self._current, "decode", None) is not None:
+            if self._is_inside():
                 raise _GivenUp(reason)  # frames that a decoder keeps have changed
         self.remark = self._fallback_remark(reason)
         return original(*args, **kwargs)
@@ -207,24 +202,21 @@ class FusedDecode:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> torch.Tensor | tuple:
-        """The output of a first call of a form, which decides about the later ones."""
+        """Return the output of the first call of a form, which decides about the later ones."""
         copied, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # decoders of videos keep frames in lists
         try:
             expected = original(*args, **kwargs)
         except torch.OutOfMemoryError:
-            if not _lists(kwargs) or getattr(self._current, "decode", None) is None:
-                raise
-            expected = None
-        if expected is None:  # the frames of the past that the comparison keeps were too much
-            del copied, named
-            raise _GivenUp("no memory to compare with the decoder's own output")
+            if _lists(kwargs) and self._is_inside():  # the frames of the past that the comparison keeps were too much
+                raise _GivenUp("no memory to compare with the decoder's own output") from None
+            raise
         size = _images(expected).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = self._fallback_remark("its output is no image")
             return expected
         is_final = True
         try:
-            output = _contiguous(self._run(module, *copied, **named, layers=decode.layers))
+            output = self._run(module, copied, named, decode.layers)
             reason = _why_others((output, _lists(named)), (expected, _lists(kwargs)))
         except Exception as error:
             reason = _raised(error)
@@ -239,14 +231,18 @@ class FusedDecode:
             kept[:] = named[name]
         return output
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._page, self.method)(*args, **kwargs)
+    def _run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor | tuple:
+        return _contiguous(getattr(self._page, self.method)(module, *args, **kwargs, layers=layers))
+
+    def _is_inside(self) -> bool:
+        """Return True in a decode of the autoencoder."""
+        return getattr(self._current, "decode", None) is not None
 
     def _fallback_remark(self, reason: str) -> str:
         return f"{OWN} {self.part}: {reason}"
 
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
-        """Why the decoder's own forward must run, or None."""
+        """Return why the decoder's own forward must run, or None."""
         if not args or not isinstance(args[0], torch.Tensor):
             return f"the {self.part} gets no tensor"
         latents = args[0]
@@ -279,7 +275,7 @@ class FusedEncode(FusedDecode):
 
 
 def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> str | None:
-    """Why a module of the decoder must be called, or None."""
+    """Return why a module of the decoder must be called, or None."""
     if is_compiled(part):
         return "is compiled"
     has_torch_hooks = not is_root and (part._forward_hooks or part._forward_pre_hooks)  # ours time the decoder itself
@@ -296,17 +292,17 @@ def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> s
 
 
 def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Everything about a call's arguments but the values of tensors."""
+    """Return everything about a call's arguments but the values of tensors."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     forms = ((item.shape, item.dtype, item.device) if isinstance(item, torch.Tensor) else item for item in leaves)
     return structure, *forms
 
 
 def _whole_form(autoencoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """The shape and dtype of a decode's latents, and everything that decides how its decoder is called."""
-    held = vars(autoencoder).items()
-    settings = [item for item in held if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # sizes of tiles
-    return (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
+    """Return the shape and dtype of a decode's latents, and everything that decides how its decoder is called."""
+    items = vars(autoencoder).items()
+    settings = tuple(item for item in items if type(item[1]) in (bool, int, float) and item[0][0] != "_")  # of tiles
+    return (tuple(args[0].shape), str(args[0].dtype)), settings, _form(args, kwargs)
 
 
 def _images(output: torch.Tensor | tuple) -> torch.Tensor:
@@ -314,16 +310,16 @@ def _images(output: torch.Tensor | tuple) -> torch.Tensor:
 
 
 def _contiguous(output: torch.Tensor | tuple) -> torch.Tensor | tuple:
-    """The output with contiguous images."""
+    """Return the output with contiguous images."""
     images = _images(output).contiguous()
     return (images, *output[1:]) if isinstance(output, tuple) else images
 
 
-def why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Why an output can't stand for the decoder's own, or None."""
+def _why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Return why an output can't stand for the decoder's own, or None."""
     if output.shape != expected.shape or output.dtype != expected.dtype:
-        found, wanted = (f"{list(images.shape)} of {images.dtype}" for images in (output, expected))
-        return f"fused kernels gave {found}, the decoder {wanted}"
+        ours, other = (f"{list(images.shape)} of {images.dtype}" for images in (output, expected))
+        return f"fused kernels gave {ours}, the decoder {other}"
     error = ((output.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)).item()
     if error <= (bound := BOUNDS[expected.dtype]):
         return None
@@ -331,15 +327,15 @@ def why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def _why_others(output: tuple, expected: tuple) -> str | None:
-    """Why an output and the lists of a call can't stand for the decoder's own, or None.
+    """Return why an output and the lists of a call can't stand for the decoder's own, or None.
 
     What both keep for the next call in the same form is compared too; a page may keep fewer frames, or more.
     """
-    if (reason := why_other(_images(output[0]), _images(expected[0]))) is not None:
+    if (reason := _why_other(_images(output[0]), _images(expected[0]))) is not None:
         return reason
     kept, known = dict(pytree.tree_leaves_with_path(output)), pytree.tree_leaves_with_path(expected)
     pairs = [(kept.get(place), leaf) for place, leaf in known if isinstance(leaf, torch.Tensor)]
-    reasons = (why_other(*pair) for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
+    reasons = (_why_other(*pair) for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
     return next((f"for the next call {reason}" for reason in reasons if reason is not None), None)
 
 
@@ -353,17 +349,11 @@ def _raised(error: BaseException) -> str:
 
 
 class Decoding:
-    """The stage of one pipeline: fuses the decoder and the encoder of its autoencoder until it is closed.
+    """Stage of one pipeline: fuses the decoder and the encoder of its autoencoder ``vae`` until it is closed.
 
-    Args:
-        pipe: with an autoencoder at ``vae``, or without.
-        parts: parts of the pipeline's call in progress, which also keep how the decoder ran.
-        wanted: fuse the decoder; False = only keep how it ran, for another pipeline may fuse it.
-        shared: ranks that call the pipeline together share its decodes.
-
-    Attributes:
-        pipe: weak reference to the pipeline.
-        all_decode: several ranks make the call in progress together, and each decodes its result.
+    Unless it is ``wanted``, it only keeps how the decoder ran, for another pipeline may fuse it. If ``shared``, ranks
+    that call the pipeline together share its decodes; ``all_decode`` = several ranks make the call in progress, and
+    all decode its result.
     """
 
     def __init__(self, pipe: Any, parts: CallParts, *, wanted: bool = True, shared: bool = True) -> None:
@@ -396,7 +386,7 @@ class Decoding:
 
     @property
     def remark(self) -> str | None:
-        """How the pipeline's latest call decoded; None = it did not, or the pipeline has no autoencoder."""
+        """Say how the pipeline's latest call decoded; None = it did not, or the pipeline has no autoencoder."""
         remark, modules = self.parts.remarks.get(PART), _modules(self.pipe())
         if remark is not None or not modules:
             return remark
@@ -411,7 +401,7 @@ class Decoding:
         self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
 
     def _latest(self) -> str:
-        """How the latest call of the decoder ran."""
+        """Say how the latest call of the decoder ran."""
         fused = next(iter(self._fused), None) or FusedDecode.on(self._watched[0]())
         return self._otherwise if fused is None or fused.remark is None else fused.remark
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from typing import Any
 
@@ -33,15 +32,7 @@ class Ranks:
 
 
 class Rows:
-    """Bands of the rows of an image or frame, one a rank, which may differ in height by a row.
-
-    Args:
-        ranks: of the decode.
-        height: rows of the latents, at least one a rank.
-
-    Attributes:
-        done: number of exchanges so far.
-    """
+    """Bands of the ``height`` rows of latents, one a rank, which may differ by a row."""
 
     def __init__(self, ranks: Ranks, height: int) -> None:
         self._ranks = ranks
@@ -49,13 +40,12 @@ class Rows:
         self._heights = [end - start for start, end in zip([0, *self._ends], self._ends, strict=False)]
         self._rows = self._heights[ranks.rank]
         self._skipped = 0
-        self.done = 0
+        self._done = 0
 
-    def without(self, count: int) -> Rows:
-        """Return the same bands, for meta tensors, without the first ``count`` exchanges."""
-        rows = copy.copy(self)
-        rows._skipped, rows.done = count, 0
-        return rows
+    def replay(self) -> Rows:
+        """Return the bands for the same decode with meta tensors, which skips the exchanges so far."""
+        self._skipped, self._done = self._done, 0
+        return self
 
     def band(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's band of whole features ``[..., H, W]``."""
@@ -97,12 +87,12 @@ class Rows:
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Return tensors of one shape from all ranks; meta tensors are sent as zeros."""
         if x.is_meta:
-            if self.done >= self._skipped:
+            if self._done >= self._skipped:
                 self._sent(torch.zeros(x.shape, dtype=x.dtype, device=self._ranks.device))
             output = x.new_empty(self._ranks.count, *x.shape)
         else:
             output = self._sent(x)
-        self.done += 1
+        self._done += 1
         return output
 
     def _sent(self, x: torch.Tensor) -> torch.Tensor:

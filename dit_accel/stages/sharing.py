@@ -49,11 +49,8 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks | N
 def all_decode(pipe: Any, device: torch.device, *, can_share: bool) -> bool:
     """Return True if several ranks make a call of this pipeline together and each will decode its result.
 
-    Every rank must ask, at the beginning of the call. Outside of a call, as where one rank alone encodes a prompt, no
-    rank is asked.
-
-    Args:
-        can_share: this rank has an autoencoder whose decodes can be shared.
+    Every rank must ask, at the beginning of the call, and say if its autoencoder's decodes can be shared. Outside of a
+    call, as where one rank alone encodes a prompt, no rank is asked.
     """
     ranks, wanted = ranks_of(group_of(pipe), device), local_of(pipe, "output_type")
     if ranks is None or wanted is None:
@@ -62,15 +59,11 @@ def all_decode(pipe: Any, device: torch.device, *, can_share: bool) -> bool:
 
 
 class Bands:
-    """A decode whose calls each decode this rank's band of rows.
+    """A decode whose calls all decode this rank's band of rows, by a page's function.
 
-    Args:
-        ranks: of the decode.
-        decode: of a page: it takes the decoder, its arguments and ``layers``.
-        least: number of latents (pixels of all frames) of a call from which sharing is faster.
+    Sharing is faster from a call of ``least`` latents on (pixels of all frames).
 
     Attributes:
-        ranks: of the decode.
         is_agreed: all ranks share rows; None = they have not voted.
         failure: why this rank failed; None = it has not.
         shapes: of the latents of each call that was not shared.
@@ -85,11 +78,9 @@ class Bands:
         self._least = least
 
     def agree(self, shapes: set[tuple], about: Any) -> bool:
-        """Return True if all ranks want to share a decode.
+        """Return True if all ranks want to share a decode, whose calls have latents of these shapes.
 
-        Args:
-            shapes: of the latents of its calls; empty = this rank can't share it.
-            about: its latents, and the settings of the autoencoder.
+        Without shapes this rank can't share it. Ranks that vote about different latents and settings do not share.
         """
         heights = [shape[-2] for shape in shapes] or [0]
         is_able = min(heights) >= self.ranks.count and max(heights) // self.ranks.count >= LEAST_ROWS
@@ -100,27 +91,23 @@ class Bands:
     def output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor:
         """Return the whole output of a call; once this rank has failed, zeros."""
         before = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # lists of their own
-        layers.bands = rows = Rows(self.ranks, args[0].shape[-2])
+        layers.bands = Rows(self.ranks, args[0].shape[-2])
         if self.failure is None:
             try:
                 return self._decode(module, *args, **kwargs, layers=layers)
             except Exception as error:  # whatever memory, a compiler or a kernel raises: other ranks wait for this one
                 self.failure = error.with_traceback(None)  # which keeps features alive
-        args, named = on_meta(before)
-        on_meta_too = Layers("reference")
-        on_meta_too.bands = rows.without(rows.done)
-        form = self._decode(meta_copy(module), *args, **named, layers=on_meta_too)
+        args, named = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), before)
+        shapes = Layers("reference")
+        shapes.bands = layers.bands.replay()
+        form = self._decode(_meta_copy(module), *args, **named, layers=shapes)
         for name, kept in kwargs.items():
             if isinstance(kept, list):
                 kept[:] = named[name]
         return torch.zeros(form.shape, dtype=form.dtype, device=self.ranks.device)
 
     def end(self) -> None:
-        """End a shared decode.
-
-        Raises:
-            FailedError: a rank has failed, with the reason if it is this one.
-        """
+        """End a shared decode, or raise :class:`FailedError` if a rank has failed."""
         if self.ranks.vote(YES if self.failure is None else FAILED) == FAILED:
             raise FailedError from self.failure
 
@@ -129,12 +116,7 @@ class FailedError(Exception):
     """A rank could not decode its share; the cause is its reason if it is this rank."""
 
 
-def on_meta(values: Any) -> Any:
-    """Return the same arguments with meta tensors, and lists of their own."""
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), values)
-
-
-def meta_copy(module: nn.Module) -> nn.Module:
+def _meta_copy(module: nn.Module) -> nn.Module:
     """Return a module whose weights have no memory, which computes the shapes of outputs."""
     weights = {id(item): nn.Parameter(item.to("meta"), requires_grad=False) for item in module.parameters()}
     buffers = {id(item): item.to("meta") for item in module.buffers()}

@@ -34,15 +34,48 @@ BUFFER_SAMPLES = 4096  # values of each buffer, of quantised data and of the las
 
 
 class Stamp(NamedTuple):
-    """The state of a module.
-
-    Attributes:
-        key: equal for equal states.
-        is_offloaded: True if hooks move weights to the device for each call.
-    """
+    """The state of a module: ``key`` is equal for equal states. Hooks may move its weights for each call."""
 
     key: tuple
     is_offloaded: bool
+
+
+class _ReadTensors:
+    """Tensors of the modules that a stamp has read."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []  # of weights, made anew
+        self.quantised: list[torch.Tensor] = []
+
+    def add(self, kind: type[nn.Module], attributes: dict[str, Any], hooks: Sequence[Any]) -> str | None:
+        """Add the tensors of a module with these attributes; return why it has no stamp, or None."""
+        for group, tensors in ((self.weights, attributes["_parameters"]), (self.buffers, attributes["_buffers"])):
+            for name, weight in tensors.items():
+                loaded = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
+                if type(loaded) in PLAIN_TENSORS:
+                    group.append(loaded)
+                    if group is self.weights and issubclass(kind, nn.Embedding) and len(loaded):
+                        self.parts.append(loaded[-1])
+                elif hasattr(loaded, "device_mesh"):  # all processes must call the encoder together
+                    return f"has its {name} on several devices"
+                elif loaded is not None:
+                    self.quantised.append(loaded)
+                    self.parts.extend(_inner(loaded))
+                elif weight is not None:
+                    return f"has its {name} on device 'meta'"
+        return None
+
+    def state(self, *, is_offloaded: bool) -> list[Any]:
+        """Return the identities, versions, shapes and some values of all tensors."""
+        plain = (*self.weights, *self.buffers)
+        counted = (*self.weights, *self.quantised, *(() if is_offloaded else self.buffers))
+        state: list[Any] = [item for weight in counted for item in (id(weight), weight._version)]
+        if not is_offloaded:
+            state += [(item.data_ptr(), item.device) for item in plain]
+        state += [(item.shape, item.dtype) for item in (*plain, *self.parts)]
+        return [*state, _sampled(self.weights, [*self.buffers, *self.parts])]
 
 
 def read_stamp(module: nn.Module) -> Stamp | str:
@@ -52,45 +85,26 @@ def read_stamp(module: nn.Module) -> Stamp | str:
     """
     structure: list[Any] = []
     configs: dict[int, Any] = {}
-    weights: list[torch.Tensor] = []
-    buffers: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []  # of weights, made anew
-    quantised: list[torch.Tensor] = []
     forwards: dict[type, Any] = {}
-    is_offloaded, pending = False, [module]
+    tensors, is_offloaded, pending = _ReadTensors(), False, [module]
     while pending:
         part = pending.pop()
-        held, kind = vars(part), type(part)
+        attributes, kind = vars(part), type(part)
         forwards[kind] = kind.forward
-        hooks = _hooks(held) if "_hf_hook" in held or "_diffusers_hook" in held else ()
-        if (reason := _why_not(kind, held, hooks)) is not None:
+        hooks = _hooks(attributes) if "_hf_hook" in attributes or "_diffusers_hook" in attributes else ()
+        if (reason := _why_not(kind, attributes, hooks) or tensors.add(kind, attributes, hooks)) is not None:
             return f"{kind.__name__} {reason}"
-        children = held["_modules"]
-        structure.append(kind)
-        structure += children
-        attributes = itertools.islice(held.items(), TORCHS_OWN, None)
-        structure += [item for item in attributes if type(item[1]) in SETTINGS and item[0][0] != "_"]
+        children = attributes["_modules"]
+        structure += (kind, *children)
+        settings = itertools.islice(attributes.items(), TORCHS_OWN, None)
+        structure += [item for item in settings if type(item[1]) in SETTINGS and item[0][0] != "_"]
         if hooks:
             is_offloaded = True
             structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
-        if "merged_adapters" in held:
-            structure += [repr(held.get(setting)) for setting in ADAPTER_SETTINGS]
-        if "config" in held:
-            configs[id(held["config"])] = held["config"]
-        for group, tensors in ((weights, held["_parameters"]), (buffers, held["_buffers"])):
-            for name, weight in tensors.items():
-                found = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
-                if type(found) in PLAIN_TENSORS:
-                    group.append(found)
-                    if group is weights and issubclass(kind, nn.Embedding) and len(found):
-                        parts.append(found[-1])
-                elif hasattr(found, "device_mesh"):  # all processes must call the encoder together
-                    return f"{kind.__name__} has its {name} on several devices"
-                elif found is not None:
-                    quantised.append(found)
-                    parts.extend(_inner(found))
-                elif weight is not None:
-                    return f"{kind.__name__} has its {name} on device 'meta'"
+        if "merged_adapters" in attributes:
+            structure += [repr(attributes.get(setting)) for setting in ADAPTER_SETTINGS]
+        if "config" in attributes:
+            configs[id(attributes["config"])] = attributes["config"]
         pending += [child for child in children.values() if child is not None]
     for kind, forward in forwards.items():
         is_alone = not kind.__module__.startswith("torch.distributed.")
@@ -99,35 +113,30 @@ def read_stamp(module: nn.Module) -> Stamp | str:
         structure.append(forward)
     for config in configs.values():
         structure += [item for item in vars(config).items() if type(item[1]) in PLAIN]
-    for weight in (*weights, *quantised) if is_offloaded else (*weights, *quantised, *buffers):
-        structure += (id(weight), weight._version)
-    if not is_offloaded:
-        structure += [(entry.data_ptr(), entry.device) for entry in (*weights, *buffers)]
-    structure += [(entry.shape, entry.dtype) for entry in (*weights, *buffers, *parts)]
-    return Stamp((*structure, _sampled(weights, [*buffers, *parts])), is_offloaded)
+    return Stamp((*structure, *tensors.state(is_offloaded=is_offloaded)), is_offloaded)
 
 
-def _hooks(held: dict[str, Any]) -> list[Any]:
+def _hooks(attributes: dict[str, Any]) -> list[Any]:
     """Return the hooks of accelerate and diffusers on a module."""
-    hook, registry = held.get("_hf_hook"), held.get("_diffusers_hook")
-    found = [] if hook is None else [*getattr(hook, "hooks", (hook,))]
-    return found if registry is None else [*found, *registry.hooks.values()]
+    hook, registry = attributes.get("_hf_hook"), attributes.get("_diffusers_hook")
+    hooks = [] if hook is None else [*getattr(hook, "hooks", (hook,))]
+    return hooks if registry is None else [*hooks, *registry.hooks.values()]
 
 
-def _why_not(kind: type[nn.Module], held: dict[str, Any], hooks: Sequence[Any]) -> str | None:
+def _why_not(kind: type[nn.Module], attributes: dict[str, Any], hooks: Sequence[Any]) -> str | None:
     """Return why a module of a class with these attributes may give other outputs for equal inputs, or None."""
-    if held["training"]:
+    if attributes["training"]:
         return "is in training mode"
     for hook in hooks:
         where = type(hook).__module__
         if where not in OFFLOAD_HOOKS and not where.startswith("accelerate."):
             return f"has a hook {type(hook).__name__}"
-    if not ("forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]):
+    if not ("forward" in attributes or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]):
         return None
-    for hook in (*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()):
+    for hook in (*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()):
         if module_of(hook) not in QUIET_HOOKS:  # also if a pipeline adds it for a call, to read or change a layer
             return "has a forward hook"
-    for forward in (held.get("forward"), held.get("_old_forward")):
+    for forward in (attributes.get("forward"), attributes.get("_old_forward")):
         is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
         if not is_own and module_of(forward) not in WRAPPERS:
             return "has a forward of its own"

@@ -10,7 +10,7 @@ MUTANTS: list[Mutant] = table({
         ("one-output-goes", "one large output may replace several", "tests/stages/test_prompts.py",
          "            while self.size > self.most:", "            if self.size > self.most:"),
         ("outputs-outlive-the-stage", "a closed stage frees its outputs", "tests/stages/test_prompts.py",
-         "        self.store.forget(self)\n        if encoder is not None", "        if encoder is not None"),
+         "self.store.forget(self)\n            self._stand_in.leave()", "self._stand_in.leave()"),
         ("the-largest-input", "the bytes of all inputs are limited together", "tests/stages/test_prompts.py",
          "sum(tensor.nbytes for tensor in self.tensors)", "max((tensor.nbytes for tensor in self.tensors), default=0)"),
         ("an-encoder-that-writes", "no output of an encoder that writes to its inputs is kept",
@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = table({
         ("samples-of-one-column", "a write to a single column of a weight is noticed", "tests/stages/test_stamps.py",
          "(max(size // most - 1, 0) | 1,)", "(max(size // most - 1, 1),)"),
         ("the-first-buffer", "each buffer of an encoder is compared", "tests/stages/test_stamps.py",
-         "_sampled(weights, [*buffers, *parts])", "_sampled(weights, buffers[:1] + parts)")],
+         "[*self.buffers, *self.parts])", "self.buffers[:1] + self.parts)")],
     "dit_accel/stages/rows.py": [
         ("bands-of-one-height", "bands weigh by their rows in the moments of a group", "tests/stages/test_sharing.py",
          "shares = mean.new_tensor(self._heights).view(-1, 1, 1) / self._ends[-1]",
