@@ -32,7 +32,6 @@ RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # keys of a
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder of --output-dir if it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -144,7 +143,6 @@ def _end_last_line(manifest: Path) -> None:
 
 
 def _append(manifest: Path, row: dict[str, Any]) -> None:
-    """Append a line and flush it to disk."""
     with explained_writing(manifest), manifest.open("ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()

@@ -28,8 +28,6 @@ LEVELS = ("quality", "balanced", "turbo")
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(RunOptions):
-    """All options of the command."""
-
     prompt: str | None = option("Text prompt; this or --prompts.", "--prompt", "-p")
     prompts: Path | None = option("File with one prompt per line; results are means over the prompts.", "--prompts")
     presets: str | None = option(
@@ -128,7 +126,6 @@ def _require_output(stem: Path, force: bool) -> None:
 
 
 def _texts(options: CompareOptions) -> list[str]:
-    """Return the prompts."""
     if options.prompts is None and options.prompt is not None:
         return [options.prompt]
     if options.prompts is None:

@@ -36,7 +36,6 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """Median over the repeats."""
         return statistics.median(self.repeats)
 
 
@@ -54,7 +53,6 @@ class Sides:
         return speedup(self.plain.repeats, self.fast.repeats) if self.plain and self.fast else None
 
     def remarks(self) -> list[str]:
-        """Warn if the times were disturbed."""
         found = self.speedup
         return [disturbed("Times", found.width)] if found and found.width > DISTURBED else []
 

@@ -72,7 +72,6 @@ def _check() -> Iterator[str]:
 
 
 def _images(device: str, dtype: torch.dtype) -> Iterator[str]:
-    """Yield a line about each way to make an image."""
     from diffusers import DiffusionPipeline
 
     from dit_accel import accelerated

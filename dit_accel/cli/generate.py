@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(RunOptions):
-    """All options of the command."""
-
     prompt: str | None = option("Text prompt of the image or video; this or --prompts.", "--prompt", "-p")
     guidance: float | None = option(
         "Guidance scale: guidance_scale of the pipeline's call. On demo-hunyuan it sets true_cfg_scale. With "
@@ -113,7 +111,6 @@ class GenerateOptions(RunOptions):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the call, by option; None = not given."""
         return {"negative-prompt": self.negative_prompt, **self.sizes, "guidance": self.guidance}
 
 
@@ -153,7 +150,6 @@ def command(options: GenerateOptions) -> None:
 
 
 def _require_consistent(options: GenerateOptions) -> None:
-    """Check combinations of options."""
     many, on_ray = options.prompts is not None, options.engine == "ray"
     single = {"output": options.output, "json": options.json_path, "plot": options.plot, "compare": options.compare}
     single |= {"num_images": options.num_images}
@@ -204,7 +200,6 @@ def _setup(options: GenerateOptions) -> Setup:
 
 
 def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> None:
-    """Generate every line of --prompts into --output-dir."""
     make_folder(options.output_dir)
     facts: dict[str, Any] = {"model": options.model, "image": options.image and str(options.image)}
     facts |= ({"call": setup.call} if setup.call else {}) | setup.loading.facts
@@ -252,7 +247,6 @@ def _write(
     preset: Preset | None,
     console: Console,
 ) -> None:
-    """Write all files; print their names and a summary."""
     for path in write_results(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
     if note := size_note(options.sizes, (sides.fast or sides.plain).output.results[0]):

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(RunOptions):
-    """All options of the command."""
-
     preset: str | None = preset_option()  # `none` is refused
     prompt: str = option("Text prompt of the image or video.", "--prompt", "-p", default=MISSING)
     output: Path = option("Folder to write into; created if missing.", "--output", "-o", default=MISSING)
@@ -88,7 +86,6 @@ def command(options: InspectOptions) -> None:
 
 
 def _require_symbols(pipe: Any, layer: str) -> None:
-    """Check that the run has symbols for a layer."""
     symbols = pipe.dit_accel.symbols()
     if layer not in symbols:
         level = pipe.dit_accel.preset.forecast.level

@@ -134,7 +134,6 @@ class LoadingOptions:
 
 
 def preset_option(more: str = "") -> Any:
-    """Field of the option ``--preset``; ``more`` continues its help."""
     return option(
         f"Name of a preset (see `dit-accel presets list`) or path of a YAML file{more}.",
         show_default="balanced, or video-balanced for video pipelines",
@@ -149,7 +148,6 @@ def engine_option(processes: str) -> Any:
 
 
 def actors_option() -> Any:
-    """Field of the option ``--actors``."""
     return option(
         "With --engine ray: number of GPUs, or of CPUs without GPUs, each with a process.",
         min=1,
@@ -197,7 +195,6 @@ class RunOptions(LoadingOptions):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Numeric options of the pipeline's call, by name; None = not given."""
         return {"steps": self.steps, "height": self.height, "width": self.width, "num-frames": self.num_frames}
 
     def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:

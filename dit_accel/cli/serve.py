@@ -38,8 +38,6 @@ SHORTEST_KEY = 16  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(RunOptions):
-    """All options of the command."""
-
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
     gpus: int | None = option("Number of GPUs, each with a process.", min=1, show_default="all, or that of --device")
@@ -92,7 +90,6 @@ class ServeOptions(RunOptions):
         return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
 
     def limits(self) -> Limits:
-        """Return the values of ``--max-side``, ``--max-steps`` and so on."""
         from dit_accel.serving.http.api import Limits
 
         names = (field.name for field in fields(Limits))
@@ -165,7 +162,6 @@ def _places(
 
 
 def _devices(options: ServeOptions) -> list[str | None]:
-    """Return the device of each worker on this machine."""
     there = 0
     if options.device in (None, "cuda"):
         import torch  # takes seconds, and another device needs it in its own process only

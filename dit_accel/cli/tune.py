@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(RunOptions):
-    """All options of the command."""
-
     preset: str | None = preset_option()  # `none` is refused
     target_psnr: float | None = option("Minimum mean PSNR against plain runs, in dB. Give this or --target-error.")
     target_error: float | None = option("Maximum mean relative error of the final latents, e.g. 0.05.")

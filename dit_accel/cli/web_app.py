@@ -15,8 +15,6 @@ from dit_accel.tools.extras import require_extra
 
 @dataclass(frozen=True, kw_only=True)
 class AppOptions(LoadingOptions):
-    """All options of the command."""
-
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=7860, min=1, max=65_535)
     share: bool = option(

@@ -135,7 +135,6 @@ class Page:
             self._numbers |= {field: _number(field, first) for field in ("height", "width", "num_frames")}
 
     def _connect(self) -> None:
-        """Connect the components to the methods of this class."""
         import gradio as gr
 
         quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -274,7 +273,6 @@ def _number(field: str, first: Fields) -> gradio.Number:
 
 
 def _update(**changes: Any) -> dict[str, Any]:
-    """Return changes of a component."""
     import gradio as gr
 
     return gr.update(**changes)
@@ -301,6 +299,5 @@ def _whole(value: float | None) -> float | None:
 
 
 def _described(preset: Preset) -> str:
-    """Return the preset's description as a sentence."""
     fixed = "" if target_of(preset) is not None else "; it has no target_error"
     return f"{preset.description[0].upper()}{preset.description[1:]}{fixed}."

@@ -72,7 +72,6 @@ def video(run: ComparisonRun, folder: Path) -> str | None:
 
 
 def caption(run: ComparisonRun) -> str:
-    """Return the text below a result in the history."""
     end = run.comparison
     return f"{end.speedup:.2f}×, {_quality(end)}, {_settings(end)}. {run.wish.model}: {run.wish.prompt}"
 

@@ -73,7 +73,6 @@ class Task:
         """Note that a worker runs the task now."""
 
     def breaks(self, error: BaseException) -> bool:
-        """Return True if the worker has to restart after this error of the task."""
         return isinstance(error, BatchError)
 
     def tell(self, event: Step | Made | BaseException | None) -> None:
@@ -120,13 +119,11 @@ class Dispatcher:
             self.hire(worker)
 
     def hire(self, worker: RemoteWorker) -> None:
-        """Give tasks to a further worker."""
         (thread := Thread(target=self._work, args=(worker,), daemon=True)).start()
         self._threads.append(thread)  # once started: before, it can't be joined
 
     @property
     def waiting(self) -> int:
-        """Number of tasks that wait for a worker."""
         with self._changed:
             return self._count_waiting()
 
@@ -136,7 +133,6 @@ class Dispatcher:
 
     @property
     def failure(self) -> str | None:
-        """Reason why a worker is broken, or None."""
         return next(iter(self._failures.values()), None)
 
     def add(self, task: Task) -> None:

@@ -60,8 +60,6 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a job failed."""
-
     reason: str
 
 

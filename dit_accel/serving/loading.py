@@ -102,7 +102,6 @@ def _require_float8(place: torch.device, precision: torch.dtype) -> None:
 
 
 def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
-    """Quantise the linear layers in the blocks of each transformer with torchao, one layer at a time on ``place``."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8WeightOnlyConfig, PerRow, quantize_
 
     from dit_accel.models import denoisers
@@ -143,7 +142,6 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
 
 
 def resolve_model(model: str) -> str:
-    """Return the folder of a demo model or a local pipeline, or ``model`` itself as an id on the Hub."""
     folder = str(demo_path(model) or os.path.expanduser(model))
     if os.path.isdir(folder):
         _require_index(Path(folder))

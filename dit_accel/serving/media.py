@@ -135,7 +135,6 @@ class Clips:
         return [*_with_comparison(path, compare), *self._others(path, compare)]
 
     def _others(self, path: Path, compare: bool) -> list[Path]:
-        """Return the files that are no videos."""
         from dit_accel.tools.media.video import is_folder_of_frames, sound_file
 
         clips = _with_comparison(path, compare) if self.sampling_rate else []
@@ -199,7 +198,6 @@ def sampling_rate(pipe: Any) -> int | None:
 
 
 def _makes_sound_alone(pipe: Any) -> bool:
-    """Return True if the pipeline's call returns diffusers' `AudioPipelineOutput`."""
     call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
     return call is not None and "AudioPipelineOutput" in call.co_names
 
@@ -239,7 +237,6 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def _with_comparison(path: Path, compare: bool = True) -> list[Path]:
-    """Return NAME, and with a comparison NAME-plain and NAME-compare."""
     return [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]
 
 

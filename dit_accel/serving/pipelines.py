@@ -192,7 +192,6 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) 
 
 
 def _takes_several_images(pipe: Any) -> bool:
-    """Return True if the pipeline makes one output of several reference images."""
     from dit_accel.models.families import pipeline_family
 
     family = pipeline_family(pipe)

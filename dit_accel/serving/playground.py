@@ -62,7 +62,6 @@ class Wish:
     num_frames: int | None = None
 
     def require_bounds(self) -> None:
-        """Check numbers and the prompt's length."""
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -75,7 +74,6 @@ class Wish:
 
     @property
     def size(self) -> dict[str, int | None]:
-        """Width, height and number of frames, by the options of the command."""
         return {"width": self.width, "height": self.height, "num-frames": self.num_frames}
 
     def job(self, steps: int | None = None) -> Job:
@@ -85,8 +83,6 @@ class Wish:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a run."""
-
     preset: Preset
     psnr: float  # dB, infinite for equal outputs
     speedup: float  # of the denoising loop

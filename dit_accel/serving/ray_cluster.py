@@ -61,7 +61,6 @@ def connect(console: Console) -> None:
 
 
 def places(resources: dict[str, float], device: str | None, actors: int | None) -> tuple[str, int]:
-    """Return the device of each actor, and the number of actors."""
     gpus, cpus = (int(resources.get(kind, 0)) for kind in ("GPU", "CPU"))
     if device == "cuda" and not gpus:
         raise ArgumentError("device", "is cuda, but the Ray cluster has no GPU")
@@ -122,6 +121,5 @@ class _WorkerActor:
         return self._link.recv()
 
     def exchange(self, message: Any) -> Any:
-        """Send a message; return the next one."""
         self._link.send(message)
         return self._link.recv()

@@ -82,7 +82,6 @@ class RayEngine:
             Thread(target=self._load, args=(worker,), daemon=True).start()
 
     def wait_for_one(self) -> None:
-        """Wait until a worker has loaded the pipeline."""
         with self._console.status(f"loading the pipeline in {self._left} actors"):
             while not isinstance(event := self._events.get(), Loaded):
                 self._lose(event)

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from dit_accel.cli import compare
-from dit_accel.errors import UnsupportedError
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.measure.compare import Method
@@ -70,23 +69,6 @@ def test_there_are_no_images_of_sound_alone(run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "comparison.json", "comparison.md"}
 
 
-def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeypatch):
-    """Seeds start at --seed; the prompt of the warm-up is not one of the compared prompts."""
-    seen = []
-
-    def bench(load, arguments, prompts, warmup, *_):
-        seen.extend([prompts, warmup])
-        raise UnsupportedError("enough")
-
-    monkeypatch.setattr("dit_accel.tools.measure.compare.Bench", bench)
-    (tmp_path / "prompts.txt").write_text("a fox\ntwo whales\na lighthouse\n")
-    result = run("compare", "-m", model, "--prompts", "prompts.txt", "--peers", "none", "--seed", 5, *SMALL)
-    assert "enough" in result.stderr
-    prompts, warmup = seen
-    assert [(each.prompt, each.seed) for each in prompts] == [("a fox", 5), ("two whales", 6), ("a lighthouse", 7)]
-    assert warmup.prompt not in [each.prompt for each in prompts]
-
-
 def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
     """A device may not have room for two; here a method changes weights, so the comparison loads a fresh pipeline."""
     loaded = []
@@ -107,26 +89,6 @@ def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
     monkeypatch.setattr(compare, "_methods", lambda *_: ([Method("vandal", "vandal", vandal)], {}))
     result = run("compare", "-m", model, "-p", "a red fox", *SMALL)
     assert result.exit_code == 0 and len(loaded) == 2, result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "--prompt: must be given, or --prompts"),
-        (("-p", "a", "--prompts", "b.txt"), "--prompt: can't be combined with --prompts"),
-        (("-p", "a", "--presets", ""), "--presets: is empty"),
-        (("--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
-        (("-p", "a", "--peers", "magic"), "--peers: 'magic' is unknown; methods are taylorseer, "),
-        (("-p", "a", "--presets", "flux-balance"), "did you mean 'balanced'"),
-        (("-p", "a", "--output", "no/where"), "no does not exist"),
-    ],
-    ids=["no-prompt", "two-prompts", "no-preset", "prompts", "peer", "preset", "folder"],
-)
-def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
-    """Exit code 2 and one line that names the option; the model, which does not exist, is not looked for."""
-    result = run("compare", "-m", "nowhere/at-all", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_methods_are_those_that_were_asked_for(monkeypatch):

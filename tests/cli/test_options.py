@@ -60,7 +60,6 @@ def shared(call: str, preset: str = "preset") -> dict[str, Acts]:
 
 BATCH = "tests/cli/test_batch.py::test_"
 COMMAND = "tests/cli/test_cli.py::test_"
-HOSTILE = "tests/cli/test_hostile.py::test_"
 FORCED = "tests/cli/test_written.py::test_force_is_what_replaces_files"
 BASES = {
     "generate": ("generate", "--prompt", "a fox"),

@@ -16,9 +16,11 @@ from dit_accel.errors import ArgumentError, DitAccelError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
+from dit_accel.serving.media import medium_of
 from dit_accel.serving.pipelines import call_arguments, start_pipeline, timed_call
 from dit_accel.serving.processes import TALKATIVE
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
+from dit_accel.tools import demo
 from dit_accel.tools.demo import demo_arguments, demo_path
 from tests.models.tiny import built
 from tests.tiny import tiny_pipeline
@@ -308,3 +310,92 @@ def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
             "dit_accel.models.denoisers", lambda pipe, config=config: {"t": SimpleNamespace(config=config)}
         )
         assert pipelines._ignores_guidance(object()) == refused
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "scales"),
+    [
+        ("demo-hunyuan", {"guidance": 5.0}, {"true_cfg_scale": 5.0}),
+        ("demo-hunyuan", {"guidance": 1.0}, {"true_cfg_scale": 1.0}),
+        ("demo-hunyuan", {}, {"true_cfg_scale": 3.0}),
+        ("model", {"guidance": 5.0}, {"guidance_scale": 5.0}),
+        ("model", {"guidance": 5.0, "negative-prompt": "blue"}, {"true_cfg_scale": 5.0}),
+    ],
+)
+def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model, options, scales):
+    """A demo model that is guided by a second branch needs no --negative-prompt for that, and 1 switches it off."""
+    arguments = call_arguments(tiny_pipeline("hunyuan"), model, options)
+    assert {name: value for name, value in arguments.items() if name.endswith("_scale")} == scales
+
+
+@pytest.mark.parametrize(
+    ("model", "model_fps", "asked", "fps"),
+    [
+        ("wan", None, None, 16),
+        ("wan22-5b", None, None, 24),
+        ("hunyuan", None, None, 24),
+        ("hunyuan", 8, None, 8),
+        ("hunyuan", 8, 12.5, 12.5),
+    ],
+)
+def test_frame_rate_is_the_users_else_the_models_else_the_familys(model, model_fps, asked, fps):
+    """--fps overrides a demo model's rate, which overrides its family's training rate."""
+    assert medium_of(tiny_pipeline(model), model_fps, asked).fps == fps
+
+
+def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path):
+    """``fps`` and ``words`` of demo.json are no arguments of the pipeline's call."""
+    (tmp_path / "demo-clip").mkdir()
+    (tmp_path / "demo-clip" / "model_index.json").touch()
+    (tmp_path / "demo-clip" / "demo.json").write_text('{"num_frames": 17, "fps": 8, "words": ["a", "fox"]}')
+    monkeypatch.setattr(demo, "_ASSETS", tmp_path)
+    assert demo.demo_arguments(demo.demo_path("demo-clip")) == {"num_frames": 17}
+    assert demo.model_fps("demo-clip") == 8 and demo.model_fps("some/model") is None
+    assert demo.unknown_words("demo-clip", "A red, red fox!") == (["red"], ["a", "fox"])
+    assert demo.unknown_words("some/model", "a red fox") == ([], [])
+
+
+def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
+    """The error names the package to install; other names are treated as folders or Hub ids."""
+    monkeypatch.setattr(demo, "_ASSETS", tmp_path)
+    with pytest.raises(UnsupportedError, match=r"demo-wan is not installed: pip install 'dit-accel\[demos\]'"):
+        demo.demo_path("demo-wan")
+    assert demo.demo_path("owner/demo-wan") is None and demo.demo_names() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("flux", "balanced"),
+        ("sd3", "balanced"),
+        ("hunyuan", "video-balanced"),
+        ("wan", "video-balanced"),
+        ("wan22", "video-balanced"),
+        ("mochi", "video-balanced"),
+        ("hunyuan15", "video-balanced"),
+    ],
+)
+def test_plain_names_follow_what_the_pipeline_makes(name, preset):
+    """The default is balanced, in its video form for videos; an explicit name stays unchanged."""
+    pipe = tiny_pipeline(name)
+    assert preset_for(pipe).name == preset_for(pipe, "balanced").name == preset
+    assert preset_for(pipe, "turbo").name == preset.replace("balanced", "turbo")
+    assert preset_for(pipe, "exact").name == "exact"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 1 is not JSON"),
+        ('{"seed": 1}', "line 1 must be an object with a prompt"),
+        ('{"prompt": "a", "step": 2}', "line 1: unknown key 'step'; keys are prompt"),
+        ('{"prompt": "a", "steps": "2"}', "line 1: steps must be int, got '2'"),
+        ('{"prompt": 1}', "line 1: prompt must be str, got 1"),
+        ('{"prompt": "a", "seed": true}', "line 1: seed must be int, got True"),
+        ('{"prompt": "a", "guidance": false}', "line 1: guidance must be int or float, got False"),
+    ],
+)
+def test_lines_that_say_nothing_useful_are_refused(tmp_path, line, told):
+    (tmp_path / "prompts.jsonl").write_text(line)
+    with pytest.raises(ArgumentError, match=f"^prompts: {told}"):
+        read_jobs(tmp_path / "prompts.jsonl", {})

@@ -174,26 +174,6 @@ def test_sigterm_ends_it_while_the_model_loads(tmp_path, change):
         server.kill()
 
 
-@pytest.mark.parametrize("name", ["http://here", "here:80", "*.example.com"])
-def test_a_host_has_no_scheme_and_no_port(run, name):
-    result = run("serve", "--model", "missing", "--allow-host", name)
-    assert result.exit_code == 2 and "without scheme, port and *" in result.stderr and name in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "can't be read: No such file"), ("", "must hold one key per line"), ("short\n", "at least 16 characters")],
-    ids=["missing", "empty", "short"],
-)
-def test_a_file_of_keys_is_checked(run, tmp_path, text, message):
-    """The model is not loaded, and the message does not show a key."""
-    if text is not None:
-        (tmp_path / "keys.txt").write_text(text)
-    result = run("serve", "--model", "missing", "--api-key-file", "keys.txt")
-    assert result.exit_code == 2 and "error: --api-key-file: keys.txt" in result.stderr
-    assert message in result.stderr and "short" not in result.stderr
-
-
 def test_a_taken_port_is_an_error_before_the_model_loads(run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -252,22 +232,6 @@ def test_with_ray_each_gpu_of_the_cluster_has_an_actor(run, reached, monkeypatch
     result = run("serve", "-m", "pictures", "--engine", "ray")
     assert result.exit_code == 0, result.output
     assert opened == ["cuda"] * 3 and reached["closed"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--actors", 2), "--actors: needs --engine ray"),
-        (("--engine", "ray", "--gpus", 2), "--gpus: can't be used with --engine ray"),
-        (("--engine", "ray", "--device", "mps"), "--device: must be cuda or cpu with --engine ray, got mps"),
-    ],
-    ids=["actors", "gpus", "device"],
-)
-def test_options_that_exclude_each_other_are_named(run, given, message):
-    """The port is not taken, and Ray is not started."""
-    pytest.importorskip("ray")
-    result = run("serve", "-m", "missing", *given)
-    assert result.exit_code == 2 and f"error: {message}" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -60,37 +60,6 @@ def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "one target"),
-        (("--target-psnr", 30, "--target-error", 0.1), "one target"),
-        (("--target-psnr", 30, "--preset", "none"), "--preset: a plain run has no thresholds"),
-        (("--target-psnr", 30, "--preset", "flux-balance"), "did you mean 'balanced'"),
-        (("--target-psnr", 30, "--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
-        (("--target-psnr", 30, "--output", "no/mine.yaml"), "no does not exist"),
-        (("--target-psnr", 30, "--output", "mine.txt"), "--output: mine.txt must end in .yaml"),
-        (("--target-psnr", 30, "--preset", "a.yaml", "--output", "./b/../a.yaml"), "is the preset to start from"),
-        (("--target-psnr", 30, "--preset", "balanced", "--set", "skip.tau=1"), "unknown key 'skip.tau'"),
-    ],
-    ids=["no-target", "two-targets", "plain", "preset", "prompts", "folder", "suffix", "own-base", "key"],
-)
-def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
-    """Exit code 2 and one line that names the option; the model, which does not exist, is not looked for."""
-    result = run("tune", "-m", "nowhere/at-all", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("preset", ["./mine.yaml", "folder/../mine.yaml"])
-def test_a_tuning_does_not_replace_what_it_starts_from(run, tmp_path, preset):
-    """However its path is written."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "mine.yaml").write_text("base: balanced\n")
-    result = run("tune", "--target-psnr", 30, "-m", "nowhere/at-all", "--preset", preset, "-o", "mine.yaml", "--force")
-    assert result.exit_code == 2 and "--output: mine.yaml is the preset to start from" in result.stderr
-
-
-@pytest.mark.parametrize(
     ("model", "given", "base"),
     [
         ("some/pictures", (), "balanced"),

@@ -143,11 +143,9 @@ def test_sizes_of_image_and_mask_are_those_of_upright_ones():
 
 
 def test_former_functions_read_requests():
-    """Programs that import them from their former places go on."""
+    """Programs that import from the former places go on."""
     from dit_accel.serving.api import Limits as limits_of_before
-    from dit_accel.serving.requests import read_edit, read_request, read_video
+    from dit_accel.serving.requests import read_edit
 
     photo = stored(Image.new("RGB", (WIDTH, HEIGHT), "blue"), "png")
     assert read_edit([("prompt", "a"), ("image", photo)], limits_of_before(), "m").image[0].size == (WIDTH, HEIGHT)
-    assert read_request(b'{"prompt": "a"}', limits_of_before(), "m").prompt == "a"
-    assert read_video(b'{"prompt": "a"}', limits_of_before(), "m", VideoForm(8, 4)).prompt == "a"

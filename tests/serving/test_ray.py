@@ -249,19 +249,11 @@ def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
             "--actors: can't be 3: each actor takes a CPU, and the Ray cluster has 2",
         ),
         ((*RAY, "--device", "cuda"), "--device: is cuda, but the Ray cluster has no GPU"),
-        ((*RAY, "--device", "cuda:1"), "--device: must be cuda or cpu with --engine ray"),
-        ((*RAY, "--parallel", "ulysses=2"), "--parallel: can't be used with --engine ray"),
-        (("--actors", "2"), "--actors: needs --engine ray"),
     ],
 )
 def test_what_does_not_go_together_says_so(cluster, generate, options, told):
     result = generate(["a"], *options)
     assert result.exit_code == 2 and told in result.output
-
-
-def test_one_prompt_is_no_work_for_ray(run):
-    result = run("generate", "--prompt", "a", "--engine", "ray")
-    assert result.exit_code == 2 and "--engine: ray needs --prompts" in result.output
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):

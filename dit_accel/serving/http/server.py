@@ -50,11 +50,9 @@ class ImageServer:
         self._started = int(time.time())
 
     async def generate(self, request: Request) -> Response:
-        """Make images of a prompt."""
         return await self._answer(request, ImageRequest)
 
     async def edit(self, request: Request) -> Response:
-        """Make images of a prompt and an image."""
         return await self._answer(request, EditRequest)
 
     async def _answer(self, request: Request, kind: type[ImageRequest]) -> Response:
@@ -147,7 +145,6 @@ class ImageServer:
         }
 
     async def models(self) -> dict[str, Any]:
-        """Return OpenAI's list of models."""
         facts = {"object": "model", "created": self._started, "owned_by": "dit-accel"}
         return {"object": "list", "data": [{"id": self.served.model, **facts}]}
 
@@ -298,7 +295,6 @@ class _Server(uvicorn.Server):
 
 
 def _notes(wanted: ImageRequest, results: Sequence[Made]) -> dict[str, list[str]]:
-    """Return the notes of an answer: fields without effect, and rounded sizes; empty without notes."""
     notes = [*wanted.notes(), *dict.fromkeys(result.note for result in results if result.note)]
     return {"notes": notes} if notes else {}
 

@@ -51,7 +51,6 @@ class VideoServer:
         router.add_api_route("/v1/videos/{video_id}/content", self.content, methods=["GET"])
 
     async def create(self, request: Request) -> JSONResponse:
-        """Add a job to the queue, and return it."""
         try:
             store = self._videos()
             wanted = await received(request, VideoRequest, self._served)
@@ -64,11 +63,9 @@ class VideoServer:
         return JSONResponse(job.to_json())
 
     async def retrieve(self, video_id: str, request: Request) -> JSONResponse:
-        """Return a job."""
         return JSONResponse(self._videos().get(video_id, request.state.owner).to_json())
 
     async def list(self, request: Request) -> JSONResponse:
-        """Return a page of jobs."""
         store, query = self._videos(), self._query(request, ListQuery)
         jobs = store.of_owner(request.state.owner)
         if query.order == "desc":
@@ -81,7 +78,6 @@ class VideoServer:
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(jobs) > query.limit})
 
     async def content(self, video_id: str, request: Request) -> Response:
-        """Return the file of a completed job."""
         job = self._videos().get(video_id, request.state.owner)
         self._query(request, ContentQuery)
         return _VideoFile(job.open(), f"{job.id}.mp4")

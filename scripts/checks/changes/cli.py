@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/serving/prompts.py": [
         ("any-neighbours-together", "lines with different settings run in separate calls", "tests/cli/test_batch.py",
          "and together[-1][0].shared == job.shared", ""),
-        ("flags-are-numbers", "a seed of `true` is an error", "tests/cli/test_batch.py",
+        ("flags-are-numbers", "a seed of `true` is an error", "tests/cli/test_pipelines.py",
          "not isinstance(value, kinds) or isinstance(value, bool)", "not isinstance(value, kinds)"),
         ("options-over-lines", "values in a line override the options", "tests/cli/test_batch.py",
          "Job(index, defaults | line)", "Job(index, line | defaults)")],
@@ -41,7 +41,7 @@ MUTANTS: list[Mutant] = table({
         ("some-names-are-free", "files of an earlier run are replaced only with --force", "tests/serving/test_media.py",
          "if not any(file.exists() for path in paths for file in files(path)))",
          "if not all(file.exists() for path in paths for file in files(path)))"),
-        ("model-rate-over-option", "--fps overrides the model's rate", "tests/cli/test_video.py",
+        ("model-rate-over-option", "--fps overrides the model's rate", "tests/cli/test_pipelines.py",
          "Clips(fps or model_fps or", "Clips(model_fps or fps or")],
     "dit_accel/tools/advise/cards.py": [
         ("laptops-are-cards", "a laptop's GPU is not the desktop card of the same name", "tests/cli/test_recommend.py",
@@ -50,10 +50,10 @@ MUTANTS: list[Mutant] = table({
         ("own-file-is-shipped", "a user's file with a shipped preset's name is checked", "tests/cli/test_cli.py",
          "if str(file) in preset_names() and not file.exists():", "if str(file) in preset_names():")],
     "dit_accel/cli/options.py": [
-        ("keys-without-a-name", "--set =1 gives a one-line error", "tests/cli/test_cli.py tests/cli/test_hostile.py",
+        ("keys-without-a-name", "--set =1 gives a one-line error", "tests/cli/test_refused.py",
          "if not equals or not key.strip():", "if not equals:"),
         ("preset-is-checked-late", "a misspelt preset raises before a model is loaded",
-         "tests/cli/test_cli.py tests/cli/test_hostile.py",
+         "tests/cli/test_refused.py",
          '    if name != "none":\n        load_preset(default_preset(name, is_video=False), **overrides)\n', "")],
     "dit_accel/cli/inspect.py": [
         ("one-latent-frame-short", "symbols are plotted over their own frame", "tests/cli/test_inspect.py",
@@ -71,22 +71,22 @@ MUTANTS: list[Mutant] = table({
          "if needed != ranks() or needed == 1:", "if needed != ranks():")],
     "dit_accel/serving/outputs.py": [
         ("tried-files-stay", "checking whether a file can be written leaves none behind",
-         "tests/cli/test_cli.py tests/cli/test_hostile.py",
+         "tests/cli/test_refused.py",
          "            target.unlink()\n", "            pass\n")],
     "dit_accel/serving/pipelines.py": [
-        ("guidance-of-the-first-kind", "--guidance alone is FLUX's distilled guidance", "tests/cli/test_cli.py",
+        ("guidance-of-the-first-kind", "--guidance alone is FLUX's distilled guidance", "tests/cli/test_refused.py",
          'and ("negative-prompt" in values or "true_cfg_scale" in arguments)', ""),
-        ("options-twice", "--call steps together with --steps is an error", "tests/cli/test_cli.py",
+        ("options-twice", "--call steps together with --steps is an error", "tests/cli/test_refused.py",
          "if name in taken or name in SET_BY_US:", "if name in SET_BY_US:")],
     "dit_accel/cli/compare.py": [
-        ("each-prompt-same-seed", "every prompt of a comparison has its own noise", "tests/cli/test_compare.py",
+        ("each-prompt-same-seed", "every prompt of a comparison has its own noise", "tests/cli/test_options.py",
          "Prompt(text, options.seed + index)", "Prompt(text, options.seed)"),
         ("calibrated-on-a-compared-prompt", "methods are calibrated on a prompt that is not compared",
          "tests/cli/test_compare.py",
          " for text in tuning_prompts(options.model) if text not in texts)",
          " for text in tuning_prompts(options.model))")],
     "dit_accel/cli/tune.py": [
-        ("tune-replaces-its-base", "tune never overwrites the preset that it starts from", "tests/cli/test_tune.py",
+        ("tune-replaces-its-base", "tune never overwrites the preset that it starts from", "tests/cli/test_refused.py",
          "os.path.realpath(options.preset) == os.path.realpath(output)", "options.preset == output")],
     "dit_accel/cli/web_view.py": [
         ("page-shows-markup", "notes appear on the page as text, never as markup", "tests/cli/test_web_view.py",
