@@ -23,7 +23,7 @@ from torch.nn import functional
 from dit_accel.kernels import swiglu
 from dit_accel.models.fused.flux import FluxBlockHook
 from dit_accel.models.fused.joint import DoubleBlockHook, SingleBlockHook, Values, in_parts
-from dit_accel.models.fused.parts import heads_of, is_hooked, join_streams, normalise_heads, normalise_pair
+from dit_accel.models.fused.parts import heads_of, is_hooked, normalise_heads, normalise_pair
 
 
 class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
@@ -48,6 +48,10 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
 
     processors = (Flux2ParallelSelfAttnProcessor,)
     reads = ("temb_mod",)
+
+    def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        apart = inputs.encoder_hidden_states is not None or inputs.split_hidden_states
+        return "its streams are apart, while diffusers' transformer joins them" if apart else None
 
     def query_projection(self, attn: Flux2ParallelSelfAttention) -> nn.Module:
         return attn.to_qkv_mlp_proj
@@ -95,14 +99,10 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
         return out(features)
 
     def joined(self, inputs: SimpleNamespace) -> torch.Tensor:
-        text = inputs.encoder_hidden_states
-        return inputs.hidden_states if text is None else join_streams(text, inputs.hidden_states)
+        return inputs.hidden_states
 
-    def parted(self, joint: torch.Tensor, inputs: SimpleNamespace) -> Any:
-        if not inputs.split_hidden_states:
-            return joint
-        text = inputs.text_seq_len if inputs.encoder_hidden_states is None else inputs.encoder_hidden_states.shape[1]
-        return joint[:, :text], joint[:, text:]
+    def parted(self, joint: torch.Tensor, inputs: SimpleNamespace) -> torch.Tensor:
+        return joint
 
 
 def _gated(activation: nn.Module, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset
-from dit_accel.kernels import unpack_bits
-from dit_accel.models import samples
+from dit_accel import accelerate_transformer, load_preset
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import krea2, ltx2
 from dit_accel.models.fused import block_hook, flux2, hunyuan_video
@@ -54,15 +52,6 @@ def test_update_projects_heads_whose_symbol_changed(history_dtype, monkeypatch):
             assert previous[0].data_ptr() == first_stack.data_ptr() and torch.equal(previous[1], before)
         projected = reused if history_dtype == "float8" else changed
         assert layer[second] == pytest.approx(1 + (1 - ATTENTION) / 12 * projected)
-
-
-def test_rows_of_wan_compute_all_heads_some_or_none():
-    """Queries are normalised across heads, and cross-attention computes where any head does."""
-    pipe = accelerate_pipeline(tiny.copy_of("wan"), preset_of("wan", "head"))
-    tiny.output("wan", 8, pipe, height=96, width=112)
-    symbols = pipe.dit_accel.symbols().values()
-    heads = {int(row.sum()) for item in symbols for row in unpack_bits(item.cache_bits, 3)[0]}
-    assert {0, 3} < heads
 
 
 def test_half_precision_stays_close_to_naive():
@@ -144,20 +133,6 @@ def test_cut_padding_equals_masked_padding(monkeypatch, prompt):
     assert len(lengths) == (2 if prompt == TWO_PROMPTS else 1) and max(lengths) < 37
 
 
-def test_mask_is_read_once_a_branch_and_run(as_on_a_gpu, monkeypatch):
-    """The host waits for the prompts' lengths once for each mask, whatever the number of steps."""
-    read = []
-
-    class Counted(samples.TextLengths):
-        def __init__(self, lengths, *others):
-            read.append(lengths)
-            super().__init__(lengths, *others)
-
-    monkeypatch.setattr(samples, "TextLengths", Counted)
-    tiny.accelerated_output("hunyuan", "exact", 3, negative_prompt="blurred", true_cfg_scale=3.0)
-    assert len(read) == len(set(read)) == 2
-
-
 def by_products(transformer):
     """A processor whose attention does not call torch's."""
 
@@ -194,13 +169,6 @@ def test_processors_of_the_user_are_intercepted_where_they_call_torch(change, si
 # FLUX.1 and its relatives.
 
 
-def test_kontext_reference_tokens_are_vision():
-    """Reference tokens follow the latents, and can be reused."""
-    pipe = accelerate_pipeline(tiny.copy_of("flux-kontext"), preset_of("flux-kontext", "head"))
-    tiny.output("flux-kontext", 5, pipe)
-    assert (pipe.dit_accel.layout.text, pipe.dit_accel.layout.vision) == (37, 180)
-
-
 def test_images_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu):
     """Like Qwen-Image-Edit-2511: tokens of the given image have their own modulation."""
     pipe, alike = tiny.copy_of("qwen-image-edit"), tiny.output("qwen-image-edit", 2)
@@ -216,19 +184,6 @@ def test_versions_of_diffusers_that_pass_other_arguments_run_their_own_blocks():
     hook = flux2.Flux2DoubleBlockHook("transformer_blocks.0", SimpleNamespace(preset=None))
     hook.initialize_hook(type("Older", (nn.Module,), {"forward": lambda self, hidden_states, temb: None})())
     assert hook._why_other == "in this version of diffusers the block takes no temb_mod_img"
-
-
-@pytest.mark.parametrize("apart", [True, False], ids=["apart", "joint"])
-def test_a_single_block_takes_both_streams_too(apart):
-    """The transformer gives it the joint sequence; a caller may give it both, and have them back."""
-    hook = flux2.Flux2SingleBlockHook("single_transformer_blocks.0", SimpleNamespace(preset=None))
-    hook.initialize_hook(tiny.pipeline("flux2").transformer.single_transformer_blocks[0])
-    image, text = torch.randn(1, 5, 64), torch.randn(1, 3, 64)
-    arguments = hook._bind((image, text), {"split_hidden_states": apart})
-    joint = hook.joined(arguments)
-    assert torch.equal(joint, torch.cat([text, image], dim=1))
-    parts = hook.parted(joint, arguments)
-    assert all(map(torch.equal, parts, (text, image))) if apart else parts is joint
 
 
 # Krea 2 and Z-Image.
