@@ -9,12 +9,12 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -159,24 +159,7 @@ def both_orders(name: str) -> dict:
     return found
 
 
-@check
-def flux() -> dict:
-    return both_orders("flux")
-
-
-@check
-def wan() -> dict:
-    return both_orders("wan")
-
-
-@check
-def hunyuan() -> dict:
-    return both_orders("hunyuan")
-
-
-@check
-def qwen() -> dict:
-    return both_orders("qwen-image")
+CHECKS |= {name: partial(both_orders, name) for name in SHARED}
 
 
 @check
@@ -258,12 +241,24 @@ def after_uneven_calls() -> dict:
 @check
 def silence() -> dict:
     """Exchanges by step of a run whose forecast steps run no block."""
-    pipe = pipeline("wan")
+    pipe, exchanges, count = pipeline("wan"), [], [0]
     parallelize_pipeline(accelerate_pipeline(pipe, "balanced"), ulysses=2)
-    counts: list[int] = []
-    with counted() as count:
-        output(pipe, "wan", callback_on_step_end=lambda *_: counts.append(count[0]) or {})
-    return {"modes": modes_of(pipe), "exchanges": [b - a for a, b in zip([0, *counts], counts, strict=False)]}
+
+    def counting(function: Callable, *args, **kwargs):
+        count[0] += 1
+        return function(*args, **kwargs)
+
+    def end(*_) -> dict:
+        exchanges.append(count[0])
+        count[0] = 0
+        return {}
+
+    with ExitStack() as stack:
+        for module, names in COLLECTIVES.items():
+            for name in names:
+                stack.enter_context(patch.object(module, name, partial(counting, getattr(module, name))))
+        output(pipe, "wan", callback_on_step_end=end)
+    return {"modes": modes_of(pipe), "exchanges": exchanges}
 
 
 @check
@@ -296,12 +291,7 @@ def exception() -> dict:
     pipe = pipeline("wan")
     parallelize_pipeline(accelerate_pipeline(pipe, "balanced"), ulysses=2)
     fresh, modes = output(pipe, "wan"), modes_of(pipe)
-
-    def leave(*arguments):
-        if arguments[1] == 4:
-            raise KeyboardInterrupt
-        return {}
-
+    leave = Mock(side_effect=[{}] * 4 + [KeyboardInterrupt])
     with suppress(KeyboardInterrupt):
         output(pipe, "wan", callback_on_step_end=leave)
     return compared(pipe, output(pipe, "wan"), fresh, modes)
@@ -337,24 +327,13 @@ def branches() -> dict:
 
 @check
 def branch_kinds() -> dict:
-    """Runs of one pipeline whose outputs have the same shapes and differ otherwise, in turn."""
-    found = {}
-    alone, pipe = pipeline("wan"), parallelize_pipeline(pipeline("wan"), branches=2)
-    calls = []
-    pipe.transformer.proj_out.register_forward_hook(lambda *_: calls.append(1))
-    for preset, dtype in (("exact", torch.float32), ("exact", torch.bfloat16), ("balanced", torch.float32)):
-        for item in (alone, pipe):
-            item.transformer.to(dtype)
-            accelerate_pipeline(item, preset)
-        for run in range(2):
-            calls.clear()
-            expected = output(alone, "wan")
-            row = compared(pipe, output(pipe, "wan"), expected, modes_of(alone))
-            found[f"{preset}, {dtype}, run {run}"] = row | {"calls": len(calls)}
+    """Runs of one pipeline whose outputs have the same shapes and differ in their dtype, under one acceleration."""
+    found, alone, pipe = {}, pipeline("wan"), parallelize_pipeline(pipeline("wan"), branches=2)
     accelerate_pipeline(alone, "exact"), accelerate_pipeline(pipe, "exact")
-    for dtype in (torch.bfloat16, torch.float32):  # under one acceleration
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
         alone.transformer.to(dtype), pipe.transformer.to(dtype)
-        found[f"{dtype} next"] = compared(pipe, output(pipe, "wan"), output(alone, "wan"), modes_of(alone))
+        expected = output(alone, "wan")
+        found[f"{len(found)}: {dtype}"] = compared(pipe, output(pipe, "wan"), expected, modes_of(alone))
     return found
 
 
@@ -363,20 +342,13 @@ def branches_per_prompt() -> dict:
     """Prompts of a batch that decide by themselves, of which a step may compute some."""
     inputs = {"prompt": ["a cat", "a dog that runs across a field of yellow flowers"]}
     alone, pipe = pipeline("wan"), parallelize_pipeline(pipeline("wan"), branches=2)
-    calls = {id(alone): 0, id(pipe): 0}
-
-    def count(item) -> None:
-        def hook(*_) -> None:
-            calls[id(item)] += 1
-
-        item.transformer.proj_out.register_forward_hook(hook)
-
-    for item in (alone, pipe):
+    calls = [], []
+    for item, noted in zip((alone, pipe), calls, strict=True):
         accelerate_pipeline(item, "balanced", **{"schedule.per_prompt": True})
-        count(item)
+        item.transformer.proj_out.register_forward_hook(lambda *_, noted=noted: noted.append(1))
     expected = output(alone, "wan", **inputs)
     row = compared(pipe, output(pipe, "wan", **inputs), expected, modes_of(alone))
-    return row | {"calls": calls[id(pipe)], "plain_calls": calls[id(alone)]}
+    return row | {"plain_calls": len(calls[0]), "calls": len(calls[1])}
 
 
 @check
@@ -403,45 +375,20 @@ def branch_called_twice() -> dict:
 
 @check
 def refusals() -> dict:
-    """Unsupported combinations give an error and change nothing."""
+    """Errors of unsupported combinations."""
     found = {}
-    cases = {"count": ("wan", {"ulysses": 4}), "plan": ("sd3", {"ulysses": 2}), "heads": ("wan", {"ulysses": 2})}
-    for case, (name, degrees) in cases.items():
+    wrong = {"count": ("wan", {"ulysses": 4}), "plan": ("sd3", {"ulysses": 2}), "heads": ("wan", {"ulysses": 2})}
+    for case, (name, degrees) in (wrong | {"twice": ("wan", {"branches": 2})}).items():
         pipe = pipeline(name)
         if case == "heads":
             pipe.transformer.register_to_config(num_attention_heads=1)
+        if case == "twice":
+            parallelize_pipeline(pipe, ulysses=2)
         try:
             parallelize_pipeline(pipe, **degrees)
         except UnsupportedError as error:
             found[case] = str(error)
-    pipe = parallelize_pipeline(pipeline("wan"), ulysses=2)
-    try:
-        parallelize_pipeline(pipe, branches=2)
-    except UnsupportedError as error:
-        found["twice"] = str(error)
     return found
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Within, the first entry counts exchanges between ranks."""
-    count = [0]
-
-    def counting(function: Callable) -> Callable:
-        def call(*args, **kwargs):
-            count[0] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    originals = {(module, name): getattr(module, name) for module, names in COLLECTIVES.items() for name in names}
-    for (module, name), function in originals.items():
-        setattr(module, name, counting(function))
-    try:
-        yield count
-    finally:
-        for (module, name), function in originals.items():
-            setattr(module, name, function)
 
 
 @check

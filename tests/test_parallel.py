@@ -57,7 +57,7 @@ def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
     Each rank expects the memory that it takes: outputs whole, and of symbols and residuals its own share, up to bits of
     a byte. Symbols are computed where a rank has all tokens of its heads; both report the highest computed share.
     """
-    first, second = (rank[case] for rank in on_both(found, family.removesuffix("-image")))
+    first, second = (rank[case] for rank in on_both(found, family))
     require_as_alone(first, second)
     assert first["fallbacks"] == [] and first["computed"] == second["computed"]
     assert (first["computed"] < 0.999) == case.startswith(("balanced", "sparse"))
@@ -159,9 +159,6 @@ def test_branches_have_the_dtype_of_their_own_run(found):
     for case, row in first.items():
         assert row["error"] < (2e-2 if "bfloat16" in case else ROUNDING), case
         assert row["sum"] == second[case]["sum"] and row["modes"] == second[case]["modes"] == row["alone"]
-    assert {case: row["calls"] for case, row in first.items() if "exact" in case and "run" in case} == {
-        f"exact, {dtype}, run {run}": 6 for dtype in ("torch.float32", "torch.bfloat16") for run in range(2)
-    }
 
 
 def test_prompts_that_decide_apart_share_their_branches(found):
@@ -194,7 +191,7 @@ def test_what_cannot_be_shared_says_so(found, case, expected):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_make_what_one_makes(tmp_path):
     """Over NCCL, with the kernels of GPUs: even and uneven numbers of tokens and heads, branches, shared decodes."""
-    names = ("flux", "wan", "hunyuan", "qwen", "any_size", "branches", "decoding")
+    names = ("flux", "wan", "hunyuan", "qwen-image", "any_size", "branches", "decoding")
     found = results_of_ranks(tmp_path, *names, RANKS_DEVICE="cuda")
     for name in names[:-1]:
         first, second = on_both(found, name)
