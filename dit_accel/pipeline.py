@@ -11,22 +11,21 @@ from typing import Any
 
 import torch
 
-from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
-from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
-from dit_accel.models.beside.other_caches import refuse_other_cache, set_cache_config
+from dit_accel.models.beside.control_net import control_net, watch_net
+from dit_accel.models.beside.other_caches import set_cache_config
 from dit_accel.models.caller import calling_pipeline, clock_of, held_module
 from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
 from dit_accel.models.drive import drive, left_plain
-from dit_accel.models.driver import FamilyDriver
-from dit_accel.models.families import FAMILIES, known_family, pipeline_family
+from dit_accel.models.families import known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
-from dit_accel.models.presets import fitting_presets, load_preset
+from dit_accel.models.presets import load_preset
 from dit_accel.models.runs import Runs, between_calls
 from dit_accel.models.session import Session, TransformerHook
 from dit_accel.models.transformer import TransformerDriver
@@ -50,11 +49,6 @@ class Acceleration:
         preset: the preset in use, with all changes to its keys.
         family: name of the model family in presets and reports; ``any`` if the family is not known.
         config: the config with which diffusers' ``enable_cache`` created it, or None.
-
-    Args:
-        runs: runs over the transformers.
-        drivers: one driver a transformer.
-        plain: transformers of the owners that run unaccelerated.
     """
 
     def __init__(
@@ -73,7 +67,6 @@ class Acceleration:
         self._driven = [weakref.ref(driver.transformer) for driver in drivers]
         self._all_drivers = [weakref.ref(driver) for driver in drivers]
         self._owners: list[weakref.ref[Any]] = []
-        self._net: tuple[weakref.ref[torch.nn.Module], weakref.ref[ControlNetHook]] | None = None
         self._decoding: list[Decoding] = []
         self._prompts: list[prompts.KeptPrompts] = []
         self._stages = ExitStack()
@@ -83,17 +76,11 @@ class Acceleration:
         self.config: object = None
 
     def attach(self, owners: Sequence[Any], net: torch.nn.Module | None) -> None:
-        """Hook the owners' transformers and stages.
-
-        Args:
-            owners: the pipelines that get this object.
-            net: ControlNet that is called before the transformers, or None.
-        """
+        """Hook the transformers and stages of the pipelines that get this object, and their ControlNet."""
         self._owners = [weakref.ref(owner) for owner in owners]
-        if net is not None:  # at other levels every step runs blocks, which read the net's output
-            hook = watch_net(net, defers=self.preset.forecast.level == "output")
-            self._net = weakref.ref(net), weakref.ref(hook)
         undo = self._stages
+        if net is not None:  # at other levels every step runs blocks, which read the net's output
+            undo.callback(watch_net(net, defers=self.preset.forecast.level == "output"))
         for owner in owners:
             parts, stages = self._runs.of(owner).parts, self.preset.stages
             undo.enter_context(time_components(owner, parts))
@@ -103,7 +90,7 @@ class Acceleration:
                 self._prompts.append(prompts.KeptPrompts(owner, parts, int(stages.prompts_mib * 2**20)))
                 undo.callback(self._prompts[-1].close)
         for driver in self._drivers:
-            driver.watch(net)
+            driver.net = None if net is None else weakref.ref(net)  # which the pipeline may drop
             session = Session(driver, self._runs)
             driver.attach(session, TransformerHook(session, self))
         for owner in owners:
@@ -112,7 +99,7 @@ class Acceleration:
     @property
     def _drivers(self) -> list[TransformerDriver]:
         """Drivers of the transformers that are still there."""
-        return [driver for driver in (reference() for reference in self._all_drivers) if driver is not None]
+        return _alive(self._all_drivers)
 
     @property
     def layout(self) -> TokenLayout | None:
@@ -160,15 +147,13 @@ class Acceleration:
     @property
     def owners(self) -> list[Any]:
         """The pipelines that have this object."""
-        return [owner for owner in (reference() for reference in self._owners) if owner is not None]
+        return _alive(self._owners)
 
     def restore(self, heirs: Sequence[TransformerDriver] = ()) -> None:
         """Remove the acceleration without a trace; a second call does nothing.
 
-        If a call of a transformer is in progress, this takes effect at the end of the call.
-
-        Args:
-            heirs: drivers of the acceleration that replaces this one.
+        If a call of a transformer is in progress, this takes effect at the end of the call. ``heirs`` are drivers of an
+        acceleration that replaces this one.
 
         Raises:
             torch.OutOfMemoryError: weights that wait on the host don't fit on the device; nothing else is left undone.
@@ -187,10 +172,6 @@ class Acceleration:
             for heir in heirs:
                 heir.inherit(driver)
             driver.detach()
-        if self._net is not None:
-            net, hook = self._net[0](), self._net[1]()
-            if net is not None and hook is not None:
-                stop_watching(net, hook)
         self._runs.reset()
         for owner in self.owners:
             self.leave(owner)
@@ -205,11 +186,10 @@ class Acceleration:
 
     def why_not_in_effect(self) -> str | None:
         """Return why the pipeline is no longer accelerated, or None."""
-        driven = [transformer for transformer in (reference() for reference in self._driven) if transformer is not None]
-        known = [*(reference() for reference in self._plain), *driven]
+        driven = _alive(self._driven)
         for owner in self.owners:
             for name, transformer in denoisers(owner).items():
-                if not any(transformer is other for other in known):
+                if not any(transformer is other for other in (*driven, *_alive(self._plain))):
                     return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
         if not driven:
             return "the pipeline has dropped its transformer; load one, and call accelerate_pipeline(pipe)"
@@ -225,6 +205,11 @@ class Acceleration:
 
     def __repr__(self) -> str:
         return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"
+
+
+def _alive(references: Sequence[weakref.ref[Any]]) -> list[Any]:
+    """Return the objects that are still there."""
+    return [item for item in (reference() for reference in references) if item is not None]
 
 
 def makes_video(pipe: Any) -> bool:
@@ -432,29 +417,15 @@ def _attach(
     net: torch.nn.Module | None,
     owner: Any = None,
 ) -> Acceleration:
-    drivers: list[TransformerDriver] = []
-    refusals: dict[str, UnsupportedError] = {}
-    for name, transformer in transformers.items():
-        _refuse_own_config(transformer, name)
-        refuse_other_cache(transformer, name)
-        try:
-            driver = drive(transformer, preset, name, called[name])
-            _check_family(preset, driver)
-            drivers.append(driver)
-        except UnsupportedError as error:
-            if known_family(transformer) is not None:
-                raise
-            refusals[name] = error
-    if not drivers:
-        raise next(iter(refusals.values()))
-    layers = {driver.name: driver.layers() for driver in drivers}
-    _check_layers(preset, [layer for blocks in layers.values() for layer in blocks])
+    drivers, refusals = drive(transformers, preset, called)
     for driver in drivers:
         driver.prepare()
     known = next(filter(None, map(known_family, transformers.values())), None)
     family = "any" if known is None else known.name
     plain = {name: str(error) for name, error in refusals.items()}
     plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
+
+    layers = {driver.name: driver.layers() for driver in drivers}
 
     def controller(pipeline: Any) -> Controller:
         run = Controller(preset, clock(pipeline), family)
@@ -469,111 +440,47 @@ def _attach(
     _owners(transformers, owner)  # raises now if it does later
 
     def attach() -> None:
-        if not acceleration.is_restored:
-            _replace(acceleration, drivers, transformers, owner, net)
+        if acceleration.is_restored:
+            return
+        owners = _owners(transformers, owner)
+        try:
+            for earlier in _accelerations(transformers, owner):
+                earlier.restore(drivers)
+                if owner is not None:
+                    earlier.leave(owner)
+            acceleration.attach(owners, net)
+        except BaseException:
+            acceleration.restore()
+            raise
 
     between_calls(lambda: [*(acceleration._runs for acceleration in _accelerations(transformers, owner)), runs], attach)
     return acceleration
-
-
-def _replace(
-    acceleration: Acceleration,
-    drivers: list[TransformerDriver],
-    transformers: dict[str, torch.nn.Module],
-    owner: Any,
-    net: torch.nn.Module | None,
-) -> None:
-    """Attach an acceleration in place of earlier ones."""
-    owners = _owners(transformers, owner)
-    try:
-        for earlier in _accelerations(transformers, owner):
-            earlier.restore(drivers)
-            if owner is not None:
-                earlier.leave(owner)
-        acceleration.attach(owners, net)
-    except BaseException:
-        acceleration.restore()
-        raise
 
 
 def _owners(transformers: Mapping[str, torch.nn.Module], owner: Any) -> list[Any]:
     """Return the pipelines that get a new acceleration: ``owner``, unless None, and those of accelerations it replaces.
 
     Raises:
-        UnsupportedError: see :func:`_is_part`.
+        UnsupportedError: one has further transformers, which the new acceleration would leave plain.
     """
     owners = [] if owner is None else [owner]
-    for earlier in _accelerations(transformers, owner):
-        owners += [other for other in earlier.owners if other is not owner and _is_part(other, transformers)]
+    for pipe in (pipe for earlier in _accelerations(transformers, owner) for pipe in earlier.owners):
+        held = denoisers(pipe)
+        others = [name for name, module in held.items() if not any(module is other for other in transformers.values())]
+        if pipe is owner or len(others) == len(held):
+            continue
+        if others:
+            raise UnsupportedError(
+                f"a transformer is accelerated already, by a {type(pipe).__name__} that shares it and also has "
+                f"{', '.join(others)}: keep that, accelerate that pipeline anew, or call restore_pipeline on either "
+                "first"
+            )
+        owners.append(pipe)
     return owners
-
-
-def _refuse_own_config(transformer: torch.nn.Module, name: str) -> None:
-    """Raise if ``enable_cache`` has accelerated a transformer, because ``disable_cache`` must undo that."""
-    config = getattr(getattr(find_hook(transformer), "acceleration", None), "config", None)
-    if config is not None:
-        raise UnsupportedError(
-            f"pipe.{name} is accelerated already, by enable_cache({config!r}): keep that, or call "
-            f"pipe.{name}.disable_cache() first"
-        )
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:
     """Return the accelerations on a pipeline and on its transformers, each once."""
     hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
     found = [getattr(pipe, "dit_accel", None), *(hook.acceleration for hook in hooks)]
-    return [
-        acceleration
-        for place, acceleration in enumerate(found)
-        if acceleration is not None and acceleration not in found[:place]
-    ]
-
-
-def _is_part(pipe: Any, transformers: Mapping[str, torch.nn.Module]) -> bool:
-    """Return True if all transformers of an accelerated pipeline are among ``transformers``, False if none are.
-
-    Raises:
-        UnsupportedError: some are, so that a new acceleration would leave the others plain.
-    """
-    held = denoisers(pipe)
-    others = [name for name, module in held.items() if not any(module is other for other in transformers.values())]
-    if others and len(others) < len(held):
-        raise UnsupportedError(
-            f"a transformer is accelerated already, by a {type(pipe).__name__} that shares it and also has "
-            f"{', '.join(others)}: keep that, accelerate that pipeline anew, or call restore_pipeline on either first"
-        )
-    return not others
-
-
-def _check_layers(preset: Preset, layers: list[str]) -> None:
-    """Raise if ``skip.layers`` names a block that the pipeline lacks."""
-    unknown = [name for name in preset.skip.layers if name not in layers]
-    if unknown:
-        raise PresetError(
-            f"skip.layers of preset {preset.name!r} names {', '.join(unknown)}, and this pipeline's blocks are "
-            f"{', '.join(layers)}"
-        )
-
-
-def _check_family(preset: Preset, driver: TransformerDriver) -> None:
-    model = type(driver.transformer).__name__
-    if preset.model not in ("any", driver.family_name):
-        raise UnsupportedError(
-            f"preset {preset.name!r} is for {preset.model} models, and {model} is not one; presets that fit it: "
-            f"{', '.join(fitting_presets(driver.family_name, driver.levels))}"
-        )
-    if preset.forecast.level not in driver.levels:
-        raise UnsupportedError(
-            f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {model}; "
-            f"it takes {', '.join(driver.levels)}. Families that can: {_families_at(preset.forecast.level)}"
-        )
-    if preset.skip.steps == "all" and not isinstance(driver, FamilyDriver):
-        raise UnsupportedError(
-            f"skip.steps 'all' of preset {preset.name!r} can't run on {model}, whose blocks are not known; "
-            f"families that can: {_families_at('layer')}"
-        )
-
-
-def _families_at(level: str) -> str:
-    """Return the names of the families that a level runs on."""
-    return ", ".join(family.name for family in FAMILIES if level != "head" or family.fused == "head")
+    return [*dict.fromkeys(acceleration for acceleration in found if acceleration is not None)]

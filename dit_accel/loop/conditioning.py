@@ -25,23 +25,14 @@ GONE = object()  # a tensor that differed twice and has been freed
 
 @dataclass
 class _Item:
-    """Latest value of an item.
+    """Latest value of an item."""
 
-    Args:
-        value: the value, or a weak reference to a tensor that differed twice.
-        version: the tensor's version at that time; None = not a tensor.
-        copy: values of a tensor that counts no versions, because it may be changed in place.
-        calls: number of calls that had the item, up to 3.
-        holds: the latest comparison found no difference.
-        moved: the first comparison found a difference between two numbers, settings or tensors.
-    """
-
-    value: Any
-    version: int | None
-    copy: torch.Tensor | None
-    calls: int = 1
-    holds: bool = False
-    moved: bool = False
+    value: Any  # or a weak reference to a tensor that differed twice
+    version: int | None  # of the tensor at that time; None = not a tensor
+    copy: torch.Tensor | None  # values of a tensor that counts no versions, because it may be changed in place
+    calls: int = 1  # number of calls that had the item, up to 3
+    holds: bool = False  # the latest comparison found no difference
+    moved: bool = False  # the first comparison found a difference between two numbers, settings or tensors
 
     @property
     def latest(self) -> Any:
@@ -77,9 +68,6 @@ class Conditioning:
         Tensors are compared by address and version. Tensors that a pipeline creates anew at each step are compared by
         value: the host then waits for the GPU, once for all of them. Objects other than tensors, numbers and strings
         are compared by identity.
-
-        Args:
-            items: tensors, numbers and other objects by name.
 
         Returns:
             Names of three kinds of items: items that held their value before and differ now; numbers, settings and

@@ -1,19 +1,22 @@
-"""Choice of a transformer's driver, by its family."""
+"""Choice of the drivers of a pipeline's transformers, by their families, and whether a preset fits them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.models import denoisers
 from dit_accel.models.beside.control_net import CONTROL_NET
+from dit_accel.models.beside.other_caches import refuse_other_cache
 from dit_accel.models.driver import BlockHooks, FamilyDriver
-from dit_accel.models.families import known_family
+from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.families.family import Family, timestep_names
-from dit_accel.models.hooks import parameter_names
+from dit_accel.models.hooks import find_hook, parameter_names
+from dit_accel.models.presets import fitting_presets
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.models.wrappers import unwrapped
 from dit_accel.presets import Preset
@@ -32,21 +35,72 @@ def left_plain(pipe: Any) -> list[str]:
 
 
 def drive(
-    transformer: torch.nn.Module, preset: Preset, name: str, called: Callable[[], torch.nn.Module]
-) -> TransformerDriver:
-    """Return the driver of a transformer, not attached yet.
+    transformers: Mapping[str, torch.nn.Module], preset: Preset, called: Mapping[str, Callable[[], Any]]
+) -> tuple[list[TransformerDriver], dict[str, UnsupportedError]]:
+    """Return the drivers of transformers, not attached yet, and why others run unaccelerated, by name.
 
     Raises:
-        UnsupportedError: the transformer takes no timestep.
+        UnsupportedError: none can be accelerated, one of a known class can't, or one has another cache.
+        PresetError: `skip.layers` names a block that the transformers lack.
     """
-    family = known_family(transformer)
-    if family is None:
-        return TransformerDriver(transformer, preset, name, called)
-    return FamilyDriver(transformer, preset, name, called, family, _hand_written(family))
+    drivers: list[TransformerDriver] = []
+    refusals: dict[str, UnsupportedError] = {}
+    for name, transformer in transformers.items():
+        config = getattr(getattr(find_hook(transformer), "acceleration", None), "config", None)
+        if config is not None:  # disable_cache must undo that
+            raise UnsupportedError(
+                f"pipe.{name} is accelerated already, by enable_cache({config!r}): keep that, or call "
+                f"pipe.{name}.disable_cache() first"
+            )
+        refuse_other_cache(transformer, name)
+        family = known_family(transformer)
+        try:
+            if family is None:
+                driver = TransformerDriver(transformer, preset, name, called[name])
+            else:
+                driver = FamilyDriver(transformer, preset, name, called[name], family, _hand_written(family))
+            _check_family(preset, driver)
+            drivers.append(driver)
+        except UnsupportedError as error:
+            if family is not None:
+                raise
+            refusals[name] = error
+    if not drivers:
+        raise next(iter(refusals.values()))
+    layers = [layer for driver in drivers for layer in driver.layers()]
+    unknown = [name for name in preset.skip.layers if name not in layers]
+    if unknown:
+        raise PresetError(
+            f"skip.layers of preset {preset.name!r} names {', '.join(unknown)}, and this pipeline's blocks are "
+            f"{', '.join(layers)}"
+        )
+    return drivers, refusals
 
 
 def _hand_written(family: Family) -> BlockHooks | None:
     """Return the hook classes of a family's blocks; imported late, because diffusers may lack other families."""
-    if not family.fused:
-        return None
-    return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS
+    return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS if family.fused else None
+
+
+def _check_family(preset: Preset, driver: TransformerDriver) -> None:
+    model = type(driver.transformer).__name__
+    if preset.model not in ("any", driver.family_name):
+        raise UnsupportedError(
+            f"preset {preset.name!r} is for {preset.model} models, and {model} is not one; presets that fit it: "
+            f"{', '.join(fitting_presets(driver.family_name, driver.levels))}"
+        )
+    if preset.forecast.level not in driver.levels:
+        raise UnsupportedError(
+            f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {model}; "
+            f"it takes {', '.join(driver.levels)}. Families that can: {_families_at(preset.forecast.level)}"
+        )
+    if preset.skip.steps == "all" and not isinstance(driver, FamilyDriver):
+        raise UnsupportedError(
+            f"skip.steps 'all' of preset {preset.name!r} can't run on {model}, whose blocks are not known; "
+            f"families that can: {_families_at('layer')}"
+        )
+
+
+def _families_at(level: str) -> str:
+    """Return the names of the families that a level runs on."""
+    return ", ".join(family.name for family in FAMILIES if level != "head" or family.fused == "head")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
-from dit_accel.models.call_facts import NO_CALL, CallFacts
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of, latents_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled, lift_offload
 from dit_accel.models.kernel_limits import EveryRow, can_fuse_kernels, why_no_kernels, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
+    Exchange,
     Exchanges,
     config_of,
     parallel_degree,
@@ -44,14 +44,29 @@ RASTER = "tokens keep their order: frames have their own timesteps, or a causal 
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # by the name of the transformer's list of blocks
 
 
+@dataclass(frozen=True)
+class CallFacts:
+    """Facts that the blocks of one call share, read before the first block."""
+
+    fuses: bool = False  # blocks run through fused kernels
+    text: TextLengths | None = None  # None = the call has no mask, or attention is left to diffusers
+    joint: Tokens | None = None  # the joint sequence, where the preset works inside of the transformer
+    exchange: Exchange | None = None  # None = one device, or a ring of devices
+    grid: Grid | None = None  # of the vision tokens, if blocks get them in the preset's order
+
+    def of_rows(self, rows: Sequence[int]) -> CallFacts:
+        """Facts of a call for some samples of the batch."""
+        return self if self.text is None else replace(self, text=self.text.of_rows(rows))
+
+
+NO_CALL = CallFacts()
+
+
 class FamilyDriver(TransformerDriver):
     """Drives a transformer by its family's facts: levels ``output`` and ``layer``, and sparse attention.
 
-    Families with hand-written blocks may also have level ``head``, and have fused kernels in every computed block on a
-    GPU.
-
-    Args:
-        hand_written: hooks that replace the forward of blocks; None = the family has none.
+    Families with hand-written blocks, whose hooks replace the forward of blocks, may also have level ``head``, and have
+    fused kernels in every computed block on a GPU.
     """
 
     def __init__(
@@ -138,14 +153,18 @@ class FamilyDriver(TransformerDriver):
                     self.hook(module, FeedHook(session))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for item in self._sites[name]:
-                    self.hook(item.module, CaughtAttention(self, item).hook(), ATTENTION_HOOK)
+                    caught = CaughtAttention(self, item)
+                    hook = interceptor.AttentionHook(caught.tokens, caught.attend, caught.fall_back)
+                    self.hook(item.module, hook, ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
-            self._order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
+            self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
             first_block = next(iter(self.blocks().values()))
-            reorder = lambda x, axis, undo: order.apply(x, self.facts.grid, axis, undo)  # noqa: E731
-            for module, order_hook in order_hooks(reorder, self.transformer, self.family.order, first_block):
+            for module, order_hook in order_hooks(self._reordered, self.transformer, self.family.order, first_block):
                 self.hook(module, order_hook, ORDER_HOOK)
+
+    def _reordered(self, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
+        return self._order.apply(x, self.facts.grid, axis, undo)
 
     # One call.
 
@@ -217,11 +236,9 @@ class FamilyDriver(TransformerDriver):
         return can_fuse_kernels(x, head_dim)
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
-        """Return an attention site in the call in progress.
+        """Return an attention site in the call in progress, with a block's settings.
 
-        Args:
-            block: block whose settings apply.
-            sample: index of the sample if the model attends to each sample separately.
+        ``sample`` is the index of the sample if the model attends to each sample separately.
         """
         preset = self.preset
         kind = HeadSite if preset.forecast.level == "head" else TileSite
@@ -284,10 +301,6 @@ class CaughtAttention:
         self._facts = facts
         self._sample = 0  # next sample, if the model attends to each sample separately
 
-    def hook(self) -> interceptor.AttentionHook:
-        """Return the hook for the attention module."""
-        return interceptor.AttentionHook(self.tokens, self.attend, self.fall_back)
-
     def fall_back(self, reason: str) -> None:
         """Report that the model's own attention ran."""
         self._driver.session.run.report.fall_back(self._facts.site, reason)
@@ -334,9 +347,12 @@ class CaughtAttention:
             kv_len = interceptor.key_lengths(mask, tokens)
         else:
             kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
-        shared, whole = facts.exchange, dense
+        shared = facts.exchange
         if shared is not None:  # diffusers has already exchanged tokens for heads
             q, k, v = map(shared.arrange, (q, k, v))
-            whole = lambda: shared.arrange(dense())  # noqa: E731
+
+        def whole() -> torch.Tensor:
+            return dense() if shared is None else shared.arrange(dense())
+
         o = interceptor.with_leading_keys(attend, tokens, preset.blocks.size, (q, k, v), whole, kv_len, mask)
         return o if o is None or shared is None else shared.as_received(o)

@@ -42,10 +42,9 @@ OTHER_KEYS = "attends to other keys than its own tokens', for example a key-valu
 class AttentionHook(Hook):
     """Passes the queries, keys and values of an attention module to ``attend``.
 
-    Args:
-        tokens: returns at each call the tokens of the attention to intercept; other attentions of the module (such as
-            those to an image prompt) run unchanged. None = intercept nothing.
-        missed: called with a reason if a call should have been intercepted but was not.
+    ``tokens`` returns at each call the tokens of the attention to intercept, or None; other attentions of the module
+    (such as those to an image prompt) run unchanged. ``missed`` gets the reason if a call should have been intercepted
+    but was not.
     """
 
     def __init__(self, tokens: Callable[[], Tokens | None], attend: Attend, missed: Callable[[str], None]) -> None:
@@ -118,8 +117,7 @@ def hides_keys_alone(attn_mask: torch.Tensor) -> bool:
 def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor | None:
     """Number of valid keys, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]``, True for valid keys.
 
-    Args:
-        tokens: tokens of the attention. The mask is read at a vision token, because rows of padding may be all False.
+    The mask is read at a vision token, because rows of padding may be all False.
 
     Raises:
         UnsupportedError: the mask has another form.
@@ -146,10 +144,7 @@ def with_leading_keys(
     """Run ``attend`` with padded text moved from the front to behind the image, because kernels need valid keys first.
 
     Kernels also need as many queries as keys: if text has no queries, zeros stand for them and their output is dropped.
-
-    Args:
-        qkv, dense, kv_len: as in :class:`~dit_accel.sparse.tile_site.Inputs`.
-        mask: as in :func:`key_lengths`, if it marks the valid text tokens.
+    Tensors are those of :class:`~dit_accel.sparse.tile_site.Inputs`; ``mask`` may mark the valid text tokens.
     """
     is_padded = kv_len is not None and tokens.padding != "all"
     if not (tokens.text and tokens.text_first) or (tokens.text_asks and not is_padded):

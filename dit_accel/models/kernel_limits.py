@@ -21,9 +21,7 @@ KERNEL_TOKENS = 24576  # above, our dense attention beats cuDNN's on Hopper: 1.0
 def why_no_kernels(x: torch.Tensor, head_dim: int | None = None) -> str | None:
     """Return why kernels don't support a tensor like ``x``, or None.
 
-    Args:
-        head_dim: head dimension of attention; on a GPU kernels must support it, because our reference is slower than
-            torch's dense attention.
+    On a GPU they must support the ``head_dim`` of attention too, because our reference is slower than torch's.
     """
     if x.dtype not in FLOAT_DTYPES:
         return f"computes in {x.dtype}, which kernels do not support"

@@ -42,8 +42,7 @@ class FeedHook(Hook):
 class PartHook(Hook):
     """Remembers or forecasts the output of one part of a block, a tensor or a tuple of tensors.
 
-    Args:
-        calls: how often the block calls the part; each of these calls has a history of its own.
+    The block calls the part ``calls`` times; each of these calls has a history of its own.
     """
 
     def __init__(self, session: Session, block: str, part: str, calls: int = 1) -> None:

@@ -23,11 +23,9 @@ from dit_accel.loop.controller import Controller
 
 
 class Runs:
-    """Controllers of some transformers, by caller.
+    """Controllers of some transformers, by caller, ``first`` of the pipeline that they belong to.
 
-    Args:
-        make: creates the controller of a pipeline, which it must not keep alive; None = a loop without a pipeline.
-        first: pipeline that the transformers belong to, or None.
+    ``make`` creates the controller of a pipeline, which it must not keep alive; None = a loop without a pipeline.
     """
 
     def __init__(self, make: Callable[[Any], Controller], first: Any = None) -> None:
@@ -132,9 +130,8 @@ class Runs:
 def between_calls(runs: Callable[[], Sequence[Runs]], change: Callable[[], object]) -> None:
     """Make a change now, or if a transformer's call is in progress, at the end of the call. Never waits.
 
-    Args:
-        runs: returns the runs over all transformers that the change affects, which earlier changes may replace.
-        change: raises errors here if it is made now; later they are warnings.
+    ``runs`` returns the runs over all transformers that the change affects, which earlier changes may replace. An error
+    of ``change`` is raised here if it is made now; later it is a warning.
     """
     with ExitStack() as reserved:
         for item in runs():

@@ -59,12 +59,9 @@ def prompt_rows(context: str | None, latents: torch.Tensor, parts: int | None = 
     """Return the rows of each prompt in a batch of latents ``[B, …]``.
 
     A batch with all parts of guidance holds every prompt once in each part. The rows of a prompt must compute in the
-    same step: guidance multiplies their difference, in which equal errors cancel.
-
-    Args:
-        context: context of diffusers' cache. If it does not name a single branch, the number of parts is the number of
-            times that the latents repeat; some pipelines name both branches even without guidance.
-        parts: number of parts of guidance, if known; None = counted from the latents.
+    same step: guidance multiplies their difference, in which equal errors cancel. If ``parts`` is None and ``context``
+    does not name a single branch, the number of parts is the number of times that the latents repeat; some pipelines
+    name both branches even without guidance.
     """
     batch = len(latents)
     if parts is None:
@@ -137,19 +134,12 @@ def _is_shared(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class TextLengths:
-    """Valid text tokens of each sample, which attention may read; they come first.
+    """Valid text tokens of each sample, which attention may read."""
 
-    Args:
-        lengths: one per sample, or one for all.
-        counts: the same on the device, int32 ``[B]``.
-        end: text tokens behind which every sample has padding only.
-        leading: True if all valid tokens come first.
-    """
-
-    lengths: tuple[int, ...]
-    counts: torch.Tensor
-    end: int
-    leading: bool = True
+    lengths: tuple[int, ...]  # one per sample, or one for all
+    counts: torch.Tensor  # the same on the device, int32 [B]
+    end: int  # text tokens behind which every sample has padding only
+    leading: bool = True  # all valid tokens come first
 
     @property
     def ragged(self) -> bool:

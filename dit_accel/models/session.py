@@ -83,12 +83,10 @@ class Session:
         self.runs.end()
 
     def forward(self, original: Callable, context: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run one transformer call, or forecast its output.
+        """Run one transformer call by its forward beneath our hook, or forecast its output.
 
-        Args:
-            original: the transformer's forward beneath our hook.
-            context: diffusers' cache context: the branch of guidance as the pipeline names it, and in diffusers 0.42
-                the step if the pipeline gives it; before, the name alone; None = the pipeline sets none.
+        ``context`` is diffusers' cache context: the branch of guidance as the pipeline names it, and in diffusers 0.42
+        the step if the pipeline gives it; before, the name alone; None = the pipeline sets none.
         """
         driver = self.driver
         if len(args) > len(driver.parameters):
@@ -122,8 +120,7 @@ class Session:
             elif not isinstance(value, (*NUMBERS, type(None))) and (type(value) is not dict or value):
                 leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if name not in driver.timesteps:  # MiniMax-H3 has one for each noise level, whose number varies over a run
-                for leaf in leaves:
-                    shapes.append(leaf.shape)
+                shapes += [leaf.shape for leaf in leaves]
             if name in ALL_LATENTS:
                 latents[name] = leaves
         if driver.works_inside:
@@ -151,11 +148,7 @@ class Session:
         self.is_first = False
 
     def _compute(self, call: Call, original: Callable, passed: tuple[tuple, dict], arguments: dict[str, Any]) -> Any:
-        """Run a call with its blocks, and pass its output to the loop.
-
-        Args:
-            passed: the same arguments as ``arguments``, as the pipeline passed them.
-        """
+        """Run a call with its blocks, and pass its output to the loop; ``passed`` and ``arguments`` are the same."""
         self._refuse_other_cache()
         driver, run = self.driver, self.run
         original = driver.computing(original)

@@ -25,11 +25,7 @@ Reorder = Callable[[torch.Tensor, int, bool], torch.Tensor]  # takes tokens, the
 
 
 class TokenOrder:
-    """The preset's order of tokens, on any grid.
-
-    Args:
-        first_frame_apart: True = the first frame's tokens stay first.
-    """
+    """The preset's order of tokens, on any grid; with ``first_frame_apart`` the first frame's tokens stay first."""
 
     def __init__(self, name: str, block: int, first_frame_apart: bool) -> None:
         self._name = name
@@ -77,9 +73,8 @@ class ReorderInput(Hook):
 class ReorderOutput(Hook):
     """Reorders the entries for each token in a module's output.
 
-    Args:
-        axes: the axis of tokens in some parts of the module's output, by the part's index. Features follow that axis;
-            if a part has no further axis in a call, it is shared by all tokens.
+    ``axes`` has the axis of tokens in some parts of the output, by the part's index. Features follow that axis; if a
+    part has no further axis in a call, it is shared by all tokens.
     """
 
     def __init__(self, reorder: Reorder, axes: Mapping[int, int]) -> None:

@@ -40,8 +40,7 @@ from dit_accel.presets import Preset
 class TransformerDriver:
     """Drives one transformer from outside: forecasts its output, or runs it and measures the forecast's error.
 
-    Args:
-        called: returns the transformer, or its wrapper from ``torch.compile`` if the pipeline calls that.
+    ``called`` returns the transformer, or its wrapper from ``torch.compile`` if the pipeline calls that.
     """
 
     family_name = "any"
@@ -75,11 +74,6 @@ class TransformerDriver:
                 "parts ('vision_timesteps'), so its steps can't be distinguished; a wrapper must hold one transformer: "
                 "call accelerate_pipeline before you wrap it, or accelerate_transformer on the transformer inside"
             )
-
-    def watch(self, net: torch.nn.Module | None) -> None:
-        """Set the ControlNet, which the pipeline may drop."""
-        if net is not None:
-            self.net = weakref.ref(net)
 
     def layers(self) -> list[str]:
         """Names of the blocks that the report lists."""

@@ -11,7 +11,6 @@ from dit_accel.models.beside.control_net import (
     TensorForm,
     computed,
     control_net,
-    stop_watching,
     watch_net,
 )
 from dit_accel.models.hooks import find_hook
@@ -107,10 +106,11 @@ def test_restoring_leaves_the_net_as_it_was(pipe):
     for _ in range(2):  # over an earlier acceleration too
         accelerate_pipeline(pipe, "exact")
     assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=2), plain)
-    later = watch_net(pipe.controlnet, defers=True)  # of another pipeline
+    stop = watch_net(pipe.controlnet, defers=True)  # of another pipeline
+    later = find_hook(pipe.controlnet)
     restore_pipeline(pipe)
     assert find_hook(pipe.controlnet) is later
-    stop_watching(pipe.controlnet, later)
+    stop()
     assert not hasattr(pipe.controlnet, "_diffusers_hook") and "forward" not in vars(pipe.controlnet)
     calls[0] = 0
     assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=2), plain)
@@ -149,14 +149,11 @@ def deferred(value):
     "part",
     [
         lambda x: x[:, 2:],
-        lambda x: x[:, :-1],
-        lambda x: x[1:2],
         lambda x: x[:, 1:6:2],
         lambda x: x[1:, 1:][:, 1:],
-        lambda x: x[..., -2:],
         lambda x: x[:, :99],
     ],
-    ids=["from", "to", "rows", "step", "twice", "last", "beyond"],
+    ids=["from", "step", "twice", "beyond"],
 )
 def test_a_part_is_cut_off_without_the_call(part):
     """Slicing, as pipelines drop reference tokens, gives form and values of that part with one call."""
@@ -199,19 +196,16 @@ FIRST = {"x": torch.ones(2, 3), "scale": 0.5, "both": False}
     ("changes", "waits"),
     [
         ({}, True),
-        ({"x": torch.zeros(2, 3)}, True),
-        ({"scale": 0.25}, True),
+        ({"x": torch.zeros(2, 3), "scale": 0.25}, True),
         ({"x": torch.ones(3, 2).T}, True),
         ({"both": True}, False),
         ({"x": torch.ones(2, 4)}, False),
-        ({"x": torch.ones(1, 3)}, False),
         ({"x": torch.ones(2, 3, dtype=torch.float64)}, False),
         ({"x": torch.ones(2, 3, device="meta")}, False),
         ({"scale": 1}, False),
-        ({"more": torch.ones(1)}, False),
         ({"more": [1]}, False),
     ],
-    ids=["same", "values", "scale", "strides", "flag", "shape", "batch", "dtype", "device", "kind", "tensor", "list"],
+    ids=["same", "values", "strides", "flag", "shape", "dtype", "device", "kind", "list"],
 )
 def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
     """The previous call differed only in values, so the form is known; the output equals an immediate call's."""
@@ -234,7 +228,7 @@ def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
 def test_a_call_that_could_not_be_made_later_is_made_at_once(monkeypatch, why):
     """Gradients would be lost, weights may have moved, another hook or autocast be gone, and compilers see calls."""
     net = Net()
-    hook = watch_net(net, defers=True)
+    watch_net(net, defers=True)
     with torch.no_grad():
         net(**FIRST)
     if why == "offload":
@@ -247,7 +241,6 @@ def test_a_call_that_could_not_be_made_later_is_made_at_once(monkeypatch, why):
     with torch.set_grad_enabled(why == "gradients"):
         output = net(**FIRST)
     assert net.calls == 2 and not isinstance(output["parts"][0], DeferredTensor)
-    stop_watching(net, hook)
 
 
 def test_only_a_net_of_a_pipeline_is_deferred(pipe):

@@ -55,9 +55,8 @@ def is_wrapper(called: Any, transformer: nn.Module) -> bool:
 def compiled_entry(transformer: nn.Module, called: Any, earlier: CompiledEntry | None = None) -> CompiledEntry | None:
     """Replace the entry of a transformer that is compiled whole, if not done yet; None = it is not compiled whole.
 
-    Args:
-        called: the module that the pipeline calls: the transformer, or its wrapper from ``torch.compile``.
-        earlier: result of the previous call; it is removed if calls no longer enter there.
+    The pipeline calls ``called``: the transformer, or its wrapper from ``torch.compile``. The result of the previous
+    call, ``earlier``, is removed if calls no longer enter there.
     """
     wraps = is_wrapper(called, transformer)
     holder, attribute = (called, "forward") if wraps else (transformer, "_compiled_call_impl")

@@ -8,6 +8,7 @@ count as conditions of the transformer.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,7 @@ def computed(tree: Any) -> Any:
 class ControlNetHook(Hook):
     """Defers a ControlNet's call if it is like the previous call, whose output then has the same form.
 
-    Args:
-        defers: False = every call runs at once, and the hook only remembers its arguments.
+    Unless ``defers``, every call runs at once, and the hook only remembers its arguments.
     """
 
     def __init__(self, names: list[str], *, defers: bool) -> None:
@@ -133,12 +133,22 @@ def control_net(pipe: Any) -> torch.nn.Module | None:
     return net if isinstance(net, torch.nn.Module) else None
 
 
-def watch_net(net: torch.nn.Module, *, defers: bool) -> ControlNetHook:
-    """Hook a ControlNet, in place of an earlier hook of ours."""
+def watch_net(net: torch.nn.Module, *, defers: bool) -> Callable[[], None]:
+    """Hook a ControlNet, in place of an earlier hook of ours; return a function that removes the hook.
+
+    The function keeps no net alive, and leaves the hook of another pipeline that has replaced this one.
+    """
     remove_hook(net)
     hook = ControlNetHook(parameter_names(net), defers=defers)
     register_hook(net, hook)
-    return hook
+    references = weakref.ref(net), weakref.ref(hook)
+
+    def stop() -> None:
+        still, ours = (reference() for reference in references)
+        if still is not None and find_hook(still) is ours:
+            remove_hook(still)
+
+    return stop
 
 
 def hook_of(net: torch.nn.Module | None) -> ControlNetHook | None:

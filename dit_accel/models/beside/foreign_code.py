@@ -74,25 +74,19 @@ class Watched(NamedTuple):
 
 @dataclass
 class Code:
-    """One processor, hook, forward or module inside a transformer.
-
-    Args:
-        hooks, place: of a torch hook, the dict that holds it and its key there.
-        acts: False if it is a hook that has only watched so far.
-    """
+    """One processor, hook, forward or module inside a transformer."""
 
     name: str
     roots: tuple
-    hooks: dict[int, Callable] | None = None
-    place: int = 0
-    acts: bool = True
+    hooks: dict[int, Callable] | None = None  # the dict that holds it, if it is a torch hook
+    place: int = 0  # its key there
+    acts: bool = True  # False if it is a hook that has only watched so far
 
 
 class ForeignCode:
     """Finds the code inside a transformer that is not the model's own, and compares its state around computed calls.
 
-    Args:
-        transformer: the transformer. Hooks around the whole of it run in every step, and do not count.
+    Hooks around the whole transformer run in every step, and do not count.
     """
 
     def __init__(self, transformer: nn.Module) -> None:
@@ -107,7 +101,7 @@ class ForeignCode:
         self._codes: list[Code] = []
         self._changed: list[Code] = []
 
-    def run(self, compute: Callable[[], Any]) -> Any:
+    def _run(self, compute: Callable[[], Any]) -> Any:
         """Run a call, and record which code has changed its state in it."""
         self._changed = []
         self._find()
@@ -127,39 +121,34 @@ class ForeignCode:
         return output
 
     def watch(self, branch: BranchState, compute: Callable[[], Any]) -> Watched:
-        """Run a call, and compare the state of the code before and after it."""
-        output = self.run(compute)
-        change: Any = self.change(branch)
+        """Run a call, and compare the state of the code before and after it.
+
+        The change is 0 if no state that counts changed, 2 if it changed twice in a row, else 1.
+        """
+        output = self._run(compute)
+        names = {code.name for code in self._changed if code.acts}
+        change: Any = 2.0 if names & branch.changed else float(bool(names))
         if parallel_degree(self._transformer) > 1 or hasattr(self._transformer, GROUP):
             tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
             change = torch.tensor([change], device=tensor.device)  # devices agree on the largest
         return Watched(output, change)
 
     def settle(self, run: Controller, branch: BranchState, changes: Sequence[float]) -> None:
-        """Record the change of a call; compute every later step if the state changes with every call."""
+        """Record the largest change on all devices; compute every later step if the state changes with every call."""
         if not run.may_forecast:
             return
-        for remark in self.watchers(branch):
-            run.report.note(remark)
-        if (reason := self.take(branch, *changes)) is not None:
-            has_forecast = any(step.mode == StepMode.DISPATCH.value for step in run.report.steps[:-1])
-            run.compute_all(f"{'rest of the run' if has_forecast else 'every step'} computed: {reason}")
-
-    def change(self, branch: BranchState) -> float:
-        """Return a number for the latest call: 0 if no state that counts changed, 2 if twice in a row, else 1."""
-        names = {code.name for code in self._changed if code.acts}
-        return 2.0 if names & branch.changed else float(bool(names))
-
-    def take(self, branch: BranchState, change: float) -> str | None:
-        """Record the largest change on all devices; return why later steps must be computed, or None."""
-        names = {code.name for code in self._changed}
+        for code in self._changed:  # hooks that have only watched, but may return something later
+            if code.name in branch.changed and not code.acts and len(_returns(code.roots[0])) > 1:
+                run.report.note(MAY_COUNT.format(code.name))
         acting = [code.name for code in self._changed if code.acts] or [ELSEWHERE]
         again = [name for name in acting if name in branch.changed] or acting
-        branch.changed, branch.unsettled = names, change > 0
-        if change <= 1:
-            return None
-        self._counting.update(again)
-        return COUNTS.format(_listed(again))
+        branch.changed, branch.unsettled = {code.name for code in self._changed}, max(changes) > 0
+        if max(changes) > 1:
+            self._counting.update(again)
+            others = f", as {len(again) - 1} more like it, " if len(again) > 1 else ""
+            has_forecast = any(step.mode == StepMode.DISPATCH.value for step in run.report.steps[:-1])
+            which = "rest of the run" if has_forecast else "every step"
+            run.compute_all(f"{which} computed: {COUNTS.format(again[0] + others)}")
 
     @property
     def counts(self) -> bool:
@@ -287,8 +276,7 @@ def _returns(hook: Any) -> set[bool]:
 def _state(roots: tuple, seen: dict[int, Any]) -> list[Any]:
     """Return values and identities of everything that these objects hold, in a fixed order.
 
-    Args:
-        seen: objects that do not count again, by id; objects that are found are added.
+    Objects in ``seen`` do not count again; objects that are found are added, by id.
     """
     found: list[Any] = []
     waiting = [(root, 0) for root in reversed(roots)]
@@ -395,7 +383,3 @@ def _differ(before: list[Any], after: list[Any]) -> bool:
 
 def _is_same(before: Any, after: Any) -> bool:
     return before is after or (type(before) is type(after) and isinstance(after, NUMBERS) and before == after)
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] + (f", as {len(names) - 1} more like it, " if len(names) > 1 else "")

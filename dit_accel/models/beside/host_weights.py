@@ -16,13 +16,10 @@ STAY = "The weights of linear layers stay on the host: call pipe.to('cpu') befor
 
 
 class HostWeight:
-    """Weight of one layer on the host. Moving the layer moves the rest of it, and sets the device.
+    """Weight of one layer on the host. Moving the layer moves the rest of it, and sets ``device``.
 
-    The layer keeps its parameter, whose data moves.
-
-    Args:
-        device: device of the rest of the layer, to which the weight returns.
-        moved: called before the layer moves to another device.
+    The layer keeps its parameter, whose data moves, and returns to that device. ``moved`` is called before the layer
+    moves to another device.
     """
 
     def __init__(self, layer: nn.Linear, device: torch.device, moved: Callable[[], None]) -> None:
@@ -67,8 +64,7 @@ class HostWeight:
 class HostWeights:
     """Weights of a transformer's layers that wait on the host; iterates over the layers.
 
-    Args:
-        moved: called before a layer moves to another device.
+    ``moved`` is called before a layer moves to another device.
     """
 
     def __init__(self, transformer: nn.Module, layers: Iterable[nn.Linear], moved: Callable[[], None]) -> None:

@@ -34,13 +34,9 @@ _REPLACING = {
 
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:
-    """Raise an error if another cache is on a transformer.
+    """Raise an :class:`UnsupportedError` if another cache is on a transformer.
 
-    Args:
-        by_hooks: also look for hooks of a cache that was added without ``enable_cache``; this takes milliseconds.
-
-    Raises:
-        UnsupportedError: there is one.
+    With ``by_hooks`` also look for hooks of a cache that was added without ``enable_cache``; this takes milliseconds.
     """
     found = _other_cache(transformer, name, by_hooks)
     if found is not None:

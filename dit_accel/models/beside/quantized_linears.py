@@ -92,8 +92,7 @@ def example_names(layers: Iterable[str]) -> str:
 class QuantizedLinears:
     """The 8-bit layers of one transformer, and the state that they share.
 
-    Args:
-        moved: called when the transformer moves to another device, if weights wait on the host.
+    ``moved`` is called when the transformer moves to another device, if weights wait on the host.
 
     Raises:
         UnsupportedError: the transformer is compiled, or its GPU can't multiply such values; a pattern of excluded
@@ -149,8 +148,7 @@ class QuantizedLinears:
     def begin(self, run: RunReport, kind: Hashable) -> None:
         """Prepare a call of the transformer: round the weights again if a new run has begun.
 
-        Args:
-            kind: key of everything on which the time of a call depends.
+        ``kind`` is a key of everything on which the time of a call depends.
         """
         self._kind, slower = kind, self._trial.slower(kind)
         if slower is not None and self._remarked is not run:
@@ -249,9 +247,7 @@ class QuantizedLinears:
     def project(self, *layers: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenated outputs ``[..., N]`` of layers, whose input is ``x`` ``[..., C]``, then GELU of another tensor.
 
-        Args:
-            layers: layers that all have a bias, or all have none.
-            gelu: ``[..., M]``, before GELU; None = nothing.
+        The layers all have a bias, or all have none; ``gelu`` ``[..., M]`` is before GELU.
         """
         weights = self._weights.get(layers)
         if weights is None:

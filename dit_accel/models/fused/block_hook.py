@@ -19,8 +19,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.branch import Call
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.call_facts import NO_CALL
-from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.driver import NO_CALL, FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
 from dit_accel.models.kernel_limits import why_no_kernels

@@ -35,10 +35,8 @@ class SharedBranches:
     ) -> Any:
         """Return the output of a call that is not forecast.
 
-        The first call of its kind runs on all devices, because the form of the output is not known yet.
-
-        Args:
-            observe: takes the output from any device, and returns the output for the pipeline.
+        The first call of its kind runs on all devices, because the form of the output is not known yet. ``observe``
+        takes the output from any device, and returns the output for the pipeline.
 
         Raises:
             UnsupportedError: the output has another form than in an earlier call of its kind, so other devices can't

@@ -86,8 +86,7 @@ def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
 class Exchange:
     """Exchange of tokens for heads between the ranks of a group that share one sequence.
 
-    Args:
-        order: order of its vision tokens, int64 ``[S]``, for arranged tokens; None = unchanged.
+    ``order`` of its vision tokens, int64 ``[S]``, is that of arranged tokens; None = unchanged.
     """
 
     def __init__(
@@ -111,9 +110,8 @@ class Exchange:
     def to_heads(self, *tensors: torch.Tensor, arranged: bool = True) -> tuple[torch.Tensor, ...]:
         """Exchange the rank's own tokens ``[B, S / n, H, D]`` for all tokens of its heads ``[B, S, H / n, D]``.
 
-        Args:
-            arranged: True = text in one piece, and vision tokens in their order; False = as they arrive, for attention
-                that does not depend on the order.
+        If ``arranged``, text is in one piece, and vision tokens are in their order; otherwise tokens are as they
+        arrive, for attention that does not depend on the order.
         """
         words, dtype = _words(*tensors), tensors[0].dtype
         batch, count, heads, size = words[0].shape
