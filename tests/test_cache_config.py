@@ -75,15 +75,6 @@ def test_a_second_cache_is_diffusers_error(pipe):
             pipe.transformer.disable_cache()
 
 
-def test_other_caches_run_as_without_us(pipe):
-    plain, left = call(pipe), left_on(pipe)
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
-    assert not torch.equal(call(pipe), plain)
-    pipe.transformer.disable_cache()
-    assert torch.equal(call(pipe), plain)
-    assert left_on(pipe)["pipe"] == left["pipe"]
-
-
 def test_a_config_that_does_not_fit_changes_nothing(pipe):
     """Presets of other families, and configs of unknown classes, are errors."""
     left = left_on(pipe)
@@ -129,18 +120,3 @@ def test_restore_pipeline_undoes_it_on_all_pipelines(pipe):
     assert not pipe.transformer.is_cache_enabled and torch.equal(call(pipe), plain)
     with pytest.raises(UnsupportedError, match="FluxPipeline is not accelerated: call accelerate_pipeline"):
         report(pipe)
-
-
-def test_two_transformers_decide_each_for_itself():
-    """One config serves both; there is a report of each, and one restore removes both."""
-    pipe, config = tiny_pipeline("wan22"), ClosedLoopConfig("turbo")
-    plain = call(pipe, "wan22")
-    pipe.transformer.enable_cache(config)
-    pipe.transformer_2.enable_cache(config)
-    assert float((call(pipe, "wan22") - plain).norm() / plain.norm()) < 0.1
-    reports = [report(item) for item in (pipe.transformer, pipe.transformer_2)]
-    assert sum(len(item.steps) for item in reports) == STEPS
-    with pytest.raises(UnsupportedError, match=r"read report\(pipe\.transformer\) and report\(pipe\.transformer_2\)"):
-        report(pipe)
-    restore_pipeline(pipe)
-    assert torch.equal(call(pipe, "wan22"), plain)
