@@ -67,16 +67,8 @@ PROMPT = "a red fox in the winter snow"
 
 
 def tiny_pipeline(name: str, *, seed: int = 0) -> "DiffusionPipeline":
-    """The tiny pipeline of that name, in evaluation mode and without progress bars.
-
-    Args:
-        name: one of `TINY_PIPELINES`.
-        seed: of the weights; the global random state is left as it was.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    build, _ = _named(name)
+    """Build a pipeline in evaluation mode with weights of a seed; the global random state stays as it was."""
+    build, _ = _PIPELINES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = build()
@@ -90,23 +82,12 @@ def tiny_pipeline(name: str, *, seed: int = 0) -> "DiffusionPipeline":
 def tiny_inputs(
     name: str, *, steps: int = 4, seed: int = 0, prompt: str | list[str] = PROMPT, **overrides: object
 ) -> dict:
-    """Keyword arguments for one call of `tiny_pipeline(name)`; the result is latents unless `output_type` is given.
+    """Make arguments for one call, which advances their random generator; the result is latents by default.
 
-    Make them again for each call, because a call advances their random generator.
-
-    Args:
-        name: one of `TINY_PIPELINES`.
-        steps: `num_inference_steps`.
-        seed: seed of the initial noise and of any conditioning image.
-        prompt: one prompt, or a list for a batch.
-        overrides: more arguments of the pipeline's call, which replace or extend the defaults. Conditioning images
-            follow `height` and `width` (pixels), and HunyuanVideo 1.5's image-to-video, which takes neither, follows
-            its image's proportions.
-
-    Raises:
-        ValueError: the name is unknown.
+    ``overrides`` replace or extend them. Conditioning images follow `height` and `width` (pixels), and HunyuanVideo
+    1.5's image-to-video, which takes neither, follows its image's proportions.
     """
-    _, make_inputs = _named(name)
+    _, make_inputs = _PIPELINES[name]
     generator = torch.Generator().manual_seed(seed)
     size = {side: overrides[side] for side in ("height", "width") if side in overrides}
     arguments = make_inputs(generator, **size)
@@ -114,14 +95,8 @@ def tiny_inputs(
         arguments["image"] = [arguments["image"]] * len(prompt)
     if "height" not in arguments:
         overrides = {key: value for key, value in overrides.items() if key not in size}
-    return {
-        "prompt": prompt,
-        "num_inference_steps": steps,
-        "generator": generator,
-        "output_type": "latent",
-        **arguments,
-        **overrides,
-    }
+    usual = {"prompt": prompt, "num_inference_steps": steps, "generator": generator, "output_type": "latent"}
+    return usual | arguments | overrides
 
 
 def tiny_output(pipe: "DiffusionPipeline", name: str, **arguments: object) -> torch.Tensor:
@@ -135,12 +110,6 @@ def same_weights(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     weights = [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
     return copy.deepcopy(pipe, {id(weight): weight for weight in weights})
-
-
-def _named(name: str):
-    if name not in _PIPELINES:
-        raise ValueError(f"name must be one of {', '.join(TINY_PIPELINES)}; got {name!r}")
-    return _PIPELINES[name]
 
 
 @torch.no_grad()

@@ -30,10 +30,8 @@ _QWEN = {**LLAMA, "rope_parameters": _MULTIMODAL_ROPE, "bos_token_id": 0, "eos_t
 def clip(number: str = "", *, width: int = FEATURES, projection: bool = False) -> dict:
     """`CLIPTextModel`, or `CLIPTextModelWithProjection` as SD3 wants it, with pooled output `[B, width]`.
 
-    The tokenizer is one over bytes, each also as the last one of a word, with prompts padded to 77 tokens.
-
-    Args:
-        number: behind the components' names, `"_2"` for a pipeline's second encoder.
+    The tokenizer is one over bytes, each also as the last one of a word, with prompts padded to 77 tokens. ``number``
+    is the end of the components' names, `"_2"` for a pipeline's second encoder.
     """
     import transformers
 
@@ -91,23 +89,19 @@ def llama() -> dict:
 
 
 def qwen(*, language_model: bool = False) -> dict:
-    """`Qwen2_5_VLForConditionalGeneration`, whose vision tower exists for the class and sees no image.
+    """`Qwen2_5_VLForConditionalGeneration`, or its language model alone, as HunyuanVideo 1.5 wants it.
 
-    The tokenizer has the 256 bytes, and its chat template is the last message itself.
-
-    Args:
-        language_model: return only `Qwen2_5_VLTextModel`, for HunyuanVideo 1.5.
+    Its vision tower sees no image. The tokenizer has the 256 bytes, and its chat template is the last message itself.
     """
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
 
     vision = {"depth": 1, "num_heads": 2, "out_hidden_size": FEATURES, "fullatt_block_indexes": [0]}
     vision |= {"hidden_size": FEATURES, "intermediate_size": FEATURES}
+    config = transformers.Qwen2_5_VLConfig(text_config=_QWEN, vision_config=vision)
     if language_model:
-        config = transformers.Qwen2_5_VLConfig(text_config=_QWEN).text_config
-        encoder = transformers.Qwen2_5_VLTextModel(config)
+        encoder = transformers.Qwen2_5_VLTextModel(config.text_config)
     else:
-        config = transformers.Qwen2_5_VLConfig(text_config=_QWEN, vision_config=vision)
         encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
     tokenizer = transformers.Qwen2Tokenizer(
         vocab=_ids(["<|endoftext|>", *sorted(ByteLevel.alphabet())]),

@@ -5,6 +5,8 @@ image of 96×88 pixels has 132 tokens; with 37 text tokens that is 169: ragged f
 the first block holds text and image.
 """
 
+import re
+
 import torch
 
 from tests.tiny import encoders
@@ -42,13 +44,7 @@ def build(
     guidance: bool = True,
     controlnet: bool = False,
 ):
-    """A pipeline of the named diffusers class.
-
-    Args:
-        in_channels: of the transformer.
-        guidance: with the distilled guidance embedding of FLUX.1-dev.
-        controlnet: with a control net of one block of each kind.
-    """
+    """A pipeline of the named class, with the guidance embedding of FLUX.1-dev, or a control net of two blocks."""
     import diffusers
 
     sizes = {
@@ -128,27 +124,18 @@ def ip_adapter_inputs(generator: torch.Generator, **size: int) -> dict:
 
 
 def tiny_flux_lora(pipe, *, rank: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random LoRA weights for a FLUX pipeline, to pass to `pipe.load_lora_weights` (which needs `peft`).
+    """Random LoRA weights for `pipe.load_lora_weights`, which change the image.
 
     They affect every attention projection of the double blocks, and the queries, the MLP and `proj_out` of the single
-    blocks, strongly enough to change the image.
-
-    Returns:
-        State dict of `transformer.<module>.lora_A.weight` `[rank, in]` and `….lora_B.weight` `[out, rank]`, float32.
+    blocks: `transformer.<module>.lora_A.weight` `[rank, in]` and `….lora_B.weight` `[out, rank]`, float32.
     """
     generator = torch.Generator().manual_seed(seed)
-    double = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    targets = {
-        "transformer_blocks": [f"attn.{name}" for name in double],
-        "single_transformer_blocks": ["attn.to_q", "proj_mlp", "proj_out"],
-    }
+    double = r"transformer_blocks\.\d\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+    single = r"single_transformer_blocks\.\d\.(attn\.to_q|proj_mlp|proj_out)"
     state = {}
-    for blocks, names in targets.items():
-        for index, block in enumerate(pipe.transformer.get_submodule(blocks)):
-            for name in names:
-                linear = block.get_submodule(name)
-                down = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
-                up = torch.randn(linear.out_features, rank, generator=generator) / rank**0.5
-                state[f"transformer.{blocks}.{index}.{name}.lora_A.weight"] = down
-                state[f"transformer.{blocks}.{index}.{name}.lora_B.weight"] = 0.5 * up
+    for name, linear in pipe.transformer.named_modules():
+        if re.fullmatch(f"{double}|{single}", name):
+            down = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
+            up = torch.randn(linear.out_features, rank, generator=generator) / rank**0.5
+            state[f"transformer.{name}.lora_A.weight"], state[f"transformer.{name}.lora_B.weight"] = down, 0.5 * up
     return state

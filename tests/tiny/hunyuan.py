@@ -62,11 +62,8 @@ def build():
 
 
 def build_picture(condition: str):
-    """HunyuanVideo image-to-video.
-
-    Args:
-        condition: "token_replace", where the image is the first latent frame with its own gates, or "latent_concat",
-            where it is concatenated to the noise with a mask.
+    """HunyuanVideo image-to-video: "token_replace", where the image is the first latent frame with its own gates, or
+    "latent_concat", where it is concatenated to the noise with a mask.
     """
     from diffusers import HunyuanVideoImageToVideoPipeline
     from transformers import LlavaConfig, LlavaForConditionalGeneration
@@ -128,10 +125,8 @@ def build_15(*, picture: bool = False):
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
     }
-    if picture:
-        pipe = diffusers.HunyuanVideo15ImageToVideoPipeline(**components, **encoders.siglip())
-    else:
-        pipe = diffusers.HunyuanVideo15Pipeline(**components)
+    kind = diffusers.HunyuanVideo15ImageToVideoPipeline if picture else diffusers.HunyuanVideo15Pipeline
+    pipe = kind(**components, **encoders.siglip() if picture else {})
     pipe.vae.enable_slicing()  # its decoder's mask serves one video at a time
     # These are fixed in the pipeline's constructor and not in its configuration.
     pipe.system_message, pipe.prompt_template_encode_start_idx = "", 0

@@ -11,16 +11,12 @@ TEXT_TOKENS = 37
 def call_with(height: int, width: int, **arguments: Any) -> Callable[..., dict]:
     """A function that makes arguments of a call: its size in pixels, by default this, the number of tokens, and more.
 
-    Args:
-        arguments: values, or functions of generator, height and width that make them; None = the pipeline takes no
-            argument of that name.
+    ``arguments`` are values, or functions of generator, height and width; None = the pipeline takes no such argument.
     """
 
     def inputs(generator: torch.Generator, *, height: int = height, width: int = width) -> dict:
-        output = {
-            name: value(generator, height, width) if callable(value) else value for name, value in arguments.items()
-        }
-        output = {"height": height, "width": width, "max_sequence_length": TEXT_TOKENS, **output}
+        values = {"height": height, "width": width, "max_sequence_length": TEXT_TOKENS} | arguments
+        output = {name: value(generator, height, width) if callable(value) else value for name, value in values.items()}
         return {name: value for name, value in output.items() if value is not None}
 
     return inputs

@@ -13,13 +13,10 @@ TEMPORAL_FACTOR = 2  # frames in one latent frame
 
 
 def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 1, expand_timesteps: bool = False):
-    """Wan 2.1 or 2.2, text-to-video or image-to-video.
+    """Wan 2.1 or 2.2, text-to-video or image-to-video (`picture`), which in 2.1 has an `image_encoder`.
 
-    Args:
-        picture: image-to-video.
-        image_encoder: the image also enters cross-attention, through CLIP (2.1).
-        experts: 2 gives one transformer for high noise and another below `boundary_ratio` (2.2 A14B).
-        expand_timesteps: one timestep per token, which keeps the first frame of an image clean (2.2 TI2V 5B).
+    2.2 A14B has two `experts`, for high noise and below `boundary_ratio`; in 2.2 TI2V 5B each token has a timestep
+    (`expand_timesteps`), which keeps the first frame of an image clean.
     """
     import diffusers
     from transformers import CLIPVisionModel
