@@ -87,7 +87,11 @@ class Conditioning:
             return []
         differ = self._differing(fresh)
         self.new_modes = sorted(name for name in differ if type(items[name]) in MODES)
-        found = [name for name, item in self._items.items() if name in fresh and _is_change(item, name in differ)]
+        found = [
+            name
+            for name, item in self._items.items()
+            if name in fresh and (item.holds if name in differ else item.calls == 2 and item.moved)
+        ]
         if self._calls > 2:
             found += sorted(self._items.keys() ^ items.keys())
         self._items = {
@@ -110,11 +114,6 @@ class Conditioning:
             elif type(value) not in VALUES or type(before) is not type(value) or before != value:
                 differ.add(name)
         return differ | _unequal(pairs)
-
-
-def _is_change(item: _Item, differs: bool) -> bool:
-    """Return True if an item counts as changed; ``differs`` compares it with its latest value."""
-    return item.holds if differs else item.calls == 2 and item.moved
 
 
 def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:

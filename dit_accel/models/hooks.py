@@ -137,28 +137,24 @@ def lift_hook(module: torch.nn.Module, name: str) -> None:
         _put_on_top(module, hook, name)
 
 
-def split_above(module: torch.nn.Module) -> Any:
-    """Return the hook that splits a call among ranks before it reaches our hook on the module; None = there is none."""
-    registry = module._diffusers_hook
-    above = registry._hook_order[registry._hook_order.index(HOOK_NAME) + 1 :]
-    return next((registry.hooks[name] for name in above if type(registry.hooks[name]).__name__ == SPLIT_HOOK), None)
-
-
-def is_offloaded_above(module: torch.nn.Module) -> bool:
-    """Return True if diffusers' group offload moves weights before a call reaches our hook on the module.
-
-    False if another thread has removed our hook since the call began.
-    """
+def hooks_above(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the hooks that a call reaches before our hook on the module; none if another thread has removed ours."""
     registry = getattr(module, "_diffusers_hook", None)
     order = [] if registry is None else registry._hook_order
-    return HOOK_NAME in order and OFFLOAD_HOOK in order[order.index(HOOK_NAME) + 1 :]
+    above = order[order.index(HOOK_NAME) + 1 :] if HOOK_NAME in order else ()
+    return {name: registry.hooks[name] for name in above}
+
+
+def split_above(module: torch.nn.Module) -> Any:
+    """Return the hook that splits a call among ranks before it reaches our hook on the module; None = there is none."""
+    return next((hook for hook in hooks_above(module).values() if type(hook).__name__ == SPLIT_HOOK), None)
 
 
 def lift_split(module: torch.nn.Module) -> None:
     """Split calls among ranks before they reach our hook on a module, which replaces its forward."""
-    registry = module._diffusers_hook
-    for name in [name for name, hook in registry.hooks.items() if type(hook).__name__ == SPLIT_HOOK]:
-        lift_hook(module, name)
+    for name, hook in [*module._diffusers_hook.hooks.items()]:
+        if type(hook).__name__ == SPLIT_HOOK:
+            lift_hook(module, name)
 
 
 def lift_offload(module: torch.nn.Module) -> None:

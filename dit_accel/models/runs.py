@@ -94,11 +94,7 @@ class Runs:
 
     def reset(self) -> None:
         """Drop all caches and reports; if a call is in progress, once it is over."""
-        between_calls(lambda: [self], self._reset)
-
-    def _reset(self) -> None:
-        for controller in self.all():
-            controller.reset()
+        between_calls(lambda: [self], lambda: [controller.reset() for controller in self.all()])
 
     def _reserve(self) -> bool:
         """Keep calls from beginning until :meth:`_release`; return False, without waiting, if one is in progress."""

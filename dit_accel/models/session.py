@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from operator import is_
+from operator import is_, ne
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from dit_accel.models.beside.foreign_code import Watched
 from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_forward_remark
 from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS, TIMESTEPS, further_latents_of, latents_of
-from dit_accel.models.hooks import HOOK_NAME, Hook, is_offloaded_above, lift_hook, split_above
+from dit_accel.models.hooks import HOOK_NAME, OFFLOAD_HOOK, Hook, hooks_above, lift_hook, split_above
 from dit_accel.models.parallel.context_parallel import agreed, gathered
 from dit_accel.models.runs import Runs
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
@@ -276,7 +276,7 @@ class TransformerHook(Hook):
             # diffusers < 0.38 keeps the context's name in another attribute.
             context = self.contexts._context or getattr(self.contexts, "_current_context", None)
             output = session.forward(self.fn_ref.original_forward, context, args, kwargs)
-            if registry._hook_order[-1:] != [HOOK_NAME] and is_offloaded_above(module):
+            if registry._hook_order[-1:] != [HOOK_NAME] and OFFLOAD_HOOK in hooks_above(module):
                 lift_hook(module, HOOK_NAME)  # enabled later, or by loading a LoRA: forecast steps must move no weights
             return output
         finally:
@@ -308,14 +308,14 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     for the number of channels.
     """
     shapes = [item.shape for item in (*latents_of(arguments), *further_latents_of(arguments))]
+
+    def is_alike(shape: torch.Size, other: torch.Size) -> bool:
+        return len(shape) == len(other) and sum(map(ne, shape, other)) <= 1
+
     return [
-        isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
+        isinstance(leaf, torch.Tensor) and (place == 0 or any(is_alike(leaf.shape, shape) for shape in shapes))
         for place, leaf in enumerate(leaves)
     ]
-
-
-def _differ_in_one(shape: torch.Size, other: torch.Size) -> bool:
-    return len(shape) == len(other) and sum(a != b for a, b in zip(shape, other, strict=True)) <= 1
 
 
 def _nested(structure: tuple | None, tensors: Sequence[torch.Tensor]) -> Any:

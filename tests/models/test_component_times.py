@@ -106,16 +106,15 @@ def test_pipelines_share_a_component(flux):
     assert hooks(other) == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux, error):
+def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux):
     """The next call has its own times alone, and a restored pipeline none of the hooks."""
 
     def fail(*_):
-        raise error
+        raise KeyboardInterrupt
 
     accelerate_pipeline(flux)
     failing = flux.vae.decoder.conv_in.register_forward_pre_hook(fail)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         call(flux)
     assert "rest" not in flux.dit_accel.report().parts
     failing.remove()
@@ -187,19 +186,14 @@ def test_a_transformer_of_its_own_has_no_parts(flux):
     acceleration.restore()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ({"transformer": 6.0, "vae.decoder": 2.0, "audio_vae.decoder": 1.0, "rest": 1.0}, "took 30% of the call"),
-        ({"vae.encoder": 4.0, "transformer": 4.0, "vae.decoder": 1.0, "rest": 1.0}, "took 50% of the call"),
-        ({"transformer": 8.0, "vae.decoder": 1.0, "rest": 1.0}, None),
-        ({"transformer": 2.0, "vae.decoder": 1.0, "rest": 1.0}, None),
-        ({"text_encoder": 8.0, "transformer": 1.0, "rest": 1.0}, None),
-        ({"transformer": 1.0, "vae.decoder": 1.0}, None),
-        ({}, None),
-    ],
-    ids=["much", "both ways", "little", "a quarter", "text", "not over", "no call"],
-)
-def test_an_autoencoder_that_takes_much_is_remarked(seconds, expected):
-    remark = autoencoder_remark(seconds)
-    assert expected in remark if expected else remark is None
+def test_an_autoencoder_that_takes_much_is_remarked():
+    """More than a quarter of a call that is over; text encoders take no part in it."""
+    coders = {"vae.encoder": 4.0, "vae.decoder": 1.0, "audio_vae.decoder": 1.0}
+    assert "took 50% of the call" in autoencoder_remark(coders | {"transformer": 5.0, "rest": 1.0})
+    for seconds in (
+        {"transformer": 2.0, "vae.decoder": 1.0, "rest": 1.0},
+        {"text_encoder": 8.0, "transformer": 1.0, "rest": 1.0},
+        {"transformer": 1.0, "vae.decoder": 1.0},
+        {},
+    ):
+        assert autoencoder_remark(seconds) is None

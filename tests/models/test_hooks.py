@@ -27,7 +27,7 @@ SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
 LEVELS = {
     "output": load_preset("turbo"),
     "layer": load_preset("flux-taylorseer", schedule={"interval": 3}),
-    "tiles": load_preset("turbo", skip={"policy": "sparge", "steps": "all", "tau_kv": 0.6}),
+    "tiles": load_preset("turbo", skip=SPARGE),
 }
 
 
@@ -117,18 +117,6 @@ def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
     assert equal_up_to_rounding(tiny_output(restore_pipeline(pipe), "flux", steps=2), plain)
 
 
-@pytest.mark.parametrize("name", ["wan", "hunyuan", "qwen-image"])
-def test_offload_hooks_that_go_leave_the_acceleration_in_effect(name):
-    """Offload hooks are removed here as loading a LoRA does; on other families too the acceleration stays."""
-    expected = accelerate_pipeline(tiny_pipeline(name), "turbo")
-    pipe = tiny_pipeline(name)
-    pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
-    accelerate_pipeline(pipe, "turbo")
-    pipe.transformer._diffusers_hook.remove_hook("group_offloading", recurse=True)
-    assert equal_up_to_rounding(tiny_output(pipe, name, steps=STEPS), tiny_output(expected, name, steps=STEPS))
-    assert pipe.dit_accel.report().computed_fraction == expected.dit_accel.report().computed_fraction < 1
-
-
 def test_every_transformer_and_block_that_was_touched_is_restored():
     """Replaced transformers and blocks are restored too."""
     pipe, other = tiny_pipeline("wan"), tiny_pipeline("wan", seed=1)
@@ -158,7 +146,7 @@ HOOKED = {  # pipelines and presets that hook modules of every kind
     "attention": ("wan", load_preset("exact", model="wan", skip=SPARGE, blocks={"token_order": "hilbert"})),
     "control-net": ("flux-controlnet", "exact"),
 }
-every_kind = pytest.mark.parametrize("kind", HOOKED)
+OFFLOADED = ("before", "after", "in-between")
 
 
 def hooked_modules(pipe, preset):
@@ -183,7 +171,7 @@ def counting(cls, monkeypatch):
     return calls
 
 
-@every_kind
+@pytest.mark.parametrize("kind", HOOKED)
 def test_a_forward_put_on_a_class_takes_effect_at_the_next_call(kind, monkeypatch):
     """A removed one no longer runs, whether it was added before or after the acceleration."""
     name, preset = HOOKED[kind]
@@ -205,13 +193,13 @@ def test_a_forward_put_on_a_class_takes_effect_at_the_next_call(kind, monkeypatc
         assert before == {cls: count[0] for cls, count in calls.items()}
 
 
-@pytest.mark.parametrize("offloaded", [None, "before", "after", "in-between"])
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "offloaded"),
+    [*((kind, None) for kind in HOOKED), *((kind, when) for kind in ("blocks", "attention") for when in OFFLOADED)],
+)
 def test_a_restored_module_follows_its_class(kind, offloaded, monkeypatch):
     """Nothing of a forward that a class had while it was accelerated is left on a module, nor beneath offload."""
     name, preset = HOOKED[kind]
-    if kind.startswith("linear") and offloaded in ("before", "in-between"):
-        pytest.skip("offloaded layers are not rounded")
     pipe = tiny_pipeline(name)
     modules = hooked_modules(pipe, preset)
     classes = {*map(type, modules)}
@@ -304,9 +292,13 @@ def test_an_acceleration_that_is_not_in_effect_says_so():
         pipe.dit_accel.report()
 
 
-@pytest.mark.parametrize("write", [copy.deepcopy, pickle.dumps, partial(torch.save, f=io.BytesIO())])
 @pytest.mark.parametrize(
-    "name, preset", [("flux", "flux-flashomni-paper"), ("flux-controlnet", "exact"), ("ltx", "turbo")]
+    ("name", "preset", "write"),
+    [
+        ("flux", "flux-flashomni-paper", copy.deepcopy),
+        ("flux-controlnet", "exact", pickle.dumps),
+        ("ltx", "turbo", partial(torch.save, f=io.BytesIO())),
+    ],
 )
 def test_copying_waits_for_a_restored_pipeline(name, preset, write):
     """A copy's hooks would run the original's blocks. Weights and restored pipelines are copied and written as ever."""

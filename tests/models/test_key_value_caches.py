@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree
 from dit_accel import accelerated, load_preset
 from dit_accel.models.session import BESIDE
 from tests.models.tiny import images, videos
+from tests.rounding import distance
 from tests.tiny import redraw
 
 STEPS = 20
@@ -42,10 +43,6 @@ def outputs(pipe, run, **changes):
     return shapes, latents
 
 
-def relative_error(latents, plain):
-    return float((latents - plain).norm() / plain.norm())
-
-
 @pytest.mark.parametrize("preset, keys", [("balanced", {}), ("exact", INTERVAL)])
 def test_a_cache_beside_the_prediction_is_neither_judged_nor_recorded(preset, keys):
     """AnyFlow-FAR's cache has zeros, whose relative error is no number, and is far larger than its prediction."""
@@ -55,7 +52,7 @@ def test_a_cache_beside_the_prediction_is_neither_judged_nor_recorded(preset, ke
     with accelerated(pipe, preset, **keys):
         latents = run()
         report = pipe.dit_accel.report()
-    assert 0 < relative_error(latents, plain) < 0.03
+    assert 0 < distance(latents, plain) < 0.03
     assert report.steps_by_mode["dispatch"] > STEPS / 3
     errors = [step.error for step in report.steps if step.mode == "update" and step.error is not None]
     assert all(0 < error < 1 for error in errors) and (errors or preset == "exact")
@@ -74,7 +71,7 @@ def test_the_first_output_may_be_longer(keeps):
         assert torch.equal(run(use_kv_cache=keeps), plain)
     for preset, bound in (("balanced", 0.02), ("turbo", 0.05)):
         with accelerated(pipe, preset):
-            assert 0 < relative_error(run(use_kv_cache=keeps), plain) < bound
+            assert 0 < distance(run(use_kv_cache=keeps), plain) < bound
             report = pipe.dit_accel.report()
         assert report.steps_by_mode["dispatch"] > STEPS / 3 and report.notes == []
         assert all(step.error < 1 for step in report.steps if step.error is not None)
@@ -95,4 +92,4 @@ def test_no_forecast_has_another_shape(keeps, level):
     assert any(note.startswith("steps computed when") for note in report.notes) is keeps
     assert accelerated_shapes == shapes
     assert modes[1] == ("update" if keeps else "dispatch") and modes.count("dispatch") > STEPS / 3
-    assert 0 < relative_error(latents, plain) < 0.05
+    assert 0 < distance(latents, plain) < 0.05

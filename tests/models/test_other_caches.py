@@ -90,7 +90,7 @@ def test_a_cache_that_is_there_is_refused(pipe, cache):
     assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)
 
 
-@pytest.mark.parametrize("cache", CONFIGS)
+@pytest.mark.parametrize("cache", ["FirstBlockCache", "FasterCache"])
 def test_a_cache_that_comes_later_is_refused_at_the_first_call(pipe, cache):
     """Either of the two can be removed then, and the other works."""
     expected = tiny_output(accelerate_pipeline(pipe, "turbo"), "flux", steps=STEPS)
@@ -152,10 +152,7 @@ def test_every_cache_of_diffusers_that_forecasts_is_known():
 
 def test_a_cache_that_forecasts_nothing_is_left_alone(pipe):
     """A third-party cache with its config in diffusers' place is allowed too."""
-    for config in (object(), None):
-        pipe.transformer._cache_config = config
-        refuse_other_cache(pipe.transformer, "transformer")
-    pipe.transformer._is_cached = False
+    pipe.transformer._cache_config, pipe.transformer._is_cached = object(), False
     refuse_other_cache(pipe.transformer, "transformer")
 
 

@@ -16,14 +16,11 @@ from dit_accel.models.beside.quantized_linears import (
     roundable,
 )
 from dit_accel.models.hooks import Hook
+from tests.rounding import distance
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 4
 INT8 = {"linear.dtype": "int8"}
-
-
-def distance(output, plain):
-    return ((output - plain).norm() / plain.norm()).item()
 
 
 def hooked(pipe):
@@ -38,8 +35,8 @@ def linears_of(pipe):
 @pytest.mark.parametrize(
     ("name", "dtype", "most"),
     [
-        *((name, "int8", 0.05) for name in ("flux", "wan", "hunyuan", "sd3", "ltx", "qwen-image", "wan22")),
-        *((name, "float8", 0.2) for name in ("flux", "ltx")),
+        *((name, "int8", 0.05) for name in ("flux", "hunyuan", "sd3", "wan22")),
+        ("ltx", "float8", 0.2),
     ],
 )
 def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
@@ -55,22 +52,13 @@ def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
     assert not hooked(pipe)
 
 
-def test_weights_that_change_between_runs_are_rounded_anew():
+def test_weights_are_rounded_anew_in_each_run():
+    """Their copies go with the run, so a change takes effect."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
-    before = tiny_output(pipe, "flux", steps=STEPS)
-    layer = pipe.transformer.transformer_blocks[0].attn.to_v
-    layer.weight.data.mul_(-1.0)
-    changed = tiny_output(pipe, "flux", steps=STEPS)
-    layer.weight.data.mul_(-1.0)
-    assert distance(changed, before) > 0.01
-    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), before)
-
-
-def test_copies_go_with_the_run():
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
-    tiny_output(pipe, "flux", steps=STEPS)
-    linears = linears_of(pipe)
+    before, linears = tiny_output(pipe, "flux", steps=STEPS), linears_of(pipe)
     assert linears.layers and not linears._weights and linears._rows is None
+    pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
+    assert distance(tiny_output(pipe, "flux", steps=STEPS), before) > 0.01
 
 
 @pytest.mark.parametrize("milliseconds", [(300, 170), (175, 170)], ids=["slower", "equal"])

@@ -157,12 +157,6 @@ def hook_of(net: torch.nn.Module | None) -> ControlNetHook | None:
     return hook if isinstance(hook, ControlNetHook) else None
 
 
-def stop_watching(net: torch.nn.Module, hook: ControlNetHook) -> None:
-    """Remove the hook, unless another pipeline with the same net has replaced it by its own."""
-    if find_hook(net) is hook:
-        remove_hook(net)
-
-
 def call_form(tree: Any) -> tuple:
     """Key that decides the form of a call's output: everything except values, of which only flags count."""
     leaves, spec = pytree.tree_flatten(tree)

@@ -155,14 +155,6 @@ class ForeignCode:
         """Return True if some of the code is known to keep state that changes with every call."""
         return any(code.name in self._counting for code in self._codes)
 
-    def watchers(self, branch: BranchState) -> list[str]:
-        """Return remarks on hooks that have only watched, but keep state and may return something later."""
-        return [
-            MAY_COUNT.format(code.name)
-            for code in self._changed
-            if code.name in branch.changed and not code.acts and len(_returns(code.roots[0])) > 1
-        ]
-
     def _states(self) -> list[list[Any]]:
         """Return the state of each piece of code; a shared object counts for the first, unless this is a torch hook."""
         seen: dict[int, Any] = {}

@@ -322,7 +322,9 @@ def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
 def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """Outputs of layers of equal width, from one product if they run in 8 bits."""
     linears, *others = (in_8_bits(layer, x) for layer in layers)
-    if linears is None or any(item is not linears for item in others) or not _are_alike(layers):
+    if linears is None or any(item is not linears for item in others):
+        return [layer(x) for layer in layers]
+    if len({(layer.out_features, layer.bias is None) for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
 
@@ -350,7 +352,3 @@ def _differ(held: torch.Tensor | None, new: torch.Tensor | None) -> bool:
     """Return True if values of one can't be copied into the other without rounding."""
     forms = [None if item is None else (item.shape, item.dtype) for item in (held, new)]
     return forms[0] != forms[1]
-
-
-def _are_alike(layers: Sequence[Any]) -> bool:
-    return len({(layer.out_features, layer.bias is None) for layer in layers}) == 1
