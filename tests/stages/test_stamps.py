@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +15,25 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from dit_accel.stages.stamps import BUFFER_SAMPLES, SAMPLES, read_stamp
 from tests.tiny import encoders
 
+CPU = torch.device("cpu")
 
-def encoder_of():
+
+@pytest.fixture
+def encoder():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return encoders.llama()["text_encoder"].eval()
 
 
-def ids():
-    return torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+def module_with(**tensors):
+    """A module that holds a weight, and buffers."""
+    module = nn.Module().eval()
+    for name, tensor in tensors.items():
+        if name == "weight":
+            module.weight = nn.Parameter(tensor)
+        else:
+            module.register_buffer(name, tensor)
+    return module
 
 
 def _quantize(encoder):
@@ -34,27 +45,24 @@ def _cast(encoder):
 
 
 def _offload_groups(encoder):
-    where = torch.device("cpu")
-    apply_group_offloading(encoder, where, where, offload_type="leaf_level")
+    apply_group_offloading(encoder, CPU, CPU, offload_type="leaf_level")
 
 
 @pytest.mark.parametrize("form", [_quantize, _cast, _offload_groups], ids=lambda form: form.__name__.strip("_"))
-def test_other_forms_of_weights_have_stamps(form):
+def test_other_forms_of_weights_have_stamps(form, encoder):
     """A run changes none, and a written weight does."""
-    encoder = encoder_of()
     form(encoder)
     first = read_stamp(encoder)
     assert not isinstance(first, str), first
     assert first.is_offloaded == (form is not _quantize)
-    encoder(ids())
+    encoder(torch.randint(3, 40, (2, 9)))
     assert read_stamp(encoder) == first
     norm = next(module for module in encoder.modules() if hasattr(module, "variance_epsilon"))
     norm.weight.data = 2 * norm.weight.data
     assert read_stamp(encoder) != first
 
 
-def test_quantised_data_counts():
-    encoder = encoder_of()
+def test_quantised_data_counts(encoder):
     _quantize(encoder)
     first = read_stamp(encoder)
     weight = next(module for module in encoder.modules() if isinstance(module, nn.Linear)).weight
@@ -62,26 +70,9 @@ def test_quantised_data_counts():
     assert read_stamp(encoder) != first
 
 
-class Held(nn.Module):
-    """A module that holds one weight or buffer."""
-
-    def __init__(self, name, weight):
-        super().__init__()
-        if name == "weight":
-            self.weight = nn.Parameter(weight)
-        else:
-            self.register_buffer(name, weight)
-        self.eval()
-
-
-Held.__module__ = "torch.nn"  # otherwise its code is not known
-
 WEIGHTS = {
     "empty": torch.zeros(0, 3),
     "scalar": torch.tensor(1.0),
-    "small": torch.randn(SAMPLES - 1),
-    "just-more": torch.randn(SAMPLES + 1),
-    "matrix": torch.randn(37, 53),
     "transposed": torch.randn(37, 53).t(),
     "expanded": torch.ones(1).expand(1000),
     "float8": torch.randn(64, 3).to(torch.float8_e4m3fn),
@@ -92,43 +83,37 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_values_are_read_of_any_weight(name):
-    module = Held("buffer", WEIGHTS[name].clone() if name != "expanded" else WEIGHTS[name])
+    module = module_with(buffer=WEIGHTS[name])
     assert not isinstance(first := read_stamp(module), str)
     assert read_stamp(module) == first
 
 
-@pytest.mark.parametrize("size", [1, SAMPLES - 1, SAMPLES, SAMPLES + 1, 3 * SAMPLES, 1000])
-def test_a_write_to_all_values_shows(size):
-    """Though no version counter has changed."""
-    module = Held("weight", torch.randn(size))
-    first = read_stamp(module)
-    module.weight.data += 1
-    assert module.weight._version == 0 and read_stamp(module) != first
+SIZES = [1, SAMPLES - 1, SAMPLES, SAMPLES + 1, 3 * SAMPLES, 1000]
+MATRICES = [(16, 16), (17, 16), (33, 8), (64, 4), (20, 6)]  # some with a power of two of columns
+WRITES = [((size,), ...) for size in SIZES]
+WRITES += [(shape, (slice(None), column)) for shape in MATRICES for column in range(shape[1])]
 
 
-@pytest.mark.parametrize("rows, columns", [(16, 16), (17, 16), (33, 8), (64, 4), (20, 6)])
-def test_a_write_to_a_column_shows(rows, columns):
-    """Also if the number of columns is a power of two; a merged adapter may change a single feature."""
-    module = Held("weight", torch.zeros(rows, columns))
-    for column in range(columns):
+def test_writes_show():
+    """To all values or to a column, though no version counter changes; a merged LoRA may change a single feature."""
+    for shape, place in WRITES:
+        module = module_with(weight=torch.zeros(shape))
         first = read_stamp(module)
-        module.weight.data[:, column] += 1
-        assert read_stamp(module) != first
+        module.weight.data[place] += 1
+        assert module.weight._version == 0 and read_stamp(module) != first, (shape, place)
 
 
 @pytest.mark.parametrize("name, place", [("table", 0), ("table", BUFFER_SAMPLES - 1), ("other", 1234)])
 def test_buffers_count_whole(name, place):
     """One value of thousands of each, also as a new tensor of an offloaded module."""
-    module = Held("table", torch.zeros(BUFFER_SAMPLES))
-    module.register_buffer("other", torch.zeros(BUFFER_SAMPLES))
+    module = module_with(table=torch.zeros(BUFFER_SAMPLES), other=torch.zeros(BUFFER_SAMPLES))
     first = read_stamp(module)
     getattr(module, name).data[place] = 1
     assert read_stamp(module) != first
 
 
-def test_the_last_row_of_embeddings_counts_whole():
+def test_the_last_row_of_embeddings_counts_whole(encoder):
     """A textual inversion that replaces another of the same shape, in memory that is moved between calls."""
-    encoder = encoder_of()
     cpu_offload_with_hook(encoder, execution_device="cpu")
     first = read_stamp(encoder)
     assert first.is_offloaded
@@ -140,39 +125,28 @@ def test_the_last_row_of_embeddings_counts_whole():
 
 
 @pytest.mark.parametrize("form", [lambda _: None, _quantize], ids=["plain", "quantised"])
-def test_weights_can_be_converted_by_swapping(form):
+def test_weights_can_be_converted_by_swapping(form, encoder, monkeypatch):
     """As torch does for quantised weights, which may then have no weak reference; moved ones have the same stamp."""
-    encoder = encoder_of()
     form(encoder)
     cpu_offload_with_hook(encoder, execution_device="cpu")
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        encoder.to("cpu:0")
-        first = read_stamp(encoder)
-        encoder.to("cpu")
-        assert read_stamp(encoder) == first
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    encoder.to("cpu:0")
+    first = read_stamp(encoder)
+    encoder.to("cpu")
+    assert read_stamp(encoder) == first
 
 
 def test_weights_are_not_kept():
-    encoder = encoder_of()
-    first = read_stamp(encoder)
-    reference = weakref.ref(encoder.get_input_embeddings())
-    assert read_stamp(copy.deepcopy(encoder)) != first
-    del encoder
+    module = module_with(weight=torch.zeros(3))
+    first, reference = read_stamp(module), weakref.ref(module.weight)
+    assert read_stamp(copy.deepcopy(module)) != first
+    del module
     gc.collect()
     assert reference() is None
 
 
 def test_sharded_weights_have_no_stamp():
     """Processes that share an encoder must call it together."""
-    module = Held("weight", torch.randn(4))
-    module._parameters["weight"] = Sharded()
-    assert read_stamp(module) == "Held has its weight on several devices"
-
-
-class Sharded:
-    """As much of a DTensor as is read."""
-
-    is_meta, device_mesh = False, None
+    module = module_with(weight=torch.randn(4))
+    module._parameters["weight"] = SimpleNamespace(is_meta=False, device_mesh=None)  # as much of a DTensor as is read
+    assert read_stamp(module) == "Module has its weight on several devices"
