@@ -114,7 +114,7 @@ def _watch(pipe: Any, name: str, parts: CallParts) -> Callable[[], None]:
         return original(*args, **kwargs)
 
     method = getattr(pipe, name)
-    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, begin), method))
+    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, begin), method, updated=()))
 
     def undo() -> None:
         if (still := stand_in()) is not None:
