@@ -146,6 +146,14 @@ def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path, model, opt
     assert len(report["steps"]) == 12 and report["preset"] == options[0]
 
 
+def test_a_terminal_shows_steps_and_what_is_left(run, models, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--compare", "--repeats", 1)
+    assert result.exit_code == 0, result.output
+    assert " runs " in result.stdout and "of 10" in result.stdout and " left" in result.stdout
+
+
 def listed(run, *options):
     """First columns of the rows of `presets list`."""
     result = run("presets", "list", *options)

@@ -117,14 +117,6 @@ def test_methods_are_those_that_were_asked_for(monkeypatch):
     assert asked["ours"][1:] == [([], "video-balanced"), (levels, None)]
 
 
-@pytest.mark.parametrize(
-    "peers, handed", [("all", None), ("none", []), ("dbcache, taylorseer", ["dbcache", "taylorseer"])]
-)
-def test_peers_are_all_none_or_some(handed_on, peers, handed):
-    seen = handed_on("compare", "-p", "a", "-m", "some/pictures", "--image", "black.png", "--peers", peers)
-    assert seen["peers"] == handed
-
-
 def test_calibration_sees_no_prompt_that_is_compared(handed_on, tmp_path):
     """Calibrated methods must not know their test prompts."""
     first, second, *_ = tuning_prompts("some/model")

@@ -70,7 +70,7 @@ BASES = {
     "app": ("app",),
     "serve": ("serve",),
 }
-GPUS_OF_RAY = "tests/serving/test_ray_cluster.py::test_gpus_are_taken_where_there_are_some"
+GPUS_OF_RAY = "tests/serving/test_ray.py::test_actors_take_the_devices_that_there_are"
 # By command and option: its changes, or the test that shows them.
 OPTIONS: dict[str, dict[str, Acts | str]] = {
     "generate": shared("call.")

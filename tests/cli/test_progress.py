@@ -9,9 +9,6 @@ from rich.console import Console
 
 from dit_accel.cli import progress as shown
 from dit_accel.cli.progress import progress_bar
-from tests.tiny import tiny_pipeline
-
-SMALL = ("--steps", "6", "--height", "32", "--width", "32")
 
 
 @pytest.fixture
@@ -88,29 +85,3 @@ def test_a_file_gets_a_line_a_minute(clock, capsys, quiet):
     expected = ["turbo, step 2 of 4, 0 of 2 settings, about 0:03:00 left", "turbo, step 4 of 4, 1 of 2 settings, "]
     assert len(lines) == (0 if quiet else 2)
     assert all(line.startswith(start) for line, start in zip(lines, expected, strict=False))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Folder of a saved tiny pipeline."""
-    folder = tmp_path_factory.mktemp("models") / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("command", "unit"),
-    [
-        (("tune", "--prompts", "prompts.txt", "--target-psnr", "25", "--evaluations", "2"), "runs at most"),
-        (("generate", "-p", "a", "--compare"), "runs"),
-    ],
-    ids=["tune", "generate"],
-)
-def test_commands_show_steps_and_what_is_left(run, model, tmp_path, monkeypatch, command, unit):
-    """On a terminal each command shows a bar with both."""
-    (tmp_path / "prompts.txt").write_text("a red fox\ntwo whales\n")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    result = run(*command, "-m", model, *SMALL)
-    assert result.exit_code == 0, result.output
-    assert f" {unit} " in result.stdout and "of 6" in result.stdout and " left" in result.stdout

@@ -7,7 +7,6 @@ import socket
 import time
 import urllib.request
 from functools import cache
-from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,31 +151,6 @@ def test_a_visitor_can_cancel(visitor, site):
     assert not any(values[0].startswith("Done") for values in job.outputs()) and not site.playground._runs
 
 
-def test_two_visitors_each_get_their_own(visitor, monkeypatch):
-    """The second visitor waits, and gradio says so; histories are separate."""
-    begun, waits, change = Event(), Event(), playground.ComparisonRun.change
-
-    def held(run, **given):
-        begun.set()
-        assert waits.wait(60)
-        change(run, **given)
-
-    monkeypatch.setattr(playground.ComparisonRun, "change", held)
-    first, second = visitor(), visitor()
-    one = begin(first, "two whales", seed=1, steps=20)
-    assert begun.wait(60)
-    other = begin(second, "a green frog", seed=2)
-    until(lambda: other.status().rank == 0)
-    assert not one.done()
-    waits.set()
-    pages, others = shown(other), shown(one)
-    for page, prompt, seed in ((others[-1], "two whales", 1), (pages[-1], "a green frog", 2)):
-        plain = np.asarray(Image.open(page["beside"]["value"][0]))
-        np.testing.assert_array_equal(plain, expected(prompt, seed, 20 if seed == 1 else STEPS))
-        (only,) = page["gallery"]["value"]
-        assert prompt in only["caption"]
-
-
 def test_videos_come_in_one_file_and_a_frame(visitor):
     """Both play in step, and the middle frames are compared."""
     pytest.importorskip("imageio_ffmpeg")
@@ -191,12 +165,10 @@ def test_videos_come_in_one_file_and_a_frame(visitor):
     [
         ({"prompt": " "}, "Prompt: must have 1 to 2,000 characters here, got 0"),
         ({"steps": 500}, "Steps: must be 1 to 200 here, got 500"),
-        ({"steps": 2.7}, "Steps: must be a whole number, got 2.7"),
-        ({"side": 4096}, "Height: must be 16 to 2,048 here, got 4,096"),
         ({"frames": 5}, "Frames: FluxPipeline takes no num_frames"),
         ({"model": "/etc"}, "Value: /etc is not in the list of choices"),
     ],
-    ids=["prompt", "steps", "whole", "size", "no-video", "model"],
+    ids=["prompt", "steps", "no-video", "model"],
 )
 def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message):
     from gradio_client.exceptions import AppError

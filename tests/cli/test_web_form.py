@@ -35,29 +35,25 @@ def test_unknown_words_stand_with_the_known_ones():
     assert words_note("demo-flux", "a blue star") == "" and words_note("some/model", "a crab") == ""
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (ArgumentError("model", "x is not a pipeline's folder"), "Model: x is not a pipeline's folder"),
-        (ArgumentError("num_frames", "FluxPipeline takes no num_frames"), "Frames: FluxPipeline takes no num_frames"),
-    ],
-    ids=["model", "frames"],
-)
-def test_errors_name_the_pages_fields(error, message):
-    assert in_the_pages_words(error) == message
-
-
-def test_other_errors_say_what_to_do():
-    """Advice that needs the command names it."""
-    assert "smaller height" in in_the_pages_words(OutOfMemoryError("try --batch-size"))
-    assert "--batch-size" not in in_the_pages_words(OutOfMemoryError("try --batch-size"))
-    assert "generate --image" in in_the_pages_words(ArgumentError("image", "give one"))
-    assert in_the_pages_words(RuntimeError("broken")).startswith("RuntimeError: broken. The terminal")
-
-
 def test_a_preset_with_a_quality_shows_its_calibrated_target():
     """A fixed interval has none."""
     balanced = load_preset("balanced")
     asked = load_preset("balanced", target_psnr=30)
     assert target_of(asked) == asked.schedule.bound != target_of(balanced) == balanced.schedule.target_error
     assert target_of(load_preset("exact")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ArgumentError("num_frames", "FluxPipeline takes no num_frames"), "Frames: FluxPipeline takes no num_frames"),
+        (ArgumentError("image", "give one"), "Use dit-accel generate --image"),
+        (OutOfMemoryError("try --batch-size"), "smaller height, width or number of frames"),
+        (RuntimeError("broken"), "RuntimeError: broken. The terminal"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_name_the_pages_fields_and_say_what_to_do(error, message):
+    """Advice that needs the command names it."""
+    text = in_the_pages_words(error)
+    assert message in text and "--batch-size" not in text

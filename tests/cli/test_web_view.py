@@ -42,12 +42,9 @@ def test_figures_are_of_both_sides():
     assert web_view.status(run).startswith("Done: exact.") and "as fast, identical" in web_view.status(run)
 
 
-def test_a_model_that_is_loading_keeps_its_name():
+def test_names_and_notes_are_text():
+    """A file's or a model's name may look like a tag, and keeps its letters."""
     assert web_view.status(ComparisonRun(None, "loading owner/Model <b>")) == "Loading owner/Model &lt;b&gt; …"
-
-
-def test_notes_are_text():
-    """A file's or a model's name may look like a tag."""
     status = web_view.status(finished(notes=["of <img src=x>"]))
     assert "of &lt;img src=x&gt;" in status and "<img" not in status
 
@@ -63,14 +60,6 @@ def test_videos_are_written_side_by_side(tmp_path, monkeypatch):
     ((clip, path, sound, fps),) = written
     assert path == tmp_path / "comparison.mp4" and (sound, fps) == ("sound of accelerated", 8.0)
     assert [(frame[-1, 0, 0], frame[-1, -1, 0]) for frame in clip] == [(index, index + 100) for index in range(5)]
-
-
-def test_timelines_are_as_long_as_the_whole_run(monkeypatch):
-    lengths = []
-    monkeypatch.setattr(web_view, "timeline", lambda *bars: lengths.append(bars) or "")
-    steps = [("full", None)] * 3
-    assert "forecast" in web_view.timelines(ComparisonRun(None, steps={"plain": steps, "accelerated": []}, total=10))
-    assert lengths == [("Plain", steps, 10)] and web_view.timelines(ComparisonRun(None)) == ""
 
 
 def test_a_rounded_size_is_said():

@@ -65,15 +65,6 @@ def test_a_pipeline_that_takes_none_is_told():
         load_loras(object(), {"owner/name": 1.0})
 
 
-def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
-    """The manifest has the LoRA: outputs with another LoRA are made again."""
-    (tmp_path / "prompts.txt").write_text("a fox\n")
-    command = ("generate", "-m", folder / "model", *SMALL[2:], "--prompts", "prompts.txt", "--output-dir", "out")
-    for options in ((), ("--lora", folder / "style")):
-        assert run(*command, *options, "--force").exit_code == 0
-    assert '"lora"' in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("lora", "message"),
     [

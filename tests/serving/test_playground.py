@@ -77,12 +77,14 @@ def expected(pipe):
 
 def test_a_run_shows_both_sides_step_by_step(kitchen):
     """Images equal the pipeline's own calls; modes and errors of the steps are those of the report."""
-    activities, lengths = [], []
+    activities, lengths, ends = [], [], []
     for run in kitchen.playground.compare(WISH):
+        ends.append(run.comparison is not None)
         activities.append(run.activity.partition(":")[0])
         lengths.append([len(steps) for steps in run.steps.values()])
     assert list(dict.fromkeys(activities)) == ["loading flux", "warm-up", "plain", "accelerated"]
     assert lengths == sorted(lengths) and lengths[-1] == [STEPS, STEPS] and run.total == STEPS
+    assert ends == [False] * (len(ends) - 1) + [True], "the page adds it to the history"
     end = run.comparison
     assert run.steps["accelerated"] == [(each.mode, each.error) for each in end.report.steps]
     assert {mode for mode, _ in run.steps["accelerated"]} == {"full", "update", "dispatch"}
@@ -94,32 +96,6 @@ def test_a_run_shows_both_sides_step_by_step(kitchen):
     np.testing.assert_array_equal(image(run, "accelerated"), expected(pipe))
     restore_pipeline(pipe)
     assert end.psnr == psnr(image(run, "plain"), image(run, "accelerated")) and end.speedup > 0
-
-
-def test_the_comparison_comes_with_the_last_state_alone(kitchen, monkeypatch):
-    """The page adds it to the history; before, the worker puts the pipeline back, which may take a while."""
-    ended, put_back, seen, use = threading.Event(), threading.Event(), [], worker.Worker.use
-
-    def slow_use(self, preset):
-        if preset is None and kitchen.calls == 2:
-            ended.set()
-            put_back.wait(60)
-        use(self, preset)
-
-    monkeypatch.setattr(worker.Worker, "use", slow_use)
-    for run in kitchen.playground.compare(WISH):
-        if ended.is_set() and not put_back.is_set():
-            assert run.comparison is None
-            put_back.set()
-        seen.append(run.comparison is not None)
-    assert put_back.is_set() and seen == [False] * (len(seen) - 1) + [True]
-
-
-def test_numbers_of_a_wish_are_whole():
-    """Part of a step or a pixel is an error that names the argument."""
-    for name in ("steps", "height", "num_frames"):
-        with pytest.raises(ArgumentError, match=rf"^{name}: must be a whole number, got 33\.7"):
-            Wish("a fox", "flux", **{name: 33.7}).require_bounds()
 
 
 def test_another_target_runs_the_accelerated_side_alone(kitchen):
@@ -203,8 +179,9 @@ def test_models_take_turns(kitchen):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({name: LIMITS[name][1] + 1}, f"{name}: must be") for name in LIMITS]
+    + [({name: 33.7}, rf"^{name}: must be a whole number, got 33\.7") for name in ("steps", "height", "num_frames")]
     + [({"prompt": " "}, "prompt: must have"), ({"prompt": "a" * 2001}, "got 2,001")],
-    ids=[*LIMITS, "no-prompt", "long-prompt"],
+    ids=[*LIMITS, "part-of-a-step", "part-of-a-pixel", "part-of-a-frame", "no-prompt", "long-prompt"],
 )
 def test_limits_are_told_before_any_work(kitchen, changes, message):
     with pytest.raises(ArgumentError, match=message):

@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
+from dit_accel.errors import BatchError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving import ray_cluster, ray_engine
 from dit_accel.serving.engine import Loaded, Made
+from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.ray_engine import RayEngine
@@ -203,15 +204,17 @@ def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written():
 
 
 @pytest.mark.parametrize(
-    ("place", "asked", "device", "needs", "count"),
+    ("place", "asked", "actors", "device", "count"),
     [
-        ({"GPU": 4, "CPU": 8}, None, "cuda", {"num_cpus": 1, "num_gpus": 1}, 3),
-        ({"GPU": 2, "CPU": 8}, None, "cuda", {"num_cpus": 1, "num_gpus": 1}, 2),
-        ({"CPU": 8}, 2, "cpu", {"num_cpus": 1, "num_gpus": 0}, 2),
+        ({"GPU": 4, "CPU": 8}, None, None, "cuda", 3),
+        ({"GPU": 2, "CPU": 8}, None, None, "cuda", 2),
+        ({"GPU": 4, "CPU": 8}, None, 2, "cuda", 2),
+        ({"GPU": 4, "CPU": 8}, "cpu", 8, "cpu", 3),
+        ({"CPU": 8}, None, 2, "cpu", 2),
     ],
-    ids=["more GPUs than lines", "fewer", "CPUs"],
+    ids=["more GPUs than lines", "fewer", "some", "not GPUs", "CPUs"],
 )
-def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, device, needs, count):
+def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, actors, device, count):
     """Actors number at most the jobs, each with its pipeline's devices; the user's cluster stays up."""
     started = []
 
@@ -224,10 +227,10 @@ def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, devic
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: place)
     monkeypatch.setattr(ray, "shutdown", pytest.fail)
-    setup = Setup("model", jobs=[Job(index, {}) for index in range(3)])
-    with ray_engine.ray_engine(setup, asked, Console(quiet=True)):
+    setup = Setup("model", loading=Loading(asked), jobs=[Job(index, {}) for index in range(3)])
+    with ray_engine.ray_engine(setup, actors, Console(quiet=True)):
         pass
-    assert started == [(device, (needs,))] * count
+    assert started == [(device, ({"num_cpus": 1, "num_gpus": int(device == "cuda")},))] * count
 
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
@@ -270,7 +273,16 @@ def test_without_ray_its_extra_is_named(generate, monkeypatch):
     assert "--engine ray needs ray, which is not installed: pip install 'dit-accel[ray]'" in result.output
 
 
-def test_what_an_actor_raises_arrives_whole():
-    """Errors of the command line keep their content between processes."""
-    error = ray.cloudpickle.loads(ray.cloudpickle.dumps(ArgumentError("model", "is not there")))
-    assert isinstance(error, DitAccelError) and str(error) == "model: is not there"
+@pytest.mark.parametrize("value, shared", [(None, "0"), ("1", "1")], ids=["unsaid", "allowed"])
+def test_a_cluster_that_is_started_here_tells_nobody_of_itself(monkeypatch, value, shared):
+    """Ray would report its use to its makers unless the user's own environment has a say."""
+    started = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    if value is not None:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", value)
+    monkeypatch.setattr(ray, "init", lambda **options: started.append((os.environ["RAY_USAGE_STATS_ENABLED"], options)))
+    ray_cluster.connect(Console(quiet=True))
+    ((enabled, options),) = started
+    assert enabled == shared and options["include_dashboard"] is options["log_to_driver"] is False

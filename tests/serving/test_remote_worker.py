@@ -1,110 +1,174 @@
-"""Processes of workers that hang or die: the request gets an error, and a new process makes the next image."""
+"""Workers in processes of this machine and of a Ray cluster, which die, hang, fail or are cancelled."""
 
-import asyncio
 import os
-import signal
+import sys
+import time
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
 
 import pytest
 
-from dit_accel.serving.engine import Cancelled, Loaded, Made
+from dit_accel.errors import ArgumentError, BatchError
+from dit_accel.presets import load_preset
+from dit_accel.serving import ray_cluster
+from dit_accel.serving import remote_worker as remote
+from dit_accel.serving.engine import Cancelled, DefectError, Loaded, Made, VideoForm
+from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from tests.forked import fork_server
-from tests.tiny import tiny_pipeline
 
-pytest.importorskip("fastapi")
-dispatching = pytest.importorskip("dit_accel.serving.dispatcher")
-remote = pytest.importorskip("dit_accel.serving.remote_worker")
-
-JOB = Job(0, {"prompt": "a fox", "steps": 3, "height": 32, "width": 32, "seed": 1})
+JOB = Job(0, {"prompt": "a fox"})
+NEEDS = {"num_cpus": 0, "num_gpus": 0}  # the cluster has two CPUs, and actors of several tests
 
 
-@pytest.fixture(scope="module")
-def processes():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "get_context", lambda _: fork_server())
-        yield
+class Simple:
+    """Makes a file of its process's number; in the second of three steps does as the prompt says."""
 
+    loaded = Loaded(VideoForm(16.0, 4), load_preset("balanced"), ".mp4", None)
 
-@pytest.fixture(scope="module")
-def worker(processes, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    worker = remote.RemoteWorker(Setup(str(folder), "none"), 60.0)
-    try:
-        worker.wait()
-        yield worker
-    finally:
-        worker.close()
-        assert not worker._process.process.is_alive()
-
-
-class Struck:
-    """A worker whose process gets a signal in each step; the steps of a stopped one then take too long."""
-
-    def __init__(self, worker, number, monkeypatch):
-        self.restart, self._worker, self._number, self._monkeypatch = worker.restart, worker, number, monkeypatch
-        self.struck = []
+    def __init__(self, setup):
+        if setup.model == "missing":
+            raise ArgumentError("model", "is not there")
+        if setup.model == "broken":
+            os._exit(1)
+        if setup.model == "large":
+            time.sleep(1000)
 
     def run(self, jobs, preset, suffix, tell):
-        def strike(done, steps):
-            tell(done, steps)
-            self.struck.append(self._worker._process.process)
-            os.kill(self.struck[-1].pid, self._number)
-            if self._number == signal.SIGSTOP:
-                self._monkeypatch.setattr(self._worker, "_patience", 0.2)
+        prompt = jobs[0].settings["prompt"]
+        for step in range(3):
+            tell(step + 1, 3, b"partial" if step == 0 else None)
+            if step != 1:
+                continue
+            if prompt.startswith("die ") and not os.path.exists(file := prompt.removeprefix("die ")):
+                os.close(os.open(file, os.O_CREAT))
+                os._exit(1)
+            if prompt == "hang":
+                time.sleep(1000)
+            if prompt == "gpu":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if prompt == "raise":
+                raise RuntimeError("a defect")
+        return [Made(str(os.getpid()).encode(), 0.5, None, [job.index for job in jobs])]
 
-        return self._worker.run(jobs, preset, suffix, strike)
+
+class Simply(ray_cluster._WorkerActor):
+    def open(self, setup, folder):
+        remote.Worker = Simple
+        return super().open(setup, folder)
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def started(request):
+    """Start a worker, whose process loads a model on a CPU."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
+        if request.param == "ray":
+            ray = pytest.importorskip("ray")
+            ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests
+            request.getfixturevalue("cluster")
+            patch.setattr(ray_cluster, "_WorkerActor", Simply)
+            start = partial(ray_cluster.RayActor, NEEDS)
+        else:
+            patch.setattr(remote, "Worker", Simple)
+            patch.setattr(remote, "get_context", lambda _: get_context("fork"))
+            start = remote.LocalProcess
+
+        def start_worker(model):
+            worker = remote.RemoteWorker(Setup(model, "none", loading=Loading("cpu")), 60.0, start)
+            closing.callback(worker.close)
+            return worker
+
+        yield start_worker
+
+
+@pytest.fixture(scope="module")
+def worker(started):
+    worker = started("simple")
+    assert worker.wait() == Simple.loaded
+    return worker
+
+
+def process_of(worker, prompt="a fox", tell=lambda *_: None):
+    """The number of the process that made a result."""
+    (made,) = worker.run([Job(0, {"prompt": prompt})], None, ".png", tell)
+    return int(made.data)
+
+
+def test_a_process_that_dies_costs_no_request(worker, tmp_path, caplog):
+    """Its request runs again in a new process."""
+    before = process_of(worker)
+    assert process_of(worker, f"die {tmp_path / 'died'}") != before and (tmp_path / "died").exists()
+    assert "the process of simple died, attempt 1 of 2" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("number", "attempts", "message"),
+    ("prompt", "error", "stays"),
     [
-        (signal.SIGSTOP, 1, "a step of the request took more than 0.2 seconds"),
-        (signal.SIGKILL, 2, "the process that ran the request died"),
+        ("gpu", BatchError("the process that ran the request died"), False),
+        ("hang", BatchError("a step of the request took more than 0.5 seconds"), False),
+        ("raise", DefectError("RuntimeError: a defect"), True),
     ],
-    ids=["hangs", "dies"],
 )
-def test_a_process_that_hangs_or_dies_is_replaced(worker, monkeypatch, number, attempts, message):
-    """The request gets the error at once; the old processes are gone, and the server is healthy once more."""
-    struck = Struck(worker, number, monkeypatch)
-    dispatcher = dispatching.Dispatcher([struck], 1)
-
-    async def ask():
-        task = dispatching.AwaitedTask([JOB], None, ".png")
-        dispatcher.add(task)
-        with pytest.raises(dispatching.BatchError, match=message):
-            async for _ in task:
-                pass
-        monkeypatch.undo()
-        async with asyncio.timeout(120):
-            while worker._process.process in struck.struck or not worker._process.is_idle:
-                await asyncio.sleep(0.05)
-
-    asyncio.run(ask())
-    dispatcher.stop(10.0)
-    assert dispatcher.failure is None
-    assert len(struck.struck) == attempts and not any(process.is_alive() for process in struck.struck)
-    (made,) = worker.run([JOB], None, ".png", lambda done, steps: None)
-    assert made.data.startswith(b"\x89PNG")
+def test_a_failed_request_gets_an_error_without_names_of_ray(worker, monkeypatch, prompt, error, stays):
+    """After a restart a new process runs the next request; if only the request failed, the same one does."""
+    before = process_of(worker)
+    with monkeypatch.context() as patch, pytest.raises(type(error), match=f"^{error}"):
+        patch.setattr(worker, "_patience", 0.5 if prompt == "hang" else 60.0)
+        process_of(worker, prompt)
+    if not stays:
+        worker.restart()
+    assert (process_of(worker) == before) == stays
 
 
-def test_a_process_that_loads_is_ended_at_once(worker):
-    """Its server need not wait for the weights, and a closed worker starts no process."""
-    loading = remote.RemoteWorker(worker._setup, 60.0)
+def test_a_cancelled_run_ends_between_two_steps(worker):
+    """The same process runs the next request."""
+    before, steps = process_of(worker), []
+
+    def leave(*step):
+        steps.append(step)
+        if len(steps) == 2:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        process_of(worker, tell=leave)
+    assert steps == [(1, 3, b"partial"), (2, 3, None)] and process_of(worker) == before
+
+
+def test_loading_errors_are_raised(started):
+    """An error of the pipeline has its type and message; a process that dies is named."""
+    with pytest.raises(ArgumentError, match=r"^model: is not there$"):
+        started("missing").wait()
+    broken = started("broken")
+    with pytest.raises(BatchError, match=f"the process that loads broken died; {broken._process.log}"):
+        broken.wait()
+
+
+def test_a_process_that_takes_too_long_to_load_again_is_an_error(started, monkeypatch):
+    monkeypatch.setattr(remote, "LONGEST_LOAD", 0.1)
+    with pytest.raises(BatchError, match="can't be loaded again"):
+        started("large").restart()
+
+
+def test_a_closed_worker_leaves_no_process(worker):
+    """A closed worker starts none either. The last test of this worker."""
+    process = process_of(worker)
+    worker.close()
+    with pytest.raises(BatchError, match="can't be loaded again"):
+        worker.restart()
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_process_that_loads_is_ended_at_once(monkeypatch):
+    """Its server need not wait for the weights."""
+    monkeypatch.setattr(remote, "Worker", Simple)
+    monkeypatch.setattr(remote, "get_context", lambda _: get_context("fork"))
+    loading = remote.RemoteWorker(Setup("large"), 60.0)
     loading.close()
     assert not loading._process.process.is_alive()
-    with pytest.raises(remote.BatchError, match="can't be loaded again"):
-        loading.restart()
-    assert not loading._process.process.is_alive()
-
-
-def test_a_process_that_takes_too_long_to_load_again_is_an_error(worker, monkeypatch):
-    """The last test of this worker."""
-    monkeypatch.setattr(remote, "LONGEST_LOAD", 0.01)
-    with pytest.raises(remote.BatchError, match="can't be loaded again"):
-        worker.restart()
-    assert not worker._process.process.is_alive()
 
 
 class Scripted:
@@ -154,7 +218,7 @@ def test_a_job_has_two_attempts(first, second, end):
     worker = scripted(*processes)
     try:
         assert worker.run([JOB], None, ".png", lambda *step: steps.append(step)) is MADE and end is None
-    except remote.BatchError as error:
+    except BatchError as error:
         assert end is not None and end in str(error)
     assert steps == [each for each in (*first, *(second or [])) if isinstance(each, tuple)]
     assert len(processes[0].sent) == 1 + sum(isinstance(each, tuple) for each in first)
@@ -162,18 +226,3 @@ def test_a_job_has_two_attempts(first, second, end):
     assert processes[-1].ends == (end == "the pipeline can't be loaded again")
     worker.close()
     assert processes[-1].ends == 1 + (end == "the pipeline can't be loaded again")
-
-
-def test_a_cancelled_job_is_answered_until_its_process_ends_it():
-    """Otherwise the process would wait for an answer, and the next job would get the old one's messages."""
-    process = Scripted((1, 3), (2, 3), Cancelled(), (1, 3), MADE)
-    worker = scripted(process)
-
-    def tell(done, steps):
-        if done == 2:
-            raise Cancelled
-
-    with pytest.raises(Cancelled):
-        worker.run([JOB], None, ".png", tell)
-    assert worker.run([JOB], None, ".png", tell) is MADE and process.ends == 0
-    assert process.sent == [([JOB], None, ".png"), True, False, ([JOB], None, ".png"), True]

@@ -87,15 +87,6 @@ def test_a_pipeline_that_takes_no_image_refuses_one(tmp_path):
     assert "FluxPipeline takes no image" in answer.json()["error"]["message"]
 
 
-def test_a_wrong_field_of_a_form_is_named():
-    held = Held()
-    with running(held) as (app, _):
-        answer = post(app, data=FORM, files=[("image", PNG), ("mask", PNG), ("mask", PNG)])
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == "mask" and "must be given once" in error["message"] and held.made == []
-
-
 @pytest.mark.parametrize(
     ("content", "kind", "status", "code"),
     [
