@@ -32,8 +32,9 @@ def laid_out(layout, make_tensor, tokens=130, head_dim=16, dtype=torch.float16, 
 
 
 def attending(sparsity):
-    """The pairs that attend, bool ``[B, H, S, S]``, from the masks that the plan was lowered from."""
+    """The pairs that attend, bool ``[B, H, S, S]``, from the symbols that the plan was lowered from."""
     block, tokens, masks = sparsity.plan.block, sparsity.plan.tokens, sparsity.symbols.masks
+    keys = sparsity.symbols.slice_bits
     pairs = sparsity.tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)
     if masks is not None:
         codes = masks.codes.expand_as(sparsity.tiles)
@@ -42,6 +43,8 @@ def attending(sparsity):
         pool = unpack_bits(masks.pool, block)[(codes - FIRST_PARTIAL_TILE).clamp(min=0).long()]
         partial = pool.transpose(3, 4).flatten(2, 3).flatten(3, 4)  # [B, H, T, T, i, j] to [B, H, T * i, T * j]
         pairs = pairs & torch.where(by_pair == 1, token <= token[:, None], (by_pair == 0) | partial)
+    if keys is not None:
+        pairs = pairs | unpack_bits(keys, pairs.shape[-1]).repeat_interleave(block, 2)
     return pairs[:, :, :tokens, :tokens]
 
 
@@ -59,7 +62,10 @@ def dense(q, k, v, pairs, scale=None, kv_len=None):
 
 
 def check(q, k, v, sparsity, backend, assert_no_worse, pairs=None, pv_threshold=None, **options):
-    """Compares with float64 where rows compute, and requires the poison everywhere else. Returns the output."""
+    """Compare with float64 where rows compute, and require the poison everywhere else; return the output.
+
+    With ``kv_len``, NaN in later keys has no effect.
+    """
     computed = sparsity.tokens_computed()
     poisoned = torch.full_like(q, math.nan)
     call = {"return_lse": True, "out": poisoned, "pv_threshold": pv_threshold, "backend": backend}
@@ -72,4 +78,9 @@ def check(q, k, v, sparsity, backend, assert_no_worse, pairs=None, pv_threshold=
     low, _ = dense(q, k, v, pairs, **options)
     assert_no_worse(out[computed], exact[computed], low[computed])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)  # -inf in reused and in empty rows
+    if (lengths := options.get("kv_len")) is not None:
+        is_beyond = (torch.arange(q.shape[1], device=q.device) >= lengths[:, None])[..., None, None]
+        k, v = (x.masked_fill(is_beyond, math.nan) for x in (k, v))
+        again = attention(q, k, v, sparsity.plan, pv_threshold=pv_threshold, backend=backend, **options)
+        assert torch.equal(again[computed], out[computed])
     return out

@@ -25,6 +25,6 @@ MUTANTS: list[Mutant] = table({
          "torch.promote_types(first.dtype, torch.float32)", "torch.float32")],
     "dit_accel/kernels/attention/attention.py": [
         ("values-of-another-head", "query heads that share a key head read its values",
-         "tests/kernels/test_attention_masks.py",
+         "tests/kernels/test_attention.py",
          "probabilities @ v[b, key, h // kv_group]", "probabilities @ v[b, key, h % v.shape[2]]")],
 })

@@ -1,6 +1,5 @@
-"""Masks inside tiles, and tiles skipped by a threshold, equal dense masked attention in float64."""
+"""Attention with a threshold equals dense attention in float64 without the tiles that it leaves out."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -8,61 +7,9 @@ import torch
 
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, TileMasks
-from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.kernels.naive_attention import attending, check
-from tests.pairs import every_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
-
-MASKED = {
-    "some-masked": {"batch": 2, "heads": 3, "tokens": 200, "masked": 0.5},
-    "shared-keys": {"batch": 1, "heads": 4, "tokens": 200, "masked": 0.5},
-    "all-masked": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "masked": 1.1},
-    "none-masked": {"batch": 1, "heads": 2, "tokens": 200, "masked": 0.0},
-    "block-128": {"batch": 1, "heads": 2, "tokens": 300, "block": 128, "tiles": 1.1, "masked": 0.5},
-    "single-block": {"batch": 1, "heads": 5, "tokens": 40, "tiles": 1.1, "masked": 1.1},
-}
-
-
-@every_pair(is_refused, case=MASKED, **IMPLEMENTED)
-def test_masks_inside_tiles(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
-    heads = case["heads"]
-    key_heads = 2 if heads == 4 else heads
-    q, k, v = (
-        make_tensor(case["batch"], case["tokens"], count, 16, dtype=dtype) for count in (heads, key_heads, key_heads)
-    )
-    check(q, k, v, make_sparsity(**case), backend, assert_no_worse)
-
-
-@pytest.fixture(params=["reference", "triton", "triton-long"])
-def either_backend(request, monkeypatch):
-    """Backends, and Triton as it is for long sequences, whose tiles come through descriptors on a Hopper GPU."""
-    if request.param == "triton-long":
-        monkeypatch.setattr("dit_accel.kernels.symbols.SHORT_PAIRS", 0)
-    return request.param.removesuffix("-long")
-
-
-@pytest.mark.parametrize("lengths", [(130, 0), (190, 64)], ids=str)
-def test_masks_with_kv_len(lengths, either_backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """NaN in keys beyond ``kv_len`` has no effect in masked tiles either."""
-    backend = either_backend
-    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
-    sparsity = make_sparsity(2, 2, 200, rows=1.1, masked=0.5)
-    q, k, v = (make_tensor(2, 200, 2, 16, dtype=torch.float16) for _ in range(3))
-    clean = check(q, k, v, sparsity, backend, assert_no_worse, kv_len=kv_len)
-    for b, length in enumerate(lengths):
-        k[b, length:] = v[b, length:] = math.nan
-    assert torch.equal(attention(q, k, v, sparsity.plan, kv_len=kv_len, backend=backend), clean)
-
-
-@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 3)], ids=["shared", "by-sample", "by-head"])
-def test_masks_shared_by_samples_and_heads(axes, backend, make_tensor, make_sparsity, assert_no_worse):
-    sparsity = make_sparsity(2, 3, 130, masked=0.5)
-    masks = sparsity.symbols.masks
-    symbols = replace(sparsity.symbols, masks=TileMasks(masks.codes[: axes[0], : axes[1]], masks.pool))
-    sparsity = sparsity._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
-    q, k, v = (make_tensor(2, 130, 3, 16) for _ in range(3))
-    check(q, k, v, sparsity, backend, assert_no_worse)
 
 
 def levelled(levels, tokens, block, device, batch=1, heads=1):
