@@ -1,9 +1,9 @@
-"""The three classes of bits_of_class row: their sizes, their order, and the bits of every backend."""
+"""The three classes of each row: their sizes, their order, and the bits of every backend."""
 
 import pytest
 import torch
 
-from dit_accel.kernels import classify_tiles, unpack_bits
+from dit_accel.kernels import classify_tiles, pack_bits, unpack_bits
 
 NO_BLOCKS = slice(0, 0)
 CASES = {  # blocks, critical, negligible, always, valid_blocks
@@ -49,12 +49,8 @@ def test_rows_fall_into_classes_by_rank(case, backend, device):
         probabilities.to(device), critical, negligible, always=always, valid_blocks=lengths, backend=backend
     )
     classes = [unpack_bits(bits_of_class.cpu(), blocks) for bits_of_class in bits]
+    assert all(map(torch.equal, map(pack_bits, classes), [item.cpu() for item in bits]))  # 0 beyond the last block
     for b, h, i in torch.ones(probabilities.shape[:3]).nonzero().tolist():
         row = probabilities[b, h, i].tolist()
         expected = classes_by_definition(row, i, critical, negligible, always, valid[b])
         assert tuple(set(tiles[b, h, i].nonzero().flatten().tolist()) for tiles in classes) == expected
-
-
-def test_bits_beyond_the_last_block_are_0(backend, device):
-    bits = classify_tiles(pooled(9).to(device), 0.2, 0.0, backend=backend)
-    assert all((bits_of_class[..., 1] <= 1).all() for bits_of_class in bits)
