@@ -26,8 +26,11 @@ def is_refused(case: dict) -> bool:
     return (case["backend"], case["dtype"], DEVICE) == ("triton", torch.bfloat16, "cpu")
 
 
-def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor | float) -> None:
+def assert_rounded_once(
+    actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor | float, layout: torch.memory_format | None = None
+) -> None:
     """Allow half a unit of the result's dtype, and float32 rounding of its ``terms``."""
+    assert actual.shape == exact.shape and (layout is None or actual.is_contiguous(memory_format=layout))
     allowed = 0.505 * torch.finfo(actual.dtype).eps * exact.abs() + 32 * torch.finfo(torch.float32).eps * terms
     assert ((actual.double() - exact).abs() <= allowed).all()
 

@@ -83,20 +83,6 @@ def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse
         assert_no_worse(actual, dense(features.double(), weight.double(), wide_bias), dense(features, weight, bias))
 
 
-def test_rebased_stack_equals_a_fresh_one(backend, make_tensor, make_sparsity):
-    """Three updates run one after the other, each with other symbols."""
-    o = [make_tensor(2, 200, 5, HEAD_DIM) for _ in range(3)]
-    weight, bias = make_tensor(COLUMNS, 5 * HEAD_DIM), make_tensor(COLUMNS)
-    plans = [make_sparsity(2, 5, 200).plan for _ in range(3)]
-    previous = None
-    for update, plan in enumerate(plans):
-        options = {"history": o[:update][::-1], "backend": backend}
-        _, stack = gemm_o_update(o[update], weight, bias, plan, previous=previous, **options)
-        previous = stack, plan.mask64
-    _, fresh = gemm_o_update(o[2], weight, bias, plans[2], **options)
-    torch.testing.assert_close(stack, fresh, rtol=0, atol=1e-4)
-
-
 def test_unchanged_symbols_leave_the_stack_before_as_it_is(backend, make_tensor, make_sparsity):
     """Bit for bit: nothing is multiplied, so features may contain NaN."""
     plan = make_sparsity(2, 5, 200).plan

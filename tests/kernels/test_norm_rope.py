@@ -39,32 +39,23 @@ def exact_norm_rope(x, weight, rope, eps):
     return y
 
 
-@every_pair(is_refused, size=((3, 16), (4, 64)), length=WEIGHTS, rotated=(True, False), **IMPLEMENTED)
-def test_norm_and_rotation(size, length, rotated, backend, dtype, make_tensor):
-    heads, head_dim = size
-    x = make_tensor(2, 5, heads, head_dim, dtype=dtype) * 2
-    weight = None if length is None else make_tensor(length(heads, head_dim), dtype=dtype)
-    rope = (make_tensor(5, head_dim), make_tensor(5, head_dim)) if rotated else None
-    actual, expected = norm_rope(x, weight, rope, eps=1e-5, backend=backend), exact_norm_rope(x, weight, rope, 1e-5)
-    assert actual.dtype == dtype
-    assert_rounded_once(actual, expected, 2 * expected.abs().max())
-
-
-HALVES = {  # batch and heads of the tables, and the features apart, of 16
-    "of-each-head": (2, 3, 8),
-    "of-all-heads": (1, 1, 8),
-    "of-some-features": (1, 1, 6),
+TABLES = {  # of adjacent features; or of halves, with heads before tokens in memory, as a part of wider ones
+    "none": None,
+    "adjacent": lambda make, heads, dim: make(5, dim),
+    "halves-of-each-head": lambda make, heads, head_dim: make(2, heads, 5, head_dim).transpose(1, 2)[
+        ..., : head_dim // 2
+    ],
+    "halves-of-all-heads": lambda make, heads, dim: make(1, 1, 5, dim).transpose(1, 2)[..., : dim // 2],
+    "halves-of-some-features": lambda make, heads, dim: make(1, 5, 1, 6),
 }
 
 
-@every_pair(is_refused, sizes=HALVES, length=WEIGHTS, **IMPLEMENTED)
-def test_halves_of_a_head_are_rotated(length, sizes, backend, dtype, make_tensor):
-    """Tables may come with heads before tokens in memory, or as a part of wider ones."""
-    batch, heads, half = sizes
-    x, weight = make_tensor(2, 5, 3, 16, dtype=dtype) * 2, None
-    if length is not None:
-        weight = make_tensor(length(3, 16), dtype=dtype)
-    rope = tuple(make_tensor(batch, heads, 5, 2 * half).transpose(1, 2)[..., :half] for _ in range(2))
+@every_pair(is_refused, size=((3, 16), (4, 64)), length=WEIGHTS, table=TABLES, **IMPLEMENTED)
+def test_norm_and_rotation(size, length, table, backend, dtype, make_tensor):
+    """Alone, and in a pair."""
+    x = make_tensor(2, 5, *size, dtype=dtype) * 2
+    weight = None if length is None else make_tensor(length(*size), dtype=dtype)
+    rope = None if table is None else tuple(table(make_tensor, *size) for _ in range(2))
     expected = exact_norm_rope(x, weight, rope, 1e-5)
     pair = norm_rope_pair(x, x.clone(), (weight, weight), rope, eps=1e-5, backend=backend)
     for out in (norm_rope(x, weight, rope, eps=1e-5, backend=backend), *pair):

@@ -6,34 +6,23 @@ from dit_accel.kernels import swiglu
 from tests.kernels.conftest import IMPLEMENTED, assert_rounded_once, is_refused
 from tests.pairs import every_pair
 
-
-def check(actual, x):
-    gate, value = x.double().chunk(2, dim=-1)
-    exact = gate * gate.sigmoid() * value
-    assert actual.dtype == x.dtype
-    assert_rounded_once(actual, exact, exact.abs() + 0.02)  # half a unit of the smallest float16
-
-
-@every_pair(is_refused, width=(48, 3000), **IMPLEMENTED)
-def test_gate_times_value(width, backend, dtype, make_tensor):
-    x = make_tensor(2, 7, 2 * width, dtype=dtype) * 3
-    check(swiglu(x, backend=backend), x)
+PLACES = {  # of gate and value: halves of one tensor, whole or a part of a wider one, or two tensors
+    "halves": lambda make, width: (make(2, 7, 2 * width), None),
+    "part": lambda make, width: (make(2, 8, 2 * width + 50)[:, 1:, 40 : 40 + 2 * width], None),
+    "apart": lambda make, width: (make(2, 7, width + 30)[..., 16 : 16 + width], make(2, 7, width)),
+}
 
 
-@every_pair(is_refused, **IMPLEMENTED)
-def test_gate_and_value_may_lie_apart(backend, dtype, make_tensor):
-    """The gate is part of a wider tensor, the value has a projection of its own."""
-    wide, value = make_tensor(2, 7, 80, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
-    gate = wide[..., 16:64]
-    y = swiglu(gate, value, backend=backend)
-    assert y.is_contiguous() and torch.equal(y, swiglu(torch.cat([gate, value], dim=-1), backend=backend))
-
-
-@every_pair(is_refused, **IMPLEMENTED)
-def test_of_features_of_a_wide_tensor_into_features_of_another(backend, dtype, make_tensor):
-    x = make_tensor(2, 7, 200, dtype=dtype)[:, 1:, 40:136]
-    wide = torch.full((2, 6, 64), torch.nan, dtype=dtype, device=x.device)
-    out = swiglu(x, out=wide[..., 10:58], backend=backend)
-    assert out.data_ptr() == wide[..., 10:].data_ptr()
-    check(wide[..., 10:58], x)
-    assert wide[..., :10].isnan().all() and wide[..., 58:].isnan().all()
+@every_pair(is_refused, place=PLACES, width=(48, 3000), **IMPLEMENTED)
+def test_gate_times_value(place, width, backend, dtype, make_tensor):
+    """Into a new tensor, and into some features of another one."""
+    x, value = place(lambda *shape: make_tensor(*shape, dtype=dtype) * 3, width)
+    halves = x.double().chunk(2, dim=-1) if value is None else (x.double(), value.double())
+    exact = halves[0] * halves[0].sigmoid() * halves[1]
+    y = swiglu(x, value, backend=backend)
+    assert y.dtype == dtype
+    assert_rounded_once(y, exact, exact.abs() + 0.02, torch.contiguous_format)  # half a unit of the smallest float16
+    wide = torch.full((2, 7, width + 16), torch.nan, dtype=dtype, device=x.device)
+    out = swiglu(x, value, out=wide[..., 10:-6], backend=backend)
+    assert out.data_ptr() == wide[..., 10:].data_ptr() and torch.equal(out, y)
+    assert wide[..., :10].isnan().all() and wide[..., -6:].isnan().all()

@@ -1,16 +1,14 @@
 """Masks over pairs convert to symbols and back; every tile gets the cheapest kind that represents its mask."""
 
-import pytest
 import torch
 
-from dit_accel.kernels import lower, unpack_bits
+from dit_accel.kernels import unpack_bits
 from dit_accel.kernels.plans.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
+from tests.kernels.naive_attention import attending
 from tests.pairs import every_pair
 
 LENGTHS = (1, 63, 64, 65, 129, 200, 256, 300)
-every_length = pytest.mark.parametrize("tokens", LENGTHS)
-every_block = pytest.mark.parametrize("block", [64, 128])
 
 
 def mixed(tokens: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
@@ -35,23 +33,15 @@ def kind_by_definition(pairs: torch.Tensor, is_diagonal: bool) -> str:
     return "causal" if is_diagonal and torch.equal(pairs, torch.ones_like(pairs).tril()) else "partial"
 
 
-@every_block
-@every_length
-def test_a_mask_comes_back(tokens, block):
-    mask = mixed(tokens, batch=2, heads=3)
-    assert torch.equal(mask_from_plan(plan_from_mask(mask, block=block)), mask)
-
-
-@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 3)], ids=["shared", "by-sample", "by-head"])
-def test_a_mask_that_broadcasts_comes_back_for_all(axes):
-    mask = mixed(130, *axes)
-    plan = plan_from_mask(mask, block=64, batch=2, heads=3)
-    assert plan.masks.codes.shape[:2] == axes
+@every_pair(tokens=LENGTHS, block=(64, 128), axes=((1, 1), (2, 1), (1, 3), (2, 3)))
+def test_a_mask_comes_back_for_all_samples_and_heads(tokens, block, axes):
+    mask = mixed(tokens, *axes)
+    plan = plan_from_mask(mask, block=block, batch=2, heads=3)
+    assert plan.masks is None or plan.masks.codes.shape[:2] == axes
     assert torch.equal(mask_from_plan(plan), mask.expand(2, 3, -1, -1))
 
 
-@every_block
-@every_length
+@every_pair(tokens=LENGTHS, block=(64, 128))
 def test_each_tile_is_of_the_cheapest_kind(tokens, block):
     """Skipped, FULL or CAUSAL where the definition says so, PARTIAL nowhere else; and every row computes."""
     mask = mixed(tokens, heads=2)
@@ -113,7 +103,7 @@ def test_runs_of_keys_give_the_symbols_of_their_mask(runs, tokens, block):
         assert torch.equal(tensor, expected_tensor)
 
 
-def test_reused_rows_attend_to_nothing(make_sparsity):
-    sparsity = make_sparsity(2, 3, 200, rows=0.5, masked=0.5)
-    mask = mask_from_plan(lower(sparsity.symbols))
-    assert torch.equal(mask.any(-1) & ~sparsity.tokens_computed().transpose(1, 2), torch.zeros_like(mask[..., 0]))
+def test_a_plan_has_the_pairs_of_its_symbols(make_sparsity):
+    """None in reused rows; single keys of the others."""
+    sparsity = make_sparsity(2, 3, 200, rows=0.5, masked=0.5, keys=0.3)
+    assert torch.equal(mask_from_plan(sparsity.plan), attending(sparsity))
