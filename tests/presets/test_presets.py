@@ -8,50 +8,11 @@ import yaml
 from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
-from dit_accel.presets import (
-    Preset,
-    default_preset,
-    load_preset,
-    preset_names,
-    preset_path,
-    preset_schema,
-)
+from dit_accel.presets import default_preset, load_preset, preset_names, preset_path, preset_schema
 
 every_preset = pytest.mark.parametrize("name", preset_names())
-
-# Values that the papers print, by preset and dotted key.
-FLASHOMNI = {
-    "schedule.control": "interval",
-    "schedule.interval": 5,
-    "forecast.level": "head",
-    "forecast.method": "taylor",
-    "forecast.order": 1,
-    "reuse.tau_q": 0.50,
-    "reuse.degrade_below": 0.0,
-    "skip.policy": "sparge",
-    "skip.tau_kv": 0.15,
-    "blocks.size": 128,
-}
-TAYLORSEER = {
-    "schedule.control": "interval",
-    "schedule.interval": 5,
-    "forecast.level": "layer",
-    "forecast.method": "taylor",
-    "forecast.order": 1,
-}
+INTERVAL = {"schedule.control": "interval", "schedule.interval": 5}
 TILES_ON_ALL_STEPS = {"policy": "sparge", "steps": "all"}
-PAPERS = {
-    "flux-flashomni-paper": FLASHOMNI,
-    "kontext-flashomni": {**FLASHOMNI, "reuse.degrade_below": 0.20},
-    "flux-taylorseer": TAYLORSEER,
-    "flux-fora": {**TAYLORSEER, "forecast.method": "reuse", "forecast.order": 0},
-}
-
-
-def value_at(preset: Preset, key: str) -> object:
-    for part in key.split("."):
-        preset = getattr(preset, part)
-    return preset
 
 
 @pytest.fixture
@@ -98,13 +59,6 @@ def test_shipped_preset_fits_the_schema(name):
     assert fits({"skip": {"tau_kv": 0.1}, "schedule": {"warmup": 2}}, schema)
 
 
-@pytest.mark.parametrize("name, expected", PAPERS.items(), ids=PAPERS)
-def test_paper_presets_hold_the_papers_numbers(name, expected):
-    """The presets named after papers have the numbers of the tables that they cite."""
-    preset = load_preset(name)
-    assert {key: value_at(preset, key) for key in expected} == expected
-
-
 @pytest.mark.parametrize("media", ["", "video-"], ids=["images", "videos"])
 def test_qualities_are_ordered(media):
     """quality, balanced and turbo are one closed loop that differs in its target error only, and serve any model."""
@@ -116,19 +70,13 @@ def test_qualities_are_ordered(media):
     assert methods[0] == methods[1] == methods[2]
 
 
-# Values of the presets, without description and model.
-VALUES = json.loads(Path(__file__).with_name("values_by_name.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("name, values", VALUES.items(), ids=VALUES)
-def test_presets_keep_their_values(name, values):
-    """Nothing but description and model differs from the values on file."""
-    preset = load_preset(name)
-    effective = {key: value for key, value in preset.effective().items() if key not in ("description", "model")}
-    for blocks in (sections["blocks"] for sections in (effective, values) if "blocks" in sections):
-        blocks.setdefault("token_order", "raster")  # which is not shown, as it orders nothing
-    assert effective == values
-    assert preset_path(name).stem == preset.name == name in preset_names()
+def test_presets_keep_their_values():
+    """Nothing but description and model differs from the values on file, which are those of the papers."""
+    for name, values in json.loads(Path(__file__).with_name("values_by_name.json").read_text()).items():
+        effective = load_preset(name).effective()
+        for blocks in (sections["blocks"] for sections in (effective, values) if "blocks" in sections):
+            blocks.setdefault("token_order", "raster")  # which is not shown, as it orders nothing
+        assert {key: effective[key] for key in effective if key not in ("description", "model")} == values, name
 
 
 UNKNOWN = {  # by name: a near one
@@ -142,11 +90,11 @@ UNKNOWN = {  # by name: a near one
 }
 
 
-@pytest.mark.parametrize("unknown", UNKNOWN)
-def test_an_unknown_preset_is_an_error_that_suggests_a_near_one(unknown):
-    meant = rf"^unknown preset '{unknown}' \(did you mean '{UNKNOWN[unknown]}'\?\); available: .*exact"
-    with pytest.raises(PresetError, match=meant):
-        load_preset(unknown)
+def test_an_unknown_preset_is_an_error_that_suggests_a_near_one():
+    for unknown, near in UNKNOWN.items():
+        message = rf"^unknown preset '{unknown}' \(did you mean '{near}'\?\); available: .*exact"
+        with pytest.raises(PresetError, match=message):
+            load_preset(unknown)
 
 
 def test_a_plain_name_means_the_video_form_for_videos():
@@ -167,68 +115,31 @@ def test_preset_is_frozen():
         preset.schedule.interval = 2
 
 
-@pytest.mark.parametrize(
-    "key, suggestion, sibling",
-    [
-        ("schedul.interval", "schedule", "forecast"),
-        ("schedule.intervall", "interval", "cooldown"),
-        ("forecast.ordre", "order", "method"),
-        ("reuse.tau", "tau_q", "degrade_below"),
-    ],
-)
-def test_unknown_key_is_an_error_that_helps(key, suggestion, sibling):
-    """An unknown key is refused with the nearest valid one and the list of all."""
-    with pytest.raises(PresetError, match=rf"unknown key .*did you mean '{suggestion}'.*valid keys here: .*{sibling}"):
-        load_preset("flux-flashomni-paper", **{key: 1})
+MISTAKES = {  # by key of a preset of level head: a value, and the error
+    "schedul.interval": (1, "unknown key .*did you mean 'schedule'.*valid keys here: .*forecast"),
+    "schedule.intervall": (1, "unknown key .*did you mean 'interval'.*valid keys here: .*cooldown"),
+    "reuse.tau": (1, "unknown key .*did you mean 'tau_q'.*valid keys here: .*degrade_below"),
+    "reuse.tau_q": (1.5, r"reuse\.tau_q: .*got 1\.5"),
+    "reuse.ramp": (0.0, r"reuse\.ramp: .*got 0\.0"),
+    "reuse.degrade_below": (2.0, r"reuse\.degrade_below: .*got 2\.0"),
+    "skip.tau_kv": (float("nan"), r"skip\.tau_kv: .*got nan"),
+    "schedule.warmup": (-1, r"schedule\.warmup: .*got -1"),
+    "schedule.interval": (2.5, r"schedule\.interval: .*got 2\.5"),
+    "forecast.order": (5, r"forecast\.order: .*got 5"),
+    "forecast.level": ("block", r"forecast\.level: .*got 'block'"),
+    "blocks.size": (96, r"blocks\.size: .*got 96"),
+    "kernels.attention": ("cudnn", r"kernels\.attention: .*got 'cudnn'"),
+}
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("reuse.tau_q", 1.5),
-        ("reuse.tau_q", -0.1),
-        ("reuse.ramp", 0.0),
-        ("reuse.degrade_below", 2.0),
-        ("skip.tau_kv", 1.01),
-        ("schedule.warmup", -1),
-        ("schedule.interval", 0),
-        ("schedule.interval", 2.5),
-        ("schedule.cooldown", -1),
-        ("forecast.order", 5),
-        ("forecast.level", "block"),
-        ("blocks.size", 96),
-        ("kernels.attention", "cudnn"),
-        ("reuse.tau_q", float("nan")),
-    ],
-)
-def test_value_out_of_range_is_named(key, value):
-    """The error of a bad value names its dotted key and shows the value."""
-    with pytest.raises(PresetError) as caught:
-        load_preset("flux-flashomni-paper", **{key: value})
-    assert f"{key}: " in str(caught.value)
-    assert f"got {value!r}" in str(caught.value)
+def test_mistakes_are_named():
+    """An unknown key is refused with the nearest valid one and the list of all, a bad value with its dotted key.
 
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
-        ({"max_interval": 0}, r"schedule\.max_interval: .*got 0$"),
-        ({"control": "never"}, r"schedule\.control: Input should be 'adaptive' or 'interval', got 'never'$"),
-        ({"schedule": 5}, r"schedule: must be a mapping of keys, got 5$"),
-        *(({"target_error": value}, rf"schedule\.target_error: .*got {value}") for value in (0, -0.5, float("inf"))),
-        ({"name": "other"}, "unknown key 'name'"),
-    ],
-    ids=str,
-)
-def test_keys_of_a_form_are_checked_too(overrides, complaint):
-    """A value out of range is named without the form; weighed errors add up, so that a target may pass 1."""
-    assert load_preset("balanced", target_error=2.0).schedule.target_error == 2.0
-    with pytest.raises(PresetError, match=complaint):
-        load_preset("balanced", **overrides)
-
-
-def test_every_mistake_is_reported_at_once():
-    """One error lists all bad keys of a preset."""
+    One error lists all of them.
+    """
+    for key, (value, complaint) in MISTAKES.items():
+        with pytest.raises(PresetError, match=complaint):
+            load_preset("flux-flashomni-paper", **{key: value})
     with pytest.raises(PresetError, match=r"reuse\.tau_q: .*forecast\.ordr|forecast\.ordr.*reuse\.tau_q: "):
         load_preset("flux-flashomni-paper", **{"reuse.tau_q": 2, "forecast.ordr": 1})
 
@@ -254,48 +165,57 @@ def test_keys_are_plain_keywords():
 @pytest.mark.parametrize(
     "overrides, complaint",
     [
-        (
-            {"target_eror": 0.1},
-            r"^unknown keyword 'target_eror' \(did you mean 'target_error'\?\); valid are description",
-        ),
+        ({"target_eror": 0.1}, r"^unknown keyword 'target_eror' \(did you mean 'target_error'\?\); valid are descript"),
         ({"shedule": {"warmup": 2}}, r"^unknown keyword 'shedule' \(did you mean 'schedule'\?\)"),
-        (
-            {"zzz": 1, "warmupp": 2},
-            r"^unknown keyword 'zzz'; valid .*unknown keyword 'warmupp' \(did you mean 'warmup'",
-        ),
+        ({"zzz": 1, "warmupp": 2}, "^unknown keyword 'zzz'; valid .*unknown keyword 'warmupp' .did you mean 'warmup'"),
         (
             {"policy": "sparge"},
-            r"^keyword 'policy' may mean reuse.policy or skip.policy: write e.g. skip={'policy': …}$",
+            "^keyword 'policy' may mean reuse.policy or skip.policy: write e.g. skip={'policy': …}$",
         ),
         ({"order": 9}, r"forecast.order: .* got 9"),
         ({"interval": 5}, "interval belongs to control 'interval', and control is 'adaptive'"),
+        ({**INTERVAL, "schedule.target_error": 0.1}, "target_error belongs to control 'adaptive'"),
+        ({"schedule.target_error": 0.1, **INTERVAL}, "target_error belongs to control 'adaptive'"),
         ({"base": "exact"}, "unknown keyword 'base'"),
+        ({"name": "other"}, "unknown key 'name'"),
+        ({"max_interval": 0}, r"schedule\.max_interval: .*got 0$"),
+        ({"control": "never"}, r"schedule\.control: Input should be 'adaptive' or 'interval', got 'never'$"),
+        ({"schedule": 5}, r"schedule: must be a mapping of keys, got 5$"),
+        *(({"target_error": value}, rf"schedule\.target_error: .*got {value}") for value in (0, float("inf"))),
+        ({"schedule.control": "interval"}, "schedule: control 'interval' needs interval"),
+        ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
+        ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at level 'output'"),
+        ({"model": "flux", "forecast.level": "layer", "skip.policy": "sparge"}, "section 'skip' .* level 'layer'"),
+        ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* level 'output'.* or skip.steps to all"),
+        ({"model": "flux", "skip.steps": "all"}, "skip: steps 'all' has no effect with policy 'none'"),
+        (
+            {"model": "wan", "skip": TILES_ON_ALL_STEPS, "reuse.tau_q": 0.5},
+            "section 'reuse' has no effect at level 'output', .* set forecast.level to head$",
+        ),
+        ({"kernels.gemm": "auto"}, "kernels.gemm has no effect at level 'output': remove it, or set forecast.level"),
+        ({"linear.weights": "host"}, "linear.weights has no effect without a dtype: remove it, or set linear.dtype"),
+        ({"prompts": False, "prompts_mib": 512.0}, "stages.prompts_mib has no effect without prompts: remove it, or"),
+        ({"decode": False, "share": True}, "stages.share has no effect without decode: remove it, or set stages.dec"),
+        ({"schedule.control": ["adaptive"]}, "schedule.control: "),
+        ({"schedule": None}, "schedule: "),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_wrong_keyword_is_an_error_that_tells_the_right_one(overrides, complaint):
-    """Misspelt, ambiguous, out of range, or of another control."""
+def test_an_override_that_means_nothing_is_an_error_with_its_remedy(overrides, complaint):
+    """Misspelt, ambiguous, out of range, of another control, or without effect. A target error may pass 1."""
+    assert load_preset("balanced", target_error=2.0).schedule.target_error == 2.0
     with pytest.raises(PresetError, match=complaint):
         load_preset("balanced", **overrides)
 
 
 def test_overrides_leave_their_arguments_alone():
-    """Neither the preset nor the dictionaries that a caller passes in are changed."""
+    """Neither the preset nor the dictionaries that a caller passes in are changed; unset keys stay unset."""
     preset, section = load_preset("exact"), {"order": 0}
     changed = load_preset(preset, **{"forecast": section, "forecast.order": 2})
     assert changed.forecast.order == 2
     assert section == {"order": 0}
-    assert preset == load_preset("exact")
-
-
-def test_loading_a_preset_object_keeps_it():
-    """A preset loaded from an object equals it, and unset keys count as unset again."""
-    preset = load_preset("balanced")
-    assert load_preset(preset) == preset
+    assert preset == load_preset("exact") == load_preset(preset)
     assert load_preset(preset).model_fields_set == preset.model_fields_set
-
-
-INTERVAL = {"schedule.control": "interval", "schedule.interval": 5}
 
 
 @pytest.mark.parametrize(
@@ -314,42 +234,6 @@ def test_override_switches_to_the_other_control(name, overrides, expected):
     assert (schedule.control, schedule.interval, schedule.target_error) == expected
 
 
-@pytest.mark.parametrize("turn", [1, -1], ids=["control-first", "target-first"])
-def test_foreign_key_is_refused_in_any_order(turn):
-    """A key of the other control that the caller asks for is an error, never dropped in silence."""
-    overrides = [*INTERVAL.items(), ("schedule.target_error", 0.1)]
-    with pytest.raises(PresetError, match="target_error belongs to control 'adaptive'"):
-        load_preset("balanced", **dict(overrides[::turn]))
-
-
-@pytest.mark.parametrize(
-    "overrides, complaint",
-    [
-        ({"schedule.control": "interval"}, "schedule: control 'interval' needs interval"),
-        ({"schedule.interval": 5}, "schedule: interval belongs to control 'interval'"),
-        ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
-        ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at level 'output'"),
-        ({"model": "flux", "forecast.level": "layer", "skip.policy": "sparge"}, "section 'skip' .* level 'layer'"),
-        ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* level 'output'.* or skip.steps to all"),
-        ({"model": "flux", "skip.steps": "all"}, "skip: steps 'all' has no effect with policy 'none'"),
-        (
-            {"model": "wan", "skip": TILES_ON_ALL_STEPS, "reuse.tau_q": 0.5},
-            "section 'reuse' has no effect at level 'output', .* set forecast.level to head$",
-        ),
-        ({"kernels.gemm": "auto"}, "kernels.gemm has no effect at level 'output': remove it, or set forecast.level"),
-        ({"linear.weights": "host"}, "linear.weights has no effect without a dtype: remove it, or set linear.dtype"),
-        ({"prompts": False, "prompts_mib": 512.0}, "stages.prompts_mib has no effect without prompts: remove it, or"),
-        ({"decode": False, "share": True}, "stages.share has no effect without decode: remove it, or set stages.dec"),
-        ({"schedule.control": ["adaptive"]}, "schedule.control: "),
-        ({"schedule": None}, "schedule: "),
-    ],
-)
-def test_inconsistent_combination_is_refused(overrides, complaint):
-    """Keys that contradict each other, or would have no effect, are errors that say so."""
-    with pytest.raises(PresetError, match=complaint):
-        load_preset("balanced", **overrides)
-
-
 @pytest.mark.parametrize("level", ["output", "layer"])
 def test_nothing_to_skip_may_be_said_where_nothing_skips(level):
     """Like ``memory.offload: false``: the value is the default and asks for nothing."""
@@ -359,17 +243,16 @@ def test_nothing_to_skip_may_be_said_where_nothing_skips(level):
 
 
 def test_base_chain_merges_nearest_last(write):
-    """A preset takes its base's values, its base's base's, and its own before both."""
+    """A preset takes its base's values, its base's base's, and its own before both.
+
+    A file that chooses the other control drops its base's key of the first.
+    """
     write("base: balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
     preset = load_preset(write("base: middle.yaml\nschedule: {warmup: 8}\n"))
     assert preset.name == "mine"
     assert (preset.schedule.warmup, preset.schedule.max_interval) == (8, 9)
     assert preset.forecast == load_preset("balanced").forecast
-
-
-def test_base_may_be_of_the_other_control(write):
-    """A file that chooses the other control drops its base's key of the first."""
-    preset = load_preset(write("base: balanced\nschedule: {control: interval, interval: 4}\n"))
+    preset = load_preset(write("base: middle.yaml\nschedule: {control: interval, interval: 4}\n"))
     assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)
 
 
@@ -388,12 +271,12 @@ UNUSABLE = {  # by content of a file
 }
 
 
-@pytest.mark.parametrize("text", UNUSABLE)
-def test_unusable_file_is_refused(write, text):
+def test_unusable_file_is_refused(write):
     """The error says why a file can't be read as a preset; presets that start from each other are a cycle."""
     write("base: mine.yaml\n", "other.yaml")
-    with pytest.raises(PresetError, match=UNUSABLE[text]):
-        load_preset(write(text))
+    for text, complaint in UNUSABLE.items():
+        with pytest.raises(PresetError, match=complaint):
+            load_preset(write(text))
 
 
 @pytest.mark.parametrize(
@@ -414,12 +297,11 @@ def test_what_is_no_preset_is_refused(preset, complaint, tmp_path, monkeypatch):
         load_preset(preset)
 
 
-@pytest.mark.parametrize("model", ["any", "hunyuan_video", "qwen_image", "sd3"])
 @pytest.mark.parametrize("level", ["output", "layer"])
-def test_tiles_on_all_steps_have_effect_at_any_level(level, model, write):
+def test_tiles_on_all_steps_have_effect_at_any_level(level, write):
     """With ``skip.steps: all`` the sections of computed attention apply even without DISPATCH attention."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
-    preset = load_preset("balanced", model=model, **sections, level=level)
+    preset = load_preset("balanced", model="any", **sections, level=level)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
     assert "reuse" not in values
