@@ -39,8 +39,8 @@ def figures() -> str:
     lines = ["| small models | steps | `quality`: computed, PSNR dB | `balanced` | `turbo` |", "|---|---|---|---|---|"]
     for kind, form in (("images", ""), ("videos", "video-")):
         for runs in zip(*(measured(form + name) for name in LEVELS), strict=True):
-            (steps,) = {run.steps for run in runs}
-            cells = [f"{span(run.computed, 2)}, {span(run.psnr, 0)}" for run in runs]
+            (steps,) = {run["steps"] for run in runs}
+            cells = [f"{span(run['computed'], 2)}, {span(run['psnr'], 0)}" for run in runs]
             lines.append(f"| {kind} | {steps} | {' | '.join(cells)} |")
     lines += ["", "| model | size | steps | GPUs | speed-up | over | file |", "|---|---|---|---|---|---|---|"]
     for model, size, file, row, shared_file, shared_row, way in TIMED:

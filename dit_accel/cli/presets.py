@@ -38,8 +38,8 @@ def list_command(
         if identity is not None and not identity.takes(preset):
             continue
         if everything or preset.schedule.measures:
-            run = next((run for run in measured(name) if run.steps == 50), None)
-            figures = (span(run.computed, 2), span(run.psnr, 0)) if run else ("not measured", "not measured")
+            run = next((run for run in measured(name) if run["steps"] == 50), None)
+            figures = (span(run["computed"], 2), span(run["psnr"], 0)) if run else ("not measured", "not measured")
             typer.echo(ROW.format(name, preset.model, *figures))
             typer.echo(f"  {preset.description}")
     typer.echo(

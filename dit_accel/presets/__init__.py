@@ -7,11 +7,17 @@ Read ``sections.py`` first: it has every key with its default and its meaning, a
 ``skip``. ``preset.py`` puts the sections together, checks them against each other, and has the table of keys that have
 no effect with others. ``loading.py`` reads presets by name or path and applies overrides, which ``keywords.py`` assigns
 to sections. ``section.py`` is the base class of sections, ``reading.py`` the bounded YAML reader, ``complaints.py`` the
-wording of errors. ``measured.py`` reads the measurements of shipped presets.
+wording of errors.
 """
 
-from dit_accel.presets.loading import default_preset, load_preset, preset_names, preset_path, preset_schema
-from dit_accel.presets.measured import MeasuredRun, measured
+from dit_accel.presets.loading import (
+    default_preset,
+    load_preset,
+    measured,
+    preset_names,
+    preset_path,
+    preset_schema,
+)
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule, Stages
 from dit_accel.presets.skip import Skip
@@ -21,7 +27,6 @@ __all__ = [
     "Forecast",
     "Kernels",
     "Linear",
-    "MeasuredRun",
     "Memory",
     "Preset",
     "Reuse",

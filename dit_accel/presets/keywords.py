@@ -27,11 +27,7 @@ def keywords() -> dict[str, tuple[str, ...]]:
 
 
 def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides as the sections of a preset.
-
-    Raises:
-        PresetError: a keyword is unknown, or several sections have it; the message suggests valid keys.
-    """
+    """Return overrides as the sections of a preset; unknown and ambiguous keywords are a PresetError."""
     changes: dict[str, Any] = {}
     wrong = []
     for keyword, value in overrides.items():

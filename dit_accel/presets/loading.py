@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,7 @@ def preset_names() -> list[str]:
 
 
 def preset_path(name: str) -> Path:
-    """Return the YAML file of a shipped preset.
-
-    Raises:
-        PresetError: no such preset; the message lists all presets.
-    """
+    """Return the YAML file of a shipped preset; another name is a PresetError that lists all presets."""
     known = preset_names()
     if name not in known:
         family, _, word = name.partition("-")
@@ -48,6 +45,15 @@ def preset_path(name: str) -> Path:
         meant = (not has_own and did_you_mean(word, PLAIN)) or did_you_mean(name, known)
         raise PresetError(f"unknown preset {shown(name)}{meant}; available: {', '.join(known)}")
     return _config_directory() / f"{name}.yaml"
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    """Return the measured runs of a shipped preset, from ``configs/measured.json``, from most to fewest steps.
+
+    A run has ``steps``; ``computed``, the smallest and the largest share of the plain run's FLOPs over ``models``;
+    ``psnr``, the same of the mean PSNR in dB; ``dtype`` of the weights; and ``source``, a file in docs/results.
+    """
+    return json.loads(preset_path(name).with_name("measured.json").read_text(encoding="utf-8")).get(name, [])
 
 
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
@@ -70,10 +76,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
 
 
 def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
-    """Return the argument of :func:`load_preset` for a pipeline that makes images or videos; None = `balanced`.
-
-    Only None and the plain names `quality`, `balanced` and `turbo` have a separate form for videos.
-    """
+    """Return the argument of :func:`load_preset` for a pipeline that makes images or videos; None = `balanced`."""
     name = DEFAULT if preset is None else preset
     return f"video-{name}" if is_video and name in PLAIN else name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -95,54 +96,43 @@ class Preset(Section):
             for key in keys
         }
 
-    def _why_not_given(self) -> str | None:
-        """Return the error of the first given key without effect, or None."""
-        for (name, key), why in self._idle_keys().items():
-            section = getattr(self, name)
-            if key in section.model_fields_set and getattr(section, key) not in _ASK_FOR_NOTHING:
-                return f"{name}.{key} has no effect {why}"
-        return None
-
-    def _kernels_refuse(self) -> str | None:
-        """Return why no kernel supports sections skip and kernels together, or None."""
-        kernels = self.kernels
-        if kernels.qk_dtype is None:
-            return None
-        if kernels.attention == "cuda":
-            return f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
-        if any(variant.policy == "static" for variant in self.skip.variants):
-            return (
-                f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy 'static' has masks "
-                "inside of tiles: remove one of them"
-            )
-        return None
-
-    def _outputs_refuse(self) -> str | None:
-        """Return why the settings for whole outputs conflict with others, or None."""
-        if self.schedule.per_prompt and self.forecast.level != "output":
-            return (
-                "schedule.per_prompt works on the transformer's output, which only level 'output' forecasts, and "
-                f"forecast.level is '{self.forecast.level}': remove schedule.per_prompt"
-            )
-        if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
-            return "schedule.per_prompt changes the batch between steps, so masks can't be kept: set skip.refresh to 1"
-        return None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Preset:
+    def _conflicts(self) -> Iterator[str]:
+        """Yield errors of settings that conflict with others, and of given keys without effect."""
+        level, kernels, variants = self.forecast.level, self.kernels, self.skip.variants
         unread = {name: getattr(self, name) for name in self._unread_sections()}
         touched = [name for name, section in unread.items() if section.model_fields_set and section != NoSkip()]
         if touched:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
-            raise ValueError(
-                f"section '{touched[0]}' has no effect at level '{self.forecast.level}', where a DISPATCH step "
-                f"runs no attention: remove it, or set forecast.level to head{skips}"
+            yield (
+                f"section '{touched[0]}' has no effect at level '{level}', where a DISPATCH step runs no attention: "
+                f"remove it, or set forecast.level to head{skips}"
             )
-        if self.forecast.level == "head" and self.linear.dtype is not None:
-            raise ValueError(
+        if level == "head" and self.linear.dtype is not None:
+            yield (
                 f"linear.dtype '{self.linear.dtype}' rounds whole layers, and level 'head' multiplies parts of them: "
                 "remove one of them"
             )
-        if refused := self._kernels_refuse() or self._outputs_refuse() or self._why_not_given():
-            raise ValueError(refused)
+        if kernels.qk_dtype is not None and kernels.attention == "cuda":
+            yield f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
+        if kernels.qk_dtype is not None and any(variant.policy == "static" for variant in variants):
+            yield (
+                f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy 'static' has masks "
+                "inside of tiles: remove one of them"
+            )
+        if self.schedule.per_prompt and level != "output":
+            yield (
+                "schedule.per_prompt works on the transformer's output, which only level 'output' forecasts, and "
+                f"forecast.level is '{level}': remove schedule.per_prompt"
+            )
+        if self.schedule.per_prompt and any(variant.refresh > 1 for variant in variants):
+            yield "schedule.per_prompt changes the batch between steps, so masks can't be kept: set skip.refresh to 1"
+        for (name, key), why in self._idle_keys().items():
+            section = getattr(self, name)
+            if key in section.model_fields_set and getattr(section, key) not in _ASK_FOR_NOTHING:
+                yield f"{name}.{key} has no effect {why}"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Preset:
+        if (conflict := next(self._conflicts(), None)) is not None:
+            raise ValueError(conflict)
         return self

@@ -19,12 +19,7 @@ _STRINGS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")
 
 
 def read_text(path: Path, most: int = LONGEST_FILE) -> str:
-    """Return the text of a UTF-8 file of at most ``most`` bytes.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: the file has more bytes or is not UTF-8, or its name has a NUL.
-    """
+    """Return the text of a UTF-8 file; more than ``most`` bytes, other encodings and odd names are a ValueError."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -35,8 +30,7 @@ def read_text(path: Path, most: int = LONGEST_FILE) -> str:
 def read_yaml(text: str) -> Any:
     """Return plain values from YAML, dates as strings. Aliases and merges are written out, and count as copies.
 
-    Raises:
-        PresetError: the text is not valid YAML, has a key twice, or exceeds a bound.
+    Invalid YAML, a key that occurs twice, and values beyond a bound are a PresetError.
     """
     try:
         return _Copy().of(_loaded(text))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.fields import FieldInfo
 
 from dit_accel.errors import PresetError, shown
@@ -84,6 +84,12 @@ class Formed(Section):
         if getattr(self, self.chooser) != section.model_fields[self.chooser].default:
             self.__pydantic_fields_set__.add(self.chooser)
         return self
+
+
+def any_form(section: type[Formed]) -> Any:
+    """Return the type of a field that holds one of a section's forms."""
+    forms = tuple(Annotated[form, Tag(name)] for name, form in section.forms.items())
+    return Annotated[Union[forms], Field(discriminator=Discriminator(section.form_of))]  # noqa: UP007
 
 
 def formed(model: type[BaseModel]) -> type[Formed] | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from dit_accel.presets.section import MOST_STEPS, Formed, Section
+from dit_accel.presets.section import MOST_STEPS, Formed, Section, any_form
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Calibrated = Annotated[tuple[Positive, Positive], Strict(False)]  # a target_error and a PSNR; YAML has lists
@@ -103,13 +103,6 @@ class IntervalSchedule(FixedSchedule):
 
 
 Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
-if TYPE_CHECKING:
-    AnySchedule = AdaptiveSchedule | IntervalSchedule
-else:
-    AnySchedule = Annotated[
-        Union[tuple(Annotated[form, Tag(control)] for control, form in Schedule.forms.items())],  # noqa: UP007
-        Field(discriminator=Discriminator(Schedule.form_of)),
-    ]
 
 
 class Forecast(Formed):
@@ -176,12 +169,11 @@ class HeadForecast(_InBlocks):
 
 
 Forecast.forms = {"output": OutputForecast, "layer": LayerForecast, "head": HeadForecast}
-AnyForecast = Annotated[
-    Annotated[OutputForecast, Tag("output")]
-    | Annotated[LayerForecast, Tag("layer")]
-    | Annotated[HeadForecast, Tag("head")],
-    Field(discriminator=Discriminator(Forecast.form_of)),
-]
+if TYPE_CHECKING:
+    AnySchedule = AdaptiveSchedule | IntervalSchedule
+    AnyForecast = OutputForecast | LayerForecast | HeadForecast
+else:
+    AnySchedule, AnyForecast = any_form(Schedule), any_form(Forecast)
 
 
 class Reuse(Section):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from dit_accel.errors import shortened
 from dit_accel.presets.complaints import explained
-from dit_accel.presets.section import MOST_STEPS, MOST_TOKENS, Formed
+from dit_accel.presets.section import MOST_STEPS, MOST_TOKENS, Formed, any_form
 
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
 _ALTERNATIVES = (("tau_kv", "top_k"),)  # naming one of them in a block or an override replaces the other
@@ -62,7 +62,7 @@ class Skip(Formed):
 
     @property
     def keeps_residuals(self) -> bool:
-        """Return True if any block keeps a residual."""
+        """True if any block keeps a residual."""
         return any(variant.residual for variant in self.variants)
 
     def idle_keys(self) -> list[str]:
@@ -211,10 +211,7 @@ Skip.forms = {
 if TYPE_CHECKING:
     AnySkip = Skip
 else:
-    AnySkip = Annotated[
-        Union[tuple(Annotated[form, Tag(policy)] for policy, form in Skip.forms.items())],  # noqa: UP007
-        Field(discriminator=Discriminator(Skip.form_of)),
-    ]
+    AnySkip = any_form(Skip)
 
 
 def drop_foreign_keys(values: dict[str, Any], changes: dict[str, Any]) -> None:
