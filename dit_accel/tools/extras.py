@@ -21,11 +21,7 @@ EXTRAS = {
 
 
 def require_extra(package: str, what: str) -> None:
-    """Check that a package of `EXTRAS` is installed, without importing it.
-
-    Raises:
-        UnsupportedError: the package is not installed; the message begins with ``what``, an option or argument.
-    """
+    """Check that a package of `EXTRAS` is installed, without importing it; errors begin with ``what``."""
     if find_spec(package.replace("-", "_")) is None:
         raise UnsupportedError(
             f"{what} needs {package}, which is not installed: pip install 'dit-accel[{EXTRAS[package]}]'"

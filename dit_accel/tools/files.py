@@ -22,8 +22,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary name in a file's folder, which is renamed after the block; devices and pipes keep their name.
 
-    Raises:
-        OutputError: the file can't be written; nothing of it is left.
+    Nothing is left of a file that can't be written, which is an OutputError.
     """
     target = Path(os.path.realpath(path))
     is_file = target.is_file() or not target.exists()

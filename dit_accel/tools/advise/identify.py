@@ -55,11 +55,6 @@ class Identity:
         """Return True if the family's models have modular pipelines alone."""
         return self.facts is not None and self.facts.is_modular
 
-    @property
-    def makes_images_alone(self) -> bool:
-        """Return True if no model of the family makes videos."""
-        return not self.is_video and self.facts is not None and self.facts.makes == "images"
-
     def takes(self, preset: Preset) -> bool:
         """Return True if a shipped preset suits the model: video presets for videos, others for images."""
         if preset.name in PLAIN or preset.name.startswith("video-"):

@@ -87,9 +87,13 @@ def recommend(
     """
     counts = {"steps": steps, "height": height, "width": width, "frames": frames}
     require_counts(gpus=gpus, **{name: count for name, count in counts.items() if count is not None})
-    card = None if gpu is None else _card(gpu)
+    name = None if gpu is None else known_card(gpu)
+    if gpu is not None and name is None:
+        raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
+    card = None if name is None else CARDS[name]
     identity = identify(model)
-    if (frames or 1) > 1 and (identity.makes_images_alone or re.search("[ti]2i", identity.name.lower())):
+    makes_images = not identity.is_video and identity.facts is not None and identity.facts.makes == "images"
+    if (frames or 1) > 1 and (makes_images or re.search("[ti]2i", identity.name.lower())):
         raise UnsupportedError(f"frames must be left out: {identity.title} makes images, got frames={frames}")
     few = distilled or identity.is_distilled
     steps = steps or identity.steps or _default_steps(identity, few=few)
@@ -101,13 +105,6 @@ def recommend(
     shell = shell_line(identity, preset, call, way, loras, gpus=gpus, options=options)
     notes = (MEASURED, *_on_steps(steps, few=few), *on_sharing, *on_memory, *_on_model(identity, card, shell))
     return Recommendation(identity, choices, notes, python_lines(identity, preset, call, way, loras), shell)
-
-
-def _card(gpu: str) -> Card:
-    name = known_card(gpu)
-    if name is None:
-        raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
-    return CARDS[name]
 
 
 def _default_steps(model: Identity, *, few: bool) -> int | None:

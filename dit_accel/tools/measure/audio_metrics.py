@@ -3,6 +3,7 @@
 Sounds are arrays or tensors of floating amplitudes in −1..1, ``[samples]`` or ``[channels, samples]``. The mean of each
 channel is subtracted first. All channels then count as one signal: a changed balance between them is distortion, and a
 quiet channel weighs little. A signal below half a step of 16 bits counts as silence. Results are limited to ±100 dB.
+Sounds of different shapes or without floating values are a ShapeError; values that are not finite give NaN.
 """
 
 from __future__ import annotations
@@ -32,10 +33,7 @@ def si_sdr(estimate: Sound, reference: Sound) -> float:
     """Scale-invariant signal-to-distortion ratio in dB (Le Roux et al. 2019, equation 5).
 
     The level and the sign of the estimate have no effect. Equal sounds give 100 dB, and so does silence in both;
-    silence in one alone gives −100 dB, and values that are not finite give NaN.
-
-    Raises:
-        ShapeError: the sounds differ in shape, or hold no floating values.
+    silence in one alone gives −100 dB.
     """
     signal, plain = _signals(estimate, reference)
     if not signal.any() or not plain.any():
@@ -45,26 +43,20 @@ def si_sdr(estimate: Sound, reference: Sound) -> float:
 
 
 def rms_ratio(estimate: Sound, reference: Sound) -> float:
-    """Root mean square of the estimate over that of the reference, in dB: 0 for equal levels, negative if quieter.
-
-    Silence in both gives 0 dB, and values that are not finite give NaN.
-
-    Raises:
-        ShapeError: the sounds differ in shape, or hold no floating values.
-    """
+    """Root mean square of the estimate over that of the reference, in dB: 0 for equal levels and silence in both."""
     return _decibels(*_signals(estimate, reference))
 
 
 def _signals(estimate: Sound, reference: Sound) -> tuple[np.ndarray, np.ndarray]:
-    """Return both sounds as float64 ``[channels · samples]`` without the channels' means, zeros for silence."""
-    sounds = as_array(estimate), as_array(reference)
-    require_same_shape(*sounds)
-    if not all(np.issubdtype(sound.dtype, np.floating) for sound in sounds):
-        raise ShapeError(f"sounds must hold floating values (-1..1), got {sounds[0].dtype} and {sounds[1].dtype}")
-    return _signal(sounds[0]), _signal(sounds[1])
+    first, second = as_array(estimate), as_array(reference)
+    require_same_shape(first, second)
+    if not all(np.issubdtype(sound.dtype, np.floating) for sound in (first, second)):
+        raise ShapeError(f"sounds must hold floating values (-1..1), got {first.dtype} and {second.dtype}")
+    return _signal(first), _signal(second)
 
 
 def _signal(sound: np.ndarray) -> np.ndarray:
+    """Return a sound as float64 ``[channels · samples]`` without the channels' means, zeros for silence."""
     values = sound.astype(np.float64)
     values = (values - values.mean(-1, keepdims=True)).ravel()
     return np.zeros_like(values) if values @ values < SILENCE**2 * values.size else values

@@ -3,7 +3,7 @@
 Images are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
 ``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
 floating values over 0..1. A video is a stack of images, frames first. Sums are in float64; only one frame at a time is
-converted to it.
+converted to it. Images of different shapes, of other values, without values or too small are a ShapeError.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ def psnr(a: ImageLike, b: ImageLike) -> float:
 
     For a video the mean is over all frames at once, so that one bad frame counts. Values are scaled to 0..1 first, so
     a uint8 image can be compared with a float image.
-
-    Raises:
-        ShapeError: the images differ in shape, or hold values that aren't uint8 or floating.
     """
     first, second = _same_shape(a, b)
     pairs = zip(first, second, strict=True)
@@ -55,9 +52,6 @@ def ssim(a: ImageLike, b: ImageLike) -> float:
 
     Gaussian window of 11 × 11 pixels with σ = 1.5, K1 = 0.01, K2 = 0.03, over windows inside the image.
     Colours are converted to luma (BT.601); an alpha channel is ignored.
-
-    Raises:
-        ShapeError: the images differ in shape, are smaller than the window, or are not single images.
     """
     return _similarity(*_lumas(a, b, "ssim", SSIM_WINDOW))[0]
 
@@ -65,11 +59,8 @@ def ssim(a: ImageLike, b: ImageLike) -> float:
 def ms_ssim(a: ImageLike, b: ImageLike) -> float:
     """Multi-scale structural similarity, 1 for equal images (Wang et al. 2003, equation 7 and section 3.2).
 
-    Five scales, each of half the size of the one before; windows and colours as in :func:`ssim`. Negative similarities
-    count as 0.
-
-    Raises:
-        ShapeError: the images differ in shape, have a side below 176 pixels, or are not single images.
+    Five scales, each of half the size of the one before, so that sides have at least 176 pixels; windows and colours as
+    in :func:`ssim`. Negative similarities count as 0.
     """
     first, second = _lumas(a, b, "ms_ssim", MS_SSIM_SIDE)
     product = 1.0
@@ -108,26 +99,18 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
 
 
 def clip_ssim(a: ImageLike, b: ImageLike) -> float:
-    """Mean :func:`ssim` over the frames of two videos; raises as :func:`mean_over_frames`."""
+    """Mean :func:`ssim` over the frames of two videos."""
     return mean_over_frames(ssim, a, b)
 
 
 def mean_over_frames(metric: Callable[[ImageLike, ImageLike], float], a: ImageLike, b: ImageLike) -> float:
-    """Mean of a metric of single images over the frames of two videos.
-
-    Raises:
-        ShapeError: the videos differ in shape, hold no frames, or the metric rejects their frames.
-    """
+    """Mean of a metric of single images over the frames of two videos."""
     first, second = _same_shape(a, b)
     return float(np.mean([metric(*frames) for frames in zip(first, second, strict=True)]))
 
 
 def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | np.ndarray) -> float:
-    """Relative L2 error ``‖estimate − reference‖ / ‖reference‖`` over all values; 0 for equal tensors.
-
-    Raises:
-        ShapeError: the shapes differ.
-    """
+    """Relative L2 error ``‖estimate − reference‖ / ‖reference‖`` over all values; 0 for equal tensors."""
     first, second = as_array(estimate).astype(np.float64), as_array(reference).astype(np.float64)
     require_same_shape(first, second)
     distance = float(np.linalg.norm(first - second))

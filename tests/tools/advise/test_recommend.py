@@ -126,7 +126,7 @@ def test_every_family_has_an_id_and_a_recommendation():
     """Each family of the registry is identified by some id, and gets a preset that fits it."""
     assert {family.name for family in FAMILIES} <= {family for family, *_ in MODELS.values()}
     for family in FAMILIES:
-        frames = None if identify(family.name).makes_images_alone else 81
+        frames = None if family.makes == "images" else 81
         for choice in recommend(family.name, height=512, width=512, frames=frames).choices:
             assert load_preset(choice.preset).model in ("any", family.name)
 

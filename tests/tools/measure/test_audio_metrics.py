@@ -19,12 +19,12 @@ PLAIN, OTHER = noise(4000), noise(4000, seed=1)
 SILENT = np.zeros(4000)
 
 
-@pytest.mark.parametrize("share", [1e-4, 0.1, 1.0, 10.0], ids="share-{}".format)
-def test_si_sdr_is_a_function_of_the_correlation(share):
+def test_si_sdr_is_a_function_of_the_correlation():
     """Of signals without mean it is 10·log10(ρ² / (1 − ρ²)) with Pearson's correlation ρ, whatever their means."""
-    noisy = PLAIN + share * OTHER + 0.25
-    rho = np.corrcoef(noisy, PLAIN)[0, 1]
-    assert si_sdr(noisy, PLAIN) == pytest.approx(10 * math.log10(rho**2 / (1 - rho**2)), abs=1e-4)
+    for share in (1e-4, 0.1, 1.0, 10.0):
+        noisy = PLAIN + share * OTHER + 0.25
+        rho = np.corrcoef(noisy, PLAIN)[0, 1]
+        assert si_sdr(noisy, PLAIN) == pytest.approx(10 * math.log10(rho**2 / (1 - rho**2)), abs=1e-4)
 
 
 def test_si_sdr_of_orthogonal_distortion_is_the_ratio_of_energies():
@@ -35,13 +35,13 @@ def test_si_sdr_of_orthogonal_distortion_is_the_ratio_of_energies():
     assert rms_ratio(plain + distortion, plain) == pytest.approx(10 * math.log10(1.01))
 
 
-@pytest.mark.parametrize("factor", [0.3, 0.5, 2.0, -1.0, -0.3])
-def test_a_factor_changes_the_ratio_of_levels_alone(factor):
+def test_a_factor_changes_the_ratio_of_levels_alone():
     """Level and sign do not count in SI-SDR; the ratio of levels is 20·log10 of the factor's size."""
     noisy = PLAIN + 0.1 * OTHER
-    assert si_sdr(factor * noisy, PLAIN) == pytest.approx(si_sdr(noisy, PLAIN))
-    assert si_sdr(factor * PLAIN, PLAIN) == IDENTICAL
-    assert rms_ratio(factor * PLAIN, PLAIN) == pytest.approx(20 * math.log10(abs(factor)))
+    for factor in (0.3, 2.0, -1.0, -0.3):
+        assert si_sdr(factor * noisy, PLAIN) == pytest.approx(si_sdr(noisy, PLAIN))
+        assert si_sdr(factor * PLAIN, PLAIN) == IDENTICAL
+        assert rms_ratio(factor * PLAIN, PLAIN) == pytest.approx(20 * math.log10(abs(factor)))
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,12 @@ def test_tensors_are_sounds_too():
         assert si_sdr(noisy, plain) == si_sdr(noisy.double().numpy(), plain.double().numpy())
 
 
-@pytest.mark.parametrize("metric", [si_sdr, rms_ratio], ids=["si_sdr", "rms_ratio"])
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
+def test_what_cannot_be_compared_is_refused():
+    for a, b, message in (
         (PLAIN, PLAIN[1:], r"same shape, got \[4000\] and \[3999\]"),
         (np.zeros((2, 0)), np.zeros((2, 0)), r"must hold values, got shape \[2, 0\]"),
         (np.zeros(9, np.int16), np.zeros(9, np.int16), r"floating values \(-1\.\.1\), got int16 and int16"),
-    ],
-    ids=["shapes", "empty", "integers"],
-)
-def test_what_cannot_be_compared_is_refused(metric, a, b, message):
-    with pytest.raises(ShapeError, match=message):
-        metric(a, b)
+    ):
+        for metric in (si_sdr, rms_ratio):
+            with pytest.raises(ShapeError, match=message):
+                metric(a, b)

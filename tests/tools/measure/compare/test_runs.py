@@ -11,12 +11,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
 from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, our_methods, peer_methods, runs, spread
-from dit_accel.tools.measure.compare.report import approximations, margins, speedup_of, table
+from dit_accel.tools.measure.compare.report import speedup_of
 from dit_accel.tools.measure.metrics import IDENTICAL
 from dit_accel.tools.measure.timing import transformer_clock
 from scripts.research.fixed_schedules import fixed_schedules
 from tests.models.tiny import built
-from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
@@ -95,28 +94,6 @@ def test_the_sound_of_a_video_is_compared_too(monkeypatch):
     assert row["si_sdr_db"] < 80 and 0 < abs(row["rms_ratio_db"]) < 20
     monkeypatch.setattr(runs, "audio_quality", lambda output, plain: {"si_sdr_db": float("nan")})
     assert "not finite" in bench.measure(NOTHING)["error"]
-
-
-def test_sound_alone_is_compared():
-    """Rows have no metrics of images, nothing is shown, and the table has dashes instead."""
-    bench = Bench(
-        longcat_audio,
-        {"num_inference_steps": STEPS, "audio_duration_s": 1.0},
-        [Prompt("rain", 0)],
-        Prompt("snow", 1),
-        repeats=1,
-        show=lambda *_: pytest.fail("there is nothing to see"),
-    )
-    methods = [*our_methods(bench.pipe, ["turbo"]), NOTHING]
-    fast, same = rows = [bench.measure(method) for method in methods]
-    assert (same["si_sdr_db"], same["rms_ratio_db"]) == (IDENTICAL, 0.0) and fast["si_sdr_db"] < IDENTICAL
-    assert fast["computed_fraction"] < 1 and not {"psnr_db", "psnr_db_each", "ssim", "flip"} & fast.keys()
-    document = {"results": rows, "plain": {"seconds": 1.0, **bench.unavailable}, "left_out": {}}
-    head, _, *lines = table(document).splitlines()
-    assert head.endswith("| PSNR dB | worst dB | SSIM | SI-SDR dB | RMS ratio dB |") and not approximations(rows)
-    assert not any("No column" in line for line in lines)
-    assert lines[1].endswith("| – | – | – | 100.0 | 0.00 |")
-    assert margins(rows) == [{"name": "turbo", "rival_db": None, "lead_db": None}]
 
 
 def test_text_counts_where_the_plain_image_has_some(monkeypatch):

@@ -59,15 +59,11 @@ def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
     assert [describe("all", 5.0, device="second"), describe("all", 6.0, device="second")] == [5.0, 5.0]
 
 
-def test_a_file_of_other_settings_is_refused(tmp_path):
-    """The message names the differences, and the solution."""
-    Sweep(tmp_path / "all", SETTINGS).add(row("a"))
-    with pytest.raises(ComparisonError, match=r"differs in steps \(steps: 50 there, 20 now\)"):
-        Sweep(tmp_path / "all", {**SETTINGS, "steps": 20})
-
-
 def test_shards_are_put_together_in_order(tmp_path):
-    """Rows stand in the order asked for, whichever file they came from, and the document can be published."""
+    """Rows stand in the order asked for, whichever file they came from, and the document can be published.
+
+    The file of another comparison is refused.
+    """
     for name in "ba":
         shard = Sweep(tmp_path / name, SETTINGS)
         shard.document["plain"] = {"seconds": 1.0, "repeats": True, "lpips": None}
@@ -78,3 +74,6 @@ def test_shards_are_put_together_in_order(tmp_path):
     assert [line["name"] for line in whole.rows] == ["a", "b"]
     assert [path.name for path in whole.publish()] == ["all.json", "all.md"]
     assert json.loads((tmp_path / "all.json").read_text())["plain"]["seconds"] == 1.0
+    Sweep(tmp_path / "other", {**SETTINGS, "steps": 20}).add(row("c"))
+    with pytest.raises(ComparisonError, match=r"differs in steps \(steps: 20 there, 50 now\)"):
+        whole.merge(tmp_path / "other.json", [])

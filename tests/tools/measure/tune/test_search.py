@@ -24,11 +24,10 @@ def logged(function):
     return evaluate, asked
 
 
-@pytest.mark.parametrize("threshold", [-1, 0, 5, 11])
-def test_one_axis_gives_the_cheapest_value_that_meets_the_target(threshold):
+def test_one_axis_gives_the_cheapest_value_that_meets_the_target():
     """From every start, in about as many evaluations as bisection needs, and without repetition."""
-    for start in range(12):
-        evaluate, asked = logged(lambda value: Score(threshold - value, 0.9 - value / 20))
+    for threshold, start in itertools.product((-1, 0, 5, 11), range(12)):
+        evaluate, asked = logged(lambda value, limit=threshold: Score(limit - value, 0.9 - value / 20))
         found = Search([axis("a", 12, start)], evaluate, evaluations=99).run()
         assert found.places == ((threshold,) if threshold >= 0 else (0,)), start
         assert found.score.meets is (threshold >= 0), start
@@ -45,20 +44,18 @@ def slack_of_sum(budget, *weights):
     return function
 
 
-@pytest.mark.parametrize("starts", list(itertools.product((0, 3, 7), (0, 4, 7), (0, 2))), ids=str)
-def test_no_neighbour_is_cheaper(starts):
+def test_no_neighbour_is_cheaper():
     """From every start the result meets the target, and a threshold moved by one place gains nothing or misses it."""
-    function = slack_of_sum(60, 1.0, 2.0, 5.0)
-    counts = (8, 8, 3)
-    axes = [axis(key, count, start) for key, count, start in zip("abc", counts, starts, strict=True)]
-    found = Search(axes, logged(function)[0], evaluations=999).run()
-    assert found.score == function(*found.places)
-    assert found.score.meets
-    for number, step in itertools.product(range(3), (1, -1)):
-        place = found.places[number] + step
-        if 0 <= place < counts[number]:
-            moved = function(*found.places[:number], place, *found.places[number + 1 :])
-            assert not moved.meets or moved.cost > found.score.cost - LEAST_GAIN
+    function, counts = slack_of_sum(60, 1.0, 2.0, 5.0), (8, 8, 3)
+    for starts in itertools.product((0, 3, 7), (0, 4, 7), (0, 2)):
+        axes = [axis(key, count, start) for key, count, start in zip("abc", counts, starts, strict=True)]
+        found = Search(axes, logged(function)[0], evaluations=999).run()
+        assert found.score == function(*found.places) and found.score.meets
+        for number, step in itertools.product(range(3), (1, -1)):
+            place = found.places[number] + step
+            if 0 <= place < counts[number]:
+                moved = function(*found.places[:number], place, *found.places[number + 1 :])
+                assert not moved.meets or moved.cost > found.score.cost - LEAST_GAIN
 
 
 KNOWN = {  # by name: a function of the axes' values, their numbers of values and starts, and the result
@@ -77,10 +74,10 @@ def test_the_best_setting_of_a_known_function_is_found(function, axes, places, m
     assert (found.places, found.score.meets) == (places, meets)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5])
-def test_no_more_evaluations_than_allowed(limit):
+def test_no_more_evaluations_than_allowed():
     """When none is left the best so far is returned."""
-    evaluate, asked = logged(slack_of_sum(60, 1.0, 2.0))
-    found = Search([axis("a", 8, 2), axis("b", 8, 2)], evaluate, evaluations=limit).run()
-    assert len(asked) == limit
-    assert tuple(float(place) for place in found.places) in asked
+    for limit in (1, 2, 5):
+        evaluate, asked = logged(slack_of_sum(60, 1.0, 2.0))
+        found = Search([axis("a", 8, 2), axis("b", 8, 2)], evaluate, evaluations=limit).run()
+        assert len(asked) == limit
+        assert tuple(float(place) for place in found.places) in asked

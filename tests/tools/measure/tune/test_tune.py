@@ -1,7 +1,6 @@
 """Whole tunings of tiny pipelines, and of the demo model in a few steps: results, files and recovery."""
 
 import functools
-import json
 import statistics
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from dit_accel.errors import PresetError, TuningError
 from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
 from dit_accel.tools.measure.metrics import latent_error, psnr
 from dit_accel.tools.measure.tune import split_prompts, tune
+from dit_accel.tools.measure.tune.axes import axes_of
 from dit_accel.tools.measure.tune.result import Target, computed_fraction, conformal
 from dit_accel.tools.measure.tune.runs import Figures, MeasuredRuns
 from tests.models.tiny import pipeline
@@ -98,10 +98,19 @@ def test_a_closer_target_costs_more():
 
 
 def test_layers_get_thresholds_of_their_own(tmp_path):
-    """Tiles are skipped in layers that tolerate it, and the file lists the thresholds layer by layer."""
-    changes = {"blocks.size": 64, "skip.tau_kv": 0.1}
-    call = arguments("wan", height=64, width=64)
-    result = tuned("wan", "wan21-sparge-balanced", arguments=call, target_psnr=20, **changes)
+    """Tiles are skipped in layers that tolerate it, and the file lists the thresholds layer by layer.
+
+    An interrupted tuning keeps its layer measurements and plain runs; the next one repeats neither.
+    """
+    call = {"arguments": arguments("wan", height=64, width=64), "target_psnr": 20, "state": tmp_path / "state"}
+    call |= {"blocks.size": 64, "skip.tau_kv": 0.1}
+    interrupted, before = counting(6)
+    with pytest.raises(Interrupt):
+        tuned("wan", "wan21-sparge-balanced", progress=interrupted, **call)
+    assert before == [*["plain runs"] * 2, "layer 1 of 2", "layer 2 of 2", *["plain runs"] * 2, "search"]
+    progress, phases = counting()
+    result = tuned("wan", "wan21-sparge-balanced", progress=progress, **call)
+    assert set(phases) == {"search", "confirmation"}
     layers = result.preset.skip.layers
     assert list(layers) == list(result.curves) == ["transformer.blocks.0", "transformer.blocks.1"]
     sparsities = [taken.sparsity if taken else 0.0 for taken in result.chosen.values()]
@@ -117,11 +126,10 @@ def test_layers_get_thresholds_of_their_own(tmp_path):
 
 def test_level_head_tunes_rows_and_intervals():
     """A fixed interval, the share of reused rows and the tiles of FlashOmni all are axes of its search."""
-    call = {"prompts": PROMPTS[:2], "arguments": arguments("flux"), "target_psnr": 20, "evaluations": 1}
-    result = tune(pipeline("flux"), "flux-flashomni-paper", **call, **{"blocks.size": 64, "schedule.warmup": 2})
-    assert set(result.setting) == {
+    axes = axes_of(load_preset("flux-flashomni-paper"), by_layer=True)
+    assert [axis.key for axis in axes] == [
         *("schedule.interval", "l1", "reuse.tau_q", "reuse.degrade_below", "forecast.order", "schedule.warmup")
-    }
+    ]
 
 
 @pytest.mark.parametrize("base", ["name", "path", "object"])
@@ -174,23 +182,6 @@ def test_an_interrupted_tuning_goes_on(tmp_path):
     assert phases == [], "a finished tuning needs no run"
 
 
-def test_layers_are_not_measured_twice(tmp_path):
-    """An interrupted tuning keeps its layer measurements and plain runs; the next one repeats neither."""
-    call = {"arguments": arguments("wan", height=64, width=64), "target_psnr": 20, "evaluations": 1}
-    changes = {**call, "state": tmp_path, "blocks.size": 64}
-    interrupted, before = counting(6)
-    with pytest.raises(Interrupt):
-        tuned("wan", "wan21-sparge-balanced", progress=interrupted, **changes)
-    assert set(json.loads((tmp_path / "state.json").read_text())["layers"]) == {
-        "transformer.blocks.0",
-        "transformer.blocks.1",
-    }
-    assert before == [*["plain runs"] * 2, "layer 1 of 2", "layer 2 of 2", *["plain runs"] * 2, "search"]
-    progress, phases = counting()
-    tuned("wan", "wan21-sparge-balanced", progress=progress, **changes)
-    assert set(phases) == {"search", "confirmation"}
-
-
 CHANGES = {
     "target": {"target_psnr": 31},
     "held-out prompts": {"prompts": [*PROMPTS[:3], "rain"]},
@@ -210,23 +201,6 @@ def test_a_changed_request_is_refused(tmp_path):
         with pytest.raises(TuningError, match=rf"differs in {name} .*name another output, or remove the folder"):
             tuned(state=tmp_path, **changes)
         assert (tmp_path / "state.json").read_text() == before
-
-
-def target_slack(evaluation) -> float:
-    psnrs = [run.psnr for run in evaluation.figures]
-    return statistics.fmean(psnrs) - statistics.stdev(psnrs) / len(psnrs) ** 0.5
-
-
-def test_an_unreachable_target_gives_the_closest(tmp_path):
-    """Nothing is lost: the closest that was found is written, and its header says that it misses."""
-    result = tuned(target_psnr=99, evaluations=4)
-    assert not result.met
-    assert computed_fraction(result.held_out) < 1, "it saves something"
-    taken = next(tried for tried in result.evaluations if tried.setting == result.setting)
-    saving = [tried for tried in result.evaluations if computed_fraction(tried.figures) < 1]
-    assert target_slack(taken) == max(map(target_slack, saving))
-    result.write(tmp_path / "mine.yaml")
-    assert (tmp_path / "mine.yaml").read_text().startswith("# MISSES its target, PSNR ≥ 99 dB")
 
 
 def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
@@ -298,19 +272,13 @@ def test_the_demo_model_meets_its_target_on_other_prompts():
     assert statistics.fmean(qualities) >= 32
 
 
-def test_a_share_of_the_prompts_reaches_the_target():
-    """The bound is conformal; a preset's calibration promises 90%, so half of the prompts make none."""
-    result = tuned(coverage=0.5)
-    worst = min(run.psnr for run in result.held_out)
-    assert result.met and worst >= 30
-    assert result.preset.description.endswith("tuned for PSNR ≥ 30 dB for 50% of prompts")
-    assert result.preset.schedule.calibration == usual_result().preset.schedule.calibration
-
-
 def test_what_nine_of_ten_prompts_reach_becomes_the_calibration():
+    """A preset's calibration promises 90%, so half of the prompts make none."""
+    assert not Target.of(30, None, 0.5).calibrates
     prompts = [f"{count} red foxes" for count in range(18)]
     more = {"prompts": prompts, "tuning_prompts": 9, "held_out_prompts": 9, "evaluations": 1}
     result = tuned(coverage=0.9, arguments=arguments("flux", steps=3), **more)
+    assert result.preset.description.endswith("tuned for PSNR ≥ 30 dB for 90% of prompts")
     ((bound, reached),) = result.preset.schedule.calibration
     assert bound == result.preset.schedule.target_error
     assert reached == pytest.approx(min(run.psnr for run in result.held_out), abs=0.01)
