@@ -40,11 +40,7 @@ RUNS = 5
 
 
 class Text:
-    """Text encoders of FLUX.1 and the model after them, as its pipeline calls them.
-
-    Args:
-        way: one of `WAYS`.
-    """
+    """Text encoders of FLUX.1 and the model after them, as its pipeline calls them in one of the `WAYS`."""
 
     def __init__(self, way: str, device: str, dtype: torch.dtype, *, tiny: bool) -> None:
         torch.manual_seed(0)

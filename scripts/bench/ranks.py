@@ -169,13 +169,7 @@ def _compared(timed: Callable[[Bench], Row], bench: Bench, velocity: torch.Tenso
 
 
 class Table:
-    """Rows so far, written after each; all ranks run it, and the first one writes.
-
-    Args:
-        options: of the command line.
-        started: start of the script, by ``time.perf_counter``.
-        rank, ranks: this process's rank, and the number of ranks.
-    """
+    """Rows so far, written after each; all ranks run it, and the first one writes."""
 
     def __init__(self, options: argparse.Namespace, started: float, rank: int, ranks: int) -> None:
         self.ranks = ranks

@@ -55,12 +55,7 @@ def main() -> int:
 
 
 class Check:
-    """The demo model in diffusers and in ComfyUI, with one prompt and its noise.
-
-    Args:
-        steps: steps of a run.
-        size: side of the images in pixels.
-    """
+    """The demo model in diffusers and in ComfyUI, with one prompt and its noise; images have `size` pixels a side."""
 
     def __init__(self, steps: int, size: int) -> None:
         folder = demo_path("demo-flux")

@@ -65,11 +65,7 @@ def classes() -> dict[str, type[torch.nn.Module]]:
 
 
 def study(case: Case) -> dict[str, Any]:
-    """Run a case, and return what became of each kind, for one sample and a batch of two.
-
-    Raises:
-        Exception: the plain run failed.
-    """
+    """Run a case, and return what became of each kind for one sample and for two; raises if it fails plainly."""
     calls = 0
 
     def count(*_: Any) -> None:

@@ -51,11 +51,7 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_tests(tree: Path, tests: str, limit: float = LIMIT_S) -> tuple[str, str]:
-    """Runs test files in a copy until one fails; returns the outcome and what pytest printed.
-
-    Raises:
-        RuntimeError: pytest could not run them.
-    """
+    """Run test files in a copy until one fails; return the outcome and what pytest printed. Raises if it can't."""
     # Python detects stale bytecode by time in seconds and size; a change may keep both.
     bytecode = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": sys.pycache_prefix or ""}
     changes = {"PYTHONPATH": str(tree), **bytecode}
@@ -84,11 +80,7 @@ def try_out(mutant: Mutant, tree: Path, limit: float = LIMIT_S) -> str:
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int) -> list[str]:
-    """Outcomes of all changes, with ``jobs`` copies at a time.
-
-    Raises:
-        RuntimeError: tests fail without any change.
-    """
+    """Outcomes of all changes, with `jobs` copies at a time; raises if tests fail without any change."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: queue.Queue[Path] = queue.Queue()
         for job in range(jobs):

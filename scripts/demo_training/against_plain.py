@@ -15,15 +15,9 @@ from .prompts import HeldOutPrompt
 
 
 class AgainstPlain:
-    """Runs prompts plainly once, and again with each preset.
+    """Runs prompts plainly once, and again with each preset; `arguments` are the call's, except prompt and generator.
 
-    Args:
-        pipe: the pipeline, changed in place.
-        arguments: arguments of its call, except prompt and generator.
-        prompts: held-out prompts with their seeds.
-
-    Attributes:
-        plain: the plain output of each prompt, float32 ``[frames, 3, height, width]`` in 0..1.
+    `plain`: the plain output of each prompt, float32 `[frames, 3, height, width]` in 0..1.
     """
 
     def __init__(self, pipe: Any, arguments: dict[str, Any], prompts: Sequence[HeldOutPrompt]) -> None:
@@ -33,10 +27,7 @@ class AgainstPlain:
         self.plain = [self._call(prompt) for prompt in prompts]
 
     def runs(self, preset: Preset) -> Iterator[tuple[torch.Tensor, torch.Tensor, RunReport]]:
-        """Yield for each prompt the output with the preset, the plain output, and the report.
-
-        Both outputs are images or videos, float32 ``[frames, 3, height, width]`` in 0..1.
-        """
+        """Yield for each prompt the output with the preset, the plain output, like `plain`, and the report."""
         for prompt, plain in zip(self.prompts, self.plain, strict=True):
             with accelerated(self.pipe, preset):
                 output = self._call(prompt)

@@ -70,17 +70,9 @@ def held_out_prompts(count: int = prompts.DEFAULT_COUNT, split: str = "tuning") 
 def render_clips(
     numbers: torch.Tensor, *, frames: int, size: int, corner: torch.Tensor | None = None, extent: float = 1.0
 ) -> torch.Tensor:
-    """Render videos.
+    """Render videos of `pack`'s numbers, on their device: float32 [N, 3, frames, size, size] in -1..1.
 
-    Args:
-        numbers: float32 [N, CLIP_NUMBERS] of `pack`, on the device that renders.
-        frames: number of frames, evenly spaced from start to end.
-        size: side of the output in pixels.
-        corner: float32 [N, 2], x and y of the upper left corner of the rendered window; None for (0, 0).
-        extent: width of the window; 1 renders the whole frame.
-
-    Returns:
-        float32 [N, 3, frames, size, size] in -1..1.
+    Windows are as in `rendering.render`; frames are evenly spaced from start to end.
     """
     times = torch.linspace(0, 1, frames, device=numbers.device)
     drawn = torch.empty(len(numbers), frames, 3, size, size, device=numbers.device)

@@ -48,11 +48,7 @@ class Collage:
 
 @cache
 def members(kind: str) -> dict[str, list[int]]:
-    """Return the indices of the images of each name; `kind` is "sprites" or "photographs".
-
-    Raises:
-        FileNotFoundError: there is no ARCHIVE.
-    """
+    """Return the indices of the images of each name; `kind` is "sprites" or "photographs"."""
     found: dict[str, list[int]] = {}
     for index, member in enumerate(_listed(kind)):
         found.setdefault(member.split("/")[1], []).append(index)

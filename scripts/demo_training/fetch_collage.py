@@ -82,11 +82,7 @@ def main() -> None:
 
 
 def fetch(folder: Path) -> None:
-    """Fetch the packages, compare their SHA-256, and unpack them.
-
-    Raises:
-        ValueError: a package differs.
-    """
+    """Fetch the packages, compare their SHA-256, and unpack them."""
     _, *debian = SHA256
     subprocess.run(["npm", "pack", FLUENT], cwd=folder, check=True, capture_output=True)
     subprocess.run(["apt-get", "download", *debian], cwd=folder, check=True, capture_output=True)

@@ -43,13 +43,9 @@ PATH_NUMBERS = len(Path.__dataclass_fields__)
 
 
 def choose_path(motion: str, centre: tuple[float, float], *, span: float, tilt: float) -> Path:
-    """Return the path of a motion.
+    """Return the path of a motion, one of `clip_prompts.MOTIONS`, around `centre`; `tilt` is in radians, clockwise.
 
-    Args:
-        motion: one of `clip_prompts.MOTIONS`.
-        centre: middle of the way, or position of an object that turns or rests.
-        span: length of the way, along each axis of a diagonal one.
-        tilt: in radians, clockwise.
+    `span` is the length of the way, along each axis of a diagonal one.
     """
     x, y = centre
     along_x, along_y = {**STRAIGHT, **DIAGONAL, **BOUNCES}.get(motion, (0, 0))
@@ -66,15 +62,7 @@ def choose_path(motion: str, centre: tuple[float, float], *, span: float, tilt: 
 
 
 def follow(paths: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions of objects over time.
-
-    Args:
-        paths: float32 [..., PATH_NUMBERS] of `Path.numbers`.
-        times: float32 [F] in 0..1.
-
-    Returns:
-        x, y and clockwise angle in radians, each float32 [..., F].
-    """
+    """Return x, y and clockwise angle in radians [..., F] on packed paths [..., PATH_NUMBERS] at times [F] in 0..1."""
     start_x, start_y, end_x, end_y, legs, tilt, turn = paths[..., None, :].unbind(-1)
     walked = 1 - (1 - torch.remainder(legs * times, 2)).abs()  # 0 at the start, 1 at the end, 0 back at the start
     return torch.lerp(start_x, end_x, walked), torch.lerp(start_y, end_y, walked), tilt + turn * times

@@ -29,14 +29,7 @@ def held_out_prompts(
 ) -> list[HeldOutPrompt]:
     """Return the first `count` held-out prompts of a split; a longer list starts with the shorter one.
 
-    Args:
-        count: number of prompts.
-        split: "tuning" or "reporting".
-        draw: `draw(rng)` returns a random scene, reserved or not.
-        write: `write(scene, rng)` returns a prompt that describes all of it.
-
-    Raises:
-        ValueError: `split` is neither "tuning" nor "reporting".
+    `draw(rng)` returns a random scene, reserved or not, and `write(scene, rng)` a prompt that describes all of it.
     """
     if split not in RESERVED_CLASSES:
         raise ValueError(f"split must be one of {sorted(RESERVED_CLASSES)}, got {split!r}")

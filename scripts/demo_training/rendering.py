@@ -54,16 +54,10 @@ def landscape_numbers(land: Landscape) -> list[float]:
 def render(
     numbers: torch.Tensor, size: int, *, corner: torch.Tensor | None = None, extent: float = 1.0
 ) -> torch.Tensor:
-    """Render images.
+    """Render images of `pack_pictures`' numbers [B, K], on their device: float32 [B, 3, size, size] in -1..1.
 
-    Args:
-        numbers: float32 [B, K] of `pack_pictures`, on the device that renders.
-        size: side of the output in pixels.
-        corner: float32 [B, 2], x and y of the upper left corner of the rendered window; None for (0, 0).
-        extent: width of the window; 1 renders the whole image.
-
-    Returns:
-        float32 [B, 3, size, size] in -1..1.
+    `corner` [B, 2]: x and y of the upper left corner of the rendered window, None = (0, 0); `extent`: its width, 1 =
+    all.
     """
     corner = torch.zeros(len(numbers), 2, device=numbers.device) if corner is None else corner
     x, y, pixel = window_grid(corner, size, extent)
@@ -80,13 +74,9 @@ def window_grid(corner: torch.Tensor, size: int, extent: float) -> tuple[torch.T
 
 
 def paint_stickers(canvas: torch.Tensor, objects: torch.Tensor, x: torch.Tensor, y: torch.Tensor, pixel: float) -> None:
-    """Add stickers to each canvas in place, the last on top.
+    """Add stickers [B, slots, OBJECT_NUMBERS] (radius 0 = none) to each canvas [B, 3, H, W] in place, the last on top.
 
-    Args:
-        canvas: [B, 3, H, W] in 0..1.
-        objects: float32 [B, slots, OBJECT_NUMBERS]; radius 0 where absent.
-        x, y: coordinates [B, 1, W] and [B, H, 1] of the canvas.
-        pixel: width of the edges in those coordinates: a pixel, or more for softer ones.
+    x [B, 1, W] and y [B, H, 1] are the canvas's coordinates, `pixel` the width of edges in them.
     """
     folds, colours = table_rows(FOLDS, SHAPES, objects), table_rows(palette.STICKER, COLOURS, objects)
     for slot in range(objects.shape[1]):
@@ -98,12 +88,9 @@ def paint_stickers(canvas: torch.Tensor, objects: torch.Tensor, x: torch.Tensor,
 
 
 def sticker_distance(x: torch.Tensor, y: torch.Tensor, shape: torch.Tensor, fold: torch.Tensor) -> torch.Tensor:
-    """Signed distance, negative inside, to shapes of about unit radius.
+    """Signed distance, negative inside, to shapes of about unit radius at x, y [B, H, W], y down.
 
-    Args:
-        x, y: coordinates [B, H, W], y down.
-        shape: index into SHAPES, [B, 1, 1].
-        fold: the shape's row of the fold table, [B, 5].
+    `shape` [B, 1, 1] indexes SHAPES; `fold` [B, 5] is the shape's row of the fold table.
     """
     corners, inner, turn, outer, rounding = (column[:, None, None] for column in fold.unbind(1))
     radius = torch.sqrt(x * x + y * y + 1e-12)

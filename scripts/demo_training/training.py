@@ -168,11 +168,7 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def finite(losses: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the losses as numbers.
-
-    Raises:
-        FloatingPointError: one of them is infinite or NaN.
-    """
+    """Return the losses as numbers; raises FloatingPointError if one of them is infinite or NaN."""
     values = {name: float(value) for name, value in losses.items()}
     if not all(math.isfinite(value) for value in values.values()):
         raise FloatingPointError(f"training diverged: {values}; lower the rate")

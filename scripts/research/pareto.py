@@ -52,11 +52,7 @@ def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> t
 
 
 def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> list[Method]:
-    """Select methods by name or series (none given: all), and every N-th of them from the I-th.
-
-    Raises:
-        SystemExit: a name matches no method or series.
-    """
+    """Select methods by name or series (none given: all), and every N-th of them from the I-th."""
     known = {name for method in methods for name in (method.name, method.series)}
     unknown = [name for name in only if name not in known]
     if unknown:

@@ -26,12 +26,7 @@ LEAST = 25  # dB; presets have no pairs below
 
 
 class Run(NamedTuple):
-    """Runs of one condition with one target error.
-
-    Args:
-        computed: mean share of the FLOPs that was computed.
-        psnr: of each prompt, in dB.
-    """
+    """Runs of one condition with one target error: mean computed share of the FLOPs, and PSNR of each prompt, dB."""
 
     model: str
     target: float

@@ -32,12 +32,8 @@ class Part:
 class Call:
     """One call of a pipeline.
 
-    Args:
-        steps: number of denoising steps.
-        schedule: warm-up and interval of the computed steps; the last step is computed too. None = compute all.
-        branches: transformer calls per step; 2 with classifier-free guidance.
-        arguments: further arguments of the call.
-        sparse: model in ``MODELS`` whose preset leaves tiles out of computed steps, or "".
+    `schedule`: warm-up and interval of the computed steps, and the last one; None = compute all. `branches`:
+    transformer calls per step. `sparse`: model in `MODELS` whose preset leaves tiles out of computed steps, or "".
     """
 
     steps: int
@@ -49,21 +45,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """Pipeline at the size of a published image or video.
+    """Pipeline at the size of a published image or video; `model` is the last part of its id on the Hub.
 
-    Args:
-        model: last part of its id on the Hub, in lower case.
-        pipeline: its class.
-        transformer: builds the transformer at published and at toy size.
-        texts: a text encoder's number, its name in ``ENCODERS``, and the number of tokens of every prompt.
-        autoencoder: name in ``AUTOENCODERS``.
-        scheduler: builds it.
-        calls: calls to time.
-        size: height, width and frames; None = an image.
-        tiny_arguments: arguments of a call at toy size that differ.
-        components: further arguments of the pipeline's constructor.
-        decodes_in: dtype of the autoencoder on a GPU.
-        tiles: whether diffusers decodes in tiles, as the model's page on the Hub advises; ours decodes whole.
+    `transformer` builds it at published and at toy size; `texts` maps a text encoder's number to its name in `ENCODERS`
+    and the tokens of every prompt; `size`: height, width and frames (None = an image); `decodes_in`: dtype of the
+    autoencoder on a GPU; `tiles`: diffusers decodes in tiles, as the model's page on the Hub advises, and ours whole.
     """
 
     model: str

@@ -133,13 +133,8 @@ def ways_of(call: Call, *, alone: bool) -> list[str]:
 def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: bool) -> Row:
     """Time a call: a warm-up, of two steps where these compile all kernels, then whole calls.
 
-    Processes that share a call warm up twice, because each decodes the first latents by itself, to compare.
-
-    Args:
-        runs: number of whole calls of the ways in ``WHOLE``; other ways get one.
-
-    Raises:
-        RuntimeError: the result has other sides than asked for, or values that are not finite.
+    A way in `WHOLE` gets `runs` of these. Processes that share a call warm up twice, because each decodes the first
+    latents by itself, to compare.
     """
     values, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
     tiled = _in_tiles(pipe.vae) if case.tiles and way not in OURS else nullcontext()

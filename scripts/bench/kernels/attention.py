@@ -68,10 +68,7 @@ def bench_quantised(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
 
 
 def with_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
-    """Shift a few channels of k by 10 to 50 standard deviations for all tokens, like keys of trained models.
-
-    The same channels of v are scaled up by the same factors.
-    """
+    """Shift a few channels of k by 10 to 50 standard deviations, like trained keys, and scale those of v alike."""
     channels = torch.linspace(0, q.shape[-1] - 1, 6, device=q.device).long()[1:5]
     size = torch.tensor([10.0, 20.0, 30.0, 50.0], device=q.device, dtype=q.dtype)
     k, v = k.clone(), v.clone()
@@ -99,12 +96,10 @@ def time_attention(
     timer: Timer = median_ms,
     **options: Any,
 ) -> float | None:
-    """Time our attention over the tiles of ``inputs``; arguments and result are those of :meth:`Recorder.time`.
+    """Time our attention over the tiles of `inputs`, as `Recorder.time` does; `options` are the op's.
 
-    Args:
-        density: share of attended pairs; None = that of the tiles.
-        bound: limit of the relative error; None = the default of the inputs' precision.
-        options: passed to :func:`dit_accel.kernels.attention`.
+    `density`: share of attended pairs; None = that of the tiles. `bound`: limit of the relative error; None = by
+    precision.
     """
     density = inputs.density if density is None else density
     call = partial(kernels.attention, *qkv, inputs.plan, backend=backend, **options)

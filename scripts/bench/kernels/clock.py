@@ -31,12 +31,9 @@ def median_ms(call: Callable[[], object], device: str) -> float:
 
 
 def replayed_ms(call: Callable[[], object], device: str) -> float:
-    """GPU time of ``call`` in ms within a CUDA graph of ten calls, without launches by Python.
+    """GPU time of `call` in ms within a CUDA graph of ten calls, without launches by Python.
 
     Meant for chains of small kernels. Their inputs stay in the cache if they fit.
-
-    Raises:
-        RuntimeError: the call can't be captured, because it makes the host wait.
     """
     if device == "cpu":
         return median_ms(call, device)

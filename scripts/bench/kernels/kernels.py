@@ -68,11 +68,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
 
 
 def run(options: argparse.Namespace) -> Document:
-    """Check and measure.
-
-    Raises:
-        OptionError: the device or a chosen backend is not available.
-    """
+    """Check and measure."""
     device, started = options.device, time.perf_counter()
     sizes, lengths, cases = _sizes(options)
     ops = _chosen("--ops", options.ops, list(OPS))

@@ -21,13 +21,7 @@ Verify = Callable[[Any], Verdict]  # verifies the output of an op
 
 @dataclass
 class Recorder:
-    """Collects the rows of one run.
-
-    Args:
-        device: "cuda" or "cpu".
-        backends: backends to time if an op supports them.
-        log: called with one line per row.
-    """
+    """Collects the rows of one run; `log` is called with one line per row."""
 
     device: str
     backends: Sequence[str]
@@ -49,11 +43,7 @@ class Recorder:
     ) -> float | None:
         """Verify and time one op; return its milliseconds, or None if it can't run or its result is wrong.
 
-        Args:
-            call: runs the op.
-            verify: verifies its result; or a verdict that is already known.
-            timer: measures a call in ms.
-            op, backend, kind, case, figures: as for :meth:`add`.
+        `verify` may be a verdict that is already known; other arguments are those of `add`.
         """
         try:
             verdict = verify if isinstance(verify, Verdict) else verify(_poisoned_first(call))
@@ -79,14 +69,11 @@ class Recorder:
         unit: str = "TFLOP/s",
         baselines: dict[str, float] | None = None,
     ) -> None:
-        """Add one row; without ``ms`` it has no speed-up.
+        """Add one row; without `ms` it has no speed-up.
 
-        Args:
-            kind: variant of the op, besides shape and sparsity.
-            density: computed share of the random symbols.
-            ideal: speed-up over the dense baseline if time were proportional to work; None = 1 / density.
-            work: floating-point operations that remain with the symbols, or bytes with the unit "GB/s".
-            baselines: milliseconds of the alternatives.
+        `kind`: variant of the op. `density`: computed share of the random symbols. `ideal`: speed-up over the dense
+        baseline if time were proportional to work; None = 1 / density. `work`: floating-point operations that remain
+        with the symbols, or bytes with the unit "GB/s". `baselines`: milliseconds of the alternatives.
         """
         baselines = baselines or {}
         if ideal is None:
@@ -115,12 +102,7 @@ class Recorder:
     def baselines(
         self, place: str, makes: dict[str, Callable[[], Callable]], verify: Verify, timer: Timer = median_ms
     ) -> dict[str, float]:
-        """Milliseconds of the alternatives; one that can't run or is wrong is left out and noted.
-
-        Args:
-            makes: functions that make the call of an alternative, by its name.
-            verify, timer: as for :meth:`time`.
-        """
+        """Milliseconds of the alternatives that `makes` makes; one that can't run or is wrong is left out and noted."""
         times = {}
         for name, make in makes.items():
             try:

@@ -12,13 +12,10 @@ from scripts.bench.kernels.cases import Case, Projection
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one run.
+    """Sizes of one run: dense cases or projections of each benchmark, and their skipped shares.
 
-    Args:
-        cases: dense cases or projections of each benchmark.
-        sparsities: skipped shares of rows, of tiles, and of both together.
-        window_lengths, orders: N and D of GEMM-O's windows.
-        further: more attention cases ``tokens: (kind, sparsity)``, from published figures.
+    `window_lengths`, `orders`: N and D of GEMM-O's windows. `further`: attention cases `tokens: (kind, sparsity)` that
+    were published.
     """
 
     cases: dict[str, tuple[Case, ...]]

@@ -46,12 +46,9 @@ def attend_linearly(
 
 
 def attend_as_sla(q, k, v, weight, is_critical: torch.Tensor, is_marginal: torch.Tensor) -> torch.Tensor:
-    """``O^s + Proj(O^l)`` of queries ``[..., n, D]``, in their own precision (SLA, equation 6), feature map softmax.
+    """`O^s + Proj(O^l)` of queries `[..., n, D]` over k, v `[..., S, D]`, in their own precision (SLA, equation 6).
 
-    Args:
-        k, v: ``[..., S, D]``.
-        weight: the projection ``[D, D]``.
-        is_critical, is_marginal: attended pairs, and pairs of linear attention: bool ``[..., n or 1, S]``.
+    `is_critical`, `is_marginal`: attended pairs, and pairs of linear attention: bool `[..., n or 1, S]`.
     """
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     lowest = torch.finfo(q.dtype).min  # finite, so that a query without a key has gradients
@@ -69,14 +66,10 @@ def verify_attention(
     relative_bound: float | None = None,
     attend: Callable[..., torch.Tensor] = attend,
 ) -> Verdict:
-    """Compare rows of ``out`` with float64.
+    """Compare `samples` rows (None = all computed ones) of `out` `[B, S, H, D]` with float64.
 
-    Args:
-        out: ``[B, S, H, D]``, like q, k and v.
-        samples: number of rows to compare, including the last; None = all computed rows.
-        poisoned: ``out`` was filled with NaN, and its reused rows must still be NaN.
-        relative_bound: as for :func:`judge`.
-        attend: :func:`attend`, or :func:`attend_linearly` over the tiles of ``inputs``.
+    `poisoned`: `out` was filled with NaN, and its reused rows must still be NaN. `attend`: `attend`, or
+    `attend_linearly` over the tiles of `inputs`.
     """
     q, k, v = qkv
     position = torch.arange(inputs.case.tokens, device=q.device)
@@ -94,14 +87,9 @@ def verify_attention(
 
 
 def verify_attention_gradients(gradients: QKV, qkv: QKV, do: torch.Tensor, inputs: Inputs, samples: int) -> Verdict:
-    """Return the worst verdict on dq, dk and dv of attention over the FULL tiles of ``inputs``, for output gradient do.
+    """Return the worst verdict on dq, dk and dv `[B, S, H, D]` of attention over the FULL tiles of `inputs`.
 
-    Args:
-        gradients: dq, dk, dv ``[B, S, H, D]``.
-        qkv: q, k, v ``[B, S, H, D]``.
-        do: gradient of the output ``[B, S, H, D]``.
-        samples: number of rows where dq is compared, and of key blocks where dk and dv are; these sum over all rows
-            that attend to the block.
+    dq is compared in `samples` rows, dk and dv in as many key blocks; these sum over all rows that attend to the block.
     """
     (dq, dk, dv), (q, k, v) = gradients, qkv
     dtypes = torch.float64, q.dtype

@@ -28,14 +28,7 @@ CUDNN = "_native_cudnn"  # diffusers' name for torch attention with cuDNN only; 
 
 
 class Bench:
-    """Model with a scheduler, which :func:`dit_accel.accelerate_pipeline` accepts like a pipeline.
-
-    Args:
-        model: model to build.
-        device: "cuda" (bf16) or "cpu" (float32).
-        timed_steps: number of timed dense steps.
-        transformer: the model's transformer, if it is already built.
-    """
+    """Model with a scheduler, which `accelerate_pipeline` accepts like a pipeline; in bf16, on a CPU in float32."""
 
     def __init__(
         self, model: Model, device: str, timed_steps: int = TIMED_STEPS, transformer: torch.nn.Module | None = None
@@ -133,11 +126,10 @@ class Bench:
         warm: int | None = None,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """Time one run of a preset with the given densities.
+        """Time one run of a preset with these densities.
 
-        Args:
-            warm: steps before the timed ones, in which kernels compile; None = the same number.
-            whole: report the ``ms`` of the run's average step, not of a computed step.
+        `warm`: steps before the timed ones, in which kernels compile; None = as many. `whole`: the row's `ms` is the
+        run's average step, not a computed step.
         """
         with self.accelerating(preset, rows, tiles, keys) as acceleration:
             warm = steps if warm is None else warm
@@ -180,11 +172,10 @@ class Bench:
         return ((velocity.float() - self.velocity.float()).norm() / self.velocity.float().norm()).item()
 
     def occupancy(self, preset: Preset, *, tiles: float = 1.0) -> dict[str, float]:
-        """Measure GPU occupancy in consecutive steps; the host waits only where the loop itself does.
+        """Measure GPU occupancy in consecutive steps: `gpu_idle`, and `gpu_busy_ms` per step; empty on a CPU.
 
-        Returns:
-            ``gpu_idle``: share of the time from the first to the last kernel in which no kernel runs. It is an upper
-            limit, because the profiler slows launches. ``gpu_busy_ms`` per step. Empty on a CPU.
+        `gpu_idle` is the share of the time from the first to the last kernel in which no kernel runs: an upper limit,
+        because the profiler slows launches.
         """
         if self.device.type == "cpu":
             return {}

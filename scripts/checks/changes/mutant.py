@@ -9,15 +9,9 @@ Row = tuple[str, str, str, str, str]  # name, property that breaks, nearest test
 
 @dataclass(frozen=True)
 class Mutant:
-    """Change of one place in the code.
+    """Change of one place in the code: `old`, which occurs once in `file`, becomes `new`.
 
-    Args:
-        name: for ``--only`` and the table.
-        file: path from the checkout's root.
-        breaks: property that no longer holds.
-        tests: nearest test files, separated by spaces, as for pytest.
-        old: text that occurs exactly once in the file.
-        new: replacement.
+    `breaks`: property that no longer holds; `tests`: nearest test files, separated by spaces.
     """
 
     name: str
@@ -28,11 +22,7 @@ class Mutant:
     new: str
 
     def of(self, source: str) -> str:
-        """Return the changed source.
-
-        Raises:
-            ValueError: the old text does not occur exactly once.
-        """
+        """Return the changed source; raises ValueError if the old text does not occur exactly once."""
         count = source.count(self.old)
         if count != 1:
             raise ValueError(

@@ -30,17 +30,11 @@ Inputs = Callable[[Any, int], dict[str, Any]]  # of the transformer and the size
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a modular pipeline, and how they run.
+    """Blocks of a modular pipeline, and how they run; `name` is their class without `CoreDenoiseStep`.
 
-    Args:
-        name: their class, without `CoreDenoiseStep`.
-        folder: their folder in `diffusers.modular_pipelines`.
-        call: arguments of the call.
-        tiny: pipeline of `tests.models.tiny` whose components they take; None = a small transformer of their class.
-        inputs: makes more arguments of the call.
-        sizes: changes of the transformer's configuration.
-        parts: makes more components.
-        outputs: names of the outputs that are compared.
+    `folder`: in `diffusers.modular_pipelines`. `tiny`: pipeline of `tests.models.tiny` whose components they take; None
+    = a small transformer of their class. `inputs` makes more arguments of the call; `sizes` changes the transformer's
+    configuration; `parts` makes more components; `outputs` are compared.
     """
 
     name: str
@@ -72,10 +66,8 @@ def krea2(transformer: Any, batch: int) -> dict[str, Any]:
 
 
 def passing(*others: Inputs, **more: Any) -> Inputs:
-    """Return a function that makes the arguments of other functions, and ``more``.
-
-    Args:
-        more: arguments by name; a tuple of sizes stands for a random tensor ``[batch, *sizes]``.
+    """Return inputs: those of `others`, and `more`, where a tuple of sizes stands for a random tensor `[batch,
+    *sizes]`.
     """
 
     def inputs(transformer: Any, batch: int) -> dict[str, Any]:

@@ -44,13 +44,10 @@ class NotRun(Exception):
 
 @dataclass
 class Case:
-    """A small model, and how it runs.
+    """A small model, and how it runs; `title` is the class of the pipeline, or `alone`.
 
-    Args:
-        title: class of the pipeline, or `alone`.
-        transformers: its denoisers.
-        run: makes outputs for a batch of 1 or 2; raises :class:`NotRun` if it can't make that batch.
-        accelerate: accelerates it in one of the kinds, and returns two functions: of its report, and to restore it.
+    `run` makes outputs for a batch of 1 or 2, or raises `NotRun`. `accelerate` takes one of `PRESETS`, and returns two
+    functions: of the report, and to restore the model.
     """
 
     title: str
@@ -73,12 +70,7 @@ def tensors(output: Any) -> list[torch.Tensor]:
 
 
 def of_pipeline(pipe: Any, call: Callable[[int], Any], title: str | None = None) -> Case:
-    """A case of a pipeline.
-
-    Args:
-        call: calls the pipeline with a batch, and returns its outputs as a tuple.
-        title: None = the pipeline's class.
-    """
+    """A case of a pipeline; `call` calls it with a batch, and returns its outputs as a tuple."""
 
     def accelerate(kind: str) -> tuple:
         accelerate_pipeline(pipe, **PRESETS[kind])
@@ -95,11 +87,7 @@ def is_denoiser(part: Any) -> bool:
 def first_that_runs(
     call: Callable[..., Any], candidates: Callable[[int], list[dict[str, Any]]]
 ) -> Callable[[int], Any]:
-    """Return a function that calls with the first candidates for a batch with which the first call worked.
-
-    Args:
-        candidates: makes arguments for a batch, the same ones at each call.
-    """
+    """Return a function that calls with the first of the `candidates` for a batch with which the first call worked."""
     chosen: dict[int, int] = {}
 
     def run(batch: int) -> Any:
@@ -186,11 +174,8 @@ def _pipeline(kind: type) -> Case:
 
 
 def batches(arguments: dict[str, Any], named: Collection[str], batch: int) -> list[dict[str, Any]]:
-    """Return arguments that make a batch: of different prompts or embeddings, else of several outputs a prompt.
-
-    Args:
-        arguments: the call's, for one prompt.
-        named: names of the arguments that the pipeline takes.
+    """Return changes of the call's arguments that make a batch: of different prompts or embeddings, else of several
+    outputs.
     """
     if batch == 1:
         return [{}]
@@ -248,14 +233,7 @@ def alone_of_small(name: str) -> Iterator[Callable[[], Case]]:
 
 
 def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -> Case:
-    """A case of a transformer in a denoising loop with two branches of guidance.
-
-    Args:
-        inputs: makes arguments of its forward by name; it may take ``batch_size``.
-
-    Raises:
-        NotRun: its arguments have no timestep.
-    """
+    """A case of a transformer in a denoising loop with two branches of guidance; `inputs` may take `batch_size`."""
     redrawn(transformer)
     sized = "batch_size" in inspect.signature(inputs).parameters
     first = inputs(batch_size=1) if sized else inputs()

@@ -23,11 +23,7 @@ TEXT_WIDTHS += ("caption_channels", "cross_attention_dim")  # names in the confi
 
 
 def makers(name: str, transformer: Callable[[], torch.nn.Module] | None) -> Iterator[Callable[[], Case]]:
-    """Yield a maker of each modular pipeline of a class.
-
-    Args:
-        transformer: makes a small one; None = none is known.
-    """
+    """Yield a maker of each modular pipeline of a class; `transformer` makes a small one, if one is known."""
     for blocks in MODULAR.get(name, ()):
         if blocks.tiny or transformer:
             yield partial(_case, blocks, transformer)

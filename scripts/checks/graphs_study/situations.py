@@ -32,14 +32,9 @@ Run = tuple[Change, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Situation:
-    """Runs one after the other with one pipeline.
+    """Runs one after the other with one tiny pipeline: the change before each, and its arguments.
 
-    Args:
-        family: family of the tiny pipeline.
-        runs: the change before each run, and its arguments.
-        preset: preset of the acceleration.
-        config: transformer config, for kernels that need other heads than a tiny model has.
-        replays: whether the last run must have replayed steps.
+    `config`: of the transformer, for kernels that need other heads. `replays`: the last run must have replayed steps.
     """
 
     family: str

@@ -32,10 +32,8 @@ HELD_OUT = {
 class Cell:
     """Conditions of a run; None = the model's own.
 
-    Args:
-        scheduler: Euler's, or one of `dit_accel.tools.measure.compare.solvers.SOLVERS`.
-        guidance: true classifier-free guidance of an image model, with an empty negative prompt.
-        strength: image-to-image, starting from the images of other prompts.
+    `scheduler`: Euler's, or one of `compare.solvers.SOLVERS`. `guidance`: true classifier-free guidance of an image
+    model, with an empty negative prompt. `strength`: image-to-image, starting from the images of other prompts.
     """
 
     model: str
@@ -99,14 +97,7 @@ CELLS = [
 
 
 class Conditions:
-    """A cell's plain pipeline and its runs.
-
-    Args:
-        cell: conditions of the runs.
-        folder: folder of the model.
-        prompts: number of prompts.
-        split: split of the held-out prompts.
-    """
+    """A cell's plain pipeline, from a model's `folder`, and its runs."""
 
     def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
         self.cell = cell

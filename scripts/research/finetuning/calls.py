@@ -26,11 +26,9 @@ SHARED = ("txt_ids", "img_ids")  # arguments without a batch axis
 
 @dataclass(frozen=True)
 class Calls:
-    """N calls of one sample each.
+    """N calls of one sample each: arguments of the forward, `[N, ...]` except those in `SHARED`, and its output.
 
-    Args:
-        arguments: arguments of the transformer's forward by name, ``[N, ...]`` each, except those in `SHARED`.
-        velocity: output of the transformer, ``[N, ...]``. None: `hidden_states` are clean latents.
+    Without `velocity`, `hidden_states` are clean latents.
     """
 
     arguments: dict[str, torch.Tensor]
@@ -92,10 +90,7 @@ def record_calls(
 ) -> Calls:
     """Record a share of the transformer's calls in the pipeline for these prompts, without decoding.
 
-    Args:
-        call: arguments of the pipeline's call, except prompt and generator.
-        batch: prompts at a time.
-        seed: seed of the initial noise and of the choice of kept calls.
+    `call` has the arguments of the pipeline's call; `seed` is that of the noise and of the choice of kept calls.
     """
     with CallRecorder(pipe.transformer, share, seed) as recorder:
         for start in range(0, len(prompts), batch):
@@ -116,15 +111,7 @@ def clip_calls(
     *,
     batch: int = 16,
 ) -> Calls:
-    """Make calls for flow matching on rendered videos.
-
-    Args:
-        family: family of the pipeline, a demo video model.
-        prompts: prompts of the videos.
-        numbers: packed videos, ``[N, K]``, from `scripts.demo_training.clips.pack`.
-        call: as for `record_calls`; gives the size of the videos.
-        batch: videos at a time.
-    """
+    """Make calls for flow matching on rendered videos of packed `numbers` [N, K]; `call` is as for `record_calls`."""
     unguided = {**call, "num_inference_steps": 1, family.guidance_argument: 1.0}
     calls = record_calls(pipe, prompts, unguided, share=1.0, batch=batch, seed=0)
     vae = copy.deepcopy(pipe.vae)  # encoding changes the layout of its weights

@@ -20,14 +20,9 @@ SHARE = 0.05  # of the dense pipeline's calls, for comparing velocities
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data for evaluating pipelines.
+    """Data for evaluating pipelines; `dense` are the dense pipeline's outputs, uint8 [N, 3, F, H, W].
 
-    Args:
-        subject: subject of the model.
-        prompts: prompts with their seeds.
-        dense: the dense pipeline's outputs, uint8 [N, 3, F, H, W].
-        teacher: some of its calls for these outputs.
-        drawn: calls for flow matching on renderings of the same scenes; None if the subject has none.
+    `teacher`: some of its calls for these. `drawn`: calls for flow matching on renderings of the same scenes, or None.
     """
 
     subject: Subject
@@ -38,11 +33,7 @@ class HeldOut:
 
 
 def hold_out(subject: Subject, pipe: DiffusionPipeline, count: int, call: dict[str, Any]) -> HeldOut:
-    """Sample, record and render the first `count` prompts of the reporting list.
-
-    Args:
-        call: arguments of the pipeline's call, except prompt and generator.
-    """
+    """Sample, record and render the first `count` prompts of the reporting list."""
     prompts = subject.held_out(count)
     with CallRecorder(pipe.transformer, SHARE) as recorder:
         dense = paint(subject, pipe, prompts, call)
@@ -61,16 +52,11 @@ def paint(
 
 @torch.no_grad()
 def judge(pipe: DiffusionPipeline, painted: torch.Tensor, held_out: HeldOut) -> dict[str, Any]:
-    """Return a pipeline's quality figures.
+    """Return quality figures of a pipeline and `painted`, its outputs for the held-out prompts, uint8 [N, 3, F, H, W].
 
-    ``psnr_db``: against the dense pipeline's outputs from the same noise; None for the dense pipeline.
-    ``velocity_mse``: its velocities against the dense ones, on the dense pipeline's latents. ``flow_loss``: on rendered
-    scenes at random noise levels; None without rendered scenes. ``agreement``: share of the prompts' attributes that
-    can be read in the outputs.
-
-    Args:
-        pipe: the pipeline, in the state of these outputs.
-        painted: its outputs for the held-out prompts, uint8 [N, 3, F, H, W].
+    `psnr_db`: against the dense pipeline's outputs from the same noise; None for the dense pipeline. `velocity_mse`:
+    against the dense velocities, on the dense pipeline's latents. `flow_loss`: on rendered scenes at random noise
+    levels; None without rendered scenes. `agreement`: share of the prompts' attributes that can be read in the outputs.
     """
     pairs = zip(painted.transpose(1, 2), held_out.dense.transpose(1, 2), strict=True)
     decibels = None if painted is held_out.dense else [psnr(ours, dense) for ours, dense in pairs]

@@ -31,15 +31,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the experiment.
+    """Sizes of the experiment: training prompts, kept share of the dense model's calls for them, and held-out prompts.
 
-    Args:
-        prompts: number of training prompts that the dense model samples.
-        share: kept share of its calls.
-        held_out: number of prompts for the evaluation.
-        changes: changes to the arguments of a pipeline's call.
-        training: training of each variant.
-        variants: names of the variants; none = the subject's own.
+    `changes`: of a call's arguments; `variants`: their names, none = the subject's own.
     """
 
     prompts: int

@@ -27,16 +27,11 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class Training:
-    """Length and rates of a training.
+    """Length and rates of a training; the rate rises first and falls to 2% by the last step.
 
-    Args:
-        steps: steps of the whole training; the rate rises first and falls to 2% by the last step.
-        batch: calls per step and process.
-        rate: peak rate of AdamW; orthogonalised steps of matrices use it as in `MasterWeights`.
-        projection_rate: factor of the rate of SLA's projections over other matrices, because they start at zero.
-        seed: seed of the rows and the noise of each step.
-        seconds: time limit of the training; the rate follows the time if it is shorter than the steps.
-        minutes: time limit of this run; another run with the same settings resumes.
+    `batch`: calls per step and process. `rate`: peak rate of AdamW; matrices use it as in `MasterWeights`, and SLA's
+    projections, which start at zero, `projection_rate` times it. `seconds`: time limit of the training, which the rate
+    follows if it is shorter than the steps. `minutes`: of this run; another run with the same settings resumes.
     """
 
     steps: int
@@ -69,17 +64,8 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
     """Train the weights that require a gradient, in place, and return the log; they become their running average.
 
     After the last step, and when the time is up, it saves `training.json` and accelerate's state in `folder`, from
-    which the next run resumes.
-
-    Args:
-        transformer: with SLA swapped in. It computes in its own dtype; trained weights also have float32 copies.
-        calls: training data, on the transformer's device and in its dtype.
-        training: length and rates.
-        folder: folder of the state.
-
-    Raises:
-        ValueError: `folder` holds the state of a training with other settings.
-        FloatingPointError: the loss is infinite or NaN.
+    which the next run resumes. `calls` are on the transformer's device and in its dtype. Raises ValueError if `folder`
+    holds the state of a training with other settings.
     """
     accelerator = Accelerator(mixed_precision="no", cpu=transformer.device.type == "cpu")
     masters = [weight.detach().clone().float() for _, weight in trained_weights(transformer)]

@@ -15,15 +15,10 @@ NEGLIGIBLE = 0.10  # share of tiles, SLA's default
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of attention.
+    """One variant of attention; `critical` and `negligible` are shares of tiles.
 
-    Args:
-        name: name in tables.
-        critical: share of critical tiles; the others are sparse.
-        projection: projection of linear attention. learned: SLA. identity: added unchanged. zero: left out, so only
-            critical tiles count.
-        negligible: share of negligible tiles.
-        feature_map: feature map of linear attention.
+    `projection`, of linear attention: learned = SLA; identity = added unchanged; zero = left out, so only critical
+    tiles count.
     """
 
     name: str

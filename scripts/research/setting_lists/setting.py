@@ -11,12 +11,8 @@ BALANCED = {"demo-flux": "balanced", "demo-hunyuan": "video-balanced", "demo-wan
 
 
 class Setting(NamedTuple):
-    """A preset to measure.
-
-    Args:
-        series: a paper's table, or the part of the preset that varies.
-        name: of the setting in its series.
-        claimed_db, claimed_sparsity: a paper's PSNR and share of skipped pairs; None = not in a paper.
+    """A preset to measure; `series`: a paper's table, or the part that varies; `claimed_*`: a paper's PSNR and
+    sparsity.
     """
 
     series: str
