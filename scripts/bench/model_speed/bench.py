@@ -41,7 +41,7 @@ class Bench:
         with self._building():
             self.transformer = transformer or model.build().eval().requires_grad_(False)
             self.controlnet = model.control_net().eval().requires_grad_(False) if model.control_net else None
-            self.conditions = model.conditions(self.device, self.dtype, self.controlnet)
+            self.conditions = model.conditions(self.controlnet)
 
     @contextmanager
     def _building(self) -> Iterator[None]:

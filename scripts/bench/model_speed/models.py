@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -12,37 +13,35 @@ import torch
 
 from dit_accel import Preset, load_preset
 
+Kept = dict[str, Any]  # arguments that all steps of a run share
 # Work of a pipeline before the transformer in each step: maps latents and timestep to the call's arguments.
 Conditions = Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]
-# Makes the constant part of a run, on a device in a dtype; a control net, if any, runs in every step.
-MakeConditions = Callable[[torch.device, torch.dtype, torch.nn.Module | None], Conditions]
+# Makes the constant part of a run; a control net, if any, runs in every step.
+MakeConditions = Callable[[torch.nn.Module | None], Conditions]
+OF_IMAGES, OF_VIDEOS = "flux-sparge-balanced", "wan21-sparge-balanced"
 
 
 @dataclass(frozen=True)
 class Model:
-    """Transformer at the size of a published image or video.
+    """Transformer at the size of a published image or video, on the default device in the default dtype.
 
-    Args:
-        build: builds it on the default device in the default dtype.
-        conditions: work before a call of the transformer.
-        latents: shape that the scheduler works on.
-        family: prefix of its presets.
-        tiles: preset that skips tiles.
-        is_video: whether runs of 50 steps skip tiles; attention is a small part of an image's step.
-        branches: calls per step.
-        control_net: builds it, if the pipeline has one.
-        variants: changes to this model with the same transformer, by the name of the addition.
+    `latents`: shape that the scheduler works on. `family`: prefix of its presets. `tiles`: preset that skips tiles.
+    `branches`: calls per step. `variants`: changes to this model with the same transformer, by the addition's name.
     """
 
     build: Callable[[], torch.nn.Module]
     conditions: MakeConditions
     latents: tuple[int, ...]
-    family: str
-    tiles: str
-    is_video: bool = True
+    family: str = "any"
+    tiles: str = OF_IMAGES
     branches: tuple[str, ...] = ("cond",)
     control_net: Callable[[], torch.nn.Module] | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_video(self) -> bool:
+        """Return True if runs of 50 steps skip tiles; attention is a small part of an image's step."""
+        return self.tiles != OF_IMAGES
 
     @property
     def sparse(self) -> Preset:
@@ -57,26 +56,38 @@ class Model:
 CFG = {"CFG": {"branches": ("cond", "uncond")}}
 
 
+def _passing(make: Callable[[], Kept], *, in_shares: bool = False) -> MakeConditions:
+    """Pass the latents, the timestep (with ``in_shares`` from 1 to 0) and what ``make`` returns."""
+
+    def conditions(_: None) -> Conditions:
+        kept = make()
+        if in_shares:
+            return lambda latents, time: {"hidden_states": latents, "timestep": time.to(latents.dtype) / 1000, **kept}
+        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, **kept}
+
+    return conditions
+
+
 def _flux_conditions(side: int, text: int, width: int, pooled: int, *, reference: bool = False) -> MakeConditions:
     """Image of ``side`` × ``side`` tokens; with ``reference`` followed by Kontext's image of the same size."""
 
-    def make(device: torch.device, dtype: torch.dtype, control_net: torch.nn.Module | None) -> Conditions:
-        row, column = torch.meshgrid(*2 * [torch.arange(side, device=device)], indexing="ij")
-        ids = torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1).to(dtype)
+    def make(control_net: torch.nn.Module | None) -> Conditions:
+        row, column = torch.meshgrid(*2 * [torch.arange(side)], indexing="ij")
+        ids = torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1)
         if reference:
-            ids = torch.cat([ids, ids + torch.tensor([1, 0, 0], device=device)])
+            ids = torch.cat([ids, ids + torch.tensor([1, 0, 0])])
         kept = {
-            "encoder_hidden_states": torch.randn(1, text, width, device=device, dtype=dtype),
-            "pooled_projections": torch.randn(1, pooled, device=device, dtype=dtype),
-            "guidance": torch.full([1], 3.5, device=device),
-            "img_ids": ids,
-            "txt_ids": torch.zeros(text, 3, device=device, dtype=dtype),
+            "encoder_hidden_states": torch.randn(1, text, width),
+            "pooled_projections": torch.randn(1, pooled),
+            "guidance": torch.full([1], 3.5),
+            "img_ids": ids.to(torch.get_default_dtype()),
+            "txt_ids": torch.zeros(text, 3),
         }
-        picture = torch.randn(1, side**2, 64, device=device, dtype=dtype)
+        picture = torch.randn(1, side**2, 64)
 
         def conditions(latents: torch.Tensor, timestep: torch.Tensor) -> dict[str, Any]:
             tokens = torch.cat([latents, picture], dim=1) if reference else latents
-            call = {"hidden_states": tokens, "timestep": timestep.to(dtype) / 1000, **kept}
+            call = {"hidden_states": tokens, "timestep": timestep.to(latents.dtype) / 1000, **kept}
             if control_net is None:
                 return call
             double, single = control_net(controlnet_cond=picture, return_dict=False, **call)
@@ -94,8 +105,6 @@ def _flux(sizes: Mapping[str, Any], net: Mapping[str, Any], side: int, *text: in
         _flux_conditions(side, *text),
         (1, side**2, 64),
         "flux",
-        "flux-sparge-balanced",
-        is_video=False,
         variants={
             **CFG,
             "Kontext": {"conditions": _flux_conditions(side, *text, reference=True)},
@@ -104,194 +113,130 @@ def _flux(sizes: Mapping[str, Any], net: Mapping[str, Any], side: int, *text: in
     )
 
 
-def _hunyuan_conditions(width: int, pooled: int) -> MakeConditions:
+def _hunyuan(sizes: Mapping[str, Any], latents: tuple[int, ...], width: int, pooled: int) -> Model:
     """Prompt of 60 tokens, padded to the 256 that the pipeline passes."""
 
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
-        kept = {
-            "encoder_hidden_states": torch.randn(1, 256, width, device=device, dtype=dtype),
-            "encoder_attention_mask": torch.arange(256, device=device)[None] < 60,
-            "pooled_projections": torch.randn(1, pooled, device=device, dtype=dtype),
-            "guidance": torch.full([1], 6000.0, device=device, dtype=dtype),
+    def make() -> Kept:
+        return {
+            "encoder_hidden_states": torch.randn(1, 256, width),
+            "encoder_attention_mask": torch.arange(256)[None] < 60,
+            "pooled_projections": torch.randn(1, pooled),
+            "guidance": torch.full([1], 6000.0),
         }
-        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, **kept}
 
-    return make
-
-
-def _hunyuan(sizes: Mapping[str, Any], latents: tuple[int, ...], *text: int) -> Model:
-    return Model(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(guidance_embeds=True, **sizes),
-        _hunyuan_conditions(*text),
-        latents,
-        "hunyuan",
-        "hunyuan-sparge-balanced",
-    )
+    build = partial(diffusers.HunyuanVideoTransformer3DModel, guidance_embeds=True, **sizes)
+    return Model(build, _passing(make), latents, "hunyuan", "hunyuan-sparge-balanced")
 
 
-def _wan_conditions(latents: tuple[int, ...], width: int, image_width: int | None) -> MakeConditions:
+def _wan(sizes: Mapping[str, Any], latents: tuple[int, ...], width: int, **changes: Any) -> Model:
     """Prompt of 512 tokens; image-to-video adds the image's 257 tokens, and its latents and mask to the video's."""
+    image_width = sizes.get("image_dim")
 
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
-        kept = {"encoder_hidden_states": torch.randn(1, 512, width, device=device, dtype=dtype)}
+    def conditions(_: None) -> Conditions:
+        kept = {"encoder_hidden_states": torch.randn(1, 512, width)}
         if image_width is None:
-            return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, **kept}
-        kept["encoder_hidden_states_image"] = torch.randn(1, 257, image_width, device=device, dtype=dtype)
-        picture = torch.randn(1, 20, *latents[2:], device=device, dtype=dtype)
-        return lambda latents, timestep: {
-            "hidden_states": torch.cat([latents, picture], dim=1),
+            return _passing(lambda: kept)(None)
+        kept["encoder_hidden_states_image"] = torch.randn(1, 257, image_width)
+        picture = torch.randn(1, 20, *latents[2:])
+        return lambda values, timestep: {
+            "hidden_states": torch.cat([values, picture], dim=1),
             "timestep": timestep,
             **kept,
         }
 
-    return make
-
-
-def _wan(sizes: Mapping[str, Any], latents: tuple[int, ...], width: int, **changes: Any) -> Model:
-    conditions = _wan_conditions(latents, width, sizes.get("image_dim"))
-    build = lambda: diffusers.WanTransformer3DModel(**sizes)  # noqa: E731
-    return Model(build, conditions, latents, "wan21", "wan21-sparge-balanced", **changes)
-
-
-def _qwen_image_conditions(side: int, width: int) -> MakeConditions:
-    """Image of ``side`` × ``side`` tokens and a prompt of 128 tokens."""
-
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
-        kept = {
-            "encoder_hidden_states": torch.randn(1, 128, width, device=device, dtype=dtype),
-            "img_shapes": [[(1, side, side)]],
-        }
-        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep.to(dtype) / 1000, **kept}
-
-    return make
+    build = partial(diffusers.WanTransformer3DModel, **sizes)
+    return Model(build, conditions, latents, "wan21", OF_VIDEOS, **changes)
 
 
 def _qwen_image(sizes: Mapping[str, Any], side: int, width: int) -> Model:
-    return Model(
-        lambda: diffusers.QwenImageTransformer2DModel(**sizes),
-        _qwen_image_conditions(side, width),
-        (1, side**2, 64),
-        "any",
-        "flux-sparge-balanced",
-        is_video=False,
-        variants=CFG,
-    )
+    """Image of ``side`` × ``side`` tokens and a prompt of 128 tokens."""
 
+    def make() -> Kept:
+        return {"encoder_hidden_states": torch.randn(1, 128, width), "img_shapes": [[(1, side, side)]]}
 
-def _flux2_conditions(side: int, width: int) -> MakeConditions:
-    """Image of ``side`` × ``side`` tokens and a prompt of 512 tokens."""
-
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
-        places = torch.zeros(2, dtype=torch.int64, device=device)
-        picture = torch.cartesian_prod(places[:1], *2 * [torch.arange(side, device=device)], places[:1])
-        text = torch.cartesian_prod(*3 * [places[:1]], torch.arange(512, device=device))
-        kept = {
-            "encoder_hidden_states": torch.randn(1, 512, width, device=device, dtype=dtype),
-            "guidance": torch.full([1], 4.0, device=device),
-            "img_ids": picture[None],
-            "txt_ids": text[None],
-        }
-        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep.to(dtype) / 1000, **kept}
-
-    return make
+    build = partial(diffusers.QwenImageTransformer2DModel, **sizes)
+    return Model(build, _passing(make, in_shares=True), (1, side**2, 64), variants=CFG)
 
 
 def _flux2(sizes: Mapping[str, Any], side: int, width: int) -> Model:
-    return Model(
-        lambda: diffusers.Flux2Transformer2DModel(**sizes),
-        _flux2_conditions(side, width),
-        (1, side**2, 128),
-        "any",
-        "flux-sparge-balanced",
-        is_video=False,
-    )
+    """Image of ``side`` × ``side`` tokens and a prompt of 512 tokens."""
 
-
-def _krea2_conditions(side: int, text: int, layers: int, width: int) -> MakeConditions:
-    """Image of ``side`` × ``side`` tokens; prompt of 60 tokens, padded before the 5 that end its template."""
-
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
-        places = torch.arange(text, device=device)
-        image = torch.cartesian_prod(torch.zeros_like(places[:1]), *2 * [torch.arange(side, device=device)])
-        kept = {
-            "encoder_hidden_states": torch.randn(1, text, layers, width, device=device, dtype=dtype),
-            "encoder_attention_mask": ((places < 60) | (places >= text - 5))[None],
-            "position_ids": torch.cat([torch.zeros_like(image[:1]).expand(text, -1), image]),
+    def make() -> Kept:
+        places = torch.zeros(2, dtype=torch.int64)
+        picture = torch.cartesian_prod(places[:1], *2 * [torch.arange(side)], places[:1])
+        text = torch.cartesian_prod(*3 * [places[:1]], torch.arange(512))
+        return {
+            "encoder_hidden_states": torch.randn(1, 512, width),
+            "guidance": torch.full([1], 4.0),
+            "img_ids": picture[None],
+            "txt_ids": text[None],
         }
-        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep.to(dtype) / 1000, **kept}
 
-    return make
+    build = partial(diffusers.Flux2Transformer2DModel, **sizes)
+    return Model(build, _passing(make, in_shares=True), (1, side**2, 128))
 
 
-def _as_loaded(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer with the weights in float32 that ``from_pretrained`` keeps so."""
+def _as_loaded(kind: Callable[..., torch.nn.Module], **sizes: Any) -> torch.nn.Module:
+    """Build a transformer with the weights in float32 that ``from_pretrained`` keeps so."""
+    transformer = kind(**sizes)
     for name, module in transformer.named_modules():
         if name.rpartition(".")[2] in transformer._keep_in_fp32_modules:
             module.float()
     return transformer
 
 
-def _krea2(sizes: Mapping[str, Any], side: int, *text: int) -> Model:
-    return Model(
-        lambda: _as_loaded(diffusers.Krea2Transformer2DModel(**sizes)),
-        _krea2_conditions(side, *text),
-        (1, side**2, 64),
-        "any",
-        "flux-sparge-balanced",
-        is_video=False,
-        variants=CFG,
-    )
+def _krea2(sizes: Mapping[str, Any], side: int, text: int, layers: int, width: int) -> Model:
+    """Image of ``side`` × ``side`` tokens; prompt of 60 tokens, padded before the 5 that end its template."""
+
+    def make() -> Kept:
+        places = torch.arange(text)
+        image = torch.cartesian_prod(torch.zeros_like(places[:1]), *2 * [torch.arange(side)])
+        return {
+            "encoder_hidden_states": torch.randn(1, text, layers, width),
+            "encoder_attention_mask": ((places < 60) | (places >= text - 5))[None],
+            "position_ids": torch.cat([torch.zeros_like(image[:1]).expand(text, -1), image]),
+        }
+
+    build = partial(_as_loaded, diffusers.Krea2Transformer2DModel, **sizes)
+    return Model(build, _passing(make, in_shares=True), (1, side**2, 64), variants=CFG)
 
 
-def _ltx2_conditions(grid: tuple[int, int, int], audio: int, channels: int, text: int, width: int) -> MakeConditions:
+def _ltx2(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, text: int, width: int) -> Model:
     """Frames, rows and columns of a video, ``audio`` tokens of its sound, and prompt of ``text`` tokens."""
+    channels, audio_channels = (sizes.get(f"{kind}in_channels", 128) for kind in ("", "audio_"))
 
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
-        prompt = torch.randn(1, text, width, device=device, dtype=dtype)
+    def conditions(_: None) -> Conditions:
+        prompt, mask = torch.randn(1, text, width), torch.ones(1, text)
         kept = {
-            "audio_hidden_states": torch.randn(1, audio, channels, device=device, dtype=dtype),
+            "audio_hidden_states": torch.randn(1, audio, audio_channels),
             **dict.fromkeys(("encoder_hidden_states", "audio_encoder_hidden_states"), prompt),
-            **dict.fromkeys(
-                ("encoder_attention_mask", "audio_encoder_attention_mask"), torch.ones(1, text, device=device)
-            ),
+            **dict.fromkeys(("encoder_attention_mask", "audio_encoder_attention_mask"), mask),
             **dict(zip(("num_frames", "height", "width"), grid, strict=True)),
             "audio_num_frames": audio,
-            "video_coords": torch.rand(1, 3, math.prod(grid), 2, device=device),  # making them ends a capture
-            "audio_coords": torch.rand(1, 1, audio, 2, device=device),
+            "video_coords": torch.rand(1, 3, math.prod(grid), 2),  # making them ends a capture
+            "audio_coords": torch.rand(1, 1, audio, 2),
         }
         return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, "sigma": timestep, **kept}
 
-    return make
+    build = partial(diffusers.LTX2VideoTransformer3DModel, rope_type="split", **sizes)  # as all released models have
+    return Model(build, conditions, (1, math.prod(grid), channels), tiles=OF_VIDEOS)
 
 
-def _ltx2(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, *text: int) -> Model:
-    channels, audio_channels = (sizes.get(f"{kind}in_channels", 128) for kind in ("", "audio_"))
-    return Model(
-        lambda: diffusers.LTX2VideoTransformer3DModel(rope_type="split", **sizes),  # as all released models have
-        _ltx2_conditions(grid, audio, audio_channels, *text),
-        (1, math.prod(grid), channels),
-        "any",
-        "wan21-sparge-balanced",
-    )
-
-
-def _minimax_h3_conditions(grid: tuple[int, int, int], audio: int, channels: int, *text: int) -> MakeConditions:
+def _minimax_h3(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, *text: int) -> Model:
     """Text, audio and the frames, rows and columns of a video in one sequence; the audio has a timestep of its own."""
 
-    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+    def conditions(_: None) -> Conditions:
         sequence = [text[0], audio, math.prod(grid)]
-        starts = torch.arange(sum(sequence), device=device).split(sequence)
+        starts = torch.arange(sum(sequence)).split(sequence)
         kinds = dict(zip(("text_indices", "audio_indices", "video_indices"), starts, strict=True))
-        tags, places = torch.zeros(2, sum(sequence), dtype=torch.int64, device=device)  # a video's tag is 0
+        tags, places = torch.zeros(2, sum(sequence), dtype=torch.int64)  # a video's tag is 0
         tags[kinds["text_indices"]], tags[kinds["audio_indices"]] = 1, 2
         places[kinds["audio_indices"]] = 1
-        positions = torch.arange(sum(sequence), device=device).float()[:, None].repeat(1, 3)
-        positions[kinds["video_indices"]] = torch.cartesian_prod(
-            *(torch.arange(n, device=device) for n in grid)
-        ).float()
+        positions = torch.arange(sum(sequence)).float()[:, None].repeat(1, 3)
+        positions[kinds["video_indices"]] = torch.cartesian_prod(*map(torch.arange, grid)).float()
         kept = {
-            "audio_hidden_states": torch.randn(1, audio, channels, device=device, dtype=torch.float32),
-            "encoder_hidden_states": torch.randn(1, *text, device=device, dtype=dtype),
+            "audio_hidden_states": torch.randn(1, audio, sizes.get("audio_in_channels", 32), dtype=torch.float32),
+            "encoder_hidden_states": torch.randn(1, *text),
             "timestep_indices": places,
             "token_tags": tags,
             "position_ids": positions,
@@ -303,17 +248,8 @@ def _minimax_h3_conditions(grid: tuple[int, int, int], audio: int, channels: int
             **kept,
         }
 
-    return make
-
-
-def _minimax_h3(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int, *text: int) -> Model:
-    return Model(
-        lambda: _as_loaded(diffusers.MiniMaxH3Transformer3DModel(**sizes)),
-        _minimax_h3_conditions(grid, audio, sizes.get("audio_in_channels", 32), *text),
-        (1, math.prod(grid), 4 * sizes.get("in_channels", 24)),
-        "any",
-        "wan21-sparge-balanced",
-    )
+    build = partial(_as_loaded, diffusers.MiniMaxH3Transformer3DModel, **sizes)
+    return Model(build, conditions, (1, math.prod(grid), 4 * sizes.get("in_channels", 24)), tiles=OF_VIDEOS)
 
 
 CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
