@@ -42,6 +42,7 @@ from dit_accel.sparse.projections import PROJECTIONS, trained_with
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.measure.origin import describe_run
 from scripts.demo_training.flow import PROMPT_DROPOUT
+from scripts.demo_training.loading import load
 from scripts.demo_training.training import configure_torch
 from scripts.research.finetuning.calls import Calls, clip_calls, record_calls
 from scripts.research.finetuning.judging import hold_out, judge, paint
@@ -80,8 +81,7 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     """Fine-tune one model and save it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     folder = demo_path(options.model) or options.model
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load(folder, dtype).to(device)
     if len(denoisers(pipe)) != 1:
         raise SystemExit(f"{type(pipe).__name__} has {len(denoisers(pipe))} transformers; this script trains one")
     calls = gather_calls(pipe, options).to(device, dtype)
@@ -116,7 +116,7 @@ def judge_one(options: argparse.Namespace, device: torch.device) -> None:
     """Compare a demo model with SLA to the dense one, before and after fine-tuning, on held-out prompts."""
     subject, folder = SUBJECTS[options.model], demo_path(options.model)
     call = {**demo_arguments(folder), **json.loads(options.call)}
-    pipe = subject.family.load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    pipe = load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     held_out = hold_out(subject, pipe, options.judge, call)
     settings = trained_with(options.output / PROJECTIONS)
     figures = {"settings": settings, "call": call, "dense": judge(pipe, held_out.dense, held_out)}
