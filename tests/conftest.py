@@ -1,5 +1,6 @@
 """Shared fixtures. Without a GPU Triton kernels run in its interpreter, chosen here before triton is imported."""
 
+import functools
 import gc
 import os
 import sys
@@ -84,3 +85,18 @@ def run(tmp_path, monkeypatch):
         return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
     return invoke
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Folders of saved tiny pipelines, by their names."""
+    from tests.tiny import tiny_pipeline
+
+    root = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def save(name):
+        tiny_pipeline(name).save_pretrained(root / name)
+        return root / name
+
+    return save

@@ -25,6 +25,11 @@ CLIPS = "some/clips"  # name of a model that makes videos; all others make image
 
 
 @pytest.fixture(scope="session")
+def model(saved):
+    return saved("flux")
+
+
+@pytest.fixture(scope="session")
 def made():
     """Pipelines by the model's name, with the results of their calls."""
     picture, clip = Image.new("RGB", (16, 16)), np.zeros((5, 16, 16, 3), dtype=np.uint8)

@@ -24,13 +24,6 @@ COUNT = 5  # images
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def generate(run, model):
     """Runs ``generate`` with prompts from a file of these lines."""

@@ -18,20 +18,10 @@ from dit_accel.tools.measure.metrics import clip_ssim, psnr
 from dit_accel.tools.media.video import as_clip
 from tests.clips import read_clip
 from tests.rounding import equal_up_to_rounding
-from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "10", "--height", "64", "--width", "64")
 FRAMES = 5
 FORECASTS = ("--set", "schedule.target_error=0.9")  # random weights forecast badly; this lets them
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """Folders of saved tiny pipelines, by name."""
-    root = tmp_path_factory.mktemp("models")
-    for name in ("flux", "wan"):
-        tiny_pipeline(name).save_pretrained(root / name)
-    return root
 
 
 def read(path):
@@ -47,11 +37,11 @@ def read(path):
     ],
     ids=["image", "video"],
 )
-def test_compare_writes_both_sides_and_agreeing_numbers(run, models, tmp_path, model, name, shape, others):
+def test_compare_writes_both_sides_and_agreeing_numbers(run, saved, tmp_path, model, name, shape, others):
     """The JSON's metrics are those of the written files, its times give the speed-up, and some steps were forecast."""
     frames = () if model == "flux" else ("--num-frames", FRAMES)
     result = run(
-        *("generate", "-p", "a fox", "-m", models / model, *SMALL, *frames, *FORECASTS, "--compare"),
+        *("generate", "-p", "a fox", "-m", saved(model), *SMALL, *frames, *FORECASTS, "--compare"),
         *("--output", name.format(""), "--json", "fox.json", "--plot", "fox-run.png"),
     )
     assert result.exit_code == 0, result.output
@@ -79,24 +69,24 @@ def test_compare_writes_both_sides_and_agreeing_numbers(run, models, tmp_path, m
 
 
 @pytest.mark.parametrize("model", ["flux", "wan"])
-def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path, model):
+def test_plain_run_equals_the_pipeline_called_from_python(run, saved, tmp_path, model):
     """`--preset none` with a seed equals the user's own call with a CPU generator of that seed."""
     more = {"max_sequence_length": 8} if model == "flux" else {"num_frames": FRAMES, "guidance_scale": 3.0}
     options = ("--call", "max_sequence_length=8", "-o", "o.png")
     if model == "wan":
         options = ("--num-frames", FRAMES, "--guidance", 3, "-o", "frames/")
-    result = run("generate", "-p", "a fox", "-m", models / model, *SMALL, "--seed", 7, "--preset", "none", *options)
+    result = run("generate", "-p", "a fox", "-m", saved(model), *SMALL, "--seed", 7, "--preset", "none", *options)
     assert result.exit_code == 0, result.output
-    pipe = DiffusionPipeline.from_pretrained(models / model)
+    pipe = DiffusionPipeline.from_pretrained(saved(model))
     size = {"num_inference_steps": 10, "height": 64, "width": 64}
     (made,) = pipe("a fox", **size, **more, generator=torch.Generator("cpu").manual_seed(7), return_dict=False)
     expected = np.asarray(made[0])[None] if model == "flux" else as_clip(made[0])
     assert equal_up_to_rounding(read(tmp_path / options[-1]), expected)
 
 
-def test_force_replaces_what_generate_wrote(run, models, tmp_path):
+def test_force_replaces_what_generate_wrote(run, saved, tmp_path):
     """Without --force a second run is refused, or chooses another name if it has no output name; files stay."""
-    command = ("generate", "-p", "a", "-m", models / "flux", *SMALL, "--json", "run.json")
+    command = ("generate", "-p", "a", "-m", saved("flux"), *SMALL, "--json", "run.json")
     assert run(*command, "--seed", 1).exit_code == 0
     first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert "--json: run.json exists" in run(*command, "--seed", 2).stderr
@@ -109,14 +99,14 @@ def test_force_replaces_what_generate_wrote(run, models, tmp_path):
 
 
 @pytest.mark.parametrize("failing", ["__call__", "from_pretrained"])
-def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch, failing):
+def test_out_of_memory_is_a_failure_with_advice(run, saved, monkeypatch, failing):
     """If memory does not suffice for the model or its run, the exit code is 1 and the message says what to try."""
 
     def exhausted(self, *_, prompt=None, num_inference_steps=None, height=None, width=None, generator=None, **__):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you")
 
     monkeypatch.setattr(FluxPipeline if failing == "__call__" else DiffusionPipeline, failing, exhausted)
-    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL)
+    result = run("generate", "-p", "a", "-m", saved("flux"), *SMALL)
     assert result.exit_code == 1
     assert "--offload model" in result.stderr.splitlines()[-1] and "Traceback" not in result.output
 
@@ -133,9 +123,9 @@ def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch, failin
     ],
     ids=["image", "video"],
 )
-def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path, model, options, output, layer):
+def test_inspect_draws_the_run_and_its_symbols(run, saved, tmp_path, model, options, output, layer):
     """At level head every figure is written, one layer's symbols among them; of a video, over its middle frame."""
-    command = ("inspect", "-p", "a fox", "-m", models / model, "--output", "deep/run", "--preset", *options)
+    command = ("inspect", "-p", "a fox", "-m", saved(model), "--output", "deep/run", "--preset", *options)
     result = run(*command, "--steps", 12, "--height", 128, "--width", 128)
     assert result.exit_code == 0, result.output
     folder = tmp_path / "deep" / "run"
@@ -146,10 +136,10 @@ def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path, model, opt
     assert len(report["steps"]) == 12 and report["preset"] == options[0]
 
 
-def test_a_terminal_shows_steps_and_what_is_left(run, models, monkeypatch):
+def test_a_terminal_shows_steps_and_what_is_left(run, saved, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--compare", "--repeats", 1)
+    result = run("generate", "-p", "a", "-m", saved("flux"), *SMALL, "--compare", "--repeats", 1)
     assert result.exit_code == 0, result.output
     assert " runs " in result.stdout and "of 10" in result.stdout and " left" in result.stdout
 

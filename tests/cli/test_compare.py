@@ -5,7 +5,6 @@ import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import pytest
 import torch
 from PIL import Image
 
@@ -17,14 +16,6 @@ from tests.models.tiny.sounds import longcat_audio
 from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Folder of a saved tiny pipeline."""
-    folder = tmp_path_factory.mktemp("models") / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    return folder
 
 
 def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):

@@ -6,8 +6,6 @@ import shlex
 import pytest
 from PIL import Image
 
-from tests.tiny import tiny_pipeline
-
 DIGITS, LONG, LONG_SHOWN = "9" * 5000, "a" * 5000, "a… (5,0"
 LINES = "--prompts two.txt --output-dir out"
 # By the beginning of a command: its other words, and a part of the message. The model does not exist.
@@ -204,15 +202,6 @@ def rows(table):
     ]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Folders of saved tiny pipelines, by name."""
-    root = tmp_path_factory.mktemp("models")
-    for name in ONCE_LOADED:
-        tiny_pipeline(name).save_pretrained(root / name)
-    return root
-
-
 @pytest.fixture
 def refuse(run, tmp_path):
     """Run a command among files to trip over, which refuses it in one short line and changes no file."""
@@ -255,8 +244,8 @@ def test_it_is_told_before_a_model_is_looked_for(refuse, begin, words, complaint
 
 
 @pytest.mark.parametrize(("model", "words", "complaint"), rows(ONCE_LOADED))
-def test_what_a_model_does_not_take_is_told(refuse, models, model, words, complaint):
-    refuse(f"generate -p a -m {models / model}", words, complaint)
+def test_what_a_model_does_not_take_is_told(refuse, saved, model, words, complaint):
+    refuse(f"generate -p a -m {saved(model)}", words, complaint)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +253,8 @@ def test_what_a_model_does_not_take_is_told(refuse, models, model, words, compla
     ["inspect -p a -o folder", "compare -p a --peers none", "tune --target-psnr 40"],
     ids=lambda words: words[:7],
 )
-def test_every_command_names_arguments_that_can_not_be_passed(run, models, command):
-    result = run(*command.split(), "-m", models / "flux", "--height", 64, "--call", "height=64")
+def test_every_command_names_arguments_that_can_not_be_passed(run, model, command):
+    result = run(*command.split(), "-m", model, "--height", 64, "--call", "height=64")
     assert result.exit_code == 2 and "--call: height is already set by its own option" in result.stderr
 
 
@@ -305,23 +294,23 @@ def test_a_folder_that_is_no_pipeline_is_refused(refuse, tmp_path, index, compla
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"request": 5}'], ids=["empty", "list", "other"])
-def test_a_tuning_does_not_go_on_from_another_file(refuse, models, tmp_path, content):
+def test_a_tuning_does_not_go_on_from_another_file(refuse, model, tmp_path, content):
     (tmp_path / "new-tuning").mkdir()
     (tmp_path / "new-tuning" / "state.json").write_text(content)
     complaint = "new-tuning/state.json holds no tuning: name another output, or remove the folder"
-    refuse(f"tune --target-psnr 30 -m {models / 'flux'}", "--steps 2 --height 64 --width 64 -o new.yaml", complaint)
+    refuse(f"tune --target-psnr 30 -m {model}", "--steps 2 --height 64 --width 64 -o new.yaml", complaint)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"settings": 5}'], ids=["empty", "list", "broken", "other"])
-def test_a_comparison_does_not_go_on_from_another_file(refuse, models, tmp_path, content):
+def test_a_comparison_does_not_go_on_from_another_file(refuse, model, tmp_path, content):
     (tmp_path / "new.json").write_text(content)
     complaint = "new.json holds no comparison: name another output, or remove"
-    refuse(f"compare -p a -m {models / 'flux'}", "--peers none -o new", complaint)
+    refuse(f"compare -p a -m {model}", "--peers none -o new", complaint)
 
 
-def test_inspect_knows_its_layers_before_it_writes(run, models, tmp_path):
+def test_inspect_knows_its_layers_before_it_writes(run, model, tmp_path):
     """A layer without symbols gives an error that lists layers with symbols; the folder stays empty."""
-    command = ("inspect", "-p", "a", "-m", models / "flux", "--preset", "flux-flashomni-paper", "--quiet", "--output")
+    command = ("inspect", "-p", "a", "-m", model, "--preset", "flux-flashomni-paper", "--quiet", "--output")
     sized = ("--steps", 12, "--height", 64, "--width", 64)
     refused = run(*command, "run", *sized, "--layer", "nope")
     assert refused.exit_code == 2

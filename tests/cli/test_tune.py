@@ -5,18 +5,9 @@ import json
 import pytest
 
 from dit_accel.presets import load_preset
-from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--evaluations", "2")
 FORECASTS = ("--set", "schedule.target_error=0.3", "--set", "schedule.warmup=2")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Folder of a saved tiny pipeline."""
-    folder = tmp_path_factory.mktemp("models") / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -19,12 +19,9 @@ from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 SMALL = ("-p", "a fox", "--steps", "6", "--height", "64", "--width", "64", "--quiet")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A saved tiny pipeline."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_pipeline("flux").save_pretrained(folder)
-    return folder
+@pytest.fixture
+def folder(saved):
+    return saved("flux")
 
 
 @pytest.fixture

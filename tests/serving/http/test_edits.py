@@ -40,10 +40,8 @@ def post(app, **request):
 
 
 @pytest.fixture(scope="module")
-def editor(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "editor"
-    tiny_pipeline("flux-img2img").save_pretrained(folder)
-    return Worker(Setup(str(folder)))
+def editor(saved):
+    return Worker(Setup(str(saved("flux-img2img"))))
 
 
 @pytest.mark.parametrize("preset", ["none", "balanced"])
@@ -79,9 +77,8 @@ def test_a_pipeline_that_takes_an_image_needs_one(editor):
     assert error["code"] == "unsupported" and "FluxImg2ImgPipeline rejects its arguments" in error["message"]
 
 
-def test_a_pipeline_that_takes_no_image_refuses_one(tmp_path):
-    tiny_pipeline("flux").save_pretrained(tmp_path)
-    with running(Worker(Setup(str(tmp_path)))) as (app, _):
+def test_a_pipeline_that_takes_no_image_refuses_one(saved):
+    with running(Worker(Setup(str(saved("flux"))))) as (app, _):
         answer = post(app, data=FORM, files={"image": PNG})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
     assert "FluxPipeline takes no image" in answer.json()["error"]["message"]
@@ -167,10 +164,9 @@ def mask(kind):
     return ("mask.png", data.getvalue())
 
 
-def test_a_mask_says_where_the_image_changes(tmp_path):
+def test_a_mask_says_where_the_image_changes(saved):
     """Both kinds give the image of an inpainting pipeline; its `mask_image` is white where it changes."""
-    tiny_pipeline("flux-fill").save_pretrained(tmp_path)
-    with running(worker := Worker(Setup(str(tmp_path)))) as (app, _):
+    with running(worker := Worker(Setup(str(saved("flux-fill"))))) as (app, _):
         kinds = [mask("transparent"), mask("white")]
         answers = [post(app, data=FORM | {"preset": "none"}, files={"image": PNG, "mask": kind}) for kind in kinds]
     given, white = (Image.open(io.BytesIO(data)) for _, data in (PNG, mask("white")))

@@ -26,7 +26,6 @@ from dit_accel.serving.http.api import Limits
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.media import preview
-from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
@@ -43,10 +42,8 @@ KEYS = ["a-long-enough-key", "another-long-key-ü"]
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "flux"
-    tiny_pipeline("flux").save_pretrained(folder)
-    return Worker(Setup(str(folder)))
+def worker(saved):
+    return Worker(Setup(str(saved("flux"))))
 
 
 class Held:

@@ -60,63 +60,54 @@ def test_a_deleted_job_is_gone(place):
     assert held.made == {"waiting": ["first"], "running": ["second"], "completed": ["first", "second"]}[place]
 
 
-def test_ended_jobs_are_limited_in_number_and_age():
-    """The oldest video and its file make room for a new one; failed jobs make none go."""
-    store = videos.VideoStore(replace(LIMITS, videos=2, kept=1000.0))
-
-    async def conversation(app, _):
-        async with client(app) as http:
-            jobs = [await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]) for _ in range(4)]
-            for _ in range(3):
-                await ended(http, (await http.post(PATH, json=GOOD | {"prompt": "memory"})).json()["id"])
-            listed = (await http.get(PATH, params={"order": "asc"})).json()["data"]
-            assert [job["status"] for job in listed] == ["completed"] * 2 + ["failed"] * 2
-            kept = [job["id"] for job in listed[:2]]
-            assert kept == [job["id"] for job in jobs[2:]] and len(files(store)) == 2
-            store._jobs[kept[0]].ended -= 1001
-            assert (await http.get(f"{PATH}/{kept[0]}")).status_code == 404
-            assert (await http.get(f"{PATH}/{kept[1]}")).status_code == 200 and len(files(store)) == 1
-
-    with store, running(released(), form=FORM, videos=store) as both:
-        asyncio.run(conversation(*both))
-    assert not store.new_file().parent.exists()
-
-
-@pytest.mark.parametrize("fitting, kept", [(0, 1), (1.999, 1), (2, 2), (9, 3)])
-def test_ended_jobs_are_limited_in_bytes(fitting, kept):
-    """The oldest videos of the same key go first; the latest stays, whatever its size."""
-    held, limits = released(), replace(LIMITS, video_bytes=int(fitting * 1000))
-    held.run, run = lambda *call: [replace(each, data=bytes(1000)) for each in run(*call)], held.run
-    mine, other = ({"Authorization": f"Bearer {key}".encode()} for key in KEYS)
-
-    async def conversation(app, _):
-        async with client(app) as http:
-
-            async def made(headers):
-                job = (await http.post(PATH, json=GOOD, headers=headers)).json()["id"]
-                await until(lambda: store._jobs[job].ended is not None)
-                return job
-
-            foreign, *jobs = [await made(headers) for headers in (other, mine, mine, mine)]
-            listed = (await http.get(PATH, params={"order": "asc"}, headers=mine)).json()["data"]
-            assert [job["id"] for job in listed] == jobs[-kept:]
-            assert (await http.get(f"{PATH}/{foreign}/content", headers=other)).status_code == 200
-            assert len(files(store)) == kept + 1
-
-    with videos.VideoStore(limits) as store, running(held, form=FORM, videos=store, keys=KEYS) as both:
-        asyncio.run(conversation(*both))
-
-
 MADE = Made(b"video", 0.5, None, [0], {}, (5, 48, 32))
 
 
-@pytest.fixture
-def job(tmp_path):
+def job_of(file, owner=None):
     """A job without a server."""
     metrics = SimpleNamespace(counted=lambda error: api.RequestError(str(error)), finish=lambda *_: None)
     served = api.Served("tiny", None, LIMITS, FORM)
     wanted = requests.read(json.dumps(GOOD).encode(), requests.VideoRequest, served)
-    return videos.VideoJob(wanted, served, None, None, tmp_path / "0.mp4", metrics)
+    return videos.VideoJob(wanted, served, None, owner, file, metrics)
+
+
+@pytest.fixture
+def job(tmp_path):
+    return job_of(tmp_path / "0.mp4")
+
+
+@pytest.fixture
+def ended_job():
+    """Adds a job to a store, which then ends with a video of this size, or fails."""
+
+    def add(store, size=5, owner=None):
+        store.add(job := job_of(store.new_file(), owner))
+        job.tell(RuntimeError() if size is None else replace(MADE, data=bytes(size)))
+        return job
+
+    return add
+
+
+def test_ended_jobs_are_limited_in_number_and_age(ended_job, monkeypatch):
+    """The oldest video and its file make room for a new one; failed jobs make none go. Age needs no request."""
+    monkeypatch.setattr(videos, "SWEEP", 0.01)
+    with videos.VideoStore(replace(LIMITS, videos=2, kept=1000.0)) as store:
+        jobs = [ended_job(store, size) for size in (5, 5, 5, 5, None, None, None)]
+        assert store.of_owner(None) == [jobs[index] for index in (2, 3, 5, 6)] and len(files(store)) == 2
+        jobs[2].ended -= 1001
+        asyncio.run(until(lambda: len(files(store)) == 1))
+        with pytest.raises(api.RequestError, match="no longer kept"):
+            store.get(jobs[2].id, None)
+        assert store.get(jobs[3].id, None) is jobs[3]
+    assert not store.new_file().parent.exists()
+
+
+@pytest.mark.parametrize("fitting, kept", [(0, 1), (1.999, 1), (2, 2), (9, 3)])
+def test_ended_jobs_are_limited_in_bytes(ended_job, fitting, kept):
+    """The oldest videos of the same key go first; the latest stays, whatever its size."""
+    with videos.VideoStore(replace(LIMITS, video_bytes=int(fitting * 1000))) as store:
+        foreign, *jobs = [ended_job(store, 1000, owner) for owner in (1, 0, 0, 0)]
+        assert store.of_owner(0) == jobs[-kept:] and store.of_owner(1) == [foreign] and len(files(store)) == kept + 1
 
 
 @pytest.mark.parametrize("end", [MADE, RuntimeError(), None], ids=["completed", "failed", "cancelled"])
@@ -153,21 +144,6 @@ def test_a_file_is_closed_after_its_answer(job, leaves):
         asyncio.run(response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send))
     assert response._file.closed and response.headers["content-length"] == "5"
     assert b"".join(sent) == (b"" if leaves else b"video")
-
-
-def test_an_old_video_is_deleted_without_a_request(monkeypatch):
-    monkeypatch.setattr(videos, "SWEEP", 0.01)
-    store = videos.VideoStore(replace(LIMITS, kept=1000.0))
-
-    async def conversation(app, _):
-        async with client(app) as http:
-            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
-            assert len(files(store)) == 1
-            store._jobs[job["id"]].ended -= 1001
-            await until(lambda: files(store) == [])
-
-    with store, running(released(), form=FORM, videos=store) as both:
-        asyncio.run(conversation(*both))
 
 
 @pytest.mark.parametrize("problem", ["deleted", "full"])

@@ -17,7 +17,6 @@ from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from tests.serving.http.test_edits import PNG
 from tests.serving.http.test_server import LIMITS, Held, called, client, metric, running, until
-from tests.tiny import tiny_pipeline
 
 uvicorn = pytest.importorskip("uvicorn")
 videos = pytest.importorskip("dit_accel.serving.http.videos")
@@ -31,11 +30,9 @@ VIDEO_LIMITS = replace(LIMITS, frames=33)
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
+def worker(saved):
     pytest.importorskip("imageio_ffmpeg")
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipeline("wan").save_pretrained(folder)
-    return Worker(Setup(str(folder)))
+    return Worker(Setup(str(saved("wan"))))
 
 
 @contextmanager
@@ -133,10 +130,9 @@ def test_a_request_has_its_own_frame_rate_and_preset(worker):
     assert imageio.imread(data, extension=".mp4", plugin="FFMPEG").shape == (5, 48, 32, 3)
 
 
-def test_a_video_begins_with_its_input_reference(tmp_path):
+def test_a_video_begins_with_its_input_reference(saved, tmp_path):
     """The image of a form reaches an image-to-video pipeline, and the video equals the pipeline's own."""
     pytest.importorskip("imageio_ffmpeg")
-    tiny_pipeline("wan-i2v").save_pretrained(tmp_path)
 
     async def conversation(http, _):
         fields = {key: str(value) for key, value in (GOOD | {"preset": "none"}).items()}
@@ -145,7 +141,7 @@ def test_a_video_begins_with_its_input_reference(tmp_path):
         jobs = [await ended(http, each.json()["id"]) for each in (with_image, without)]
         return jobs, (await http.get(f"{PATH}/{jobs[0]['id']}/content")).content
 
-    (made, failed), data = ask(worker := Worker(Setup(str(tmp_path))), conversation)
+    (made, failed), data = ask(worker := Worker(Setup(str(saved("wan-i2v")))), conversation)
     assert made["status"] == "completed" and failed["status"] == "failed"
     assert failed["error"]["param"] == "input_reference" and "needs an input image" in failed["error"]["message"]
     arguments = {"prompt": "a fox", "num_inference_steps": 4, "width": 32, "height": 48, "num_frames": 5}
