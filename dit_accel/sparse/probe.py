@@ -51,10 +51,7 @@ def attention_error(
 ) -> torch.Tensor:
     """Return ``‖O' − O‖ / ‖O‖`` of the worst sample, float32 ``[1]`` on the device; O is dense attention in q's dtype.
 
-    Args:
-        o: O', sparse attention of q, k and v ``[B, S, H, D]``.
-        rows: tokens of the measured queries; without rows the error is 0.
-        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+    O' (``o``) is sparse attention of q, k and v ``[B, S, H, D]``. Without rows the error is 0.
     """
     if not rows:
         return o.new_zeros(1, dtype=torch.float32)

@@ -28,14 +28,9 @@ TRAINED_WITH: dict[str, Callable[[str], Any]] = {  # the file's metadata
 class Projections:
     """Projections of those attentions of a transformer for which the preset names a file.
 
-    Warns if the preset has another share, feature map or block size than the fine-tuning that wrote a file.
-
-    Args:
-        preset: names the blocks that run SLA, and the files.
-        transformer: the transformer's name in the pipeline.
-        siblings: names of all transformers that the pipeline may have; block names begin with them.
-        sites: name of each attention, and of the block whose settings it uses.
-        head_dim: D of the attentions.
+    Warns if the preset has another share, feature map or block size than the fine-tuning that wrote a file. ``sites``
+    has the name of each attention, and of the block whose settings it uses; names of ``siblings``, the transformers
+    that a pipeline may have, begin block names in the files.
 
     Raises:
         UnsupportedError: a file is missing, lacks an attention, has an attention that the transformer lacks, or has a

@@ -24,24 +24,14 @@ Number = TypeVar("Number", float, torch.Tensor)
 
 
 class Densities(NamedTuple, Generic[Number]):
-    """Measurements of a site's new symbols: numbers, or float32 ``[1]`` on the device.
+    """Measurements of a site's new symbols: shares and an error, as numbers or float32 ``[1]`` on the device."""
 
-    All but ``error`` are shares of the whole.
-
-    Args:
-        rows, tiles: rows, and tiles over all rows, that a DISPATCH step computes.
-        row_blocks: row-blocks in which a DISPATCH step computes any head.
-        attended: tiles that this computed step attends to.
-        projected: rows that this UPDATE projects for each of B_1 and older.
-        error: error that the probe measured; 0 without a measurement.
-    """
-
-    rows: Number
-    row_blocks: Number
-    tiles: Number
-    attended: Number
-    projected: Number
-    error: Number
+    rows: Number  # that a DISPATCH step computes
+    row_blocks: Number  # in which a DISPATCH step computes any head
+    tiles: Number  # over all rows, that a DISPATCH step computes
+    attended: Number  # tiles that this computed step attends to
+    projected: Number  # rows that this UPDATE projects for each of B_1 and older
+    error: Number  # that the probe measured; 0 without a measurement
 
 
 EVERYTHING = Densities(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
@@ -49,30 +39,18 @@ EVERYTHING = Densities(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
 
 @dataclass
 class TileState:
-    """State of a tile site.
+    """State of a tile site."""
 
-    Args:
-        symbols: symbols of the latest call; at level head the symbols of DISPATCH steps.
-        densities: densities of these symbols, which the host read in step ``measured_step``.
-        kept: symbols of the skip policy, under which every row computes; computed at step ``drawn_step`` and kept for
-            later steps.
-        residual: dense attention at step ``drawn_step`` minus sparse attention under these tiles, ``[B, S, H, D]``.
-        growth: growth that the probe found, for the next masks; see :mod:`~dit_accel.sparse.probe`.
-        drawn_growth: growth of the latest masks.
-        probe_turn: number of the probe's measurements.
-        probed: share of the queries that the probe measured in the latest step.
-    """
-
-    symbols: SparseSymbols | None = None
-    densities: Densities[float] = EVERYTHING
+    symbols: SparseSymbols | None = None  # of the latest call; at level head those of DISPATCH steps
+    densities: Densities[float] = EVERYTHING  # of these symbols, as read in step `measured_step`
     measured_step: int = -1
-    kept: SparseSymbols | None = None
+    kept: SparseSymbols | None = None  # masks of step `drawn_step` for later steps; every row computes
     drawn_step: int = -1
-    residual: StoredTensor | None = None
-    growth: float = 1.0
-    drawn_growth: float = 1.0
+    residual: StoredTensor | None = None  # dense minus sparse attention under `kept`, [B, S, H, D]
+    growth: float = 1.0  # of the next masks, found by the probe
+    drawn_growth: float = 1.0  # of the latest masks
     probe_turn: int = 0
-    probed: float = 0.0
+    probed: float = 0.0  # share of the queries that the probe measured in the latest step
 
     def tighten(self, error: float, target: float) -> None:
         """Adjust the growth to the probe's error; masks with an error above the target are not kept for later steps."""
@@ -83,33 +61,21 @@ class TileState:
 
 @dataclass
 class HeadState:
-    """Additional state of a head site.
+    """Additional state of a head site."""
 
-    Args:
-        attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
-        plan: the lowered symbols of DISPATCH steps; None = the plan is large, and is lowered again at each use.
-        bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
-        bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
-        degraded: the layer is forecast whole until the next UPDATE.
-    """
-
-    attention: StoredHistory | None = None
-    plan: AttentionPlan | None = None
-    bias_stack: StoredTensor | None = None
+    attention: StoredHistory | None = None  # outputs O [B, S, H, D], for the cached biases of the next UPDATE
+    plan: AttentionPlan | None = None  # of DISPATCH steps; None = it is large, and is lowered again at each use
+    bias_stack: StoredTensor | None = None  # B_m [M, B, S, N] under this plan, newest first
     bias_coordinates: tuple[float, ...] = ()
-    bias_mask64: torch.Tensor | None = None
-    degraded: bool = False
+    bias_mask64: torch.Tensor | None = None  # the computed heads, which B_m leaves out
+    degraded: bool = False  # the layer is forecast whole until the next UPDATE
 
 
 @dataclass
 class SiteState:
-    """State of one transformer block in one branch.
+    """State of one transformer block in one branch."""
 
-    Args:
-        features: whole outputs (attention, MLP) by name, before their gates; for level layer and for degraded layers.
-        tiles, heads: state of its attention.
-    """
-
+    # Whole outputs (attention, MLP) by name, before their gates; for level layer and for degraded layers.
     features: dict[str, StoredHistory] = field(default_factory=dict)
     tiles: TileState = field(default_factory=TileState)
     heads: HeadState = field(default_factory=HeadState)

@@ -21,35 +21,22 @@ from dit_accel.sparse.site_state import Densities, SiteState, state_name
 
 
 class Inputs(NamedTuple):
-    """Inputs of one attention.
+    """Inputs of one attention."""
 
-    Args:
-        q, k, v: ``[B, S, H, D]``.
-        layout: layout of the S tokens.
-        dense: runs the model's own attention on them, for calls that leave no tile out.
-        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-        gate: ``[B, S, H, D]``, by which the model multiplies the output before its projection; None = 1.
-    """
-
-    q: torch.Tensor
+    q: torch.Tensor  # [B, S, H, D], as k and v
     k: torch.Tensor
     v: torch.Tensor
     layout: TokenLayout
-    dense: Callable[[], torch.Tensor]
-    kv_len: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
+    dense: Callable[[], torch.Tensor]  # the model's own attention, for calls that leave no tile out
+    kv_len: torch.Tensor | None = None  # int32 [B], valid keys of each sample; None = all
+    gate: torch.Tensor | None = None  # [B, S, H, D], multiplies the output before its projection; None = 1
 
 
 class TileSite:
     """One attention in one call, at every forecast level; :class:`~.head_site.HeadSite` extends it at level head.
 
-    Args:
-        name: the site's name in the report; the block's name if the block has one attention.
-        call: the call in progress.
-        preset: preset of the run.
-        projections: learned matrices, for policies that need them.
-        block: the block whose settings apply; None = the block called ``name``.
-        sample: place in the batch of the one sample that the attention sees; 0 also if it sees all samples.
+    ``name`` is the site's in the report, ``block`` the block whose settings apply (None = it has the same name), and
+    ``sample`` the place in the batch of the one sample that the attention sees; 0 also if it sees all samples.
     """
 
     caches_bias = False
@@ -106,11 +93,7 @@ class TileSite:
         return self._policy.add(o, q, k, v, plan, config, projection=projection, kv_len=kv_len, backend=backend)
 
     def announce(self, symbols: SparseSymbols | None, densities: torch.Tensor) -> None:
-        """Store new symbols in the call, and queue their densities for :meth:`take_densities`.
-
-        Args:
-            densities: float32 ``[6]`` on the device, in the order of :class:`Densities`.
-        """
+        """Store new symbols in the call, and queue their :class:`Densities`, float32 ``[6]`` on the device."""
         self.state.symbols = symbols
         if symbols is not None:
             self._call.blocks.symbols[self._key] = symbols
@@ -194,9 +177,8 @@ def densities_of(
 ) -> torch.Tensor:
     """Return the :class:`Densities` of a plan as float32 ``[6]``, with error 0.
 
-    Args:
-        attended: the plan of this call's own attention; None = dense.
-        projected: share of rows projected for older biases; None = 0.
+    ``attended`` is the plan of this call's own attention (None = dense), ``projected`` the share of rows projected for
+    older biases.
     """
     rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
     scores = [torch.ones_like(rows) if item is None else _density(item) for item in (plan, attended)]

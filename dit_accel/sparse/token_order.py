@@ -26,12 +26,8 @@ TOKEN_ORDERS = ("raster", "hilbert", "tiles")
 def token_order(name: str, grid: Grid, block: int, *, first_frame_apart: bool = False) -> torch.Tensor:
     """Return the order of that name. The tensor is cached, so do not write to it.
 
-    Args:
-        name: one of ``TOKEN_ORDERS``.
-        grid: tokens along frames, height and width.
-        block: tokens in a block, which is the size of the boxes of ``tiles``.
-        first_frame_apart: the first frame's tokens stay first, in their own order, for models that find them by their
-            place.
+    ``block`` is the size of the boxes of ``tiles``. With ``first_frame_apart`` the first frame's tokens stay first, in
+    an order of their own, for models that find them by their place.
 
     Raises:
         ShapeError: unknown name, or an axis without tokens.
@@ -90,11 +86,7 @@ def tiles_order(grid: Grid, block: int) -> torch.Tensor:
 def hilbert_index(axes: list[torch.Tensor], bits: int) -> torch.Tensor:
     """Return the places of points along a cube's Hilbert curve (Skilling, "Programming the Hilbert curve", 2004).
 
-    Args:
-        axes: coordinates, an int64 ``[S]`` an axis, from 0 to ``2 ** bits - 1``.
-
-    Returns:
-        int64 ``[S]``, from 0 to ``2 ** (bits · axes) - 1``; consecutive places are neighbours in the cube.
+    Coordinates, an int64 ``[S]`` an axis, are below ``2 ** bits``; consecutive places are neighbours in the cube.
     """
     axes = list(axes)
     for bit in range(bits - 1, 0, -1):  # turn each cell of the level so that its own curve joins its neighbours'

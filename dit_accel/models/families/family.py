@@ -32,23 +32,17 @@ TIMES_OF_PARTS = ("_timestep", "_timesteps")  # ends of the names in models with
 class Tokens:
     """The joint sequence of a transformer call.
 
-    Args:
-        text: number of text tokens in it; 0 if the prompt has its own cross-attention.
-        vision: number of image or video tokens.
-        text_first: True if text comes before the vision tokens.
-        grid: shape of the video's tokens, (frames, height, width); None for images.
-        padding: place of the padding. `text`: behind the text; the family's ``text_mask`` gives its length. `all`:
-            behind all tokens; the model's attention mask gives its length. `mask`: anywhere in the text; the model's
-            attention mask gives its place. `sample`: none, because attention runs over one sample after the other.
-        text_asks: True if text has queries too; False if it only has keys.
+    Padding may be behind the ``text``, whose length the family's ``text_mask`` gives; behind ``all`` tokens, or
+    anywhere in the text (``mask``), as the model's attention mask says; or nowhere, because attention runs over one
+    ``sample`` after the other.
     """
 
-    text: int
-    vision: int
+    text: int  # number of tokens; 0 if the prompt has its own cross-attention
+    vision: int  # image or video tokens
     text_first: bool = True
-    grid: Grid | None = None
+    grid: Grid | None = None  # of a video's tokens: frames, height, width
     padding: Literal["text", "all", "mask", "sample"] = "text"
-    text_asks: bool = True
+    text_asks: bool = True  # False: text has keys and no queries
 
     def seen(self, text: bool) -> Tokens:
         """Return the tokens of an attention that sees the text too, or does not."""
@@ -69,21 +63,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """FLOPs of one block in a plain call, split by what can be skipped.
+    """FLOPs of one block in a plain call, split by what can be skipped."""
 
-    Args:
-        tiles: attention over the block's own tokens, by its name in the block.
-        rest: all other work.
-        rows: work that only computed rows need: projections of their queries and of their attention outputs.
-        row_blocks: work that a row-block needs if any head computes in it.
-        bias: output projection of all rows; an UPDATE repeats a part of it for each older step that it remembers.
-    """
-
-    tiles: Mapping[str, float]
+    tiles: Mapping[str, float]  # attention over the block's own tokens, by its name in the block
     rest: float
-    rows: float = 0.0
-    row_blocks: float = 0.0
-    bias: float = 0.0
+    rows: float = 0.0  # of computed rows alone: projections of their queries and of their attention outputs
+    row_blocks: float = 0.0  # of a row-block in which any head computes
+    bias: float = 0.0  # output projection of all rows; an UPDATE repeats a part of it for each older step
 
     @property
     def plain(self) -> float:
@@ -92,58 +78,35 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks of one kind in the transformer.
-
-    Args:
-        attribute: name of the list in the transformer.
-        features: tokens that level ``layer`` remembers of a block, as multiples of the joint sequence.
-        crossed: part of ``features`` that level ``head`` always remembers.
-        joint: True if a cached bias covers the joint sequence; False if it covers vision tokens only.
-    """
+    """A list of blocks of one kind in the transformer, under the name ``attribute``."""
 
     attribute: str
-    features: int = 2
-    crossed: int = 0
-    joint: bool = False
+    features: int = 2  # tokens that level `layer` remembers of a block, as multiples of the joint sequence
+    crossed: int = 0  # part of `features` that level `head` always remembers
+    joint: bool = False  # True: a cached bias covers the joint sequence, and not vision tokens only
 
 
 @dataclass(frozen=True)
 class OrderFacts:
-    """Modules where a video's tokens are reordered and restored; reordering starts at the first block's first argument.
+    """Modules where a video's tokens are reordered, from the first block's first argument on, and restored."""
 
-    Args:
-        tables: modules whose outputs have an entry for each token: by module, the token axis of each part.
-        exit: module whose first argument, ``[B, S, C]``, is restored to raster order.
-    """
-
-    tables: Mapping[str, Mapping[int, int]]
-    exit: str
+    tables: Mapping[str, Mapping[int, int]]  # by module whose outputs have an entry for each token: axis of each part
+    exit: str  # its first argument, [B, S, C], is restored to raster order
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Modules where several devices split a call's tokens, in addition to the tables of :class:`OrderFacts`.
+    """Modules where several devices split a call's tokens, in addition to the tables of :class:`OrderFacts`."""
 
-    Args:
-        entrance: the first block.
-        streams: its arguments with an entry for each token, ``[B, S, C]``.
-        exit: module whose output, ``[B, S, C]``, is gathered.
-    """
-
-    entrance: str
-    streams: tuple[str, ...]
-    exit: str
+    entrance: str  # the first block
+    streams: tuple[str, ...]  # its arguments with an entry for each token, [B, S, C]
+    exit: str  # its output, [B, S, C], is gathered
 
 
 class Attention(NamedTuple):
-    """One attention of a block over the block's own tokens.
+    """One attention of a block over the block's own tokens."""
 
-    Args:
-        site: name in reports; the first attention of a block has the block's name.
-        sees_text: True if text is among the tokens.
-    """
-
-    site: str
+    site: str  # name in reports; the first attention of a block has the block's name
     block: str
     name: str
     module: nn.Module
@@ -152,89 +115,57 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # one object a family
 class Family:
-    """The facts of one model family.
+    """The facts of one model family. Functions get the transformer first."""
 
-    Args:
-        name: name in presets and reports.
-        title: common name of the model.
-        model: name of diffusers' transformer class.
-        stacks: its blocks, in the order in which they run.
-        tokens: function of the transformer and a call's arguments that gives the joint sequence; see
-            :func:`packed_tokens`.
-        heads: function of the transformer that gives the number of attention heads and the features of one.
-        width: function of the transformer that gives the features of a token between attentions, which level ``layer``
-            remembers; None = the features of all heads.
-        mlp: function of the transformer that gives the weights of a block's MLP as a multiple of the width's square.
-        text_mlp: the same for the MLP of text tokens, from the transformer and the block; None = as ``mlp``.
-        work: function of the transformer, the arguments, the joint sequence and the block that gives the FLOPs of the
-            block; None = FLOPs of the MLP, the attentions (the first one over the joint sequence) and their
-            projections.
-        attentions: names of a block's attentions over its own tokens, and True where these include text.
-        parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = the
-            hand-written blocks remember them.
-        calls: how often a block calls a part, for parts that it calls more than once.
-        feeds: for some parts, other parts of the block that only feed them and need not run when they are forecast.
-        text_mask: argument that says which text tokens count, int or bool ``[B, T]``; None = all do.
-        cut: function of a call's arguments and the lengths of its prompts that returns both without padding that no
-            token reads; None = padding stays.
-        used: part of an output ``[B, …]`` that the pipeline uses; forecasts are compared on it.
-        order: for videos, where tokens are reordered.
-        first_frame_apart: function of the transformer; True = the model finds the first frame's tokens by position.
-        names_transformer: True if block names include the transformer's, because a pipeline may have two.
-        split: where several devices split a call's tokens; None = the plan of the transformer's class, if it has one.
-        makes: `images`, `videos` or `both`. A plain preset takes its video form for videos; if a family makes both,
-            the call decides.
-        frames_per_second: function of a pipeline's configuration that gives the frame rate of the training videos.
-        words: parts of its models' ids in lower case, without "-", "_" and "."; an id's longest word decides.
-        distilled: parts of ids, in the same form, of models that are distilled to few steps, with the number of steps
-            if it is the same for all. A longer part among ``words`` names a model that is not distilled.
-        steps: default number of steps of its pipeline.
-        guided: arguments of a pipeline's call that switch guidance on.
-        unguided: ``guidance_scale`` that switches guidance off, for distilled models; None = nothing to switch off.
-        sharing: tested ways in which several GPUs share a call, by the argument of ``parallelize_pipeline``.
-        is_modular: True if diffusers has it as a modular pipeline alone, which the command line can't load.
-        several_images: names of pipelines whose ``image`` may be several reference images of one output; others take
-            a list as a batch.
-        computes_in: argument that has the dtype of the features between blocks; None = the latents.
-        fused: deepest level of the hand-written blocks in ``models/fused``, in a file of its name; None = it has none.
-    """
-
-    name: str
-    title: str
-    model: str
+    name: str  # in presets and reports
+    title: str  # the model's common name
+    model: str  # diffusers' transformer class
+    # The joint sequence of a call, from the transformer and the call's arguments, and the blocks in their order.
     stacks: tuple[Stack, ...]
     tokens: Callable[[nn.Module, Arguments], Tokens]
+    # The number of attention heads, and the features of one.
     heads: Callable[[nn.Module], tuple[int, int]] = lambda transformer: (
         transformer.config.num_attention_heads,
         transformer.config.attention_head_dim,
     )
+    # The features of a token between attentions, which level `layer` remembers; None = those of all heads.
     width: Callable[[nn.Module], int] | None = None
+    # The weights of a block's MLP as a multiple of the width's square, and of its MLP for text; None = the same.
     mlp: Callable[[nn.Module], float] = lambda transformer: 2 * getattr(transformer.config, "mlp_ratio", 4)
     text_mlp: Callable[[nn.Module, nn.Module], float] | None = None
+    # FLOPs of a block; None = its MLPs, attentions (the first one over the joint sequence) and their projections.
     work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
+    # A block's attentions over its own tokens, and True where these include text.
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
+    # Parts whose outputs level `layer` remembers, before their gates; none = the hand-written blocks remember them.
     parts: tuple[str, ...] = ()
-    calls: Mapping[str, int] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)  # how often a block calls a part, if more than once
+    # By part, other parts that only feed it and need not run when it is forecast.
     feeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    text_mask: str | None = None
+    text_mask: str | None = None  # argument that marks the text tokens that count, int or bool [B, T]; None = all do
+    # Arguments and prompts' lengths without padding that no token reads; None = padding stays.
     cut: Callable[[Arguments, TextLengths], tuple[Arguments, TextLengths]] | None = None
+    # The part of an output [B, …] that the pipeline uses; forecasts are compared on it.
     used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = lambda _, output, __: output
     order: OrderFacts | None = None
-    first_frame_apart: Callable[[nn.Module], bool] = lambda _: False
-    names_transformer: bool = False
-    split: SplitFacts | None = None
+    first_frame_apart: Callable[[nn.Module], bool] = lambda _: False  # the model finds its tokens by their place
+    names_transformer: bool = False  # block names begin with the transformer's, because a pipeline may have two
+    split: SplitFacts | None = None  # None = the plan of the transformer's class, if it has one
+    # A plain preset takes its video form for videos; if a family makes both, the call decides.
     makes: Literal["images", "videos", "both"] = "images"
-    frames_per_second: Callable[[Mapping[str, Any]], float] = lambda _: 24.0
+    frames_per_second: Callable[[Mapping[str, Any]], float] = lambda _: 24.0  # of training, from a pipeline's config
+    # Parts of its models' ids in lower case, without "-", "_" and "."; an id's longest word decides. Models that are
+    # distilled to few steps have a word among `distilled`, with the number of steps if all of them have the same.
     words: tuple[str, ...] = ()
     distilled: Mapping[str, int | None] = field(default_factory=dict)
-    steps: int | None = None
-    guided: Mapping[str, Any] = field(default_factory=dict)
-    unguided: float | None = None
-    sharing: tuple[str, ...] = ()
-    is_modular: bool = False
-    several_images: tuple[str, ...] = ()
-    computes_in: str | None = None
-    fused: Literal["layer", "head"] | None = None
+    steps: int | None = None  # of its pipeline, by default
+    guided: Mapping[str, Any] = field(default_factory=dict)  # arguments of a call that switch guidance on
+    unguided: float | None = None  # `guidance_scale` that switches it off, for distilled models; None = it has none
+    sharing: tuple[str, ...] = ()  # tested ways to share a call by several GPUs: arguments of `parallelize_pipeline`
+    is_modular: bool = False  # diffusers has it as a modular pipeline alone, which the command line can't load
+    several_images: tuple[str, ...] = ()  # pipelines whose `image` may be several references; else a list is a batch
+    computes_in: str | None = None  # argument with the dtype of the features between blocks; None = the latents
+    fused: Literal["layer", "head"] | None = None  # deepest level of its blocks in `models/fused`; None = it has none
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
         """Return the transformer's blocks in order, by their names in reports."""

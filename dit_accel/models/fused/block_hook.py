@@ -135,9 +135,7 @@ class BlockHook(Hook, ABC):
     ) -> torch.Tensor:
         """Run ``attend`` over all tokens ``[B, S, H, D]``; if devices share them, for this device's share of heads.
 
-        Args:
-            q, k, v: for the tokens on this device, as the output.
-            arranged: True if ``attend`` depends on the order of tokens.
+        The inputs and the output have the tokens on this device. ``arranged``: ``attend`` depends on their order.
         """
         exchange = self.driver.facts.exchange
         if exchange is None:
@@ -149,9 +147,7 @@ class BlockHook(Hook, ABC):
     ) -> torch.Tensor:
         """Attention ``[B, S, H, D]`` to all tokens, by our kernel if it is the fastest.
 
-        Args:
-            backend: attention backend set in diffusers; None = its default.
-            kv_len: int32 ``[B]``, valid keys of each sample, supported by our kernel only; None = all.
+        Only our kernel takes ``kv_len``. ``backend`` is the one set in diffusers; None = its default.
         """
         if backend is None and self.driver.attends_by_kernel(q):
             plan = self.driver.every_row(*q.shape[:3], q.device)

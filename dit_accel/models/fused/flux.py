@@ -12,18 +12,9 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import nn
 
-from dit_accel.models.beside.quantized_linears import project_together
+from dit_accel.models.fused import parts
 from dit_accel.models.fused.joint import DoubleBlockHook, JointBlockHook, SingleBlockHook
-from dit_accel.models.fused.parts import (
-    Rotary,
-    heads_of,
-    key_value,
-    normalise_heads,
-    normalise_pair,
-    query_key_value,
-    query_projection,
-    query_weight,
-)
+from dit_accel.models.fused.parts import Rotary
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import TileSite
 
@@ -44,7 +35,7 @@ class FluxBlockHook(JointBlockHook):
         return f"joint_attention_kwargs {sorted(unknown)}" if unknown else None
 
     def query_projection(self, attn: FluxAttention) -> nn.Module:
-        return query_projection(attn)
+        return parts.query_projection(attn)
 
     def bounded(self, x: torch.Tensor) -> torch.Tensor:
         """Clamp the residual stream, which overflows in fp16; diffusers clamps it the same way."""
@@ -65,23 +56,23 @@ class FluxBlockHook(JointBlockHook):
         rotary: Rotary,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project and rotate both streams; in DISPATCH steps GEMM-Q computes queries of the image or the sequence."""
-        of_x = key_value(attn, x) if site.dispatches else query_key_value(attn, x)
+        of_x = parts.key_value(attn, x) if site.dispatches else parts.query_key_value(attn, x)
         v, text = of_x[-1], 0
         if context is not None:
             text = context.shape[1]
-            q_c, k_c, v_c = _context_query_key_value(attn, context)
+            q_c, k_c, v_c = parts.query_key_value(attn, context, added=True)
             v = torch.cat([v_c, v], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
         own_q, own_k, own_rotary = q, k, rotary
         if context is not None:
             norms, text_rotary = (attn.norm_added_q, attn.norm_added_k), tuple(table[:text] for table in rotary)
-            normalise_pair(norms, q_c, k_c, text_rotary, out=(q[:, :text], k[:, :text]))
+            parts.normalise_pair(norms, q_c, k_c, text_rotary, out=(q[:, :text], k[:, :text]))
             own_q, own_k, own_rotary = q[:, text:], k[:, text:], tuple(table[text:] for table in rotary)
         if site.dispatches:
-            normalise_heads(attn.norm_k, of_x[0], own_rotary, out=own_k)
-            site.query(x, *query_weight(attn), attn.norm_q, rotary, out=q, offset=text)
+            parts.normalise_heads(attn.norm_k, of_x[0], own_rotary, out=own_k)
+            site.query(x, *parts.query_weight(attn), attn.norm_q, rotary, out=q, offset=text)
         else:
-            normalise_pair((attn.norm_q, attn.norm_k), *of_x[:2], own_rotary, out=(own_q, own_k))
+            parts.normalise_pair((attn.norm_q, attn.norm_k), *of_x[:2], own_rotary, out=(own_q, own_k))
         return q, k, v
 
 
@@ -91,15 +82,6 @@ class FluxDoubleBlockHook(FluxBlockHook, DoubleBlockHook):
 
 class FluxSingleBlockHook(FluxBlockHook, SingleBlockHook):
     """``FluxSingleTransformerBlock``."""
-
-
-def _context_query_key_value(attn: FluxAttention, x: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values ``[B, S, H, D]`` of the text stream, before their norms."""
-    if attn.fused_projections:
-        parts = attn.to_added_qkv(x).chunk(3, dim=-1)
-    else:
-        parts = project_together((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), x)
-    return [heads_of(attn, part) for part in parts]
 
 
 BLOCKS = {"transformer_blocks": FluxDoubleBlockHook, "single_transformer_blocks": FluxSingleBlockHook}

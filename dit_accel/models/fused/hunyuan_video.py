@@ -13,15 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.kernels import gemm_q
+from dit_accel.models.fused import parts
 from dit_accel.models.fused.joint import DoubleBlockHook, JointBlockHook, SingleBlockHook
-from dit_accel.models.fused.parts import (
-    Rotary,
-    heads_of,
-    normalise_heads,
-    normalise_pair,
-    why_not_plain,
-    why_not_sliceable,
-)
+from dit_accel.models.fused.parts import Rotary
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import TileSite
 
@@ -77,15 +71,15 @@ class _HunyuanBlockHook(JointBlockHook):
         self, site: TileSite | HeadSite, attn: Attention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project all tokens and rotate those of the image; in DISPATCH steps GEMM-Q computes the queries of ``x``."""
-        v = heads_of(attn, attn.to_v(x))
+        v = parts.heads_of(attn, attn.to_v(x))
         if context is not None:
             added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-            q_c, k_c, v_c = (heads_of(attn, linear(context)) for linear in added)
+            q_c, k_c, v_c = (parts.heads_of(attn, linear(context)) for linear in added)
             v = torch.cat([v, v_c], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
         if context is not None:
             vision = x.shape[1]
-            normalise_pair((attn.norm_added_q, attn.norm_added_k), q_c, k_c, out=(q[:, vision:], k[:, vision:]))
+            parts.normalise_pair((attn.norm_added_q, attn.norm_added_k), q_c, k_c, out=(q[:, vision:], k[:, vision:]))
         rotary = _joint(rotary, v.shape[1])
         self._project(attn, x, attn.to_k, attn.norm_k, rotary, out=k)
         if site.dispatches:
@@ -97,20 +91,18 @@ class _HunyuanBlockHook(JointBlockHook):
     def _project(
         self, attn: Attention, x: torch.Tensor, linear: nn.Module, norm: RMSNorm, rotary: Rotary, *, out: torch.Tensor
     ) -> None:
-        """Write queries or keys of the stream ``x`` ``[B, S, C]``, which begins the joint sequence, into ``out``.
+        """Write queries or keys of the stream ``x`` ``[B, S, C]`` to the start of ``out`` ``[B, T, H, D]``.
 
-        Args:
-            rotary: RoPE tables of the joint sequence.
-            out: ``[B, T, H, D]`` of the joint sequence; its first S tokens are written.
+        RoPE's tables are of the joint sequence.
         """
-        is_plain = why_not_plain(norm, x.device) is None and why_not_sliceable(linear, x.device) is None
+        is_plain = parts.why_not_plain(norm, x.device) is None and parts.why_not_sliceable(linear, x.device) is None
         if self.driver.facts.fuses and is_plain and norm.weight.dtype == x.dtype:
             plan = self.driver.every_row(*out.shape[:3], x.device)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.preset.kernels.gemm)
         else:
             of_stream = tuple(table[: x.shape[1]] for table in rotary)
-            normalise_heads(norm, heads_of(attn, linear(x)), of_stream, out=out[:, : x.shape[1]])
+            parts.normalise_heads(norm, parts.heads_of(attn, linear(x)), of_stream, out=out[:, : x.shape[1]])
 
 
 class HunyuanDualBlockHook(_HunyuanBlockHook, DoubleBlockHook):

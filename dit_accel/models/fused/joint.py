@@ -41,11 +41,9 @@ class JointBlockHook(BlockHook):
     def project(
         self, site: TileSite | HeadSite, attn: nn.Module, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values ``[B, T, H, D]`` of the joint sequence, normalised and rotated.
+        """Queries, keys and values ``[B, T, H, D]``, normalised and rotated.
 
-        Args:
-            x: the image stream; the joint sequence of a single block.
-            context: the text stream; None in a single block.
+        A double block has the image stream ``x`` and the text stream ``context``, a single block the joint ``x``.
         """
 
     @abstractmethod
@@ -228,14 +226,10 @@ def _project_both(
 
 
 def of_frames(norm: nn.Module, inputs: SimpleNamespace, count: int) -> tuple[int | None, Values]:
-    """Return the ``count`` values of a block's norm: shift, scale and gate of its attention, then of its MLP.
+    """Return None and the values ``[B, 1, C]`` of a block's norm: shift, scale, gate of its attention, then of its MLP.
 
-    HunyuanVideo's image-to-video variant (``token_replace``) modulates the tokens of the first frame by a separate
-    embedding.
-
-    Returns:
-        In that variant the number of these tokens, and a pair ``[B, 1, C]`` for each value; else None, and
-        ``[B, 1, C]`` for each value.
+    HunyuanVideo's image-to-video variant (``token_replace``) modulates the first frame's tokens by a separate
+    embedding: it gives the number of these tokens, and a pair for each value.
     """
     values = in_parts(modulation(norm, inputs.temb), count)
     embedding = getattr(inputs, "token_replace_emb", None)

@@ -54,10 +54,11 @@ def heads_of(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(2, (attn.heads, -1))
 
 
-def query_key_value(attn: AttentionModuleMixin, x: torch.Tensor) -> list[torch.Tensor]:
-    """Project queries, keys and values ``[B, S, H, D]``, before their norms."""
-    fused = attn.fused_projections
-    parts = attn.to_qkv(x).chunk(3, dim=-1) if fused else project_together((attn.to_q, attn.to_k, attn.to_v), x)
+def query_key_value(attn: AttentionModuleMixin, x: torch.Tensor, *, added: bool = False) -> list[torch.Tensor]:
+    """Project queries, keys and values ``[B, S, H, D]``, before their norms; ``added``: by the text's layers."""
+    names = ("to_added_qkv", "add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_qkv", "to_q", "to_k", "to_v")
+    fused, *layers = (getattr(attn, name, None) for name in names)
+    parts = fused(x).chunk(3, dim=-1) if attn.fused_projections else project_together(tuple(layers), x)
     return [heads_of(attn, part) for part in parts]
 
 
@@ -88,12 +89,9 @@ def query_weight(attn: AttentionModuleMixin) -> tuple[torch.Tensor, torch.Tensor
 def normalise_heads(
     norm: nn.Module, x: torch.Tensor, rotary: Rotary | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMSNorm of queries or keys and RoPE, in one pass if the norm is plain.
+    """RMSNorm of queries or keys ``[B, S, H, D]`` and RoPE, in one pass if the norm is plain.
 
-    Args:
-        norm: norm over each head's features, or over the features of all heads of a token.
-        x: ``[B, S, H, D]``.
-        out: tensor for the result, ``[B, S, H, D]``; None = allocated.
+    The norm is over each head's features, or over the features of all heads of a token.
     """
     if is_plain_norm(norm, x.device):
         return norm_rope(x, norm.weight, rotary, eps=norm.eps, out=out)
@@ -141,8 +139,7 @@ def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> t
 def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
     """Return the object that runs ``linear`` in 8 bits with the activation before it; None = each runs separately.
 
-    Args:
-        x: tensor like the features before the activated ones in the layer's input.
+    ``x`` is like the features before the activated ones in the layer's input.
     """
     return in_8_bits(linear, x) if _is_tanh_gelu(activation) and x.shape[-1] % EVEN == 0 else None
 

@@ -17,19 +17,9 @@ from torch import nn
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.kernels.symbols import MAX_HEADS, AttentionPlan
+from dit_accel.models.fused import parts
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import (
-    Rotary,
-    feed_forward,
-    heads_of,
-    key_value,
-    normalise_heads,
-    normalise_pair,
-    query_key_value,
-    query_projection,
-    query_weight,
-    why_not_plain,
-)
+from dit_accel.models.fused.parts import Rotary
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import TileSite
 
@@ -44,7 +34,7 @@ class WanBlockHook(BlockHook):
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         attn, cross = block.attn1, block.attn2
-        return [query_projection(attn), attn.to_out[0], cross.to_q, cross.to_out[0]]
+        return [parts.query_projection(attn), attn.to_out[0], cross.to_q, cross.to_out[0]]
 
     def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         x, context = inputs.hidden_states, inputs.encoder_hidden_states
@@ -62,7 +52,7 @@ class WanBlockHook(BlockHook):
         else:
             crossed = block.attn2(norm_x, context, None, None)
         x, norm_x = add_gated_norm_modulate(x, crossed, None, mlp_scale, mlp_shift, eps=block.norm3.eps)
-        mlp = feed_forward(block.ffn, norm_x)
+        mlp = parts.feed_forward(block.ffn, norm_x)
         self.remember("attention and mlp", (attended, mlp))
         self.remember("cross-attention", (crossed,), by_row=True)
         return add_gated(x, mlp, mlp_gate)
@@ -80,12 +70,12 @@ class WanBlockHook(BlockHook):
     ) -> torch.Tensor:
         """Self-attention ``[B, S, C]`` with its output projection; ``rows`` is the plan of a DISPATCH step."""
         if rows is None:
-            q, k, v = query_key_value(attn, x)
+            q, k, v = parts.query_key_value(attn, x)
         else:
-            q = gemm_q(x, *query_weight(attn), rows, backend=self.preset.kernels.gemm)
-            k, v = key_value(attn, x)
+            q = gemm_q(x, *parts.query_weight(attn), rows, backend=self.preset.kernels.gemm)
+            k, v = parts.key_value(attn, x)
         tables = tuple(table[0, :, 0].float() for table in rotary)  # of [1, S, 1, D]
-        q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
+        q, k = parts.normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
         o = self.attend_computed(site, attn, q, k, v) if rows is None else site.attend(q, k, v)
         return attn.to_out[1](self.project_out(site, attn.to_out[0], o))
 
@@ -99,12 +89,12 @@ class WanBlockHook(BlockHook):
         """
         gemm, out = self.preset.kernels.gemm, attn.to_out[0]
         if rows is None:
-            q = normalise_heads(attn.norm_q, heads_of(attn, attn.to_q(x)))
+            q = parts.normalise_heads(attn.norm_q, parts.heads_of(attn, attn.to_q(x)))
             return attn.to_out[1](out(_prompt_attention(attn, q, context)))
         q = gemm_q(x, attn.to_q.weight, attn.to_q.bias, rows, backend=gemm)
-        o = _prompt_attention(attn, normalise_heads(attn.norm_q, q), context)
+        o = _prompt_attention(attn, parts.normalise_heads(attn.norm_q, q), context)
         (crossed,) = self.recall("cross-attention")
-        gemm_q(o, out.weight, out.bias, rows, out=heads_of(attn, crossed), backend=gemm)
+        gemm_q(o, out.weight, out.bias, rows, out=parts.heads_of(attn, crossed), backend=gemm)
         return crossed
 
 
@@ -127,7 +117,7 @@ def _add_and_normalise(
     x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, norm: nn.Module
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x + update * gate`` and its norm, whose weight and bias are a modulation; some models have no norm."""
-    if isinstance(norm, nn.Identity) or why_not_plain(norm, x.device) is not None:
+    if isinstance(norm, nn.Identity) or parts.why_not_plain(norm, x.device) is not None:
         x = add_gated(x, update, gate)
         return x, norm(x.float()).type_as(x)
     scale, shift = (norm.weight.float() - 1)[None, None], norm.bias.float()[None, None]
@@ -149,7 +139,7 @@ def _prompt_attention(attn: WanAttention, q: torch.Tensor, context: torch.Tensor
 
 def _attention_to(attn: WanAttention, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attention of q ``[B, S, H, D]`` to tokens outside of the sequence, ``[B, N, H * D]``."""
-    k, v = heads_of(attn, key), heads_of(attn, value)
+    k, v = parts.heads_of(attn, key), parts.heads_of(attn, value)
     return dispatch_attention_fn(q, k, v, backend=attn.processor._attention_backend).type_as(q).flatten(2)
 
 

@@ -19,15 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, swiglu
 from dit_accel.models.beside.quantized_linears import project_together
+from dit_accel.models.fused import parts
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import (
-    Rotary,
-    heads_of,
-    is_hooked,
-    normalise_heads,
-    normalise_pair,
-    why_no_plain_norms,
-)
+from dit_accel.models.fused.parts import Rotary
 
 NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")  # in the order of their modulations
 _TABLES = WeakTensorKeyDictionary()  # RoPE tables of a call's samples, which all blocks share
@@ -41,7 +35,7 @@ class ZImageBlockHook(BlockHook):
     norms = ("attention_norm", "ffn_norm")
 
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        return why_no_plain_norms((getattr(block, name) for name in NORMS), inputs.x.device)
+        return parts.why_no_plain_norms((getattr(block, name) for name in NORMS), inputs.x.device)
 
     def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         if (reason := super().why_dense(block, inputs)) is not None:
@@ -84,17 +78,19 @@ class ZImageBlockHook(BlockHook):
         """Attention ``[B, S, C]`` with its output projection."""
         site, out, norms = self.site(), attn.to_out[0], (attn.norm_q, attn.norm_k)
         if site.dispatches:
-            k, v = (heads_of(attn, layer(x)) for layer in (attn.to_k, attn.to_v))
-            q, k = torch.empty_like(v), normalise_heads(attn.norm_k, k, rotary[0])
+            k, v = (parts.heads_of(attn, layer(x)) for layer in (attn.to_k, attn.to_v))
+            q, k = torch.empty_like(v), parts.normalise_heads(attn.norm_k, k, rotary[0])
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary[0], out=q, offset=0)
             o = site.attend(q, k, v)
         else:
-            q, k, v = (heads_of(attn, output) for output in project_together((attn.to_q, attn.to_k, attn.to_v), x))
+            q, k, v = (
+                parts.heads_of(attn, output) for output in project_together((attn.to_q, attn.to_k, attn.to_v), x)
+            )
             turned = [torch.empty_like(item, memory_format=torch.contiguous_format) for item in (q, k)]
             for sample, tables in enumerate(rotary):
                 of_sample = slice(sample, sample + 1)
                 written = tuple(item[of_sample] for item in turned)
-                normalise_pair(norms, q[of_sample], k[of_sample], tables, out=written)
+                parts.normalise_pair(norms, q[of_sample], k[of_sample], tables, out=written)
             o = self.attend_computed(site, attn, *turned, v)
         projected = self.project_out(site, out, o)
         return projected if len(attn.to_out) == 1 else attn.to_out[1](projected)
@@ -128,7 +124,7 @@ def _modulation(block: nn.Module, inputs: SimpleNamespace, names: Sequence[str])
 
 
 def _feed_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    if type(mlp) is not FeedForward or is_hooked(mlp):
+    if type(mlp) is not FeedForward or parts.is_hooked(mlp):
         return mlp(x)
     return mlp.w2(swiglu(*project_together((mlp.w1, mlp.w3), x)))
 

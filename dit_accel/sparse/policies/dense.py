@@ -16,16 +16,7 @@ class Dense(Policy):
 
     leaves_out = False
 
-    def draw(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        config: Any,
-        *,
-        kv_len: Any = None,
-        pooled: Any = None,
-    ) -> SparseSymbols:
+    def draw(self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Any, **options: Any) -> SparseSymbols:
         return SparseSymbols(every_row(q, layout), None, q.shape[2], layout.tokens, layout.block)
 
     def row_bytes(self, layout: TokenLayout) -> int:

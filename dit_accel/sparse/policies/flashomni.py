@@ -23,13 +23,8 @@ def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> to
     In a sequence without text the only score is the attention that the block receives, ``M_i = Σ_j P̃[j, i]``. In each
     head the block with the highest score always computes.
 
-    Args:
-        probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
-        layout: layout, which has the blocks with text.
-        tau: share of the score that is reused, 0..1, after its ramp.
-
-    Returns:
-        ``cache_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
+    P̃ (``probabilities``) is float32 ``[B, H, T, T]``, the result ``cache_bits`` of symbols, uint8
+    ``[B, T, ceil(H / 8)]``, 1 = compute.
     """
     if not layout.text:
         return _bits_by_received_mass(probabilities, tau)

@@ -33,15 +33,9 @@ class Policy(ABC):
         kv_len: torch.Tensor | None = None,
         pooled: PooledMap | None = None,
     ) -> SparseSymbols:
-        """Return the symbols of one attention, under which every row computes.
+        """Return the symbols of one attention, under which every row computes, without a wait for the GPU.
 
-        The method must not make the host wait for the GPU.
-
-        Args:
-            q, k: ``[B, S, H, D]``, the inputs of attention.
-            layout: layout of the S tokens.
-            kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-            pooled: the pooled map of these q and k; None = the policy computes it if it needs it.
+        ``pooled`` is the pooled map of these q and k ``[B, S, H, D]``; None = the policy computes it if it needs it.
         """
 
     def row_bytes(self, layout: TokenLayout) -> int:
@@ -91,11 +85,7 @@ class Policy(ABC):
         kv_len: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> torch.Tensor:
-        """Return attention's output ``o`` ``[B, S, H, D]`` with an extra pass added in place; by default unchanged.
-
-        Args:
-            projection: the block's matrix of :meth:`projection`, or None.
-        """
+        """Return attention's output ``o`` ``[B, S, H, D]`` with an extra pass added in place; by default unchanged."""
         return o
 
     def thresholds(self, config: Any) -> Mapping[str, Sequence[float]]:

@@ -75,12 +75,8 @@ def classified(
     """Classify tiles by shares of each row (SLA, section 4.1, equations 2 and 3).
 
     Rows and columns with text are critical as a whole, in addition to the row's share of other tiles, because text
-    guides vision and vision guides text (FlashOmni, observation 1).
-
-    Args:
-        critical: share of a row's tiles, of highest pooled probability, that attend; at least one tile unless it is 0.
-        negligible: share of a row's tiles, of lowest pooled probability, that are left out.
-        backend: backend of the pooled map and the classification: "auto", "reference" or "triton".
+    guides vision and vision guides text (FlashOmni, observation 1). At least one tile is critical, unless that share
+    is 0.
     """
     pooled = pooled_map(q, k, layout.block, kv_len=kv_len, backend=backend) if pooled is None else pooled
     valid_blocks = None if kv_len is None else (kv_len.clamp(0, layout.tokens) + layout.block - 1) // layout.block

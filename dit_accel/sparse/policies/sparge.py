@@ -46,9 +46,8 @@ class Sparge(Policy):
     ) -> SparseSymbols:
         """Return the tiles of highest probability in the pooled map.
 
-        Args:
-            causal: queries attend to keys up to their own place. Tiles on the diagonal always compute, under a causal
-                mask; later tiles never compute, and rows of the map sum to 1 over the other tiles.
+        If ``causal``, tiles on the diagonal always compute, under a causal mask; later tiles never compute, and rows of
+        the map sum to 1 over the other tiles.
         """
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
         probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
@@ -94,21 +93,12 @@ def tile_bits(
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
+    """Return the tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv): ``skip_bits`` of symbols.
 
-    In each row, tiles are kept from the largest pooled probability down until their mass *reaches* ``1 − tau_kv``. So
-    at least one tile is kept, and tiles of equal probability are kept or skipped together. Rows and columns with text
-    are kept whole, because text guides vision and vision guides text (FlashOmni, observation 1).
-
-    Args:
-        probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
-        layout: layout, which has the blocks with text.
-        tau_kv: probability mass that a row may lose, 0..1, after its ramp.
-        top_k: share of a row's tiles that is kept, instead of ``tau_kv``.
-        whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
-
-    Returns:
-        ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, H, T, ceil(T / 8)]``.
+    In each row of ``probabilities`` (P̃, float32 ``[B, H, T, T]``), tiles are kept from the largest down until their
+    mass *reaches* ``1 − tau_kv``, or until ``top_k`` of them are kept. So at least one tile is kept, and tiles of equal
+    probability are kept or skipped together. Rows and columns with text are kept whole, because text guides vision and
+    vision guides text (FlashOmni, observation 1), and so are fix blocks, bool ``[B, H, T]``.
     """
     whole = {"always": layout.text_blocks, "rows": whole_rows, "columns": whole_columns}
     return select_tiles(probabilities, tau_kv if top_k is None else None, top_k=top_k, **whole)

@@ -101,14 +101,7 @@ class Static(Policy):
     """Apply ``config.pattern`` to vision tokens; text attends to all tokens, and all tokens attend to text."""
 
     def draw(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        config: StaticSkip,
-        *,
-        kv_len: Any = None,
-        pooled: Any = None,
+        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: StaticSkip, **options: Any
     ) -> SparseSymbols:
         """Return the symbols of a layout, which are computed once and shared by all sites and steps."""
         key = layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
