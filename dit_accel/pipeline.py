@@ -17,12 +17,12 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
-from dit_accel.models import TRANSFORMER_NAMES, denoisers
+from dit_accel.models import denoisers
 from dit_accel.models.beside.control_net import control_net, watch_net
 from dit_accel.models.beside.other_caches import set_cache_config
 from dit_accel.models.caller import calling_pipeline, clock_of, held_module
 from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
-from dit_accel.models.drive import drive, left_plain
+from dit_accel.models.drive import drive, left_plain, transformers_of
 from dit_accel.models.families import known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import load_preset
@@ -33,10 +33,6 @@ from dit_accel.models.wrappers import entry, unwrapped, why_not_wrapped
 from dit_accel.presets import Preset, default_preset
 from dit_accel.stages import prompts
 from dit_accel.stages.decode import FUSED, Decoding
-
-ONLY_KNOWN = (
-    f"only {', '.join(TRANSFORMER_NAMES)} and diffusers' transformers are known to be called once a step and branch"
-)
 
 
 class Acceleration:
@@ -52,12 +48,7 @@ class Acceleration:
     """
 
     def __init__(
-        self,
-        preset: Preset,
-        family: str,
-        runs: Runs,
-        drivers: Sequence[TransformerDriver],
-        plain: Sequence[torch.nn.Module] = (),
+        self, preset: Preset, family: str, runs: Runs, drivers: Sequence[TransformerDriver], plain: Sequence[Any]
     ) -> None:
         self.preset = preset
         self.family = family
@@ -98,7 +89,6 @@ class Acceleration:
 
     @property
     def _drivers(self) -> list[TransformerDriver]:
-        """Drivers of the transformers that are still there."""
         return _alive(self._all_drivers)
 
     @property
@@ -109,8 +99,7 @@ class Acceleration:
     @property
     def token_order(self) -> torch.Tensor | None:
         """Order of the last run's vision tokens (:mod:`dit_accel.sparse.token_order`); None = raster order."""
-        drivers = self._drivers
-        return drivers[0].token_order if drivers else None
+        return next((driver.token_order for driver in self._drivers), None)
 
     def report(self, pipe: Any = None) -> RunReport:
         """Return the report of the last run, or of the current run while it is in progress.
@@ -118,12 +107,10 @@ class Acceleration:
         If a later run was not accelerated, the report notes it and a warning is given.
 
         Args:
-            pipe: one of several pipelines that share the transformers, for its own last run; None = the last run of
-                any of them.
+            pipe: one of several pipelines that share the transformers; None = the last run of any of them.
         """
         controller = self._runs.latest if pipe is None else self._runs.of(pipe)
-        reason = None if self.is_restored else self.why_not_in_effect()
-        if reason is not None:
+        if not self.is_restored and (reason := self.why_not_in_effect()) is not None:
             controller.report.warn(f"not in effect: {reason}")
         report, parts = controller.read_report(), controller.parts
         report.decoding = next((stage.remark for stage in self._decoding if stage.parts is parts), None)
@@ -149,11 +136,11 @@ class Acceleration:
         """The pipelines that have this object."""
         return _alive(self._owners)
 
-    def restore(self, heirs: Sequence[TransformerDriver] = ()) -> None:
+    def restore(self, successors: Sequence[TransformerDriver] = ()) -> None:
         """Remove the acceleration without a trace; a second call does nothing.
 
-        If a call of a transformer is in progress, this takes effect at the end of the call. ``heirs`` are drivers of an
-        acceleration that replaces this one.
+        If a call of a transformer is in progress, this takes effect at the end of the call. Drivers of an acceleration
+        that replaces this one are its ``successors``.
 
         Raises:
             torch.OutOfMemoryError: weights that wait on the host don't fit on the device; nothing else is left undone.
@@ -164,13 +151,13 @@ class Acceleration:
         if self.config is not None:
             for driver in self._drivers:
                 set_cache_config(driver.transformer, None)
-        between_calls(lambda: [self._runs], lambda: self._restore(heirs))
+        between_calls(lambda: [self._runs], lambda: self._restore(successors))
 
-    def _restore(self, heirs: Sequence[TransformerDriver]) -> None:
+    def _restore(self, successors: Sequence[TransformerDriver]) -> None:
         self._undo()
         for driver in self._drivers:
-            for heir in heirs:
-                heir.inherit(driver)
+            for successor in successors:
+                successor.inherit(driver)
             driver.detach()
         self._runs.reset()
         for owner in self.owners:
@@ -208,14 +195,12 @@ class Acceleration:
 
 
 def _alive(references: Sequence[weakref.ref[Any]]) -> list[Any]:
-    """Return the objects that are still there."""
     return [item for item in (reference() for reference in references) if item is not None]
 
 
 def makes_video(pipe: Any) -> bool:
     """Return True if a pipeline makes videos: its family does, or its call takes ``num_frames`` or ``video``."""
-    family = pipeline_family(pipe)
-    if family is not None and family.makes == "videos":
+    if getattr(pipeline_family(pipe), "makes", None) == "videos":
         return True
     named = inspect.signature(pipe).parameters if callable(pipe) else {}
     return "num_frames" in named or "video" in named
@@ -255,27 +240,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
             transformers of another pipeline. Where other transformers can be accelerated, one of an unknown class is
             left plain instead, and a warning and the report give the reason.
     """
-    transformers = denoisers(pipe)
-    if not transformers:
-        unloaded = [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]
-        if unloaded:
-            raise UnsupportedError(
-                f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
-                f"pipe.update_components({unloaded[0]}=…) first"
-            )
-        raise UnsupportedError(
-            "pipe must have a transformer of diffusers or a component named "
-            f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
-            "pipelines that denoise with a UNet are not supported"
-        )
-    if not hasattr(pipe, "scheduler"):
-        raise UnsupportedError(
-            f"pipe must have a scheduler, which gives the steps, got {type(pipe).__name__}; "
-            "accelerate_transformer takes the timesteps of a loop without one"
-        )
-    for name in transformers:
-        if (reason := why_not_wrapped(getattr(pipe, name))) is not None:
-            raise UnsupportedError(f"pipe.{name}: {reason}")
+    transformers = transformers_of(pipe)
     settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer may outlive it
 
     def clock(pipeline: Any) -> SchedulerClock:
@@ -390,8 +355,7 @@ def accelerate_transformer(
         raise UnsupportedError(
             f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
         )
-    family = known_family(inner)
-    is_video = family is not None and family.makes == "videos"
+    is_video = getattr(known_family(inner), "makes", None) == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
     if timesteps is not None:
         TimestepClock(timesteps)  # raises if they are not valid
@@ -399,9 +363,8 @@ def accelerate_transformer(
     def clock(pipeline: Any) -> Clock:
         if timesteps is not None:
             return TimestepClock(timesteps)
-        return (
-            clock_of(weakref.ref(pipeline)) if keeps_timesteps(getattr(pipeline, "scheduler", None)) else PlaceClock()
-        )
+        is_known = keeps_timesteps(getattr(pipeline, "scheduler", None))
+        return clock_of(weakref.ref(pipeline)) if is_known else PlaceClock()
 
     def called() -> torch.nn.Module | None:
         return held_module(calling_pipeline(inner), inner) or entry(transformer, inner)
@@ -420,11 +383,9 @@ def _attach(
     drivers, refusals = drive(transformers, preset, called)
     for driver in drivers:
         driver.prepare()
-    known = next(filter(None, map(known_family, transformers.values())), None)
-    family = "any" if known is None else known.name
+    family = next((item.name for item in map(known_family, transformers.values()) if item is not None), "any")
     plain = {name: str(error) for name, error in refusals.items()}
-    plain |= dict.fromkeys(left_plain(owner) if owner is not None else [], ONLY_KNOWN)
-
+    plain |= {} if owner is None else left_plain(owner)
     layers = {driver.name: driver.layers() for driver in drivers}
 
     def controller(pipeline: Any) -> Controller:
@@ -460,8 +421,7 @@ def _attach(
 def _owners(transformers: Mapping[str, torch.nn.Module], owner: Any) -> list[Any]:
     """Return the pipelines that get a new acceleration: ``owner``, unless None, and those of accelerations it replaces.
 
-    Raises:
-        UnsupportedError: one has further transformers, which the new acceleration would leave plain.
+    One that also has other transformers, which would be left plain, is an error.
     """
     owners = [] if owner is None else [owner]
     for pipe in (pipe for earlier in _accelerations(transformers, owner) for pipe in earlier.owners):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dit_accel.errors import PresetError, UnsupportedError
-from dit_accel.models import denoisers
+from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.beside.control_net import CONTROL_NET
 from dit_accel.models.beside.other_caches import refuse_other_cache
 from dit_accel.models.driver import BlockHooks, FamilyDriver
@@ -18,20 +18,49 @@ from dit_accel.models.families.family import Family, timestep_names
 from dit_accel.models.hooks import find_hook, parameter_names
 from dit_accel.models.presets import fitting_presets
 from dit_accel.models.transformer import TransformerDriver
-from dit_accel.models.wrappers import unwrapped
+from dit_accel.models.wrappers import unwrapped, why_not_wrapped
 from dit_accel.presets import Preset
 
+ONLY_KNOWN = (
+    f"only {', '.join(TRANSFORMER_NAMES)} and diffusers' transformers are known to be called once a step and branch"
+)
 
-def left_plain(pipe: Any) -> list[str]:
-    """Return names of other components that take a timestep, except ControlNets; they run unaccelerated."""
+
+def transformers_of(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Return the transformers of a pipeline by name; raise an :class:`UnsupportedError` if it can't be accelerated."""
+    transformers = denoisers(pipe)
+    if not transformers:
+        unloaded = [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]
+        if unloaded:
+            raise UnsupportedError(
+                f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
+                f"pipe.update_components({unloaded[0]}=…) first"
+            )
+        raise UnsupportedError(
+            "pipe must have a transformer of diffusers or a component named "
+            f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
+            "pipelines that denoise with a UNet are not supported"
+        )
+    if not hasattr(pipe, "scheduler"):
+        raise UnsupportedError(
+            f"pipe must have a scheduler, which gives the steps, got {type(pipe).__name__}; "
+            "accelerate_transformer takes the timesteps of a loop without one"
+        )
+    for name in transformers:
+        if (reason := why_not_wrapped(getattr(pipe, name))) is not None:
+            raise UnsupportedError(f"pipe.{name}: {reason}")
+    return transformers
+
+
+def left_plain(pipe: Any) -> dict[str, str]:
+    """Return other components that take a timestep, except ControlNets, by name, and why they run unaccelerated."""
     driven = list(denoisers(pipe).values())
-    others = {name: part for name, part in vars(pipe).items() if name != CONTROL_NET}
-    modules = {name: part for name, part in others.items() if isinstance(part, torch.nn.Module)}
-    return [
-        name
-        for name, part in modules.items()
-        if timestep_names(parameter_names(part)) and not any(unwrapped(part) is item for item in driven)
-    ]
+    return {
+        name: ONLY_KNOWN
+        for name, part in vars(pipe).items()
+        if name != CONTROL_NET and isinstance(part, torch.nn.Module) and timestep_names(parameter_names(part))
+        if not any(unwrapped(part) is item for item in driven)
+    }
 
 
 def drive(

@@ -8,8 +8,8 @@ from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
 from dit_accel import accelerate_pipeline, accelerated, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import STUCK
+from dit_accel.models.drive import ONLY_KNOWN
 from dit_accel.models.session import NO_TIMESTEP
-from dit_accel.pipeline import ONLY_KNOWN
 from tests.models.tiny import STEPS, built, call
 from tests.models.tiny.parts import flow
 from tests.tiny import tiny_output, tiny_pipeline
