@@ -47,9 +47,9 @@ class Conditioning:
     """Conditioning of one branch of guidance at its latest call.
 
     Attributes:
-        new_modes: names of the strings and bools of the latest call that differ from the call before, for example
-            "extract" and then "cached" for a key-value cache; the output may then have another shape.
-        moved: the latest call is the second, and numbers, settings or tensors differ from the first. The next call
+        new_modes: names of the strings and bools of the latest call that differ from the call before, such as those of
+            a key-value cache; the output may then have another shape.
+        moved: the latest call is the second, and differs from the first in numbers, settings or tensors. The next call
             shows whether they changed or differ at every call.
     """
 

@@ -201,10 +201,7 @@ class FamilyDriver(TransformerDriver):
         )
 
     def _cut(self, arguments: Arguments) -> tuple[Arguments, TextLengths | None]:
-        """Cut padding off where the family can, and return the arguments and the lengths of the prompts.
-
-        None = the lengths are not needed: no padding is cut off, and no attention is caught.
-        """
+        """Cut padding off where the family can; return the arguments, and the prompts' lengths if these are needed."""
         text, mask = arguments.get("encoder_hidden_states"), arguments.get(self.family.text_mask)
         if text is None or mask is None:
             return arguments, None
@@ -220,9 +217,8 @@ class FamilyDriver(TransformerDriver):
     def cuts_padding(self, device: torch.device) -> bool:
         """Return True if padding is cut off: if tiles, rows or layers may be skipped, on a GPU, or on several devices.
 
-        On a CPU it stays otherwise, so that steps equal diffusers' bit by bit. In a transformer that is compiled whole
-        it stays so that prompts of other lengths need no recompilation. It stays if the caller's own plan splits the
-        tokens of several devices, because theirs must divide evenly.
+        On a CPU it stays otherwise, so that steps equal diffusers' bit by bit, in a transformer that is compiled whole
+        to spare recompilations, and under the caller's own plan for several devices, whose tokens must divide evenly.
         """
         if self.family.cut is None:
             return False
@@ -236,10 +232,7 @@ class FamilyDriver(TransformerDriver):
         return can_fuse_kernels(x, head_dim)
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
-        """Return an attention site in the call in progress, with a block's settings.
-
-        ``sample`` is the index of the sample if the model attends to each sample separately.
-        """
+        """Return an attention site in the call in progress, with a block's settings; samples may attend apart."""
         preset = self.preset
         kind = HeadSite if preset.forecast.level == "head" else TileSite
         return kind(name, self.session.call, preset, self._projections, block, sample)

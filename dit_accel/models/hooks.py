@@ -1,10 +1,8 @@
 """Hooks on a model's modules, compatible with hooks of diffusers and beneath accelerate's offload hook.
 
-``HookRegistry.remove_hook`` of diffusers breaks the chain of hooks if the removed hook is not the last one. The next
-hook's ``forward`` becomes the function that the removed hook called, instead of its own ``new_forward``, and its
-``original_forward`` stays the removed hook. So the next hook no longer runs, and when it is removed in turn, the first
-one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added or removed, or is
-called for the first time after a change, by one thread at a time.
+``HookRegistry.remove_hook`` of diffusers breaks the chain of hooks if the removed hook is not the last one: the next
+hook no longer runs, and when it is removed in turn, the first one comes back. So the chain on a module is repaired
+whenever one of our hooks is added or removed, or is called for the first time after a change, by one thread at a time.
 
 ``register_hook`` of diffusers also keeps the class's forward of that time. Beneath our hooks a module follows its
 class: replacing the forward of the class takes effect at the next call.
@@ -310,8 +308,7 @@ def why_not_replaceable(module: torch.nn.Module) -> str | None:
 def _beneath_offload(module: torch.nn.Module) -> Iterator[None]:
     """Context in which ``module.forward`` is the forward that accelerate's offload hook wraps.
 
-    diffusers removes offload hooks and adds them again at the end of every pipeline call, which would lose a hook on
-    top of them.
+    diffusers removes and adds offload hooks at the end of every pipeline call, which would lose a hook on top of them.
     """
     if not hasattr(module, "_old_forward"):
         yield

@@ -1,9 +1,8 @@
 """Interception of a diffusers model's attention, at the call of torch's ``scaled_dot_product_attention``.
 
-While an attention module runs, this receives the queries, keys and values that its processor passes to torch. The
-processor projects, normalises, rotates and projects back as before. So LoRA, IP-Adapter, fused projections and
-quantised layers keep working, and processors that are set later are intercepted too. The processor is not replaced,
-because diffusers creates new ones from its class (``load_ip_adapter``) and stores it (``fuse_qkv_projections``).
+While an attention module runs, this receives the queries, keys and values that its processor passes to torch. So LoRA,
+IP-Adapter, fused projections and quantised layers keep working, and processors that are set later are intercepted too.
+The processor is not replaced, because diffusers creates new ones from its class (``load_ip_adapter``) and stores it.
 """
 
 from __future__ import annotations

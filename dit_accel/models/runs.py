@@ -1,9 +1,8 @@
 """Runs over the same transformers by several pipelines or threads, each with its own controller.
 
-The calling pipeline identifies the run. So a pipeline that is called from another pipeline's callback, or in another
-thread, finds its own records and its own scheduler. Calls without a pipeline are identified by their thread. A
-transformer computes one call at a time, because its hooks and kernels hold state of the call in progress. A change of
-these, from any thread, is made between calls; it waits for none (:func:`between_calls`).
+The calling pipeline identifies the run, also in another pipeline's callback or in another thread; without a pipeline
+the thread does. A transformer computes one call at a time, because its hooks and kernels hold state of the call in
+progress. A change of these, from any thread, is made between calls; it waits for none (:func:`between_calls`).
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class Runs:
             return self._of_threads[thread]
 
     def begin(self, pipeline: Any) -> Controller:
-        """Reserve the transformers for a call of this pipeline, or of this thread if it is None, until :meth:`end`.
-
-        Calls may nest, for example if arguments come from another device; the outer call then stays in progress.
-        """
+        """Reserve the transformers for a call of this pipeline, or of this thread if it is None; calls may nest."""
         self._lock.acquire()
         try:
             self._in_thread.latest = self._newest = self.of(pipeline)

@@ -44,8 +44,7 @@ UNCONDITIONAL_FIRST = "cond_uncond"  # diffusers' name of a batch that holds eve
 def guidance_parts(transformer: torch.nn.Module) -> int | None:
     """Number of parts into which the transformer's attention processors split a batch; None = they do not split it.
 
-    Processors of perturbed-attention guidance treat the last part differently. Their names show if there are three
-    parts (unconditional, conditional, perturbed) or only the latter two.
+    Those of perturbed-attention guidance split it into two or three: (unconditional,) conditional, perturbed.
     """
     processors = (vars(module).get("processor") for module in transformer.modules())
     names = [type(processor).__name__ for processor in processors if processor is not None]
@@ -75,9 +74,8 @@ def prompt_rows(context: str | None, latents: torch.Tensor, parts: int | None = 
 def _repetitions(latents: torch.Tensor, context: str | None) -> int:
     """Number of equal consecutive pieces in a batch of latents; 1 = they differ.
 
-    Prompts with the same seed have equal latents too, so several numbers may fit. Nearly all guidance has two parts, so
-    the smallest is returned. If three fits as well and the context does not name two parts, the largest is returned:
-    then no prompt is divided, although several prompts may compute together.
+    Prompts with the same seed have equal latents too, so several numbers may fit. Nearly all guidance has two parts,
+    the smallest. If three fits as well and the context names no two parts, the largest divides no prompt.
     """
     batch = len(latents)
     counts = (parts for parts in range(2, batch + 1) if batch % parts == 0)
@@ -173,8 +171,7 @@ class TextMasks:
     def lengths(self, mask: torch.Tensor) -> TextLengths:
         """Return the prompts' lengths from the mask ``[B, T]``; each new mask costs one host synchronisation.
 
-        A transformer reads as many text tokens as the mask has ones, wherever these are; a text refiner reads the
-        marked tokens.
+        A transformer reads as many text tokens as the mask has ones; a text refiner reads the marked tokens.
         """
         version = 0 if mask.is_inference() else mask._version
         known = self._measured.get(mask)

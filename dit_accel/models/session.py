@@ -1,7 +1,4 @@
-"""One object owns the calls of a transformer, in the order of time.
-
-It describes the arguments, begins the step, forecasts the output or computes it, and ends the step.
-"""
+"""Calls of a transformer in the order of time: describe, begin the step, forecast or compute, end the step."""
 
 from __future__ import annotations
 
@@ -51,22 +48,15 @@ ALL_LATENTS = (*LATENTS, *FURTHER_LATENTS)
 
 
 class Session:
-    """Owns the calls of one transformer, which run one at a time and may nest.
-
-    Attributes:
-        run: run of the call in progress, otherwise of the latest call.
-        call: the call in progress, which blocks read; None = there is none.
-        pipeline: the pipeline that makes the call in progress; None = there is no call, or no pipeline makes it.
-        is_first: no call of the pipeline's run has been computed yet.
-    """
+    """Owns the calls of one transformer, which run one at a time and may nest."""
 
     def __init__(self, driver: TransformerDriver, runs: Runs) -> None:
         self.driver = driver
         self.runs = runs
-        self.run: Controller = runs.latest
-        self.call: Call | None = None
-        self.pipeline: Any = None
-        self.is_first = True
+        self.run: Controller = runs.latest  # of the call in progress, otherwise of the latest call
+        self.call: Call | None = None  # in progress, which blocks read
+        self.pipeline: Any = None  # that makes the call in progress
+        self.is_first = True  # no call of the pipeline's run has been computed yet
         self._outer: list[tuple[Controller, Call | None, Any]] = []  # states before each call that has begun
 
     def begin(self, pipeline: Any) -> None:
@@ -304,8 +294,7 @@ def timestep_of(arguments: dict[str, Any], names: Sequence[str] = TIMESTEPS) -> 
 def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     """Return for each leaf of a transformer's output True if it is a prediction for latents.
 
-    The first leaf is one if it is a tensor. Another leaf is one if it has the shape of some latents of the call, except
-    for the number of channels.
+    The first tensor is one, and others with the shape of some latents of the call, except for the number of channels.
     """
     shapes = [item.shape for item in (*latents_of(arguments), *further_latents_of(arguments))]
 

@@ -1,8 +1,7 @@
 """Support for a transformer that is compiled whole: only computed steps run the compiled code, without our hook.
 
 ``transformer.compile()`` puts the compiled entry on the module, ``torch.compile(transformer)`` on a wrapper around it.
-A call through the entry would compile the whole transformer, hooks included. But our hook must decide outside of the
-graph, and a forecast step has nothing to compile (with ``fullgraph=True`` this is an error). So calls bypass the entry
+A call through the entry would compile our hook too, which must decide outside of the graph. So calls bypass the entry
 and reach our hook first. In computed steps the hook removes itself and calls the entry: the compiled graph is that of
 the transformer's own forward, the same as without acceleration.
 """
@@ -55,8 +54,7 @@ def is_wrapper(called: Any, transformer: nn.Module) -> bool:
 def compiled_entry(transformer: nn.Module, called: Any, earlier: CompiledEntry | None = None) -> CompiledEntry | None:
     """Replace the entry of a transformer that is compiled whole, if not done yet; None = it is not compiled whole.
 
-    The pipeline calls ``called``: the transformer, or its wrapper from ``torch.compile``. The result of the previous
-    call, ``earlier``, is removed if calls no longer enter there.
+    The pipeline calls ``called``; the result of the previous call, ``earlier``, goes if calls no longer enter there.
     """
     wraps = is_wrapper(called, transformer)
     holder, attribute = (called, "forward") if wraps else (transformer, "_compiled_call_impl")

@@ -1,13 +1,11 @@
 """Code inside a transformer that is not the model's own, and whether its state changes with every call.
 
-Attention processors that inject features, hooks on blocks and wrapped forwards may count their calls, or keep tensors
-from one step for the next. Forecast steps do not call them, so they would lag behind. Their state is compared before
-and after each computed call: attributes, variables of closures and modules, default arguments, and everything that
-these hold. State that changes in two computed calls of a branch in a row depends on the step, and every step is
-computed. After one change, which may fill a cache, the next step is computed, so that it can decide.
-
-A torch hook that returns None and writes into no tensor only watches, and may lag. Random generators do not count:
-code that adds noise adds other noise, but at no wrong step.
+Attention processors, hooks on blocks and wrapped forwards may count their calls, or keep tensors from one step for the
+next. Forecast steps do not call them, so they would lag behind. Their state is compared before and after each computed
+call: attributes, variables of closures and modules, default arguments, and everything that these hold. State that
+changes in two computed calls of a branch in a row depends on the step, and every step is computed. After one change,
+which may fill a cache, the next step is computed, so that it can decide. A torch hook that returns None and writes into
+no tensor only watches, and may lag. Random generators do not count.
 """
 
 from __future__ import annotations
@@ -84,10 +82,7 @@ class Code:
 
 
 class ForeignCode:
-    """Finds the code inside a transformer that is not the model's own, and compares its state around computed calls.
-
-    Hooks around the whole transformer run in every step, and do not count.
-    """
+    """Finds the code inside a transformer that is not the model's own, and compares its state around computed calls."""
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer

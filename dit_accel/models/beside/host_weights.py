@@ -62,10 +62,7 @@ class HostWeight:
 
 
 class HostWeights:
-    """Weights of a transformer's layers that wait on the host; iterates over the layers.
-
-    ``moved`` is called before a layer moves to another device.
-    """
+    """Weights of a transformer's layers that wait on the host; iterates over the layers."""
 
     def __init__(self, transformer: nn.Module, layers: Iterable[nn.Linear], moved: Callable[[], None]) -> None:
         self._transformer = transformer
@@ -128,11 +125,7 @@ class HostWeights:
         return True
 
     def give_all_back(self) -> None:
-        """Move all weights to the layers' devices; if that fails, they all stay on the host.
-
-        Raises:
-            torch.OutOfMemoryError: a device lacks memory.
-        """
+        """Move all weights to the layers' devices; if that fails, they all stay on the host."""
         try:
             for held in self._weights.values():
                 held.give_back()

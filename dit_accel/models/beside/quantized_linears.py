@@ -146,10 +146,7 @@ class QuantizedLinears:
                 self._together[layers] = earlier._together[layers]
 
     def begin(self, run: RunReport, kind: Hashable) -> None:
-        """Prepare a call of the transformer: round the weights again if a new run has begun.
-
-        ``kind`` is a key of everything on which the time of a call depends.
-        """
+        """Prepare a call of a kind, which decides its time: round the weights again if a new run has begun."""
         self._kind, slower = kind, self._trial.slower(kind)
         if slower is not None and self._remarked is not run:
             self._remarked = run
@@ -308,10 +305,7 @@ class LinearHook(Hook):
 
 
 def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
-    """Return the object that runs a layer in 8 bits, without calling the layer, for inputs with as many rows as ``x``.
-
-    None = the layer must be called: it does not run in 8 bits, or carries other hooks.
-    """
+    """Return the object that runs a layer in 8 bits for inputs like ``x``; None = the layer itself must be called."""
     hook = find_hook(layer, LINEAR_HOOK)
     if hook is None or not hook.linears.takes(layer, x):
         return None

@@ -34,10 +34,7 @@ class CaptureTrial:
     is_complete: bool = True  # False = waits may have been missed, so the next step is measured again
 
     def why_not(self, wanted: str, *, is_shared: bool = False) -> str | None:
-        """Return why such steps are not captured, or None.
-
-        ``wanted`` is the option `kernels.graphs`; ``is_shared`` = several devices share a step and wait for each other.
-        """
+        """Return why steps are not captured if `kernels.graphs` is ``wanted``, or None; ``is_shared`` by devices."""
         if self.waits is not None:
             return f"the host waits for the GPU in {self.waits}"
         if wanted == "always":
@@ -133,10 +130,7 @@ class Turns:
 
 
 class CudaGraph:
-    """One captured function: a graph, or several with the collectives of `torch.distributed` between them.
-
-    Graphs of a pool are replayed one after the other, never at the same time.
-    """
+    """One captured function: a graph, or several with the collectives of `torch.distributed` between them."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device, self._pool = device, pool
@@ -152,15 +146,14 @@ class CudaGraph:
 
     @staticmethod
     def new_pool() -> Any:
-        """Create a memory pool that graphs share."""
+        """Create a memory pool for graphs that are never replayed at the same time."""
         return torch.cuda.graph_pool_handle()
 
     @staticmethod
     def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, CaptureTrial]:
         """Run ``function``; return its result and a measurement.
 
-        A capture fails if the host waits for the GPU, and then corrupts random generators (and, before PyTorch 2.12,
-        memory). So waits are detected before the capture.
+        Waits for the GPU make a capture fail, which corrupts random generators (and, before PyTorch 2.12, memory).
         """
         with Waits() as waits:
             of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()

@@ -34,9 +34,8 @@ FOREIGN = {*sys.stdlib_module_names, "torch", "builtins"}  # packages whose obje
 class ModelState:
     """Snapshot of everything that a graph reads from a model on the host.
 
-    Modules, containers and other objects are followed through their attributes and compared by identity; numbers and
-    containers are compared by value. Hooks, functions, and objects of torch and Python's standard library are not
-    followed.
+    Modules, containers and other objects are followed through their attributes. Hooks, functions, and objects of torch
+    and Python's standard library are compared by identity alone.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -86,14 +86,11 @@ class Captured:
 
 
 class StepGraphs:
-    """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run.
-
-    ``driver`` says how the call in progress runs. ``graph`` captures; tests use a fake for the CPU.
-    """
+    """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run."""
 
     def __init__(self, driver: Any, graph: type[CudaGraph] = CudaGraph) -> None:
         self._driver = driver
-        self._graph = graph
+        self._graph = graph  # tests use a fake for the CPU
         self._wanted = driver.preset.kernels.graphs
         self._preset_refuses = why_not_preset(driver.preset)
         self._failed: str | None = None
@@ -117,10 +114,7 @@ class StepGraphs:
             self._refusal: str | None = None  # why nothing is captured in this run
 
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a computed call, from a graph if there is one, else run eagerly.
-
-        ``original`` is the transformer's own forward, with the hooks of its blocks.
-        """
+        """Return the output of a computed call of the transformer's own forward, from a graph if there is one."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         compute = partial(original, *args, **kwargs)
         with self._lock:

@@ -1,9 +1,8 @@
 """Branches of guidance on different devices: one device computes each branch and sends the output to the others.
 
-A pipeline calls its transformer once for each branch and reads the outputs after all calls. So a call for another
-device's branch returns a placeholder tensor at once, and the device goes on to its own branch.
-Outputs are sent in the order of the calls. The loop on every device sees all of them, so it makes the same decisions
-everywhere and can forecast both branches from its own history: steps that run no block send nothing.
+A pipeline reads the outputs after all calls of a step. So a call for another device's branch returns a placeholder
+tensor at once. Outputs are sent in the order of the calls. The loop on every device sees all of them, makes the same
+decisions, and can forecast both branches: steps that run no block send nothing.
 """
 
 from __future__ import annotations
