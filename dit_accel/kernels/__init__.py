@@ -18,17 +18,18 @@ message says why), and a :class:`~dit_accel.errors.BackendError` if the backend 
 from dit_accel.kernels.attention.attention import attention as attention
 from dit_accel.kernels.attention.attention_backward import attention_backward as attention_backward
 from dit_accel.kernels.attention.attention_backward import differentiable_attention as differentiable_attention
-from dit_accel.kernels.attention.linear_attention import linear_attention as linear_attention
-from dit_accel.kernels.attention.linear_attention_backward import (
+from dit_accel.kernels.attention.linear_attention import (
     differentiable_linear_attention as differentiable_linear_attention,
 )
-from dit_accel.kernels.attention.linear_attention_backward import linear_attention_backward as linear_attention_backward
+from dit_accel.kernels.attention.linear_attention import linear_attention as linear_attention
+from dit_accel.kernels.attention.linear_attention import linear_attention_backward as linear_attention_backward
 from dit_accel.kernels.backends import backend_status as backend_status
 from dit_accel.kernels.blocks.forecast import weighted_sum as weighted_sum
 from dit_accel.kernels.blocks.gemm_o import gemm_o_dispatch as gemm_o_dispatch
 from dit_accel.kernels.blocks.gemm_o import gemm_o_update as gemm_o_update
 from dit_accel.kernels.blocks.gemm_q import gemm_q as gemm_q
-from dit_accel.kernels.blocks.linear_gelu import linear_gelu as linear_gelu
+from dit_accel.kernels.blocks.mlp import linear_gelu as linear_gelu
+from dit_accel.kernels.blocks.mlp import swiglu as swiglu
 from dit_accel.kernels.blocks.norm_modulate import add_gated as add_gated
 from dit_accel.kernels.blocks.norm_modulate import add_gated_norm_modulate as add_gated_norm_modulate
 from dit_accel.kernels.blocks.norm_modulate import norm_modulate as norm_modulate
@@ -36,7 +37,6 @@ from dit_accel.kernels.blocks.norm_rope import norm_rope as norm_rope
 from dit_accel.kernels.blocks.norm_rope import norm_rope_pair as norm_rope_pair
 from dit_accel.kernels.blocks.quantized_linear import quantize_rows as quantize_rows
 from dit_accel.kernels.blocks.quantized_linear import quantized_linear as quantized_linear
-from dit_accel.kernels.blocks.swiglu import swiglu as swiglu
 from dit_accel.kernels.decoder.causal_norm import causal_norm as causal_norm
 from dit_accel.kernels.decoder.convolution import convolution as convolution
 from dit_accel.kernels.decoder.convolution import fold_upsampling as fold_upsampling
@@ -50,11 +50,11 @@ from dit_accel.kernels.decoder.single_head_attention import single_head_attentio
 from dit_accel.kernels.packing import pack_bits as pack_bits
 from dit_accel.kernels.packing import unpack_bits as unpack_bits
 from dit_accel.kernels.plans.classification import classify_tiles as classify_tiles
-from dit_accel.kernels.plans.key_selection import select_keys as select_keys
 from dit_accel.kernels.plans.lowering import lower as lower
 from dit_accel.kernels.plans.lowering import transpose_lists as transpose_lists
 from dit_accel.kernels.plans.pooling import PooledMap as PooledMap
 from dit_accel.kernels.plans.pooling import pooled_map as pooled_map
+from dit_accel.kernels.plans.selection import select_keys as select_keys
 from dit_accel.kernels.plans.selection import select_rows as select_rows
 from dit_accel.kernels.plans.selection import select_tiles as select_tiles
 from dit_accel.kernels.plans.tile_masks import mask_from_plan as mask_from_plan

@@ -1,11 +1,10 @@
 """Ops run without gradients; those that sparse linear attention needs are torch's own in compiled models.
 
 :func:`eager_op` is for ops that only code of ours calls, outside of compiled graphs: there they break the graph. With
-:func:`custom_op` ``dit_accel.kernels.<op>`` in Python is ``torch.ops.dit_accel.<op>`` in a graph. Dispatching an op by
-name costs microseconds, and a computed step makes hundreds of calls, so Python calls the function directly. While a
-compiler traces, the same function calls the op of its name instead. So the graph does not break, and only the unpacking
-of arguments is traced. Schemas allow only tensors and numbers. They are derived from the annotations, and an argument
-with several fields, such as a plan, becomes one argument per field: ``plan_kv_index``, ``plan_tokens``.
+:func:`custom_op` ``dit_accel.kernels.<op>`` in Python is ``torch.ops.dit_accel.<op>`` in a graph. Python calls the
+function directly, because dispatching an op by name costs microseconds; while a compiler traces, it calls the op of its
+name instead. So the graph does not break, and only the unpacking of arguments is traced. Schemas are derived from the
+annotations: a parameter with several fields becomes one argument per field, ``plan_kv_index`` and ``plan_tokens``.
 
 An op's results must be new tensors. If the function writes into arguments (``out``), the op returns nothing.
 """

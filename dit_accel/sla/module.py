@@ -15,8 +15,11 @@ from torch import nn
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.attention.attention import attention
 from dit_accel.kernels.attention.attention_backward import differentiable_attention
-from dit_accel.kernels.attention.linear_attention import FEATURE_MAPS, linear_attention
-from dit_accel.kernels.attention.linear_attention_backward import differentiable_linear_attention
+from dit_accel.kernels.attention.linear_attention import (
+    FEATURE_MAPS,
+    differentiable_linear_attention,
+    linear_attention,
+)
 from dit_accel.kernels.layout import BLOCK_SIZES, TokenLayout
 from dit_accel.kernels.plans.classification import require_shares
 from dit_accel.kernels.plans.lowering import lower

@@ -98,11 +98,10 @@ def _launch(name, q, k, plan, scale, kv_len, arguments, has_masks=False) -> None
         *(("HEAD_DIM", head_dim), ("ELEMENT_BF16", int(q.dtype == torch.bfloat16))),
         *(("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))),
     )
-    kernel(name, q.device, defines).launch(
+    kernel(name, q.device, defines, TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES).launch(
         min(multiprocessors(q.device), MAX_PROGRAMS),
         THREADS,
         (*arguments, heads, heads // k.shape[2], plan.blocks, tokens, scale * LOG2_E),
-        shared_bytes=TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES,
     )
 
 

@@ -22,7 +22,6 @@ from dit_accel.errors import KernelError
 
 SOURCES = Path(__file__).parent
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-DEFAULT_SHARED_LIMIT = 48 * 1024
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Defines = tuple[tuple[str, str | int], ...]
@@ -32,24 +31,23 @@ DEBUG_DEFINES: Defines = ()  # added to every kernel's; set before the first lau
 class Kernel:
     """One loaded ``__global__`` function on one device."""
 
-    def __init__(self, function: ctypes.c_void_p, context: ctypes.c_void_p, device: torch.device) -> None:
+    def __init__(
+        self, function: ctypes.c_void_p, context: ctypes.c_void_p, device: torch.device, shared_bytes: int
+    ) -> None:
         self._function = function
         self._context = context
         self._device = device
-        self._shared_limit = DEFAULT_SHARED_LIMIT
+        self._shared_bytes = shared_bytes
 
-    def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0) -> None:
+    def launch(self, programs: int, threads: int, arguments: Sequence[Any]) -> None:
         """Launch on the device's current stream; :func:`_c_value` says how ``arguments`` are passed."""
-        if shared_bytes > self._shared_limit:
-            _check(driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), "shared memory")
-            self._shared_limit = shared_bytes
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         # Triton's way: torch.cuda.current_stream takes longer than the launch
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device.index))
         is_current = torch.cuda.current_device() == self._device.index
         with contextlib.nullcontext() if is_current else torch.cuda.device(self._device):
-            launch = self._function, programs, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None
+            launch = self._function, programs, 1, 1, threads, 1, 1, self._shared_bytes, stream, pointers, None
             error = driver().cuLaunchKernel(*launch)
             if error == INVALID_CONTEXT:  # the thread has not used the device yet
                 _check(driver().cuCtxSetCurrent(self._context), "context")
@@ -58,8 +56,10 @@ class Kernel:
 
 
 @functools.cache
-def kernel(name: str, device: torch.device, defines: Defines = ()) -> Kernel:
+def kernel(name: str, device: torch.device, defines: Defines, shared_bytes: int) -> Kernel:
     """Return the function ``name`` of the source of that name, compiled for ``device`` with these macros.
+
+    Its launches take ``shared_bytes`` of shared memory.
 
     Raises:
         KernelError: NVRTC or the driver refuses; the message holds their log.
@@ -74,7 +74,8 @@ def kernel(name: str, device: torch.device, defines: Defines = ()) -> Kernel:
         _check(driver().cuCtxSetCurrent(context), "context")
         _check(driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
         _check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
-    return Kernel(function, context, device)
+        _check(driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared_bytes), "shared memory")
+    return Kernel(function, context, device, shared_bytes)
 
 
 @functools.cache

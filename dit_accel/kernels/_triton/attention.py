@@ -7,13 +7,10 @@ blocks of their row in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e), r
     l  = a * l + sum_j p_j            acc = a * acc + sum_j p_j v_j
 
 Without masks a row's tile that is cut by the end of the keys, at most one, follows in a second loop. With masks one
-loop goes over all tiles, and whole FULL tiles skip the mask (see ``attention_steps``). Unused features cost nothing:
-masks, ``kv_len``, partial tiles, the threshold and lse are compiled in or out.
-
-On Hopper the loop does not prefetch. Three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB for the
-queries and one tile, which holds the keys and then the values), and each computes while the others wait. Dense
-attention of head dimension 128 and 33K tokens on one H200, one run: 551 TF; two programs of 128 queries and two stages
-reach 544 TF, one such program with three stages 512 TF.
+loop goes over all tiles, and whole FULL tiles skip the mask (see ``attention_steps``). Unused features are compiled
+out. On Hopper the loop does not prefetch: three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB for
+the queries and one tile, which holds the keys and then the values), and each computes while the others wait. Dense
+attention of head dimension 128 and 33K tokens on one H200 runs at 551 TF, with two programs and two stages at 544 TF.
 """
 
 import torch

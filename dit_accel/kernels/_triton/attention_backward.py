@@ -7,9 +7,8 @@
 2. :func:`_query_gradient`, over the rows that compute, along their key blocks: dQ;
 3. :func:`_key_gradients`, over the key blocks, along the query blocks that attend to them: dK and dV.
 
-Both loops recompute a tile's P = exp2(s * q k - shift) and dS = P * (dO v - delta), with s = scale * log2(e): seven
-products per tile instead of five, but no tile is ever stored. With shift = +inf P is 0, so the loop over queries needs
-no mask. Unused features cost nothing: masks, ``kv_len`` and partial tiles are compiled in or out.
+Both loops recompute a tile's P = exp2(s * q k - shift) and dS = P * (dO v - delta), with s = scale * log2(e), so no
+tile is ever stored. With shift = +inf P is 0, so the loop over queries needs no mask. Unused features are compiled out.
 """
 
 import torch
@@ -228,9 +227,8 @@ def _longest_first(position, count, blocks, LONG: tl.constexpr):
     """Index of the entry that runs at ``position``, in a work list sorted by head, then longest first.
 
     The longest ``1 / LONG`` entries of each head run first, so that a key block to which a whole head attends does not
-    start last. With two such blocks in each of 12 heads dK and dV take 1.08 ms instead of 1.69 ms; with random tiles
-    they take 1.07 ms instead of 1.04 ms. Sorting over all heads takes 1.27 ms, because programs that run at the same
-    time then share no queries.
+    start last. With two such blocks in each of 12 heads dK and dV take 1.08 ms instead of 1.69 ms, and 1.27 ms if all
+    heads are sorted together.
     """
     long_blocks = blocks // LONG
     heads = count // blocks
@@ -255,12 +253,10 @@ def _store_rows(
 
 
 def _config(q: torch.Tensor, by_descriptor: bool) -> dict[str, int]:
-    """Tokens per step of either loop (``TILE``), and the pipeline.
+    """Tokens per step of either loop (``TILE``), and the pipeline; on Hopper two programs fit a multiprocessor.
 
-    On Hopper two programs fit a multiprocessor (255 registers, 97 KiB), and one computes while the other waits. With 5%
-    of 512 x 512 tiles, 12 heads and head dimension 128 on one H200, dQ runs at 571 TF and dK, dV at 627 TF. Without
-    prefetching they run at 437 and 466 TF, in tiles of 32 tokens at 554 and 558 TF; dK, dV of 128 keys in 8 warps run
-    at 530 TF.
+    With 5% of 512 x 512 tiles of 12 heads of 128 on one H200, dQ runs at 571 TF and dK, dV at 627 TF; in tiles of 32
+    tokens at 554 and 558 TF.
     """
     if q.dtype == torch.float32:  # on scalar units, for tests
         return {"TILE": 16, "STAGES": 1, "num_warps": 8}

@@ -2,8 +2,7 @@
 
 A score is ``c * (int8 product + float16 product)``. c is the product of a query's scale (including the scale of the
 scores and log2(e)) and a key block's scale. The int8 product is converted to float32, and the matrix unit adds the
-float16 product of the 16 exact channels. So the softmax costs as much as in bfloat16: one multiply-add and one exp2 per
-score. Ignored keys have -inf in an exact channel, so no tile needs a mask.
+float16 product of the 16 exact channels. Ignored keys have -inf in an exact channel, so no tile needs a mask.
 
 With ``pv_threshold`` the rows of a program decide together, and a step is a whole tile.
 

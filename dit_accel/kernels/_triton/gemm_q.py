@@ -65,10 +65,7 @@ def _gemm_q(
 
 
 def _config(x: torch.Tensor, fused: bool) -> dict[str, int]:
-    """Sizes of tiles. Dense 4608 x 3072 x 3072 in bf16 on an H200: 0.135 ms plain, 0.19 ms fused, F.linear 0.12 ms.
-
-    With ``K_TILE`` 128 the plain product takes 0.16 ms; with 64 the fused product takes 0.21 ms.
-    """
+    """Sizes of tiles. Dense 4608 x 3072 x 3072 in bf16 on an H200: 0.135 ms plain, 0.19 ms fused, F.linear 0.12 ms."""
     if x.dtype == torch.float32:
         return {"K_TILE": 32, "STAGES": 2, "num_warps": 8}
     if is_hopper_or_later(x):

@@ -153,11 +153,7 @@ def _select_keys(
 
 
 def _configs(q: torch.Tensor, group: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of tiles and pipeline of both launches; the second takes one group, or 64 queries with separate rows.
-
-    Groups of 128, 12 heads, 32760 tokens and head dimension 128 take 11.1 ms on one H200; 13.2 ms with eight warps in
-    the second launch.
-    """
+    """Sizes of tiles and pipeline of both launches; the second takes one group, or 64 queries with separate rows."""
     queries = max(group, 64)
     if q.dtype == torch.float32:  # on scalar units, for tests
         common = {"KEY_TILE": 16, "STAGES": 1, "num_warps": 8}

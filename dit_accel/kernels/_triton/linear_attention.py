@@ -7,7 +7,16 @@
 4. ``Z = M z`` in float32, made of two TF32 products, because the output is divided by it;
 5. one program for ``TOKENS`` queries of a row that computes: ``phi(Q) H / (phi(Q) Z)``, and the projection.
 
-Neighbouring programs of steps 1 and 5 take neighbouring heads, which are adjacent in memory.
+Neighbouring programs of steps 1 and 5 take neighbouring heads, which are adjacent in memory. Gradients, for each group:
+
+1. H and Z again, as in the forward pass;
+2. one program per row: from H, Z, q and dO its dQ, and its ``dH_i = phi(Q_i)^T dN_i`` and ``dZ_i``;
+3. ``dh = M^T dH``, one batched product by torch (cuBLAS), and ``dz = M^T dZ`` in float32;
+4. one program per key block: from dh, dz, k and v its dK and dV.
+
+A constant added to all values of a head changes neither dQ nor dK. But if values have a mean, it dominates H: over 32K
+keys it is 180 times the part that determines dQ. So the mean is subtracted from the values before anything is rounded.
+Each result has one writer, so runs repeat bit by bit.
 """
 
 from collections.abc import Iterator
@@ -24,9 +33,7 @@ from dit_accel.kernels.symbols import AttentionPlan
 GROUP_BYTES = 2**29
 SUM_ROWS, SUM_COLUMNS = 32, 64
 SUM_WARPS = 4
-# For bfloat16, by block. At least two programs fit a multiprocessor's registers: one loads while the other computes. On
-# one H200 with D = 128 the states of 12 heads and 32760 tokens take 0.18 ms at blocks of 64, and 0.22 ms with 4 warps
-# of 238 registers.
+# For bfloat16, by block. At least two programs fit a multiprocessor's registers: one loads while the other computes.
 STATE_CONFIG = {64: {"num_warps": 4, "maxnreg": 168}, 128: {"num_warps": 8, "maxnreg": 128}}
 OUTPUT_CONFIG = {"num_warps": 8, "maxnreg": 128}
 FLOAT32_CONFIG = {"num_warps": 8}
@@ -192,15 +199,11 @@ def _outputs(
 
 
 class RowSums(NamedTuple):
-    """Sums over the marginal tiles of the rows of G heads, with ``marginal``, the 0/1 matrix of these tiles.
+    """Sums over the marginal tiles of the rows of G heads; T rows and C columns, a multiple of 8."""
 
-    With T rows and C columns, a multiple of 8: ``marginal`` ``[B * G, T, C]`` and ``sums`` (H) ``[B * G, T, D, D]`` in
-    the dtype of products, ``feature_sums`` (Z) float32 ``[B * G, T, D]``.
-    """
-
-    marginal: torch.Tensor
-    sums: torch.Tensor
-    feature_sums: torch.Tensor
+    marginal: torch.Tensor  # [B * G, T, C], the 0/1 matrix of these tiles, in the dtype of products
+    sums: torch.Tensor  # H, [B * G, T, D, D], in the dtype of products
+    feature_sums: torch.Tensor  # Z, float32 [B * G, T, D]
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
@@ -209,10 +212,9 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def products(x: torch.Tensor, config: dict[str, int] = FLOAT32_CONFIG) -> dict[str, int | str]:
-    """Constants of products; ``config`` applies to bfloat16.
+    """Constants of products; ``config`` applies to bfloat16. float16 uses TF32, which has as many mantissa bits.
 
-    The number of tokens fits the shared memory of every GPU since sm80 (sm89: 99 KiB). float16 uses TF32, which has as
-    many mantissa bits.
+    The number of tokens fits the shared memory of every GPU since sm80 (sm89: 99 KiB).
     """
     if x.dtype == torch.bfloat16:
         return {"TOKENS": 64, "PRECISION": "tf32"} | config
@@ -228,10 +230,7 @@ def head_groups(q: torch.Tensor, plan: AttentionPlan) -> Iterator[slice]:
 
 
 def sum_states(k, v, plan, group, feature_map, kv_len, shared_value=None) -> RowSums:
-    """Run steps 1 to 4 for keys and values ``[B, S, G, D]`` of a group of heads.
-
-    ``shared_value``: float32 ``[B, G, D]``, subtracted from all values of a head; None = 0.
-    """
+    """Run steps 1 to 4 for ``[B, S, G, D]`` of a group of heads, minus ``shared_value`` ``[B, G, D]`` of each head."""
     batch, tokens, heads, head_dim = k.shape
     dtype = product_dtype(k)
     bits = plan.linear_bits[:, group]
@@ -273,3 +272,122 @@ def linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, a
                 HAS_PROJECTION=projection is not None, ACCUMULATES=accumulate, FEATURES=feature_map,
                 BLOCK=plan.block, HEAD_DIM=head_dim, **options,
             )  # fmt: skip
+
+
+@triton.jit
+def _features_backward(gradient, features, FEATURES: tl.constexpr):
+    """Gradient of phi's input from the gradient of its result, float32 ``[tokens, head_dim]``."""
+    if FEATURES == "softmax":
+        return features * (gradient - tl.sum(features * gradient, 1)[:, None])
+    if FEATURES == "elu":
+        return gradient * tl.minimum(features, 1.0)
+    return tl.where(features > 0, gradient, 0.0)
+
+
+@triton.jit
+def _row_gradients(
+    q, do, sums, feature_sums, mask64, dq, d_sums, d_feature_sums, q_strides, do_strides, dq_strides,
+    tokens, first_head, heads, rows,
+    FEATURES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)  # (b * rows + i) * heads + h
+    head = program % heads
+    row = program // heads % rows
+    batch = program // heads // rows
+    slot = (batch * heads + head) * rows + row
+    stop = tl.where(row_computes(mask64, batch, row, first_head + head, rows), tokens, 0)  # others read 0 and give 0
+    element = sums.dtype.element_ty
+    dim = tl.arange(0, HEAD_DIM)
+    feature_sum = tl.load(feature_sums + slot * HEAD_DIM + dim)
+    d_sum = tl.zeros([HEAD_DIM, HEAD_DIM], tl.float32)
+    d_feature_sum = tl.zeros([HEAD_DIM], tl.float32)
+    for part in tl.range(BLOCK // TOKENS, num_stages=1):
+        first_token = row * BLOCK + part * TOKENS
+        query, _ = load_tokens(q, q_strides, batch, head, first_token, stop, TOKENS, HEAD_DIM)
+        gradient, _ = load_tokens(do, do_strides, batch, head, first_token, stop, TOKENS, HEAD_DIM)
+        exact_features = map_features(query, FEATURES)
+        features = as_operand(exact_features, element, PRECISION)
+        state = load_state(sums, slot, HEAD_DIM, PRECISION)
+        denominator = tl.sum(features.to(tl.float32) * feature_sum[None, :], 1)
+        inverse = tl.where(denominator > 0, 1.0 / denominator, 0.0)
+        numerator = tl.dot(features, state, input_precision=PRECISION)
+        d_denominator = -tl.sum(gradient * numerator, 1) * inverse * inverse
+        d_numerator = as_operand(gradient * inverse[:, None], element, PRECISION)
+        d_features = tl.dot(d_numerator, tl.trans(state), input_precision=PRECISION)
+        d_features += d_denominator[:, None] * feature_sum[None, :]
+        d_query = _features_backward(d_features, exact_features, FEATURES)
+        store_tokens(dq, dq_strides, batch, head, first_token, tokens, d_query, TOKENS, HEAD_DIM)
+        d_sum = tl.dot(tl.trans(features), d_numerator, d_sum, input_precision=PRECISION)
+        d_feature_sum += tl.sum(features.to(tl.float32) * d_denominator[:, None], 0)
+    store_state(d_sums, slot, d_sum, HEAD_DIM)
+    tl.store(d_feature_sums + slot * HEAD_DIM + dim, d_feature_sum)
+
+
+@triton.jit
+def _key_gradients(
+    k, v, shared_value, kv_len, d_states, d_feature_sums, dk, dv, k_strides, v_strides, dk_strides,
+    tokens, heads, parts, columns,
+    HAS_LENGTHS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)  # (b * parts + part) * heads + h
+    head = program % heads
+    first_token = program // heads % parts * TOKENS
+    batch = program // heads // parts
+    slot = (batch * heads + head) * columns + first_token // BLOCK
+    stop = key_end_of(kv_len, batch, tokens, HAS_LENGTHS)
+    key, is_valid = load_tokens(k, k_strides, batch, head, first_token, stop, TOKENS, HEAD_DIM)
+    value = load_values(v, shared_value, v_strides, batch, head, heads, first_token, stop, True, TOKENS, HEAD_DIM)
+    exact_features = tl.where(is_valid, map_features(key, FEATURES), 0.0)
+    element = d_states.dtype.element_ty
+    features = as_operand(exact_features, element, PRECISION)
+    d_value = tl.dot(features, load_state(d_states, slot, HEAD_DIM, PRECISION), input_precision=PRECISION)
+    store_tokens(dv, dk_strides, batch, head, first_token, tokens, d_value, TOKENS, HEAD_DIM)
+    # loaded again in the other order: both at once would take 144 KiB in float32
+    by_value = tl.trans(load_state(d_states, slot, HEAD_DIM, PRECISION))
+    d_features = tl.dot(as_operand(value, element, PRECISION), by_value, input_precision=PRECISION)
+    d_features += tl.load(d_feature_sums + slot * HEAD_DIM + tl.arange(0, HEAD_DIM))[None, :]
+    d_key = _features_backward(d_features, exact_features, FEATURES)
+    store_tokens(dk, dk_strides, batch, head, first_token, tokens, d_key, TOKENS, HEAD_DIM)
+
+
+def linear_attention_backward(
+    q, k, v, do, plan, feature_map, kv_len
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, tokens, _, head_dim = q.shape
+    dq, dk, dv = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(3))
+    means = _mean_values(v, kv_len)
+    for group in head_groups(q, plan):
+        heads, options = group.stop - group.start, products(q)
+        of_group = [x[:, :, group] for x in (q, k, v, do, dq, dk, dv)]
+        group_q, group_k, group_v, group_do, group_dq, group_dk, group_dv = of_group
+        mean = means[:, group].contiguous()
+        row_sums = sum_states(group_k, group_v, plan, group, feature_map, kv_len, mean)
+        d_sums, d_feature_sums = torch.empty_like(row_sums.sums), torch.empty_like(row_sums.feature_sums)
+        with on_device(q):
+            _row_gradients[(batch * plan.blocks * heads,)](
+                group_q, group_do, row_sums.sums, row_sums.feature_sums, plan.mask64, group_dq, d_sums, d_feature_sums,
+                q.stride()[:3], do.stride()[:3], dq.stride()[:3], tokens, group.start, heads, plan.blocks,
+                FEATURES=feature_map, BLOCK=plan.block, HEAD_DIM=head_dim, **options,
+            )  # fmt: skip
+        by_key = row_sums.marginal.transpose(1, 2)
+        d_states = torch.bmm(by_key, d_sums.flatten(2))
+        d_state_features = sum_features(by_key, d_feature_sums)
+        parts = plan.blocks * (plan.block // options["TOKENS"])
+        with on_device(q):
+            _key_gradients[(batch * parts * heads,)](
+                group_k, group_v, mean, kv_len, d_states, d_state_features, group_dk, group_dv,
+                k.stride()[:3], v.stride()[:3], dk.stride()[:3], tokens, heads, parts, by_key.shape[1],
+                HAS_LENGTHS=kv_len is not None, FEATURES=feature_map, BLOCK=plan.block,
+                HEAD_DIM=head_dim, **options,
+            )  # fmt: skip
+    return dq, dk, dv
+
+
+def _mean_values(v: torch.Tensor, kv_len: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the valid values ``[B, S, H, D]`` of each head: float32 ``[B, H, D]``."""
+    if kv_len is None:
+        return v.mean(1, dtype=torch.float32)
+    is_valid = torch.arange(v.shape[1], device=v.device) < kv_len[:, None]
+    total = torch.where(is_valid[..., None, None], v, 0.0).sum(1, dtype=torch.float32)
+    return total / is_valid.sum(1).clamp(min=1)[:, None, None]

@@ -3,9 +3,8 @@
 1. One program per (side, batch, block, head) reads its tokens once and computes their mean and the length of the sum of
    their unit vectors. Neighbouring programs read neighbouring heads, which are adjacent in memory.
 2. One program per (batch, head) and chunk of query blocks writes scores against all key blocks into the map, then, with
-   the row's maximum and sum, their softmax in place. The first block's mean is subtracted from the means of keys: any
-   vector may be subtracted from all keys of a softmax, and this one contains the part that they share. The float32
-   products are made of three TF32 products.
+   the row's maximum and sum, their softmax in place. The first block's mean, which contains the part that all keys
+   share, is subtracted from their means. The float32 products are made of three TF32 products.
 """
 
 import triton

@@ -62,8 +62,7 @@ class ValueMatrix(NamedTuple):
 def operand_order(position):
     """Index among 16 keys of the key at a position of a float8 operand, so that scores can stay in their registers.
 
-    A thread of a matrix unit holds columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 scores, but rows 4 t to 4 t + 3 of an
-    8-bit operand. A sum over keys does not depend on their order.
+    A thread holds columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 scores, but rows 4 t to 4 t + 3 of an 8-bit operand.
     """
     return (position & ~15) + (position >> 1 & 1) * 8 + (position >> 2 & 3) * 2 + (position & 1)
 

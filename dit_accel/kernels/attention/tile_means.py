@@ -5,10 +5,9 @@ by blocks, as in PISA, arXiv 2602.01077):
 
     sum_i e^(q k_i) -> n_j e^(q k_j)     sum_i e^(q k_i) v_i -> n_j e^(q k_j) v_j
 
-Attention over the listed tiles returned the output O and the log-sum-exp L of the scaled scores; the softmax then
-continues, as over the single keys of ``slices.py``. A row has at most one such key per block, so this
-costs about ``1 / block`` of dense attention. By Jensen's inequality the mean weighs less than its block. Correcting
-this with a second moment overshoots, because keys of a block are not normally distributed.
+The softmax over the listed tiles then continues, as over the single keys of ``slices.py``. By Jensen's inequality the
+mean weighs less than its block. Correcting this with a second moment overshoots, because keys of a block are not
+normally distributed.
 """
 
 import torch

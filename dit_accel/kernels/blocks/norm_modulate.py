@@ -3,8 +3,7 @@
     x' = x + gate * update          y = LayerNorm(x') * (1 + scale) + shift
 
 Some models (Z-Image) have RMSNorm, u / sqrt(mean(u^2) + eps), for LayerNorm, and normalise the update by it too. In
-MiniMax-H3 each token takes its gate, scale and shift from a table of timesteps and modalities. Each op works on rows of
-a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times instead of once.
+MiniMax-H3 each token takes its gate, scale and shift from a table of timesteps and modalities.
 """
 
 import torch

@@ -14,8 +14,8 @@ import torch
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.plans.key_selection import select_keys
 from dit_accel.kernels.plans.pooling import PooledMap, block_means
+from dit_accel.kernels.plans.selection import select_keys
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.sparse.policies.policy import Policy, every_row
 

@@ -1,8 +1,8 @@
-"""Gate of an MLP: SiLU of one half of its inner features times the other half.
+"""Activations of an MLP: a gate, and GELU in the epilogue of a matrix product.
 
     y = x_0 sigmoid(x_0) x_1          x = [x_0 | x_1], or x_0 = x and x_1 apart
 
-This is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the matrix products before and after it.
+The gate is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the matrix products before and after it.
 """
 
 import torch
@@ -40,3 +40,21 @@ def swiglu(
     else:
         out.copy_(F.silu(x.float()) * value.float())
     return out
+
+
+@eager_op
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``GELU(x W^T + b)`` with the tanh approximation. Forward only: no gradient flows.
+
+    On a GPU cuBLASLt applies GELU to its float32 sums; elsewhere the sums are rounded first.
+
+    ``x`` is ``[..., C]``, float16, bfloat16 or float32; ``weight`` ``[N, C]``, ``bias`` ``[N]`` and the result
+    ``[..., N]`` are like it.
+    """
+    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    checks.require_same("x", x, ("N", x.shape[-1]), weight=weight)
+    if bias is None or not x.is_cuda:
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    checks.require_shape("bias", bias, (weight.shape[0],))
+    product = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return product.view(*x.shape[:-1], -1)

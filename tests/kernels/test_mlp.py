@@ -1,8 +1,9 @@
-"""A gated MLP's activation in one pass equals its formula in float64, rounded once."""
+"""An MLP's gate equals its formula in float64, rounded once; GELU in an epilogue is no worse than GELU behind it."""
 
 import torch
+import torch.nn.functional as F
 
-from dit_accel.kernels import swiglu
+from dit_accel.kernels import linear_gelu, swiglu
 from tests.kernels.conftest import IMPLEMENTED, assert_rounded_once, is_refused
 from tests.pairs import every_pair
 
@@ -26,3 +27,12 @@ def test_gate_times_value(place, width, backend, dtype, make_tensor):
     out = swiglu(x, value, out=wide[..., 10:-6], backend=backend)
     assert out.data_ptr() == wide[..., 10:].data_ptr() and torch.equal(out, y)
     assert wide[..., :10].isnan().all() and wide[..., -6:].isnan().all()
+
+
+@every_pair(biased=(True, False), dtype=(torch.float32, torch.bfloat16))
+def test_product_and_activation(dtype, biased, make_tensor, assert_no_worse):
+    x, weight = make_tensor(2, 24, 64, dtype=dtype), make_tensor(96, 64, dtype=dtype)
+    bias = make_tensor(96, dtype=dtype) if biased else None
+    exact = F.gelu(F.linear(x.double(), weight.double(), None if bias is None else bias.double()), approximate="tanh")
+    low = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    assert_no_worse(linear_gelu(x, weight, bias), exact, low)
