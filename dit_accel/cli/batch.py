@@ -31,13 +31,6 @@ MANIFEST = "manifest.jsonl"
 RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # keys of a manifest line; all others are settings
 
 
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError("output_dir", f"{folder} can't be created: {error.strerror}") from None
-
-
 def run_jobs(
     engine: Worker | RayEngine,
     jobs: Sequence[Job],
@@ -50,14 +43,7 @@ def run_jobs(
 ) -> None:
     """Generate the outputs that are missing.
 
-    Args:
-        facts: settings shared by all lines, written to the manifest; an output of other settings does not count.
-        batch_size: maximum number of lines in one call.
-        force: replace outputs of other settings.
-
-    Raises:
-        ArgumentError: the folder holds outputs of other settings.
-        BatchError: some jobs failed.
+    ``facts`` are settings shared by all lines. Outputs of other settings are an error, unless ``force`` replaces them.
     """
     facts = {**facts, "preset": engine.preset}
     if leads():

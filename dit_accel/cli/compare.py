@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.options import REPEATS, RepeatsOption, RunOptions, option, parse_call, takes_options
+from dit_accel.cli.options import RunOptions, option, parse_call, repeats_option, takes_options
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.failures import explained_failures
@@ -55,7 +55,7 @@ class CompareOptions(RunOptions):
         "video the frame in its middle.",
         default=False,
     )
-    repeats: RepeatsOption = REPEATS
+    repeats: int = repeats_option()
 
 
 @takes_options(without=("preset", "overrides", "offload"))

@@ -60,13 +60,10 @@ class Sides:
 def both_sides(
     pipe: Any, arguments: dict[str, Any], seed: int, preset: Preset, repeats: int, console: Console, *, whole: bool
 ) -> Sides:
-    """Warm up, then run and time both sides.
+    """Warm up a plain pipeline, then run and time both sides alternately; it is plain again afterwards.
 
-    Args:
-        pipe: a plain pipeline; plain again afterwards.
-        repeats: timed runs of each side. Only the first plain run is complete: the others stop after a few steps,
-            since all plain steps take the same time.
-        whole: run all plain repeats to the end, because a run's start takes time too, e.g. with offloading.
+    Plain repeats stop after a few steps, since all take the same time, unless they are to be ``whole``, because a
+    run's start takes time too, e.g. with offloading.
     """
     from dit_accel import accelerated
     from dit_accel.tools.measure.timing import denoise, transformer_clock

@@ -9,17 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dit_accel.cli.batch import make_folder, run_jobs
+from dit_accel.cli.batch import run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides, print_summary, summary_of, write_results
 from dit_accel.cli.options import (
     MOST_IMAGES,
-    REPEATS,
-    RepeatsOption,
     RunOptions,
     actors_option,
     engine_option,
     option,
     parse_call,
+    repeats_option,
     require_engine,
     require_finite,
     takes_options,
@@ -28,7 +27,7 @@ from dit_accel.cli.parallel import parse_degrees
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.estimates import long_run_note
 from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, size_note, unused
-from dit_accel.serving.outputs import require_distinct, require_plot, require_writable
+from dit_accel.serving.outputs import make_folder, require_distinct, require_plot, require_writable
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, read_image, start_pipeline, timed_call
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import read_jobs
@@ -100,7 +99,7 @@ class GenerateOptions(RunOptions):
         "--compare",
         default=False,
     )
-    repeats: RepeatsOption = REPEATS
+    repeats: int = repeats_option()
     plot: Path | None = option("Write a plot of the run: step modes, times, forecast errors. Needs the extra `plots`.")
     json_path: Path | None = option(
         "Write a JSON file with times (seconds of the denoising loop: medians and all repeats; of each stage of the "
@@ -200,7 +199,7 @@ def _setup(options: GenerateOptions) -> Setup:
 
 
 def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> None:
-    make_folder(options.output_dir)
+    make_folder(options.output_dir, "output_dir")
     facts: dict[str, Any] = {"model": options.model, "image": options.image and str(options.image)}
     facts |= ({"call": setup.call} if setup.call else {}) | setup.loading.facts
     facts |= {name: value for name, value in (("dtype", options.dtype), ("fps", options.fps)) if value}

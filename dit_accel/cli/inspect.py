@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
-from dit_accel.errors import ArgumentError, ShapeError, shortened, shown
+from dit_accel.errors import ArgumentError, ShapeError, shown
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.media import Clips, medium_of, size_note
-from dit_accel.serving.outputs import require_writable
+from dit_accel.serving.outputs import make_folder, require_writable
 from dit_accel.serving.pipelines import call_arguments, read_image, timed_call
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
@@ -52,11 +52,7 @@ def command(options: InspectOptions) -> None:
     preset, overrides, loading = options.preset_and_loading(plain)
     output, named = options.output, {"prompt": options.prompt, **options.sizes, "image": read_image(options.image)}
     others = parse_call(options.call)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError("output", f"{shortened(str(output))} can't be created: {reason}") from None
+    make_folder(output, "output")
     figures = [output / name for name in ("timeline.png", "density.png", "report.json")]
     for path in (*figures, *output.glob("symbols-*.png")):
         require_writable(path, "output", force=options.force)

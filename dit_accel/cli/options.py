@@ -21,7 +21,7 @@ from dit_accel.serving.loading import Loading
 from dit_accel.serving.loras import parse_loras, with_projections
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
 from dit_accel.tools.extras import require_extra
-from dit_accel.tools.measure.repeats import REPEATS as REPEATS
+from dit_accel.tools.measure.repeats import REPEATS
 
 # Generous bounds, which catch typing mistakes before any work.
 MOST_STEPS = 10_000
@@ -43,21 +43,13 @@ def require_finite(option: typer.CallbackParam, value: float | None) -> float | 
     return value
 
 
-def _side(name: str) -> Any:
-    return typer.Option(name, min=FEWEST_PIXELS, max=MOST_PIXELS, help="In pixels.", show_default="the pipeline's")
-
-
 def option(help: str, *names: str, default: Any = None, **more: Any) -> Any:
     """Field of a dataclass of options; ``names`` and ``more`` are passed to ``typer.Option``."""
     return field(default=default, metadata={"option": typer.Option(*names, help=help, **more)})
 
 
 def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Turn a function of one options dataclass into a typer command, with the class's own fields first.
-
-    Args:
-        without: inherited fields that this command does not offer; they keep their defaults.
-    """
+    """Turn a function of one options dataclass into a typer command, ``without`` some inherited fields."""
 
     def expand(command: Callable[[Any], None]) -> Callable[..., None]:
         (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
@@ -83,21 +75,33 @@ def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any],
     return expand
 
 
-StepsOption = Annotated[
-    int | None, typer.Option("--steps", min=1, max=MOST_STEPS, help="Denoising steps.", show_default="the pipeline's")
-]
-HeightOption = Annotated[int | None, _side("--height")]
-WidthOption = Annotated[int | None, _side("--width")]
-RepeatsOption = Annotated[
-    int,
-    typer.Option(
-        "--repeats",
+def side_option() -> Any:
+    return option("In pixels.", min=FEWEST_PIXELS, max=MOST_PIXELS, show_default="the pipeline's")
+
+
+def repeats_option() -> Any:
+    return option(
+        "Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.",
+        default=REPEATS,
         min=1,
         max=MOST_REPEATS,
-        help="Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.",
-    ),
-]
-ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace existing files.")]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """Numeric arguments of the pipeline's call."""
+
+    steps: int | None = option("Denoising steps.", min=1, max=MOST_STEPS, show_default="the pipeline's")
+    height: int | None = side_option()
+    width: int | None = side_option()
+    num_frames: int | None = option(
+        "Number of frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's"
+    )
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        return {"steps": self.steps, "height": self.height, "width": self.width, "num-frames": self.num_frames}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +170,7 @@ def require_engine(engine: Literal["process", "ray"], actors: int | None, device
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(LoadingOptions):
+class RunOptions(SizeOptions, LoadingOptions):
     """A pipeline, its preset and the arguments of its call."""
 
     preset: str | None = preset_option("; `none` runs the plain pipeline")
@@ -180,22 +184,12 @@ class RunOptions(LoadingOptions):
         "Repeatable.",
         metavar="NAME=VALUE",
     )
-    steps: StepsOption = None
     seed: int = option("Seed of the initial noise, a 64-bit integer.", default=0, min=-(2**63), max=2**63 - 1)
-    height: HeightOption = None
-    width: WidthOption = None
-    num_frames: int | None = option(
-        "Number of frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's"
-    )
     image: Path | None = option(
         "Input image, for pipelines that take one: Kontext, img2img, the first frame of image-to-video."
     )
-    force: ForceOption = False
+    force: bool = option("Replace existing files.", "--force", "-f", default=False)
     quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
-
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        return {"steps": self.steps, "height": self.height, "width": self.width, "num-frames": self.num_frames}
 
     def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:
         """Return the preset's name and overrides (see :func:`named_preset`), and how to load the pipeline."""
@@ -234,10 +228,7 @@ def named_preset(
 ) -> tuple[str | None, dict[str, Any]]:
     """Return the name of the requested preset, or of the model's own preset, if any; and the overrides.
 
-    Both are checked here, so that a misspelt preset is reported before the model loads.
-
-    Args:
-        refusal: reason why the command can't run with ``none``; empty = it can.
+    Both are checked here, before the model loads; ``refusal`` says why the command can't run with ``none``.
     """
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset

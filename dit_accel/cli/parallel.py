@@ -21,11 +21,7 @@ WAYS = ("ulysses", "branches")  # keywords of parallelize_pipeline
 
 
 def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
-    """Parse ``"ulysses=2,branches=2"`` into keywords of ``parallelize_pipeline``; empty for one process.
-
-    Args:
-        used: arguments that don't work with several processes, and whether each was given.
-    """
+    """Parse ``"ulysses=2,branches=2"`` into keywords of ``parallelize_pipeline``, which exclude options in use."""
     if text is None:
         if ranks() > 1:
             raise ArgumentError(
@@ -67,9 +63,7 @@ def tells() -> bool:
 
 
 def run_to_end(app: Callable[[], None]) -> NoReturn:
-    """Run a command line to its end. One of several processes that fails exits at once, so that torchrun ends the
-    others.
-    """
+    """Run a command line. One of several processes that fails exits at once, so that torchrun ends the others."""
     if ranks() == 1:
         sys.exit(app())
     code: object = 1

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from dit_accel.cli.options import ForceOption
 from dit_accel.errors import UnsupportedError
 from dit_accel.serving.outputs import require_writable
 from dit_accel.tools.files import write_whole
@@ -80,7 +79,7 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
 @app.command("schema")
 def schema_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.", show_default="print")] = None,
-    force: ForceOption = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace existing files.")] = False,
 ) -> None:
     """Print the JSON schema of preset files, for completion and checks in an editor."""
     import json

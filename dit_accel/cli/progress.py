@@ -21,14 +21,7 @@ LINE_EVERY = 60.0  # seconds between lines where no bar can be shown, e.g. in a 
 
 
 class Progress:
-    """One bar for many runs. The time left is estimated from the pace so far.
-
-    Args:
-        bar: shows the progress.
-        begun: name of the first activity.
-        unit: name of the counted units.
-        lines: print a line now and then, because the bar can't be shown.
-    """
+    """One bar for many runs, or ``lines`` now and then. The time left is estimated from the pace so far."""
 
     def __init__(self, bar: Bar, begun: str, unit: str, *, lines: bool = False) -> None:
         self._bar = bar

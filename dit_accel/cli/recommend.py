@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import MISSING, dataclass
 
 import typer
 
-from dit_accel.cli import options
+from dit_accel.cli.options import MOST_FRAMES, SizeOptions, option, takes_options
 from dit_accel.serving.loras import parse_loras
 
 
-def command(
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="Model id on the Hugging Face Hub, folder, demo model, or a family's name."),
-    ],
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU: 4090, RTX 3060, a100, h100, …", show_default="this machine's GPU")
-    ] = None,
-    steps: options.StepsOption = None,
-    height: options.HeightOption = None,
-    width: options.WidthOption = None,
-    num_frames: Annotated[
-        int | None,
-        typer.Option("--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Number of frames; video only."),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option("--lora", metavar="LORA[:WEIGHT]", help="LoRA to load, as in `dit-accel generate`. Repeatable."),
-    ] = None,
-    quantized: Annotated[bool, typer.Option("--quantized", help="The model's weights are quantised.")] = False,
-    distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled for few steps.")] = False,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs that share one image or video.")] = 1,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RecommendOptions(SizeOptions):
+    model: str = option(
+        "Model id on the Hugging Face Hub, folder, demo model, or a family's name.", "--model", "-m", default=MISSING
+    )
+    gpu: str | None = option("GPU: 4090, RTX 3060, a100, h100, …", show_default="this machine's GPU")
+    num_frames: int | None = option("Number of frames; video only.", "--frames", "--num-frames", min=1, max=MOST_FRAMES)
+    lora: list[str] | None = option("LoRA to load, as in `dit-accel generate`. Repeatable.", metavar="LORA[:WEIGHT]")
+    quantized: bool = option("The model's weights are quantised.", "--quantized", default=False)
+    distilled: bool = option("The model is distilled for few steps.", "--distilled", default=False)
+    gpus: int = option("Number of GPUs that share one image or video.", default=1, min=1)
+
+
+@takes_options()
+def command(options: RecommendOptions) -> None:
     """Recommend a preset, and print the lines to copy. No model is loaded.
 
     dit-accel recommend --model black-forest-labs/FLUX.1-dev --gpu 4090
@@ -45,16 +37,16 @@ def command(
     from dit_accel.tools.advise.recommend import recommend
 
     found = recommend(
-        model,
-        gpu=gpu or _present_gpu(),
-        steps=steps,
-        height=height,
-        width=width,
-        frames=num_frames,
-        loras=parse_loras(lora),
-        quantized=quantized,
-        distilled=distilled,
-        gpus=gpus,
+        options.model,
+        gpu=options.gpu or _present_gpu(),
+        steps=options.steps,
+        height=options.height,
+        width=options.width,
+        frames=options.num_frames,
+        loras=parse_loras(options.lora),
+        quantized=options.quantized,
+        distilled=options.distilled,
+        gpus=options.gpus,
     )
     console = Console()
     table = Table(Column("preset", no_wrap=True), "use it as", box=None, pad_edge=False)

@@ -35,30 +35,16 @@ EXACT = "exact"  # computes all steps, to check an installation
 
 @dataclass(frozen=True)
 class Fields:
-    """Values that suit a model.
+    """Values that suit a model."""
 
-    Args:
-        examples: prompts.
-        presets: label and name of each preset.
-        is_video: whether the model makes videos.
-        numbers: the model's own steps, height, width and num_frames; None = known only to the pipeline.
-    """
-
-    examples: list[str]
-    presets: list[tuple[str, str]]
+    examples: list[str]  # prompts
+    presets: list[tuple[str, str]]  # labels and names
     is_video: bool
-    numbers: dict[str, int | None]
+    numbers: dict[str, int | None]  # steps, height, width and num_frames; None = known only to the pipeline
 
 
 def fields_of(model: str, pipe: Any = None) -> Fields:
-    """Return the values that suit a model.
-
-    Args:
-        pipe: its pipeline; None = not loaded, so that only a demo model's sizes and steps are known.
-
-    Raises:
-        UnsupportedError: the name means no model, or a model with a UNet.
-    """
+    """Return the values that suit a model; before it is loaded, only a demo model's sizes and steps are known."""
     if pipe is None:
         identity = identify(os.path.expanduser(model))
         family, is_video = identity.family, identity.is_video
@@ -70,7 +56,6 @@ def fields_of(model: str, pipe: Any = None) -> Fields:
 
 
 def preset_of(name: str, *, is_video: bool) -> Preset:
-    """Return the preset that a name means on the page."""
     return load_preset(default_preset(name, is_video=is_video))
 
 

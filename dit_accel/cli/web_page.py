@@ -22,7 +22,6 @@ from dit_accel.cli.web_form import (
     target_of,
     words_note,
 )
-from dit_accel.cli.web_look import FACE
 from dit_accel.errors import DitAccelError
 from dit_accel.presets import Preset
 from dit_accel.presets.loading import DEFAULT
@@ -32,6 +31,12 @@ from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playgrou
 if TYPE_CHECKING:
     import gradio
 
+DOCS = "https://github.com/dit-accel/dit-accel/blob/main/docs"
+FACE = f"""# dit-accel
+One prompt, two runs from the same noise, plain and accelerated: compare the time and the result.
+[About this page]({DOCS}/guide/app.md) · [Presets]({DOCS}/guide/choosing.md) ·
+[How it works]({DOCS}/reference/concepts.md)
+"""
 REMEMBERED = 12  # results of a session
 TAB_SELECTS = """() => document.querySelector("#preset").addEventListener("keydown", (event) => {
     if (event.key !== "Tab") return;
@@ -43,14 +48,7 @@ LONGEST_KEPT = 24 * 3600  # seconds that an output file is kept
 
 
 class Page:
-    """The page, as ``blocks``; the caller launches it with the style of `web_look`.
-
-    Args:
-        playground: it must have loaded the first model.
-        model: selected at first.
-        models: offered in the list.
-        any_model: whether visitors may enter other models, which are then loaded.
-    """
+    """The page, as ``blocks``. The playground has loaded the first model; ``any_model`` lets visitors enter others."""
 
     def __init__(self, playground: Playground, model: str, models: list[str], *, any_model: bool) -> None:
         import gradio as gr

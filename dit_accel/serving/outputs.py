@@ -38,6 +38,14 @@ def require_distinct(outputs: Iterable[tuple[str, Path]]) -> None:
             raise ArgumentError(field, f"{path} is also the file of {other}; name another file")
 
 
+def make_folder(folder: Path, field: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(field, f"{shortened(str(folder))} can't be created: {reason}") from None
+
+
 def _problem(path: Path, force: bool) -> str | None:
     """Return the reason why a file can't be written, or None; raise the system's error if it rejects the name."""
     target = Path(os.path.realpath(path))

@@ -152,9 +152,9 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(recommend, "recommend", advise)
 
     class Blocks:
-        def launch(self, **given):
-            put(**given)
-            return None, "http://local/", "http://public/" if given["share"] else None
+        def launch(self, *, theme, share, **where):
+            put(share=share, **where)
+            return None, "http://local/", "http://public/" if share else None
 
         def block_thread(self):
             pass

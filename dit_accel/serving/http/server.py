@@ -2,7 +2,7 @@
 
     app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset, Limits()), keys=[])
 
-This file has the routes of images; :mod:`~dit_accel.serving.http.video_server` has those of videos.
+This file has the routes of images; :mod:`~dit_accel.serving.http.videos` has those of videos.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.connections import configured
 from dit_accel.serving.http.metrics import Metrics
 from dit_accel.serving.http.requests import SUFFIXES, EditRequest, ImageRequest, requested_preset
-from dit_accel.serving.http.video_server import VideoServer
-from dit_accel.serving.http.videos import VideoStore
+from dit_accel.serving.http.videos import VideoServer, VideoStore
 
 LAST_STEPS = 30.0  # seconds that cancelled runs have at the end
 

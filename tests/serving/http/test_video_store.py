@@ -15,7 +15,6 @@ from dit_accel.serving.engine import Made
 from tests.serving.http.test_server import KEYS, LIMITS, Held, client, running, until
 from tests.serving.http.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
 
-video_server = pytest.importorskip("dit_accel.serving.http.video_server")
 ClientDisconnect = pytest.importorskip("starlette.requests").ClientDisconnect
 api = pytest.importorskip("dit_accel.serving.http.api")
 requests = pytest.importorskip("dit_accel.serving.http.requests")
@@ -133,7 +132,7 @@ def test_an_ended_job_stays_as_it_ended(job, tmp_path, end):
 def test_a_file_is_closed_after_its_answer(job, leaves):
     """Also if the client leaves in the middle."""
     job.tell(MADE)
-    response, sent = video_server._VideoFile(job.open(), "a.mp4"), []
+    response, sent = videos._VideoFile(job.open(), "a.mp4"), []
 
     async def send(message):
         sent.append(message.get("body", b""))
@@ -253,7 +252,7 @@ def test_a_key_has_its_own_videos():
 
 def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
     """Its client gets the whole file, and the folder loses it at once."""
-    monkeypatch.setattr("dit_accel.serving.http.video_server.CHUNK", 8)
+    monkeypatch.setattr("dit_accel.serving.http.videos.CHUNK", 8)
     store = videos.VideoStore(LIMITS)
 
     async def conversation(app, _):
