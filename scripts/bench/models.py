@@ -3,7 +3,6 @@
 
     python -m scripts.bench.models --model flux --output docs/results/speed-flux
     python -m scripts.bench.models --model wan-i2v-14b --runs dispatch --output docs/results/speed-wan-i2v-14b
-    python -m scripts.bench.models --model wan-14b --runs memory --output docs/results/speed-wan-14b
     python -m scripts.bench.models --model flux --runs exact,linear,host --output docs/results/layers-on-host
     python -m scripts.bench.models --tiny                             # the same paths on the CPU, in seconds
 

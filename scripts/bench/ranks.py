@@ -32,7 +32,7 @@ from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
-from scripts.bench.model_speed.runs import TILED_STEPS
+from scripts.bench.model_speed.runs import TILED_STEPS, fixed
 from scripts.tables import as_json
 
 CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
@@ -70,9 +70,8 @@ def measure(name: str, smoke: bool, table: Table) -> None:
     """Add all rows of a model: one device, shared tokens, then one branch per device."""
     bench: list[Bench] = []
 
-    def build() -> Row:
+    def build() -> None:
         bench.append(Bench((TINY if smoke else MODELS)[name], "cpu" if smoke else "cuda"))
-        return {}
 
     if not table.run(name, "building", build, shown=False):
         return
@@ -86,7 +85,7 @@ def measure(name: str, smoke: bool, table: Table) -> None:
             for run, timed in GUIDED.items():
                 table.run(f"{name}, {_count(devices)}", run, partial(timed, model.variant("CFG")))
         delattr(model.transformer, GROUP)
-    if table.run(name, "sharing the tokens", partial(_share, model, table.ranks, smoke), shown=False):
+    if table.run(name, "sharing the tokens", partial(share_tokens, model.transformer, table.ranks, smoke), shown=False):
         for run, timed in (RUNS | OF_SEVERAL | (OF_CLIPS if model.model.is_video else {})).items():
             table.run(f"{name}, {_count(table.ranks)}", run, partial(_compared, timed, model, velocity))
     bench.clear()
@@ -96,40 +95,25 @@ def measure(name: str, smoke: bool, table: Table) -> None:
         torch.cuda.empty_cache()
 
 
-def plain(bench: Bench) -> Row:
-    """Time plain diffusers."""
-    return bench.plain()
-
-
 def exact(bench: Bench) -> Row:
     """Time computed steps with fused kernels."""
     return bench.accelerated("", load_preset("exact"), 4)
 
 
-def without_graphs(bench: Bench) -> Row:
-    """Time the same steps without CUDA graphs."""
-    return bench.accelerated("", load_preset("exact", graphs="never"), 4, warm=1)
-
-
 def fifty(bench: Bench, name: str | Preset, tiles: float = 1.0) -> Row:
     """Time a run of 50 steps of which 14 are computed."""
-    preset = _fixed(name, warmup=4, interval=5, cooldown=1)
+    preset = fixed(name, warmup=4, interval=5, cooldown=1)
     return bench.accelerated("", preset, STEPS, tiles=tiles, warm=20, whole=True)
-
-
-def half_of_fifty(bench: Bench) -> Row:
-    """Time the same run, with half of the tiles in the computed steps after the warm-up."""
-    return fifty(bench, bench.model.sparse, tiles=0.5)
 
 
 def half_tiles(bench: Bench) -> Row:
     """Time computed steps that skip a random half of the tiles."""
-    preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
+    preset = fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
     return bench.accelerated("", preset, TILED_STEPS, tiles=0.5)
 
 
 RUNS: dict[str, Callable[[Bench], Row]] = {
-    "plain": plain,
+    "plain": Bench.plain,
     "exact": exact,
     f"14 of {STEPS} steps": partial(fifty, name="balanced"),
     "half of the tiles": half_tiles,
@@ -138,34 +122,24 @@ GUIDED: dict[str, Callable[[Bench], Row]] = {  # both branches; with several dev
     "two branches, exact": exact,
     f"two branches, 14 of {STEPS} steps": partial(fifty, name="balanced"),
 }
-OF_SEVERAL: dict[str, Callable[[Bench], Row]] = {"exact, no CUDA graphs": without_graphs}
-OF_CLIPS = {f"14 of {STEPS} steps, half of the tiles": half_of_fifty}
+OF_SEVERAL: dict[str, Callable[[Bench], Row]] = {
+    "exact, no CUDA graphs": lambda bench: bench.accelerated("", load_preset("exact", graphs="never"), 4, warm=1)
+}
+OF_CLIPS = {f"14 of {STEPS} steps, half of the tiles": lambda bench: fifty(bench, bench.model.sparse, tiles=0.5)}
 
 
 def _count(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _fixed(name: str | Preset, **schedule: int) -> Preset:
-    """Return a preset with a fixed interval of computed steps, because forecasts fail on random weights."""
-    return load_preset(name, schedule={"control": "interval", **schedule})
-
-
-def _share(bench: Bench, ranks: int, smoke: bool) -> Row:
-    share_tokens(bench.transformer, ranks, smoke)
-    return {}
-
-
 def _compared(timed: Callable[[Bench], Row], bench: Bench, velocity: torch.Tensor | None) -> Row:
     """Time a row on several devices; if it computes everything, add the distance of its velocity from ``velocity``."""
     row = timed(bench)
-    if velocity is None or timed not in (plain, exact):
+    if velocity is None or timed not in (Bench.plain, exact):
         return row
-    if timed is plain:
-        error = (bench.velocity.float() - velocity.float()).norm() / velocity.float().norm()
-        return row | {"relative_error": error.item()}
-    bench.velocity = velocity
-    return row | {"relative_error": bench.relative_error(load_preset("exact"))}
+    found, bench.velocity = bench.velocity, velocity
+    error = bench.error_of(found) if timed is Bench.plain else bench.relative_error(load_preset("exact"))
+    return row | {"relative_error": error}
 
 
 class Table:
@@ -184,7 +158,7 @@ class Table:
         row: Row = {}
         if error is None:
             try:
-                measured = timed()
+                measured = timed() or {}
                 row = {key: measured[key] for key in (*KEPT, "relative_error") if key in measured}
             except Exception as problem:  # any failure; go on with the other rows
                 text = str(problem).strip().splitlines()

@@ -25,13 +25,12 @@ from torch import nn
 
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
-from scripts.demo_training.drawing import draw_bank
 from scripts.demo_training.exporting import paint, write_folder
 from scripts.demo_training.family import Texts
 from scripts.demo_training.flux import PromptedFlow
 from scripts.demo_training.image_demo import ImageDemo
 from scripts.demo_training.text_encoders import TEXT_TOKENS
-from scripts.demo_training.training import MasterWeights, Pace, configure_torch, put_in_bf16, take_weights
+from scripts.demo_training.training import MasterWeights, Pace, configure_torch, draw_bank, put_in_bf16, take_weights
 
 SOLVED_IN = 48  # steps of the teacher, a multiple of the student's
 SIZE = 512  # pixels a side

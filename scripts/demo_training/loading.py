@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 
+from dit_accel import Preset, RunReport
+from dit_accel.pipeline import accelerated
 from dit_accel.tools.demo import demo_path
+from dit_accel.tools.measure.timing import run_pipeline
 
 from . import clips, prompts
 from .prompts import HeldOutPrompt
@@ -51,3 +55,27 @@ def study_parser(
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
+
+
+class AgainstPlain:
+    """Runs prompts plainly once, and again with each preset; `arguments` are the call's, except prompt and generator.
+
+    `plain`: the plain output of each prompt, float32 `[frames, 3, height, width]` in 0..1.
+    """
+
+    def __init__(self, pipe: Any, arguments: dict[str, Any], prompts: Sequence[HeldOutPrompt]) -> None:
+        self.pipe = pipe
+        self.arguments = arguments
+        self.prompts = prompts
+        self.plain = [self._call(prompt) for prompt in prompts]
+
+    def runs(self, preset: Preset) -> Iterator[tuple[torch.Tensor, torch.Tensor, RunReport]]:
+        """Yield for each prompt the output with the preset, the plain output, like `plain`, and the report."""
+        for prompt, plain in zip(self.prompts, self.plain, strict=True):
+            with accelerated(self.pipe, preset):
+                output = self._call(prompt)
+                report = self.pipe.dit_accel.report()
+            yield output, plain, report
+
+    def _call(self, prompt: HeldOutPrompt) -> torch.Tensor:
+        return run_pipeline(self.pipe, self.arguments, prompt.prompt, prompt.seed)["frames"]

@@ -22,6 +22,7 @@ Prompts come from the `reporting` list, which no preset was tuned on; `--split t
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,13 @@ from typing import Any
 import diffusers
 import torch
 
-from dit_accel import preset_names
+from dit_accel import load_preset, preset_names
+from dit_accel.models.families import family_of
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, Sweep, our_methods, peer_methods
+from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, Sweep, of_preset, our_methods, peer_methods
 from dit_accel.tools.measure.origin import describe_run
 from dit_accel.tools.measure.repeats import REPEATS
 from scripts.demo_training.loading import held_out, load_demo
-from scripts.research.fixed_schedules import fixed_schedules
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}
@@ -49,6 +50,28 @@ def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> t
     ours = our_methods(pipe, [*LOOPS, *presets], "balanced")
     others, left_out = peer_methods(pipe, steps, peers)
     return [*ours, *fixed_schedules(pipe), *others], left_out
+
+
+def fixed_schedules(pipe: Any) -> list[Method]:
+    """The papers' schedules on our engine: TaylorSeer and FORA per layer, and fixed intervals at level ``output``."""
+    methods = []
+    family = family_of(pipe)
+    settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]
+    for warmup, order, interval in settings:
+        schedule = {"warmup": warmup, "interval": interval, "cooldown": 1}
+        changes = {"schedule": schedule, "forecast": {"order": order}}
+        label = f"W={warmup} N={interval} D={order}"
+        stack = load_preset("exact", **changes)
+        methods.append(of_preset("fixed interval, whole stack", f"stack {label}", stack))
+        if family != "any":
+            layers = load_preset("flux-taylorseer", model=family, **changes)
+            methods.append(of_preset("TaylorSeer, our engine", f"layers {label}", layers))
+    if family != "any":
+        for warmup, interval in itertools.product((3, 8), (3, 4, 6)):
+            changes = {"schedule": {"warmup": warmup, "interval": interval, "cooldown": 1}}
+            reuse = load_preset("flux-taylorseer", model=family, **changes, forecast={"method": "reuse", "order": 0})
+            methods.append(of_preset("FORA, our engine", f"FORA W={warmup} N={interval}", reuse))
+    return methods
 
 
 def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> list[Method]:

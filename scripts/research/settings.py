@@ -4,13 +4,12 @@
     python -m scripts.research.settings papers --dtype bfloat16 --output docs/results/papers-demo-flux
     python -m scripts.research.settings papers --only Presets --prompts 4 --dtype bfloat16 \
         --output docs/results/flashomni-presets-demo-flux
-    python -m scripts.research.settings bits --model demo-wan --prompts 6 --dtype bfloat16 --output /tmp/bits
     python -m scripts.research.settings tiles --model demo-wan --frames 49 --height 512 --width 512 --prompts 3 \
         --split tuning --dtype bfloat16 --only loop --output docs/results/tile-sparsity-demo-wan-long-loop
 
 `papers`: the rows of FlashOmni's and FG-Attn's tables, and the presets with FlashOmni's method. `tiles`: tiles of
-attention that computed steps skip. `bits`: linear layers and attention in 8 bits. Writes a JSON file after each
-setting, and at the end a table. Sparsity is the share of query-key pairs that a whole run skips.
+attention that computed steps skip. Writes a JSON file after each setting, and at the end a table. Sparsity is the share
+of query-key pairs that a whole run skips.
 """
 
 from __future__ import annotations
@@ -27,13 +26,11 @@ from dit_accel.presets import Preset
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.measure.metrics import IDENTICAL, clip_ssim, psnr
 from dit_accel.tools.measure.origin import describe_run
-from scripts.demo_training.against_plain import AgainstPlain
-from scripts.demo_training.loading import demo_folder, held_out, load_demo
-from scripts.research.setting_lists import bits, papers, tiles
-from scripts.research.setting_lists.setting import FAMILIES
+from scripts.demo_training.loading import AgainstPlain, demo_folder, held_out, load_demo
+from scripts.research.setting_lists import FAMILIES, papers, tiles
 from scripts.tables import as_json, write_table
 
-STUDIES = {"papers": papers.settings, "tiles": tiles.settings, "bits": bits.settings}
+STUDIES = {"papers": papers.settings, "tiles": tiles.settings}
 COLUMNS = ("series", "setting", "computed", "sparsity", "claimed", "PSNR dB", "claimed", "worst", "SSIM")
 Row = dict[str, Any]
 

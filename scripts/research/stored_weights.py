@@ -21,9 +21,8 @@ from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.calls import names_in
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
-from scripts.demo_training.against_plain import AgainstPlain
-from scripts.demo_training.loading import demo_folder, held_out, load_demo, study_parser
-from scripts.research.setting_lists.setting import BALANCED
+from scripts.demo_training.loading import AgainstPlain, demo_folder, held_out, load_demo, study_parser
+from scripts.research.setting_lists import BALANCED
 from scripts.tables import as_json, write_table
 
 

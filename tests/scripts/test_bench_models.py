@@ -72,13 +72,12 @@ def test_the_other_papers_methods_run_at_their_densities(monkeypatch, tmp_path, 
     assert fg_attn["key_density"] == 0.59 and flashomni["key_density"] == 1.0
 
 
-def test_layers_in_8_bits_and_compiled_whole(monkeypatch, tmp_path):
-    """Compiled runs decide the same way, and the transformer is restored afterwards."""
+def test_layers_in_8_bits(monkeypatch, tmp_path):
+    """They err, int8 less than float8, and a step's kernels are listed."""
     stem = tmp_path / "speed"
-    assert run(monkeypatch, stem, "--model", "flux", "--runs", "linear,compiled,kernels") == 0
-    _, int8, _, float8, _, _, compiled, plain, *profiled = json.loads(stem.with_suffix(".json").read_text())["rows"]
+    assert run(monkeypatch, stem, "--model", "flux", "--runs", "linear,kernels") == 0
+    _, int8, _, float8, _, *profiled = json.loads(stem.with_suffix(".json").read_text())["rows"]
     assert 0 < int8["relative_error"] < float8["relative_error"] < 0.1
-    assert compiled["steps_by_mode"] == plain["steps_by_mode"]
     assert [row["run"] for row in profiled] == ["exact", "50% of tiles left out"]
 
 

@@ -218,15 +218,6 @@ class Bench:
             finally:
                 restore_pipeline(self)
 
-    @contextmanager
-    def compiled_whole(self) -> Iterator[None]:
-        """Compile the transformer as a whole, and undo it afterwards."""
-        self.transformer.compile(fullgraph=True, backend=_compiler(self.device))
-        try:
-            yield
-        finally:
-            _forget_compiled(self.transformer)
-
     def _seeded(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(0)
 

@@ -37,7 +37,7 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     row = bench.accelerated("exact", exact, 4)
     yield row | {"relative_error": bench.relative_error(exact), **bench.occupancy(exact)}
     for density in (0.5, 0.2):
-        preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
+        preset = fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
         row = bench.accelerated(f"{1 - density:.0%} of tiles left out", preset, TILED_STEPS, tiles=density)
         if density == 0.5:
             row |= bench.occupancy(_always_computing(bench.model.sparse), tiles=density)
@@ -59,7 +59,7 @@ def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time 50 steps with 14 computed, 4 of them dense; for videos the other 10 skip half of the tiles."""
     is_video = bench.model.is_video
     name = bench.model.sparse if is_video else "balanced"
-    preset = _fixed(name, warmup=4, interval=5, cooldown=1)
+    preset = fixed(name, warmup=4, interval=5, cooldown=1)
     tiles = 0.5 if is_video else 1.0
     run = f"14 of {STEPS} steps computed" + (", 50% of tiles" if tiles < 1 else "")
     row = bench.accelerated(run, preset, STEPS, tiles=tiles, warm=20, whole=True)  # every kernel of a run
@@ -70,7 +70,7 @@ def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def dispatch_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time a DISPATCH step at level output against a computed step, for the model and its variants."""
-    preset = _fixed("balanced", warmup=3, interval=4, cooldown=0)
+    preset = fixed("balanced", warmup=3, interval=4, cooldown=0)
     for name in ("", *bench.model.variants):
         case = bench.variant(name) if name else bench
         row = case.accelerated(f"DISPATCH, {name or 'plain'}", preset, 9, warm=0)
@@ -108,17 +108,6 @@ def _random_projections(bench: Bench, folder: Path) -> Path:
     return folder / "projections.safetensors"
 
 
-def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Run FlashOmni's setting within a memory budget and compare its peak with the estimate."""
-    preset = load_preset(
-        FLASHOMNI[bench.model.family],
-        schedule={"warmup": 1, "interval": 2, "cooldown": 0},
-        memory={"budget_gib": 90.0},
-        **{"reuse.ramp": 0.01},
-    )
-    yield bench.accelerated("FlashOmni in 90 GiB", preset, 4, rows=FLASHOMNI_ROWS, tiles=FLASHOMNI_TILES, warm=0)
-
-
 def kernel_times(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time of a computed step, kernel by kernel."""
     for run, preset, tiles in (
@@ -140,15 +129,6 @@ def linear_layers(bench: Bench) -> Iterator[dict[str, Any]]:
             yield bench.accelerated(f"exact, {dtype} layers, CUDA graphs", preset, 8, warm=4)
 
 
-def compiled_whole(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Compile the whole transformer; time computed and forecast steps, and check that decisions stay the same."""
-    preset = load_preset("balanced")
-    with bench.compiled_whole():
-        yield bench.accelerated("compiled whole, exact", load_preset("exact"), 4, warm=2)
-        yield bench.accelerated("compiled whole, balanced", preset, 12, warm=0)
-    yield bench.accelerated("not compiled, balanced", preset, 12, warm=0)
-
-
 RUNS = {
     "baseline": baseline,
     "computed": computed_steps,
@@ -156,16 +136,14 @@ RUNS = {
     "dispatch": dispatch_steps,
     "flashomni": flashomni_steps,
     "papers": papers,
-    "memory": memory_budget,
     "kernels": kernel_times,
     "exact": exact,
     "linear": linear_layers,
     "host": weights_on_host,
-    "compiled": compiled_whole,
 }
 
 
-def _fixed(name: str | Preset, **schedule: int) -> Preset:
+def fixed(name: str | Preset, **schedule: int) -> Preset:
     """Return a preset with a fixed interval of computed steps, because forecasts fail on random weights."""
     return load_preset(name, schedule={"control": "interval", **schedule})
 

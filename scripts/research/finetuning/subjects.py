@@ -9,12 +9,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from scripts.demo_training import clip_reading, clips, prompts, reading, rendering, scenes
-from scripts.demo_training.drawing import draw_bank
 from scripts.demo_training.exporting import paint
 from scripts.demo_training.family import Shape, VideoFamily
 from scripts.demo_training.flux import Flux
 from scripts.demo_training.hunyuan import Hunyuan
 from scripts.demo_training.prompts import HeldOutPrompt
+from scripts.demo_training.training import draw_bank
 from scripts.demo_training.wan import Wan
 
 from .calls import Calls, clip_calls

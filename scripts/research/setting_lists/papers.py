@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dit_accel.presets import load_preset
 
-from .setting import FAMILIES, Setting
+from . import FAMILIES, Setting
 
 OMNI, TAYLOR = "FlashOmni", "TaylorSeer"
 # (tau_q %, tau_kv %, N, D, S_q %) of FlashOmni, or (N, D) of TaylorSeer; then the paper's PSNR in dB and sparsity.

@@ -11,7 +11,7 @@ from typing import Any
 
 from dit_accel import load_preset
 
-from .setting import BALANCED, FAMILIES, Setting
+from . import BALANCED, FAMILIES, Setting
 
 WARMUP = 3  # dense steps, as in the video presets
 LOOP = "loop: "  # prefix of series with the closed loop's steps

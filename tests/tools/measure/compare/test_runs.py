@@ -14,7 +14,7 @@ from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, our_me
 from dit_accel.tools.measure.compare.report import speedup_of
 from dit_accel.tools.measure.metrics import IDENTICAL
 from dit_accel.tools.measure.timing import transformer_clock
-from scripts.research.fixed_schedules import fixed_schedules
+from scripts.research.pareto import fixed_schedules
 from tests.models.tiny import built
 from tests.tiny import tiny_inputs, tiny_pipeline
 
