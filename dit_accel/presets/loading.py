@@ -72,7 +72,10 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
     _apply(values, nested(overrides))
     if "name" in values:
         raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; the file name is the preset's name")
-    return _validated({**values, "name": name}, source=name)
+    try:
+        return Preset.model_validate({**values, "name": name})
+    except ValidationError as failure:
+        raise PresetError(f"preset {shown(name)} is not valid: {explained(failure, Preset)}") from None
 
 
 def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
@@ -185,10 +188,3 @@ def _decisive(values: dict[str, Any]) -> dict[str, Any] | None:
 def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the section of each holder under a name; empty if it is no mapping, which validation rejects later."""
     return [section if isinstance(section := holder.get(name), dict) else {} for holder in holders]
-
-
-def _validated(values: dict[str, Any], source: str) -> Preset:
-    try:
-        return Preset.model_validate(values)
-    except ValidationError as failure:
-        raise PresetError(f"preset {shown(source)} is not valid: {explained(failure, Preset)}") from None

@@ -79,7 +79,8 @@ def identify(model: str) -> Identity:
     if not folder.exists() and any(word in squeezed for word in WITH_UNET):
         raise UnsupportedError(_UNET.format(shown(model)))
     if (index := folder / "model_index.json").is_file():
-        classes = _classes_in(index)
+        values = json.loads(index.read_text(encoding="utf-8")).values()  # components are pairs of library and class
+        classes = [pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str)]
         if any("UNet" in name for name in classes):
             raise UnsupportedError(_UNET.format(shown(model)))
         family = next((name for name, family in families.items() if family.model in classes), "any")
@@ -125,12 +126,6 @@ def _distillation(squeezed: str) -> tuple[bool, int | None]:
     bases = [word for family in families for word in family.words if word in squeezed]
     found = [word for word in (*steps, *DISTILLED) if word in squeezed and not any(word in base for base in bases)]
     return (True, steps.get(max(found, key=len))) if found else (False, None)
-
-
-def _classes_in(index: Path) -> list[str]:
-    """Return the classes of a pipeline's components, which are pairs of library and class."""
-    values = json.loads(index.read_text(encoding="utf-8")).values()
-    return [pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str)]
 
 
 def _class_of(squeezed: str) -> str:

@@ -170,7 +170,10 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     """Return options that make a pipeline fit its GPU, and notes on them."""
     if card is None or quantized:
         return [], []
-    peak = _peak(model)
+    peaks, name = [peak for peak in PEAKS if peak.family == model.family], model.name.lower()
+    peak = next((peak for peak in peaks if peak.part in name), None)
+    if peak is None and not model.is_loadable and len({peak.gib for peak in peaks}) == 1:
+        peak = peaks[0]  # of a family's name, whose measured models all have the same
     if is_shared or peak is None:
         return [], ["Memory was not measured for this setup; if it does not fit, use --offload or --quantize."]
     if peak.transformers * peak.gib <= card.memory_gib / 2:
@@ -186,13 +189,6 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     return ["--offload", "group"], [
         f"Keep its blocks in host memory while others run: {why}. Forecast steps upload nothing ({page})."
     ]
-
-
-def _peak(model: Identity) -> Peak | None:
-    """Return the measured peak of a model; of a family's name only if all its measured models have the same."""
-    peaks, name = [peak for peak in PEAKS if peak.family == model.family], model.name.lower()
-    known = next((peak for peak in peaks if peak.part in name), None)
-    return known or (peaks[0] if not model.is_loadable and len({peak.gib for peak in peaks}) == 1 else None)
 
 
 def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[str]]:

@@ -184,7 +184,7 @@ OFFLOAD = "--offload model"
         ("wan", {"gpus": 2, "distilled": True}, "--parallel ulysses=2 ", "branches"),
         ("flux", {"gpu": "4090"}, OFFLOAD, "not measured"),  # all its measured models take the same memory
         ("wan", {"gpu": "4090"}, "Memory was not measured", OFFLOAD),
-        ("lodestones/Chroma1-HD", {"gpu": "a100"}, "Memory was not measured", OFFLOAD),
+        ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4090"}, "Memory was not measured", OFFLOAD),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "a100"}, "--preset", OFFLOAD),
         ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {"gpu": "a100"}, OFFLOAD, "not measured"),  # two transformers
         ("black-forest-labs/FLUX.1-schnell", {}, "--steps 4", "--guidance 3"),

@@ -39,22 +39,10 @@ def test_edit_similarity_matches_the_recursive_definition():
         assert edit_similarity(a, b) == edit_similarity(b, a) == pytest.approx(expected)
 
 
-def test_edit_similarity_of_known_words():
-    """Letters' case counts."""
-    pairs = {("kitten", "sitting"): 4 / 7, ("", "open"): 0, ("open", "open"): 1, ("", ""): 1, ("OPEN", "open"): 0}
-    assert {pair: edit_similarity(*pair) for pair in pairs} == pytest.approx(pairs)
-
-
-def test_without_a_package_the_reason_is_given(monkeypatch):
-    """The first missing one is named."""
-    monkeypatch.setattr(page, "find_spec", lambda name: None)
-    assert text_kept() == "the package rapidocr is not installed"
+def test_middle_frames_are_read_and_the_plain_ones_only_once(monkeypatch):
+    """White space doesn't count, and a plain frame without text gives no value. A missing package is named."""
     monkeypatch.setattr(page, "find_spec", lambda name: object() if name == "rapidocr" else None)
     assert text_kept() == "the package onnxruntime is not installed"
-
-
-def test_middle_frames_are_read_and_the_plain_ones_only_once(monkeypatch):
-    """White space doesn't count, and a plain frame without text gives no value."""
     seen = []
 
     def read(image):

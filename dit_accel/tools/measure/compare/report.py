@@ -128,12 +128,6 @@ def speedup_of(row: Row, document: dict[str, Any]) -> Spread:
     return speedup(plain, row.get("seconds_each", [row["seconds"]]))
 
 
-def _disturbance(row: Row, document: dict[str, Any]) -> float:
-    """Relative spread of a row's speed-ups beyond the spread of work between prompts."""
-    work = Spread.of(row["computed_fraction_each"]).width
-    return (1 + speedup_of(row, document).width) / (1 + work) - 1
-
-
 def remarks(document: dict[str, Any]) -> list[str]:
     """Return remarks: failed and unavailable methods, reloads, and disturbed times."""
     rows = document["results"]
@@ -142,7 +136,12 @@ def remarks(document: dict[str, Any]) -> list[str]:
     reloaded = ", ".join(row["name"] for row in rows if row["reloaded"])
     if reloaded:
         found.append(f"Pipeline reloaded, because plain runs had changed, after {reloaded}.")
-    apart = {row["name"]: _disturbance(row, document) for row in rows if "seconds_each" in row}
+    # Spread of a row's speed-ups beyond the spread of work between prompts.
+    apart = {
+        row["name"]: (1 + speedup_of(row, document).width) / (1 + Spread.of(row["computed_fraction_each"]).width) - 1
+        for row in rows
+        if "seconds_each" in row
+    }
     shaken = {name: width for name, width in apart.items() if width > DISTURBED}
     if shaken:
         names = ", ".join(shaken) if len(shaken) <= 5 else f"{len(shaken)} of {len(apart)} settings"

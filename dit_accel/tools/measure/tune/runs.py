@@ -44,6 +44,7 @@ class FigureStore:
         self._values: dict[str, Any] = {"request": request}
         if folder is None:
             return
+        self._file = folder / "state.json"
         with explained_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file():
@@ -68,10 +69,6 @@ class FigureStore:
         if self._folder is not None:
             contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
             write_whole(self._folder / f"{name}.safetensors", save(contiguous))
-
-    @property
-    def _file(self) -> Path:
-        return self._folder / "state.json"
 
     def _save(self) -> None:
         if self._folder is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -263,7 +264,7 @@ class _Tuner:
             "model": str(self.pipe.name_or_path),
             "preset": self.preset.model_dump(mode="json"),
             "target": str(self.target),
-            "arguments": {key: _as_json(value) for key, value in self.arguments.items()},
+            "arguments": json.loads(json.dumps(self.arguments, default=_digest)),
             "prompts": self.tuning,
             "held-out prompts": self.held_out,
             "seed": self.seed,
@@ -290,13 +291,7 @@ class _Phase:
             self.progress(activity, self.runs, max(self.expected, self.runs + 1))
 
 
-def _as_json(value: Any) -> Any:
-    """Convert an argument of a pipeline's call to a JSON value; images and tensors become a digest."""
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
+def _digest(value: Any) -> str:
+    """Return a digest of an image or a tensor among a call's arguments."""
     data = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
     return hashlib.sha256(data).hexdigest()[:16]

@@ -157,11 +157,12 @@ def test_branches_are_forecast_from_their_own_records():
     pipe, outputs = tiny_pipeline("wan"), []
     plain = tiny_output(pipe, "wan", steps=4)
     snapshot = Snapshot(pipe)
-    with forecasting(pipe, Plan({0, 2}, lambda known, step: known[-1].output)):
+    with forecasting(pipe, Plan({0, 2}, lambda known, step: known[-1].output)) as (hook,):
         handle = pipe.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0].clone()))
         tiny_output(pipe, "wan", steps=4)
         handle.remove()
         assert computed_steps(pipe, "wan", steps=4) == [0, 0, 2, 2]
+        assert [len(trail) for trail in hook.trails.values()] == [4, 4], "of this run alone"
     assert snapshot.restore() == {} and torch.equal(tiny_output(pipe, "wan", steps=4), plain)
     first, second = outputs[::2], outputs[1::2]
     assert torch.equal(first[1], first[0]) and torch.equal(second[3], second[2])

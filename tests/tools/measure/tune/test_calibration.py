@@ -1,7 +1,5 @@
 """Thresholds of single layers: records, error and sparsity of each layer, and the choice within bounds."""
 
-import functools
-
 import pytest
 import torch
 
@@ -25,27 +23,27 @@ def preset(model: str = "wan", skip: dict = SPARGE, **overrides):
     return load_preset("balanced", **sections, **overrides)
 
 
-def recorded(settings, name="wan", steps=6, prompts=2, memory=calibration.MEMORY) -> Recorder:
-    recorder = Recorder(settings, steps, prompts, memory)
-    for prompt in range(prompts):
-        with recorder.tap(pipeline(name), prompt):
-            tiny_output(pipeline(name), name, steps=steps, seed=prompt, height=96, width=80)
+def recorded(settings, memory=calibration.MEMORY) -> Recorder:
+    """Records of six steps of two prompts."""
+    recorder = Recorder(settings, 6, 2, memory)
+    for prompt in range(2):
+        with recorder.tap(pipeline("wan"), prompt):
+            tiny_output(pipeline("wan"), "wan", steps=6, seed=prompt, height=96, width=80)
     return recorder
 
 
-@functools.cache
-def recorded_in_raster_order() -> Recorder:
+@pytest.fixture(scope="module")
+def raster() -> Recorder:
     return recorded(preset())
 
 
-def test_samples_are_spread_over_the_run():
+def test_samples_are_spread_over_the_run(raster):
     """Every block is recorded as often, at steps behind the warm-up that differ, and for one branch of two.
 
     A layer of policy none stays so, and takes no memory.
     """
-    recorder = recorded_in_raster_order()
-    assert list(recorder.samples) == ["transformer.blocks.0", "transformer.blocks.1"]
-    for samples in recorder.samples.values():
+    assert list(raster.samples) == ["transformer.blocks.0", "transformer.blocks.1"]
+    for samples in raster.samples.values():
         assert sorted(sample.site.step for sample in samples) == [2, 3, 4, 5]
         assert [sample.progress * 6 for sample in samples] == [sample.site.step for sample in samples]
     settings = preset(skip={**SPARGE, "layers": {"transformer.blocks.0": {"policy": "none"}}})
@@ -56,24 +54,22 @@ def size_of(recorder: Recorder) -> int:
     return sum(x.nbytes for samples in recorder.samples.values() for sample in samples for x in sample.tensors)
 
 
-def test_memory_bounds_the_heads_that_are_kept():
+def test_memory_bounds_the_heads_that_are_kept(raster):
     """With room for one head of three, the samples of a block have one each, and together all three."""
-    whole = recorded_in_raster_order()
-    size = size_of(whole)
+    size = size_of(raster)
     bounded = recorded(preset(), memory=size // 3)
     for block, samples in bounded.samples.items():
         assert {sample.tensors[0].shape[2] for sample in samples} == {1}
         heads = [
             next(h for h in range(3) if torch.equal(all_heads.tensors[0][:, :, h : h + 1], one.tensors[0]))
-            for all_heads, one in zip(whole.samples[block], samples, strict=True)
+            for all_heads, one in zip(raster.samples[block], samples, strict=True)
         ]
         assert set(heads) == {0, 1, 2}
     assert size_of(bounded) <= size // 3
 
 
-def test_tokens_lie_in_the_presets_order():
+def test_tokens_lie_in_the_presets_order(raster):
     """Records for a preset in hilbert order are those of raster order, permuted."""
-    raster = recorded_in_raster_order()
     hilbert = recorded(preset(**{"blocks.token_order": "hilbert"}))
     order = token_order("hilbert", (3, 12, 10), 64)
     for block, samples in raster.samples.items():
