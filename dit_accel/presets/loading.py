@@ -41,8 +41,8 @@ def preset_path(name: str) -> Path:
     known = preset_names()
     if name not in known:
         family, _, word = name.partition("-")
-        has_own = family == "video" or "-" in word  # `flux-balanced` means `balanced`, as no family has its own
-        meant = (not has_own and did_you_mean(word, PLAIN)) or did_you_mean(name, known)
+        has_forms = family == "video" or "-" in word  # `flux-balanced` means `balanced`, as no family has its own
+        meant = (not has_forms and did_you_mean(word, PLAIN)) or did_you_mean(name, known)
         raise PresetError(f"unknown preset {shown(name)}{meant}; available: {', '.join(known)}")
     return _config_directory() / f"{name}.yaml"
 

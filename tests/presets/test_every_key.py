@@ -67,6 +67,12 @@ def beside(value, *, instead_of=None, **sections):
     return value, instead_of, sections
 
 
+COMPUTED = {  # keys that all policies have
+    "steps": beside("dispatch", forecast=HEAD),
+    "refresh": 3,
+    "residual": beside(True, skip={"refresh": 3}),
+    "probe_blocks": 1,
+}
 CHANGES = {  # by key: another value
     "schedule.adaptive": {
         "target_error": 0.001,
@@ -96,10 +102,7 @@ CHANGES = {  # by key: another value
         "layers": {BLOCKS[1]: {"policy": "sparge", "top_k": 0.3}},
     },
     "skip.sparge": {
-        "steps": beside("dispatch", forecast=HEAD),
-        "refresh": 3,
-        "residual": beside(True, skip={"refresh": 3}),
-        "probe_blocks": 1,
+        **COMPUTED,
         "layers": {BLOCKS[1]: {"top_k": 0.8}},
         "tau_kv": beside(0.5, skip={"top_k": None}),
         "top_k": 0.6,
@@ -110,10 +113,7 @@ CHANGES = {  # by key: another value
         "probe_error": beside(0.001, skip={"probe_blocks": 1}),
     },
     "skip.sla": {
-        "steps": beside("dispatch", forecast=HEAD),
-        "refresh": 3,
-        "residual": beside(True, skip={"refresh": 3}),
-        "probe_blocks": 1,
+        **COMPUTED,
         "layers": {BLOCKS[1]: {"critical": 0.8}},
         "critical": 0.6,
         "negligible": 0.5,
@@ -121,19 +121,14 @@ CHANGES = {  # by key: another value
         "projection": None,
     },
     "skip.fg_attn": {
-        "steps": beside("dispatch", forecast=HEAD),
-        "refresh": 3,
-        "residual": beside(True, skip={"refresh": 3}),
-        "probe_blocks": 1,
+        **COMPUTED,
         "layers": {BLOCKS[1]: {"key_threshold": 0.5}},
         "mask": "average_query",
         "key_threshold": 0.5,
     },
     "skip.static": {
-        "steps": beside("dispatch", forecast=HEAD),
+        **COMPUTED,
         "refresh": beside(3, skip={"probe_blocks": 1}),
-        "residual": beside(True, skip={"refresh": 3}),
-        "probe_blocks": 1,
         "layers": {BLOCKS[1]: {"window": 300}},
         "pattern": beside("causal", instead_of="window"),
         "window": 300,

@@ -263,7 +263,7 @@ PIPELINES = {name: facts[2:] for name, facts in MODELS.items() if facts[2]}
 @pytest.mark.parametrize("model", PIPELINES)
 def test_printed_lines_fit_the_pipeline(model):
     """Python's call has arguments of the pipeline and all required ones, with the same values as the shell's."""
-    pipeline, own_steps = PIPELINES[model]
+    pipeline, default_steps = PIPELINES[model]
     signature = inspect.signature(getattr(diffusers, f"{pipeline}Pipeline").__call__)
     is_video = "num_frames" in signature.parameters
     for steps, gpu, gpus in ((None, None, 1), (None, "RTX 4090", 2), (4, "h200", 1), (50, "RTX 4090", 1)):
@@ -274,9 +274,9 @@ def test_printed_lines_fit_the_pipeline(model):
         keywords = {word.arg: word.value for word in ast.parse(call).body[0].value.keywords}
         signature.bind(None, **dict.fromkeys(keywords), **({"kwargs": {}} if "kwargs" in signature.parameters else {}))
         values = {name: node.value for name, node in keywords.items() if isinstance(node, ast.Constant)}
-        assert values.get("num_inference_steps") == (steps or own_steps)
-        if identify(model).steps is None and not demo_path(model) and own_steps:
-            assert signature.parameters["num_inference_steps"].default == own_steps
+        assert values.get("num_inference_steps") == (steps or default_steps)
+        if identify(model).steps is None and not demo_path(model) and default_steps:
+            assert signature.parameters["num_inference_steps"].default == default_steps
         required = {name for name, item in signature.parameters.items() if item.default is item.empty}
         assert required - {"self", "kwargs"} <= set(keywords)
         assert bool(found.shell) == (not set(inputs_of(identify(model))) - {"image"})

@@ -18,14 +18,14 @@ def test_everything_that_was_put_on_comes_off():
     tiny_output(pipe, "flux", steps=2)
     assert snapshot.restore() == {}
     transformer, cls = pipe.transformer, type(pipe)
-    own_forward, own_call, blocks = transformer.forward, cls.__call__, transformer.transformer_blocks
+    first_forward, first_call, blocks = transformer.forward, cls.__call__, transformer.transformer_blocks
     transformer.forward = types.MethodType(lambda self: None, transformer)
     blocks[0].attn.forward = None
     blocks[0]._is_patched = True
     cls.__call__ = lambda self: None
     pipe._manager = object()
     assert snapshot.restore() == {"forward": 2, "_is_patched": 1, "__call__": 1, "_manager": 1}
-    assert cls.__call__ is own_call and transformer.forward == own_forward
+    assert cls.__call__ is first_call and transformer.forward == first_forward
     assert not hasattr(pipe, "_manager") and "forward" not in vars(blocks[0].attn)
     del transformer.mark
     assert snapshot.restore() == {} and transformer.mark == "here"
