@@ -70,7 +70,7 @@ def test_another_call_is_compiled_anew(other, monkeypatch):
 
 
 def test_kernels_do_not_share():
-    one, other = Kernel(), Kernel()
-    run(one, torch.zeros(8))
-    run(other, torch.zeros(8))
-    assert len(one.compiled_for) == len(other.compiled_for) == 1
+    kernels = Kernel(), Kernel()
+    for kernel in kernels:
+        run(kernel, torch.zeros(8))
+    assert [len(kernel.compiled_for) for kernel in kernels] == [1, 1]

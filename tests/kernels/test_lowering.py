@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dit_accel.kernels import lower, transpose_lists
-from dit_accel.kernels.symbols import SparseSymbols, TileMasks
+from dit_accel.kernels import lower, pack_bits, transpose_lists
+from dit_accel.kernels.symbols import TileMasks
 from tests.kernels.conftest import BACKENDS, captured, needs_gpu
 from tests.pairs import every_pair
 
@@ -26,15 +26,13 @@ CASES = {
 }
 if HAS_GPU:  # the interpreter is slow
     CASES["370-blocks"] = {"batch": 1, "heads": 2, "tokens": 64 * 370}
-MASKED = [  # every layout of the codes with one case, and every case
-    ("ragged", "batch-and-heads"),
-    ("ragged", "heads"),
-    ("ragged", "broadcast"),
-    ("ragged", "strided"),
-    ("40-heads", "heads"),
-    ("more-blocks-than-a-chunk", "strided"),
-    ("all-empty", "broadcast"),
-]
+CODES = {  # batch and heads of the codes of masks, and whether rows lie apart
+    "no-masks": None,
+    "batch-and-heads": lambda batch, heads: (batch, heads, False),
+    "heads": lambda batch, heads: (1, heads, False),
+    "broadcast": lambda batch, heads: (1, 1, False),
+    "strided": lambda batch, heads: (batch, heads, True),
+}
 
 
 def naive_lists(rows, tiles, order, masked=None):
@@ -70,26 +68,23 @@ def plan_lists(plan):
     }
 
 
-@every_pair(case=CASES, order=("head", "length"), backend=BACKENDS)
-def test_lowering_equals_a_naive_loop(case, backend, order, make_sparsity):
+@every_pair(case=CASES, order=("head", "length"), codes=CODES, backend=BACKENDS)
+def test_lowering_equals_a_naive_loop(case, order, codes, backend, make_sparsity):
+    """Masked tiles stand behind full ones; bits beyond the last head and block are ignored."""
     rows, tiles, symbols, _ = make_sparsity(**case)
-    plan = lower(symbols, order=order, backend=backend)
-    assert plan_lists(plan) == naive_lists(rows, tiles, order)
-    assert (plan.tokens, plan.block) == (case["tokens"], 64)
-
-
-@pytest.mark.parametrize(("case", "axes"), MASKED)
-def test_masked_tiles_stand_behind_full_ones(case, axes, backend, make_sparsity):
-    rows, tiles, symbols, _ = make_sparsity(**CASES[case])
     batch, heads, blocks, _ = tiles.shape
-    shape = {"heads": (1, heads), "broadcast": (1, 1)}.get(axes, (batch, heads))
-    codes = torch.randint(0, 4, (*shape, blocks, blocks), dtype=torch.int32).to(tiles.device)
-    codes = codes.transpose(2, 3) if axes == "strided" else codes
-    pool = torch.zeros(2, 64, 8, dtype=torch.uint8, device=tiles.device)
-    masks = TileMasks(codes, pool)
-    plan = lower(replace(symbols, masks=masks), order="head", backend=backend)
-    assert plan.masks is masks
-    assert plan_lists(plan) == naive_lists(rows, tiles, "head", masked=(codes != 0).expand_as(tiles))
+    beyond = [~pack_bits(torch.ones(size, dtype=torch.bool, device=rows.device)) for size in (heads, blocks)]
+    symbols = replace(symbols, cache_bits=symbols.cache_bits | beyond[0], skip_bits=symbols.skip_bits | beyond[1])
+    masked = None
+    if codes is not None:
+        *shape, is_strided = codes(batch, heads)
+        kinds = torch.randint(0, 4, (*shape, blocks, blocks), dtype=torch.int32).to(rows.device)
+        kinds = kinds.transpose(2, 3) if is_strided else kinds
+        masks = TileMasks(kinds, torch.zeros(2, 64, 8, dtype=torch.uint8, device=rows.device))
+        symbols, masked = replace(symbols, masks=masks), (kinds != 0).expand_as(tiles)
+    plan = lower(symbols, order=order, backend=backend)
+    assert plan_lists(plan) == naive_lists(rows, tiles, order, masked)
+    assert (plan.tokens, plan.block, plan.masks) == (case["tokens"], 64, symbols.masks)
 
 
 TRANSPOSED = {
@@ -122,12 +117,6 @@ def test_no_skip_bits_means_every_tile(backend, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(1, 3, 600)
     plan = lower(replace(symbols, skip_bits=None), order="head", backend=backend)
     assert plan_lists(plan) == naive_lists(rows, torch.ones_like(tiles) & rows[..., None], "head")
-
-
-def test_bits_beyond_the_last_head_and_block_are_ignored(backend, make_sparsity):
-    rows, tiles, symbols, _ = make_sparsity(1, 3, 300)
-    stray = SparseSymbols(symbols.cache_bits | 0b11111000, symbols.skip_bits | 0b11100000, 3, 300, 64)
-    assert plan_lists(lower(stray, order="head", backend=backend)) == naive_lists(rows, tiles, "head")
 
 
 @needs_gpu
