@@ -35,6 +35,22 @@ def assert_rounded_once(
     assert ((actual.double() - exact).abs() <= allowed).all()
 
 
+def assert_no_worse(actual: torch.Tensor, exact: torch.Tensor, low: torch.Tensor) -> None:
+    """Check that a result is about as close to the float64 ``exact`` as the dense low-precision ``low``.
+
+    The factor 2 and float32's 16 units stand for another order of summation: a sum of 1024 terms rounds 1024 times, and
+    32 times as much as once if the roundings are independent. TF32, which must not be used, would miss by 500 units.
+    """
+    assert actual.dtype == low.dtype
+    assert actual.shape == exact.shape == low.shape
+    if not exact.numel():
+        return
+    error, low_error = ((x.double() - exact).abs().max().item() for x in (actual, low))
+    units = 16 if actual.dtype == torch.float32 else 1  # half precision rounds once, float32 at every addition
+    rounding = units * torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    assert error <= 2 * low_error + rounding, f"error {error:.3g}, dense {low_error:.3g}, rounding {rounding:.3g}"
+
+
 def captured(function: Callable) -> object:
     """Return what a function makes in a replayed CUDA graph, whose capture fails if the host waits for the GPU."""
     function()  # compiles
@@ -122,24 +138,3 @@ def make_sparsity():
         return Sparsity(row_mask, tile_mask & row_mask[..., None], symbols, lower(symbols, backend="reference"))
 
     return make
-
-
-@pytest.fixture
-def assert_no_worse():
-    """``check(actual, exact, low)``: about as close to the float64 ``exact`` as the dense low-precision ``low``.
-
-    The factor 2 and float32's 16 units stand for another order of summation: a sum of 1024 terms rounds 1024 times, and
-    32 times as much as once if the roundings are independent. TF32, which must not be used, would miss by 500 units.
-    """
-
-    def check(actual: torch.Tensor, exact: torch.Tensor, low: torch.Tensor) -> None:
-        assert actual.dtype == low.dtype
-        assert actual.shape == exact.shape == low.shape
-        if not exact.numel():
-            return
-        error, low_error = ((x.double() - exact).abs().max().item() for x in (actual, low))
-        units = 16 if actual.dtype == torch.float32 else 1  # half precision rounds once, float32 at every addition
-        rounding = units * torch.finfo(actual.dtype).eps * exact.abs().max().item()
-        assert error <= 2 * low_error + rounding, f"error {error:.3g}, dense {low_error:.3g}, rounding {rounding:.3g}"
-
-    return check

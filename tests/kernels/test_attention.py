@@ -63,42 +63,40 @@ WAYS = {f"{kind}-{backend}": (options, backend) for kind, options in KINDS.items
 
 
 @every_pair(is_refused, case=CASES, **IMPLEMENTED)
-def test_equals_dense_masked_attention(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
+def test_equals_dense_masked_attention(case, backend, dtype, make_tensor, make_sparsity):
     shape = (case["batch"], case["tokens"], case["heads"], 16)
     q, k, v = (make_tensor(*shape, dtype=dtype) for _ in range(3))
-    check(q, k, v, make_sparsity(**case), backend, assert_no_worse)
+    check(q, k, v, make_sparsity(**case), backend)
 
 
 @needs_hopper
 @every_pair(case=LARGE, head_dim=(64, 128), dtype=(torch.float16, torch.bfloat16))
-def test_on_hopper(case, head_dim, dtype, make_tensor, make_sparsity, assert_no_worse):
+def test_on_hopper(case, head_dim, dtype, make_tensor, make_sparsity):
     """And the result does not depend on who finishes last."""
     sparsity = make_sparsity(**case, block=128)
     q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], head_dim, dtype=dtype) for _ in range(3))
-    out = check(q, k, v, sparsity, "cuda", assert_no_worse)
+    out = check(q, k, v, sparsity, "cuda")
     computed = sparsity.tokens_computed()
     assert torch.equal(attention(q, k, v, sparsity.plan, backend="cuda")[computed], out[computed])
 
 
 @every_pair(layout=LAYOUTS, head_dim=(16, 32, 64, 128), way=WAYS)
-def test_layouts_and_head_dimensions(layout, head_dim, way, make_tensor, make_sparsity, assert_no_worse):
+def test_layouts_and_head_dimensions(layout, head_dim, way, make_tensor, make_sparsity):
     kind, backend = way
     qkv = laid_out(layout, make_tensor, head_dim=head_dim)
-    check(*qkv, make_sparsity(2, 4, 130, **kind), backend, assert_no_worse, scale=0.3)
+    check(*qkv, make_sparsity(2, 4, 130, **kind), backend, scale=0.3)
 
 
 @needs_hopper
 @pytest.mark.parametrize("layout", [layout for name, layout in LAYOUTS.items() if name != "odd-strides"])
-def test_layouts_on_hopper(layout, make_tensor, make_sparsity, assert_no_worse):
+def test_layouts_on_hopper(layout, make_tensor, make_sparsity):
     """Large scores among them: the maximum jumps by far more than the accumulators may lag behind."""
     qkv = laid_out(layout, make_tensor, tokens=700, head_dim=128, dtype=torch.bfloat16)
-    check(*qkv, make_sparsity(2, 4, 700, block=128), "cuda", assert_no_worse)
+    check(*qkv, make_sparsity(2, 4, 700, block=128), "cuda")
 
 
 @every_pair(lengths=[(200, 1), (130, 0), (500, 64)], way=WAYS | {"long-masks": (KINDS["masks"], "triton-long")})
-def test_keys_beyond_kv_len_take_no_part(
-    lengths, way, monkeypatch, device, make_tensor, make_sparsity, assert_no_worse
-):
+def test_keys_beyond_kv_len_take_no_part(lengths, way, monkeypatch, device, make_tensor, make_sparsity):
     """Rows left without a key are empty. Lengths may be a view; long calls load masked tiles through descriptors."""
     kind, backend = way
     if backend.endswith("-long"):
@@ -106,27 +104,27 @@ def test_keys_beyond_kv_len_take_no_part(
     kv_len = torch.tensor([lengths, (7, 7)], dtype=torch.int32, device=device).T.contiguous()[:, 0]  # of stride 2
     q, k, v = (make_tensor(2, 200, 2, 16, dtype=torch.float16) for _ in range(3))
     sparsity = make_sparsity(2, 2, 200, **kind)
-    check(q, k, v, sparsity, backend.removesuffix("-long"), assert_no_worse, kv_len=kv_len)
+    check(q, k, v, sparsity, backend.removesuffix("-long"), kv_len=kv_len)
 
 
 @needs_hopper
 @pytest.mark.parametrize("kind", [KINDS["tiles"], KINDS["keys"]], ids=["tiles", "keys"])
 @pytest.mark.parametrize("lengths", [(900, 3), (1000, 0), (128, 896)], ids=str)
-def test_keys_beyond_kv_len_on_hopper(lengths, kind, make_tensor, make_sparsity, assert_no_worse):
+def test_keys_beyond_kv_len_on_hopper(lengths, kind, make_tensor, make_sparsity):
     q, k, v = (make_tensor(2, 1000, 4, 128, dtype=torch.bfloat16) for _ in range(3))
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     sparsity = make_sparsity(2, 4, 1000, block=128, rows=0.8, tiles=0.6, **kind)
-    check(q, k, v, sparsity, "cuda", assert_no_worse, kv_len=kv_len)
+    check(q, k, v, sparsity, "cuda", kv_len=kv_len)
 
 
 @pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 3)], ids=["shared", "by-sample", "by-head"])
-def test_masks_shared_by_samples_and_heads(axes, backend, make_tensor, make_sparsity, assert_no_worse):
+def test_masks_shared_by_samples_and_heads(axes, backend, make_tensor, make_sparsity):
     sparsity = make_sparsity(2, 3, 130, masked=0.5)
     masks = sparsity.symbols.masks
     symbols = replace(sparsity.symbols, masks=TileMasks(masks.codes[: axes[0], : axes[1]], masks.pool))
     sparsity = sparsity._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
     q, k, v = (make_tensor(2, 130, 3, 16) for _ in range(3))
-    check(q, k, v, sparsity, backend, assert_no_worse)
+    check(q, k, v, sparsity, backend)
 
 
 def test_all_ones_is_bit_identical_to_dense_on_a_cpu(make_tensor, make_sparsity):
@@ -154,11 +152,11 @@ def test_gpus_without_tensor_descriptors(block, threshold, monkeypatch, device, 
     torch.testing.assert_close(attention(q, k, v, plan, **options), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_one_key_head_of_a_wide_tensor(make_tensor, make_sparsity, assert_no_worse):
+def test_one_key_head_of_a_wide_tensor(make_tensor, make_sparsity):
     """An axis of length 1 may have any stride, also one that no descriptor takes."""
     q, k, v = make_tensor(1, 130, 2, 16, dtype=torch.float16), *(make_tensor(2, 130, 16, dtype=torch.float16))
     k, v = (x.as_strided((1, 130, 1, 16), (3, 16, 5, 1)) for x in (k, v))
-    check(q, k, v, make_sparsity(1, 2, 130), "triton", assert_no_worse)
+    check(q, k, v, make_sparsity(1, 2, 130), "triton")
 
 
 @needs_hopper

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit_accel.kernels import attention, attention_backward, differentiable_attention
-from tests.kernels.conftest import BACKENDS, IMPLEMENTED, captured, is_refused, needs_gpu
+from tests.kernels.conftest import BACKENDS, IMPLEMENTED, assert_no_worse, captured, is_refused, needs_gpu
 from tests.kernels.naive_attention import attending
 from tests.pairs import every_pair
 
@@ -47,7 +47,7 @@ def poisoned(x, sparsity):
     return torch.where(sparsity.tokens_computed()[..., None], x, math.nan)
 
 
-def check(q, k, v, do, sparsity, backend, assert_no_worse, **options):
+def check(q, k, v, do, sparsity, backend, **options):
     """Compares all three gradients, with NaN wherever nothing may be read, and returns them."""
     expected = expected_gradients(*(x.double() for x in (q, k, v, do)), sparsity, **options)
     low = expected_gradients(q, k, v, do, sparsity, **options)
@@ -65,14 +65,14 @@ def check(q, k, v, do, sparsity, backend, assert_no_worse, **options):
 
 
 @every_pair(is_refused, case=CASES, **IMPLEMENTED)
-def test_equals_autograd_through_dense_attention(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
+def test_equals_autograd_through_dense_attention(case, backend, dtype, make_tensor, make_sparsity):
     shape = (case["batch"], case["tokens"], case["heads"], 16)
     tensors = [make_tensor(*shape, dtype=dtype) for _ in range(4)]
-    check(*tensors, make_sparsity(**case), backend, assert_no_worse)
+    check(*tensors, make_sparsity(**case), backend)
 
 
 @every_pair(views=("fused", "narrow", "expanded"), head_dim=(32, 64, 128), backend=BACKENDS)
-def test_strides_and_head_dimensions(views, head_dim, backend, make_tensor, make_sparsity, assert_no_worse):
+def test_strides_and_head_dimensions(views, head_dim, backend, make_tensor, make_sparsity):
     """Views of a fused projection; rows of odd lengths, which no descriptor takes; equal gradients."""
     if views == "fused":
         tensors = make_tensor(1, 130, 4, 2, head_dim, dtype=torch.float16).unbind(2)
@@ -81,42 +81,42 @@ def test_strides_and_head_dimensions(views, head_dim, backend, make_tensor, make
         tensors = [x[..., :head_dim] if views == "narrow" else x[..., :head_dim].contiguous() for x in wide]
     if views == "expanded":
         tensors[3] = tensors[3][:1, :1, :1].expand(1, 130, 2, head_dim)
-    check(*tensors, make_sparsity(1, 2, 130, rows=1.1), backend, assert_no_worse, scale=0.7)
+    check(*tensors, make_sparsity(1, 2, 130, rows=1.1), backend, scale=0.7)
 
 
 @pytest.mark.parametrize("masked", [None, 0.5], ids=["plain", "masks"])
 @pytest.mark.parametrize("lengths", [(130, 0), (128, 1)], ids=str)
-def test_keys_beyond_kv_len_take_no_part(lengths, masked, backend, device, make_tensor, make_sparsity, assert_no_worse):
+def test_keys_beyond_kv_len_take_no_part(lengths, masked, backend, device, make_tensor, make_sparsity):
     """Their NaN has no effect; their own gradients are 0."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     tensors = [make_tensor(2, 200, 1, 16, dtype=torch.float16) for _ in range(4)]
     sparsity = make_sparsity(2, 1, 200, rows=0.9, masked=masked)
-    _, dk, dv = check(*tensors, sparsity, backend, assert_no_worse, kv_len=kv_len)
+    _, dk, dv = check(*tensors, sparsity, backend, kv_len=kv_len)
     for b, length in enumerate(lengths):
         assert not dk[b, length:].any()
         assert not dv[b, length:].any()
 
 
-def test_very_negative_scores_in_a_ragged_tail(backend, make_tensor, make_sparsity, assert_no_worse):
+def test_very_negative_scores_in_a_ragged_tail(backend, make_tensor, make_sparsity):
     """Keys beyond the sequence read as 0, so their weight would be e^100 times the others' or infinite."""
     q = make_tensor(1, 70, 1, 16, dtype=torch.float16).abs() + 5
     sparsity = make_sparsity(1, 1, 70, rows=1.1, tiles=1.1)
     v, do = (make_tensor(1, 70, 1, 16, dtype=torch.float16) for _ in range(2))
-    check(q, -q, v, do, sparsity, backend, assert_no_worse)
+    check(q, -q, v, do, sparsity, backend)
 
 
 @pytest.mark.parametrize("case", ["block-128", "masks"])
-def test_gpus_without_tensor_descriptors(case, monkeypatch, make_tensor, make_sparsity, assert_no_worse):
+def test_gpus_without_tensor_descriptors(case, monkeypatch, make_tensor, make_sparsity):
     """Other GPUs than Hopper read tiles by pointers, in other sizes."""
     implementation = importlib.import_module("dit_accel.kernels._triton.attention_backward")
     monkeypatch.setattr(implementation, "hopper_limit", lambda tensor: "it is not a Hopper GPU")
     case = CASES[case]
     tensors = [make_tensor(1, case["tokens"], case["heads"], 16, dtype=torch.float16) for _ in range(4)]
-    check(*tensors, make_sparsity(**case), "triton", assert_no_worse)
+    check(*tensors, make_sparsity(**case), "triton")
 
 
 @every_pair(is_refused, **IMPLEMENTED)
-def test_gradients_flow_through_differentiable_attention(backend, dtype, make_tensor, make_sparsity, assert_no_worse):
+def test_gradients_flow_through_differentiable_attention(backend, dtype, make_tensor, make_sparsity):
     """Its output is attention's, and 0 where rows do not compute; the gradient of a sum is a view of one number."""
     sparsity = make_sparsity(1, 2, 130)
     q, k, v = (make_tensor(1, 130, 2, 16, dtype=dtype).requires_grad_() for _ in range(3))

@@ -41,36 +41,36 @@ THRESHOLDS = {
 
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(("levels", "left_out"), THRESHOLDS.values(), ids=THRESHOLDS.keys())
-def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, make_sparsity, assert_no_worse):
+def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, make_sparsity):
     """The result is exactly the softmax without the skipped tiles, including its lse."""
     tokens = 4 * block - 62  # two queries in the last half of a block
     sparsity = make_sparsity(1, 1, tokens, block=block, rows=1.1, tiles=1.1)
     q, k, v = levelled(levels, tokens, block, device)
     pairs = attending(sparsity) if left_out is None else without(sparsity, left_out)
-    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, pv_threshold=-3.0)
+    check(q, k, v, sparsity, backend, pairs=pairs, pv_threshold=-3.0)
 
 
-def test_64_queries_decide_for_themselves(backend, device, make_sparsity, assert_no_worse):
+def test_64_queries_decide_for_themselves(backend, device, make_sparsity):
     """In a block of 128, one query of the first 64 keeps the tile for these, and the others skip it."""
     sparsity = make_sparsity(1, 1, 512, block=128, rows=1.1, tiles=1.1)
     q, k, v = levelled([0.0, -6.0, -1.0, 0.0], 512, 128, device)
     q[:, 37, :, 0] = 0
     pairs = attending(sparsity).clone()
     pairs[:, :, 64:] = without(sparsity, 1)[:, :, 64:]
-    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, pv_threshold=-3.0)
+    check(q, k, v, sparsity, backend, pairs=pairs, pv_threshold=-3.0)
 
 
-def test_a_threshold_with_kv_len(backend, device, make_sparsity, assert_no_worse):
+def test_a_threshold_with_kv_len(backend, device, make_sparsity):
     """The last tile that has a key stays, even if it is not the last of the list."""
     sparsity = make_sparsity(2, 1, 256, rows=1.1, tiles=1.1)
     q, k, v = levelled([0.0, -6.0, -6.0, 0.0], 256, 64, device, batch=2)
     kv_len = torch.tensor([150, 256], dtype=torch.int32, device=device)
     pairs = without(sparsity, 1)
     pairs[1] = without(sparsity, 2)[1] & pairs[1]
-    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, pv_threshold=-3.0, kv_len=kv_len)
+    check(q, k, v, sparsity, backend, pairs=pairs, pv_threshold=-3.0, kv_len=kv_len)
 
 
-def test_a_threshold_with_masks(backend, device, make_sparsity, assert_no_worse):
+def test_a_threshold_with_masks(backend, device, make_sparsity):
     """A query that a tile masks has no say there, and masked tiles come last: tile 1 goes, and tile 0 stays."""
     full = make_sparsity(1, 1, 256, rows=1.1, tiles=1.1)
     pool = torch.ones(2, 64, 64, dtype=torch.bool, device=device)
@@ -82,13 +82,13 @@ def test_a_threshold_with_masks(backend, device, make_sparsity, assert_no_worse)
     q[:, 5::64, :, 0] = 0  # these would object
     sparsity = full._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
     assert sparsity.plan.kv_index[0, 0, 0].tolist() == [2, 3, 0, 1]
-    check(q, k, v, sparsity, backend, assert_no_worse, pv_threshold=-3.0)  # tile 1 is the row's last
+    check(q, k, v, sparsity, backend, pv_threshold=-3.0)  # tile 1 is the row's last
 
     codes[..., 0], codes[..., 1] = 0, FIRST_PARTIAL_TILE + 1
     codes[..., 2] = FIRST_PARTIAL_TILE
     sparsity = full._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
     assert sparsity.plan.kv_index[0, 0, 0].tolist() == [0, 3, 1, 2]
-    check(q, k, v, sparsity, backend, assert_no_worse, pairs=without(sparsity, 1), pv_threshold=-3.0)
+    check(q, k, v, sparsity, backend, pairs=without(sparsity, 1), pv_threshold=-3.0)
 
 
 @pytest.mark.parametrize(("block", "masked"), [(64, None), (128, 0.5)], ids=["full", "masked"])

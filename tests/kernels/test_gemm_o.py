@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, lower, pack_bits
-from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.kernels.conftest import IMPLEMENTED, assert_no_worse, is_refused
 from tests.pairs import every_pair
 
 CASES = {
@@ -32,36 +32,36 @@ def only(o, keep):
 
 
 @every_pair(is_refused, case=CASES, **IMPLEMENTED)
-def test_both_stages_equal_the_dense_linear(case, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
+def test_both_stages_equal_the_dense_linear(case, backend, dtype, make_tensor, make_sparsity):
     """UPDATE, DISPATCH on its stack, and UPDATE that rebases the stack onto other symbols."""
     sparsity, later = make_sparsity(**case), make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], HEAD_DIM)
     o, *history = (make_tensor(*shape, dtype=dtype) for _ in range(3))
     weight, bias = make_tensor(COLUMNS, shape[2] * HEAD_DIM, dtype=dtype), make_tensor(COLUMNS, dtype=dtype)
-    check_both_stages(o, weight, bias, sparsity, backend, assert_no_worse, history=history)
-    check_rebase(o, history, weight, bias, sparsity, later, backend, assert_no_worse)
+    check_both_stages(o, weight, bias, sparsity, backend, history=history)
+    check_rebase(o, history, weight, bias, sparsity, later, backend)
 
 
 @every_pair(is_refused, head_dim=(64, 128), **IMPLEMENTED)
-def test_whole_heads_of_full_size(head_dim, backend, dtype, make_tensor, make_sparsity, assert_no_worse):
+def test_whole_heads_of_full_size(head_dim, backend, dtype, make_tensor, make_sparsity):
     sparsity = make_sparsity(1, 2, 130, block=128)
     o, weight = make_tensor(1, 130, 2, head_dim, dtype=dtype), make_tensor(COLUMNS, 2 * head_dim, dtype=dtype)
-    check_both_stages(o, weight, None, sparsity, backend, assert_no_worse, history=[torch.flip(o, [1])])
+    check_both_stages(o, weight, None, sparsity, backend, history=[torch.flip(o, [1])])
 
 
 @pytest.mark.parametrize("seam", [64, 100])
-def test_streams_are_views_of_the_joint_tensor(seam, backend, make_tensor, make_sparsity, assert_no_worse):
+def test_streams_are_views_of_the_joint_tensor(seam, backend, make_tensor, make_sparsity):
     """Text and vision have their own weights, columns of fused ones, and share the block at the seam."""
     sparsity, later = make_sparsity(2, 2, 400), make_sparsity(2, 2, 400)
     joint = make_tensor(3, 2, 400, 4, HEAD_DIM)[:, :, :, ::2]
     for stream in (slice(0, seam), slice(seam, 400)):
         weight, bias = make_tensor(COLUMNS, 100 + 2 * HEAD_DIM)[:, 100:], make_tensor(COLUMNS)
         o, *history = joint[:, :, stream]
-        check_both_stages(o, weight, bias, sparsity, backend, assert_no_worse, history=history, offset=stream.start)
-        check_rebase(o, history, weight, bias, sparsity, later, backend, assert_no_worse, offset=stream.start)
+        check_both_stages(o, weight, bias, sparsity, backend, history=history, offset=stream.start)
+        check_rebase(o, history, weight, bias, sparsity, later, backend, offset=stream.start)
 
 
-def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse, *, offset=0):
+def check_rebase(o, history, weight, bias, before, now, backend, *, offset=0):
     """Compare rebased entries with the old ones plus the changed heads, and the output with the dense result."""
     stream = slice(offset, offset + o.shape[1])
     was, computes = (sparsity.tokens_computed()[:, stream] for sparsity in (before, now))
@@ -124,7 +124,7 @@ def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsit
     assert (rebased[1] == large).all()
 
 
-def check_both_stages(o, weight, bias, sparsity, backend, assert_no_worse, *, history=(), offset=0):
+def check_both_stages(o, weight, bias, sparsity, backend, *, history=(), offset=0):
     """UPDATE against the dense linear and the reused heads alone; DISPATCH on its stack, with NaN in reused rows."""
     stream = slice(offset, offset + o.shape[1])
     computed = sparsity.tokens_computed()[:, stream]

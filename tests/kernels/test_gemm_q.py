@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.kernels import gemm_q
-from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.kernels.conftest import IMPLEMENTED, assert_no_worse, is_refused
 from tests.pairs import every_pair
 
 CASES = {
@@ -41,7 +41,7 @@ def make_rope(tokens, device, head_dim=HEAD_DIM):
     return tuple(f(angle).repeat_interleave(2, -1) for f in (torch.cos, torch.sin))
 
 
-def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm_weight=None, rope=None):
+def check(x, weight, bias, sparsity, backend, *, offset=0, norm_weight=None, rope=None):
     """Check a NaN-poisoned output over the whole sequence, and one of x's alone length."""
     plan, heads = sparsity.plan, sparsity.plan.heads
     stream = slice(offset, offset + x.shape[1])
@@ -70,43 +70,39 @@ def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm
 
 
 @every_pair(is_refused, case=CASES, fusion=FUSIONS, channels=(40, 64), **IMPLEMENTED)
-def test_equals_dense_projection(
-    case, fusion, channels, backend, dtype, device, make_tensor, make_sparsity, assert_no_worse
-):
+def test_equals_dense_projection(case, fusion, channels, backend, dtype, device, make_tensor, make_sparsity):
     width = case["heads"] * HEAD_DIM
     x = make_tensor(case["batch"], case["tokens"], channels, dtype=dtype)
     weight, bias = make_tensor(width, channels, dtype=dtype), make_tensor(width, dtype=dtype)
     norm_weight = make_tensor(HEAD_DIM, dtype=dtype) if fusion[0] else None
     rope = make_rope(case["tokens"], device) if fusion[1] else None
-    check(x, weight, bias, make_sparsity(**case), backend, assert_no_worse, norm_weight=norm_weight, rope=rope)
+    check(x, weight, bias, make_sparsity(**case), backend, norm_weight=norm_weight, rope=rope)
 
 
 @every_pair(is_refused, head_dim=(64, 128), **IMPLEMENTED)
-def test_whole_heads_of_full_size(head_dim, backend, dtype, device, make_tensor, make_sparsity, assert_no_worse):
+def test_whole_heads_of_full_size(head_dim, backend, dtype, device, make_tensor, make_sparsity):
     x, weight = make_tensor(1, 130, CHANNELS, dtype=dtype), make_tensor(2 * head_dim, CHANNELS, dtype=dtype)
     options = {"norm_weight": make_tensor(head_dim, dtype=dtype), "rope": make_rope(130, device, head_dim)}
-    check(x, weight, None, make_sparsity(1, 2, 130, block=128), backend, assert_no_worse, **options)
+    check(x, weight, None, make_sparsity(1, 2, 130, block=128), backend, **options)
 
 
 @pytest.mark.parametrize("seam", [0, 30, 64, 100, 399])
-def test_two_streams_share_the_block_at_the_seam(seam, backend, device, make_tensor, make_sparsity, assert_no_worse):
+def test_two_streams_share_the_block_at_the_seam(seam, backend, device, make_tensor, make_sparsity):
     """Text and vision have their alone weights; the seam may cut a block anywhere."""
     sparsity = make_sparsity(2, 2, 400)
     rope, norm_weight = make_rope(400, device), make_tensor(HEAD_DIM)
     for offset, length in ((0, seam), (seam, 400 - seam)):
         if length:
             x, weight = make_tensor(2, length, CHANNELS), make_tensor(2 * HEAD_DIM, CHANNELS)
-            check(
-                x, weight, None, sparsity, backend, assert_no_worse, offset=offset, norm_weight=norm_weight, rope=rope
-            )
+            check(x, weight, None, sparsity, backend, offset=offset, norm_weight=norm_weight, rope=rope)
 
 
-def test_weight_slices_and_strided_inputs(backend, make_tensor, make_sparsity, assert_no_worse):
+def test_weight_slices_and_strided_inputs(backend, make_tensor, make_sparsity):
     """The query rows of a fused qkv weight, every second column block of a wider x."""
     fused, bias = make_tensor(3 * 2 * HEAD_DIM, 2 * CHANNELS), make_tensor(3 * 2 * HEAD_DIM)
     rows = slice(2 * HEAD_DIM, 4 * HEAD_DIM)
     x = make_tensor(1, 130, 2 * CHANNELS)[..., CHANNELS:]
-    check(x, fused[rows, :CHANNELS], bias[rows], make_sparsity(1, 2, 130), backend, assert_no_worse)
+    check(x, fused[rows, :CHANNELS], bias[rows], make_sparsity(1, 2, 130), backend)
 
 
 def test_density_one_is_bit_identical_to_linear_on_a_cpu(make_tensor, make_sparsity):

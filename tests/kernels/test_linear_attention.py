@@ -14,7 +14,7 @@ from dit_accel.kernels import (
     lower,
     pack_bits,
 )
-from tests.kernels.conftest import IMPLEMENTED, is_refused
+from tests.kernels.conftest import IMPLEMENTED, assert_no_worse, is_refused
 from tests.pairs import every_pair
 
 FEATURES = {"softmax": lambda x: x.softmax(-1), "elu": lambda x: F.elu(x) + 1, "relu": torch.relu}
@@ -71,7 +71,7 @@ def dense(q, k, v, marginal, block, feature_map, kv_len=None):
 
 
 @every_pair(is_refused, case=CASES, **IMPLEMENTED)
-def test_equals_the_definition(case, backend, dtype, device, make_tensor, make_marginal, assert_no_worse):
+def test_equals_the_definition(case, backend, dtype, device, make_tensor, make_marginal):
     """In computed rows, with and without marginal tiles; the others keep ``out``, and keys beyond kv_len are NaN."""
     batch, heads, tokens, block, kv_len, feature_map = case
     kv_len = lengths_of(kv_len, device)
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_autograd(case, backend, device, make_tensor, mak
         torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_float16_gradients_have_float32_sums(device, make_tensor, make_marginal, assert_no_worse):
+def test_float16_gradients_have_float32_sums(device, make_tensor, make_marginal):
     """Values of 300 make sums beyond float16's range."""
     sparsity, marginal = make_marginal(1, 1, 192, 64, rows=1.1)
     q, k, v, do = (make_tensor(1, 192, 1, 16, dtype=torch.float16) for _ in range(4))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.kernels import linear_gelu, swiglu
-from tests.kernels.conftest import IMPLEMENTED, assert_rounded_once, is_refused
+from tests.kernels.conftest import IMPLEMENTED, assert_no_worse, assert_rounded_once, is_refused
 from tests.pairs import every_pair
 
 PLACES = {  # of gate and value: halves of one tensor, whole or a part of a wider one, or two tensors
@@ -30,7 +30,7 @@ def test_gate_times_value(place, width, backend, dtype, make_tensor):
 
 
 @every_pair(biased=(True, False), dtype=(torch.float32, torch.bfloat16))
-def test_product_and_activation(dtype, biased, make_tensor, assert_no_worse):
+def test_product_and_activation(dtype, biased, make_tensor):
     x, weight = make_tensor(2, 24, 64, dtype=dtype), make_tensor(96, 64, dtype=dtype)
     bias = make_tensor(96, dtype=dtype) if biased else None
     exact = F.gelu(F.linear(x.double(), weight.double(), None if bias is None else bias.double()), approximate="tanh")
