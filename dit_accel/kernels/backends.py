@@ -112,9 +112,13 @@ def _capability_problem(device: torch.device) -> str | None:
     return None
 
 
-@functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return device_properties(device).major, device_properties(device).minor
+
+
+@functools.cache
+def device_properties(device: torch.device):
+    return torch.cuda.get_device_properties(device)
 
 
 _PROBLEMS = {"triton": _triton_problem, "cuda": _cuda_problem}

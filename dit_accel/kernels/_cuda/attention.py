@@ -9,7 +9,8 @@ import functools
 import torch
 
 from dit_accel.errors import KernelError
-from dit_accel.kernels._cuda.runtime import driver, kernel, multiprocessors, resting_counters, why_not
+from dit_accel.kernels._cuda.runtime import driver, kernel, resting_counters, why_not
+from dit_accel.kernels.backends import device_properties
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import masks_of
 
@@ -69,7 +70,7 @@ def tensor_map_limit(name: str, x: torch.Tensor) -> str | None:
 
 
 def attention_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
-    programs = min(multiprocessors(q.device), MAX_PROGRAMS)
+    programs = min(device_properties(q.device).multi_processor_count, MAX_PROGRAMS)
     part = CONSUMER_THREADS * (q.shape[-1] // 2 + 4)
     parts = torch.empty(programs * 2 * part, dtype=torch.float32, device=q.device)
     counters = resting_counters("attention", 2 + 2 * SHARED_ROWS, q.device)
@@ -99,7 +100,7 @@ def _launch(name, q, k, plan, scale, kv_len, arguments, has_masks=False) -> None
         *(("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))),
     )
     kernel(name, q.device, defines, TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES).launch(
-        min(multiprocessors(q.device), MAX_PROGRAMS),
+        min(device_properties(q.device).multi_processor_count, MAX_PROGRAMS),
         THREADS,
         (*arguments, heads, heads // k.shape[2], plan.blocks, tokens, scale * LOG2_E),
     )

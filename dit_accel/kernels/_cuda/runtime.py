@@ -101,11 +101,6 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def resting_counters(owner: str, count: int, device: torch.device) -> torch.Tensor:
     """Return int32 ``[count]`` on the device, which is zero before and after each launch.
 

@@ -1,13 +1,14 @@
 """Helpers of the launchers: device selection, fast launches, properties of the GPU, and bits of packed words."""
 
 import contextlib
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dit_accel.kernels.backends import device_properties
 
 INTERPRETER_PROGRAMS = 3  # few enough that persistent loops run more than once
 
@@ -52,17 +53,12 @@ def next_power_of_2(number: int) -> int:
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
-    return _device_properties(tensor.device).multi_processor_count if tensor.is_cuda else INTERPRETER_PROGRAMS
+    return device_properties(tensor.device).multi_processor_count if tensor.is_cuda else INTERPRETER_PROGRAMS
 
 
 def is_hopper_or_later(tensor: torch.Tensor) -> bool:
     """Return True if a program has 227 KiB of shared memory (sm90, sm100); sm86, sm89 and sm120 have 99 KiB."""
-    return tensor.is_cuda and _device_properties(tensor.device).major in (9, 10)
-
-
-@functools.cache
-def _device_properties(device: torch.device):
-    return torch.cuda.get_device_properties(device)
+    return tensor.is_cuda and device_properties(tensor.device).major in (9, 10)
 
 
 def precision(x: torch.Tensor) -> str:

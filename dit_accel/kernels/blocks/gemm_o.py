@@ -58,7 +58,12 @@ def gemm_o_update(
     checks.require_like("o", o, (weight.shape[0],), bias=bias)
     checks.require_like("o", o, tuple(o.shape), **{f"history[{m}]": entry for m, entry in enumerate(history)})
     if previous is not None:
-        _require_previous(previous, o, weight, plan, history)
+        _require_contiguous("previous stack", previous[0], ("M", *o.shape[:2], weight.shape[0]), "o", o)
+        if len(previous[0]) < len(history):
+            raise ShapeError(
+                f"previous stack must have an entry for each of {len(history)} in history, got {len(previous[0])}"
+            )
+        _require_contiguous("previous mask64", previous[1], tuple(plan.mask64.shape), "plan.mask64", plan.mask64)
     arguments = o, weight, bias, plan, history, previous, offset
     if _is_reference(backend, o):
         return _update_reference(*arguments)
@@ -150,17 +155,9 @@ def _dispatch_reference(o, weight, plan, stack, weights, offset, out) -> None:
 
 def _project(o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
     """Project one region: ``[tokens, N]``. All its heads go through one product and are rounded once."""
-    features = region.read(o).flatten(1)  # [tokens, heads * D]
+    features = take(take(o[region.batch], region.tokens), region.heads, 1).flatten(1)  # [tokens, heads * D]
     columns = take(weight.unflatten(1, o.shape[2:]), region.heads, 1).flatten(1)  # [N, heads * D]
     return F.linear(features, columns, bias)
-
-
-def _require_previous(previous, o, weight, plan, history) -> None:
-    stack, mask64 = previous
-    _require_contiguous("previous stack", stack, ("M", *o.shape[:2], weight.shape[0]), "o", o)
-    if len(stack) < len(history):
-        raise ShapeError(f"previous stack must have an entry for each of {len(history)} in history, got {len(stack)}")
-    _require_contiguous("previous mask64", mask64, tuple(plan.mask64.shape), "the plan's mask64", plan.mask64)
 
 
 def _require_contiguous(name, tensor, shape, other_name, other) -> None:

@@ -70,7 +70,7 @@ def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope
         query = F.linear(take(x[region.batch], region.tokens), region_weight, region_bias)
         query = query.unflatten(-1, (-1, head_dim))[None]  # [1, tokens, heads, D]
         tables = rope and tuple(take(table[offset : offset + length], region.tokens) for table in rope)
-        stream[region.batch][region.index] = norm_rope_reference(query, norm_weight, tables, norm_eps)[0].to(x.dtype)
+        stream[region.batch][region.target] = norm_rope_reference(query, norm_weight, tables, norm_eps)[0].to(x.dtype)
 
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:

@@ -6,7 +6,7 @@ call, and a sparse plan costs its computed share plus a gather.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,20 +17,15 @@ from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 Index = slice | torch.Tensor
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """``tokens``, counted from the stream's first, x ``heads`` of a batch entry; consecutive ones are a slice."""
 
     batch: int
     tokens: Index
     heads: Index
 
-    def read(self, x: torch.Tensor) -> torch.Tensor:
-        """Read the region of ``[B, S, H, D]``: ``[tokens, heads, D]``."""
-        return take(take(x[self.batch], self.tokens), self.heads, 1)
-
     @property
-    def index(self) -> tuple[Index, Index]:
+    def target(self) -> tuple[Index, Index]:
         """Index of the region in one batch entry ``[S, H, D]``, for writing."""
         if isinstance(self.tokens, torch.Tensor) and isinstance(self.heads, torch.Tensor):
             return self.tokens[:, None], self.heads
