@@ -6,7 +6,6 @@ import signal
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from dit_accel.cli import batch
@@ -15,9 +14,9 @@ from dit_accel.serving import worker
 from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
-from dit_accel.tools.measure.timing import Output, timed_output
+from dit_accel.tools.measure.timing import Output
 from tests.forked import fork_server, run_command
-from tests.tiny import tiny_inputs, tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 LINES = ("--prompts", "x.txt", "--output-dir", "out")
 COUNT = 5  # images
@@ -136,14 +135,6 @@ def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tm
         assert abs(first - second).max() <= 1
 
 
-def test_lines_of_a_batch_that_fails_are_made_alone(generate, calls, tmp_path):
-    """All but the one that fails alone, too, which ends the run behind its batch."""
-    result = generate(tmp_path, "prompts.txt", ["a", "bad", "c", "d", "e"], "--batch-size", "3")
-    assert result.exit_code == 2 and "error: no such words" in result.output
-    assert calls == [["a", "bad", "c"], "a", "bad", "c"]
-    assert [row["prompt"] for row in manifest(tmp_path)] == ["a", "c"]
-
-
 def test_a_batch_that_is_too_large_is_made_line_by_line(run, calls, model, tmp_path):
     """The note says so."""
     (tmp_path / "prompts.txt").write_text("a\nlarge\nc\n")
@@ -153,19 +144,6 @@ def test_a_batch_that_is_too_large_is_made_line_by_line(run, calls, model, tmp_p
         result.exit_code == 0 and "note: lines 1, 2 run one at a time, because one call failed: out of" in result.output
     )
     assert calls == [["a", "large"], "a", "large", "c"] and len(manifest(tmp_path)) == 3
-
-
-def test_each_prompt_of_a_batch_has_the_noise_that_it_has_alone():
-    pipe, drawn = tiny_pipeline("flux"), []
-
-    prepare = pipe.prepare_latents
-    pipe.prepare_latents = lambda *given, **named: drawn.append(prepare(*given, **named)) or drawn[-1]
-    arguments = tiny_inputs("flux", steps=1) | {"output_type": "pil"}
-    del arguments["generator"]
-    for prompt, seed in [(["a", "b"], [7, 8]), ("a", 7), ("b", 8)]:
-        timed_output(pipe, arguments | {"prompt": prompt}, seed)
-    (together, _), (first, _), (second, _) = drawn
-    assert torch.equal(together, torch.cat([first, second]))
 
 
 def test_guidance_of_a_line_is_its_own(monkeypatch):

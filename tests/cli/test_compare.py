@@ -19,33 +19,25 @@ SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
 
 
 def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
-    """Table, JSON and plots of presets and other methods; a second run with one more method measures only that one."""
-    asked = ("compare", "-m", model, "-p", "a red fox", "--presets", "turbo,quality", *SMALL)
-    result = run(*asked, "--peers", "fewer-steps")
-    assert result.exit_code == 0, result.output
-    names = {"comparison.json", "comparison.md", "comparison.png", "comparison-time.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    first = json.loads((tmp_path / "comparison.json").read_text())
-    assert [row["name"] for row in first["results"]] == ["turbo", "quality", "3 steps"]
-    assert "turbo" in result.stdout and "speed-up" in result.stdout
-    assert run(*asked, "--peers", "fewer-steps,fewer-steps-dpm").exit_code == 0
-    second = json.loads((tmp_path / "comparison.json").read_text())
-    assert second["results"][:3] == first["results"] and len(second["results"]) == 4
-    other = run(*asked, "--peers", "none", "--seed", 1)
-    assert other.exit_code == 2 and "differs in seed (seed: 0 there, 1 now)" in other.stderr
-
-
-def test_images_are_written_with_a_sheet(run, model, tmp_path):
-    """Each prompt's plain image and those of the presets; a resumed comparison keeps those that it does not make."""
+    """Table, JSON, plots and images; a second run with one more preset measures only that one, and keeps images."""
     (tmp_path / "prompts.txt").write_text("a fox\ntwo whales\n")
-    asked = ("compare", "-m", model, "--prompts", "prompts.txt", "--peers", "none", "--images", *SMALL)
-    for presets in ("turbo", "turbo,quality"):
-        result = run(*asked, "--presets", presets)
-        assert result.exit_code == 0 and "comparison-sheet.png" in result.stdout, result.output
-    names = {f"00{prompt}-{name}.png" for prompt in range(2) for name in ("plain", "turbo", "quality")}
+    asked = ("compare", "-m", model, "--prompts", "prompts.txt", *SMALL)
+    result = run(*asked, "--presets", "turbo", "--peers", "fewer-steps", "--images")
+    assert result.exit_code == 0, result.output
+    names = {f"comparison{end}" for end in (".json", ".md", ".png", "-time.png", "-sheet.png", "-images")}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"prompts.txt"}
+    first = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["name"] for row in first["results"]] == ["turbo", "3 steps"]
+    assert "turbo" in result.stdout and "speed-up" in result.stdout
+    assert run(*asked, "--presets", "turbo,quality", "--peers", "fewer-steps", "--images").exit_code == 0
+    second = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row for row in second["results"] if row["name"] != "quality"] == first["results"]
+    names = {f"00{prompt}-{name}.png" for prompt in range(2) for name in ("plain", "turbo", "3-steps", "quality")}
     assert {path.name for path in (tmp_path / "comparison-images").iterdir()} == names
     with Image.open(tmp_path / "comparison-sheet.png") as sheet:
         assert sheet.width >= 3 * 32 and sheet.height > 2 * 32
+    other = run(*asked, "--peers", "none", "--seed", 1)
+    assert other.exit_code == 2 and "differs in seed (seed: 0 there, 1 now)" in other.stderr
 
 
 def test_there_are_no_images_of_sound_alone(run, tmp_path):

@@ -139,7 +139,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--peers": Acts(("--peers", "dbcache"), {"peers": ["dbcache"]}),
         "--settings": Acts(("--settings", 2), {"settings": 2}),
         "--output": Acts(("--output", "mine"), {"stem": "mine"}),
-        "--images": "tests/cli/test_compare.py::test_images_are_written_with_a_sheet",
+        "--images": "tests/cli/test_compare.py::test_a_comparison_is_written_and_goes_on",
         "--repeats": Acts(("--repeats", 5), {"repeats": 5}),
         "--force": FORCED,
     },

@@ -242,13 +242,6 @@ def test_a_demo_models_own_preset_is_the_default():
     assert named_preset("none", "some/model", None)[0] == "none"
 
 
-def test_overrides_reach_the_preset_of_a_pipeline():
-    """Overrides of --set also apply where the plain name stands for a video's form."""
-    for name in ("flux", "wan"):
-        preset = preset_for(tiny_pipeline(name), target_error=0.5)
-        assert preset.schedule.target_error == 0.5 and preset.name.endswith("balanced")
-
-
 def test_a_file_of_prompts_has_one_a_line(tmp_path):
     """Spaces around them and empty lines are none."""
     (tmp_path / "prompts.txt").write_text("  a red fox \n\n\t\ntwo whales\n")
@@ -380,7 +373,7 @@ def test_plain_names_follow_what_the_pipeline_makes(name, preset):
     pipe = tiny_pipeline(name)
     assert preset_for(pipe).name == preset_for(pipe, "balanced").name == preset
     assert preset_for(pipe, "turbo").name == preset.replace("balanced", "turbo")
-    assert preset_for(pipe, "exact").name == "exact"
+    assert preset_for(pipe, "exact").name == "exact" and preset_for(pipe, target_error=0.5).schedule.target_error == 0.5
 
 
 @pytest.mark.parametrize(

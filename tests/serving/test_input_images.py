@@ -9,7 +9,7 @@ from PIL import Image
 
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import Limits, RequestError, Served
-from dit_accel.serving.http.requests import EditRequest, VideoRequest
+from dit_accel.serving.http.requests import EditRequest
 from dit_accel.serving.http.requests import read as read_fields
 from dit_accel.serving.pipelines import read_image
 from tests.pairs import every_pair
@@ -31,16 +31,12 @@ def edit(data, mask=None):
     return read_fields([("prompt", "a"), ("image", data), *masks], EditRequest, SERVED)
 
 
-def of_video(data, folder):
-    return read_fields([("prompt", "a"), ("input_reference", data)], VideoRequest, SERVED).input_reference
-
-
 def of_command(data, folder):
     (folder / "given").write_bytes(data)
     return read_image(folder / "given")
 
 
-WAYS = {"edit": lambda data, folder: edit(data).image[0], "video": of_video, "file": of_command}
+WAYS = {"edit": lambda data, folder: edit(data).image[0], "file": of_command}
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -58,22 +59,29 @@ def test_a_quantised_pipeline_is_accelerated_and_compared(run, folder, tmp_path)
     assert json.loads((tmp_path / "a.json").read_text())["computed_fraction"] < 1
 
 
-def test_what_cannot_be_quantised_is_told(folder, console):
-    """float8 without a GPU that has its products, and layers that are moved one by one."""
-    with pytest.raises(ArgumentError, match=r"float8 needs compute capability 8.9 or later .*, got cpu; use int8"):
-        load_pipeline(str(folder), Loading(device="cpu", quantize="float8"), console)
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "message"),
+    [
+        ("cpu", None, None, r"float8 needs compute capability 8.9 or later .*, got cpu; use int8"),
+        (None, (8, 6), None, r"float8 needs compute capability 8\.9 or later"),
+        (None, (8, 9), "float16", r"float8 needs --dtype bfloat16, got torch.float16"),
+        (None, (8, 9), None, None),
+        (None, (9, 0), None, None),
+    ],
+    ids=["cpu", "old", "float16", "RTX 4090", "H100"],
+)
+def test_float8_needs_a_gpu_that_has_its_products(loaded, monkeypatch, device, capability, dtype, message):
+    """They give bfloat16 alone."""
+    how = Loading(device, dtype, quantize="float8")
+    with nullcontext() if message is None else pytest.raises(ArgumentError, match=message):
+        assert ("quantize", "float8") in loaded(how, capability=capability)
+
+
+def test_layers_that_move_one_by_one_cannot_be_quantised():
     with pytest.raises(ArgumentError, match="offload: must be none, model or group with --quantize"):
         Loading(offload="sequential", quantize="int8")
     for offload in ("none", "model", "group"):
         assert Loading(offload=offload, quantize="int8").facts == {"quantize": "int8"}
-
-
-def test_float8_is_of_bfloat16(folder, console, monkeypatch):
-    """Its products give no other type."""
-    monkeypatch.setattr("dit_accel.serving.loading._resolve_device", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
-    with pytest.raises(ArgumentError, match=r"float8 needs --dtype bfloat16, got torch.float16"):
-        load_pipeline(str(folder), Loading(dtype="float16", quantize="float8"), console)
 
 
 def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch):
@@ -100,7 +108,7 @@ def loaded(monkeypatch):
     import diffusers
     from rich.console import Console
 
-    def load(how, source="owner/name", quiet=True):
+    def load(how, source="owner/name", quiet=True, capability=(8, 9)):
         pipe = Pipe()
 
         def from_pretrained(source, **dtype):
@@ -112,7 +120,7 @@ def loaded(monkeypatch):
         monkeypatch.setattr(loading, "load_loras", lambda pipe, loras: pipe.done.append(("loras", *loras)))
         monkeypatch.setattr(loading, "_quantize", lambda pipe, kind, place: pipe.done.append(("quantize", kind)))
         monkeypatch.setattr(loading, "_offload_groups", lambda pipe, place: pipe.offload_groups(place))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 9))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
         load_pipeline(source, how, Console(quiet=quiet, file=io.StringIO()))
         return pipe.done
 
@@ -154,8 +162,11 @@ def test_a_pipeline_goes_where_it_is_asked_to(loaded, offload, done):
 def test_loras_come_before_quantising_and_both_before_the_weights_move(loaded):
     """Nothing can be added to quantised weights, and offloading hooks layers as they are then."""
     how = Loading(loras={"owner/lora": 1.0}, quantize="float8", offload="model")
-    names = [name for name, *_ in loaded(how)]
-    assert names == ["load", "loras", "quantize", "enable_model_cpu_offload", "set_progress_bar_config"]
+    for quiet in (False, True):
+        *names, bar = loaded(how, quiet=quiet)
+        assert bar == ("set_progress_bar_config", quiet)
+    names = [name for name, *_ in names]
+    assert names == ["load", "loras", "quantize", "enable_model_cpu_offload"]
 
 
 def test_weights_that_wait_on_the_host_never_move(monkeypatch, folder, console):
@@ -212,26 +223,10 @@ def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):
         loading._offload_groups(pipe, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_quiet_command_shows_no_bar(loaded, quiet):
-    assert loaded(Loading(), quiet=quiet)[-1] == ("set_progress_bar_config", quiet)
-
-
 def test_a_model_is_found_in_the_home_folder(loaded, folder, monkeypatch):
     """Shells expand `~` at the beginning of a word alone."""
     monkeypatch.setenv("HOME", str(folder.parent))
     assert loaded(Loading(), f"~/{folder.name}")[0][1] == str(folder)
-
-
-@pytest.mark.parametrize("capability, runs", [((8, 6), False), ((8, 9), True), ((9, 0), True)])
-def test_float8_runs_from_a_capability_on(monkeypatch, capability, runs):
-    """The required compute capability is that of an RTX 4090."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
-    if runs:
-        loading._require_float8(torch.device("cuda"), torch.bfloat16)
-    else:
-        with pytest.raises(ArgumentError, match=r"float8 needs compute capability 8\.9 or later"):
-            loading._require_float8(torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dit_accel.errors import ArgumentError
 from dit_accel.serving.pipelines import Setup, call_arguments
 from dit_accel.serving.worker import Worker
 from tests.models.tiny import images
-from tests.serving.http.test_server import LIMITS, Held, called, client, events, httpx, image, running
+from tests.serving.http.test_server import LIMITS, Held, called, events, httpx, image, released, running, send
 from tests.tiny import tiny_pipeline
 
 PATH = "/v1/images/edits"
@@ -32,11 +32,7 @@ WHOLE = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na fox\r\n'
 
 
 def post(app, **request):
-    async def ask():
-        async with client(app) as http:
-            return await http.post(PATH, **request)
-
-    return asyncio.run(ask())
+    return send(app, "POST", PATH, **request)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +64,8 @@ def test_a_stream_of_an_edit_has_openais_events(editor):
 
 
 def test_a_pipeline_that_takes_an_image_needs_one(editor):
-    async def ask(app):
-        async with client(app) as http:
-            return await http.post("/v1/images/generations", json={"prompt": "a fox"})
-
     with running(editor) as (app, _):
-        error = asyncio.run(ask(app)).json()["error"]
+        error = send(app, "POST", "/v1/images/generations", json={"prompt": "a fox"}).json()["error"]
     assert error["code"] == "unsupported" and "FluxImg2ImgPipeline rejects its arguments" in error["message"]
 
 
@@ -179,8 +171,7 @@ def test_a_mask_says_where_the_image_changes(saved):
 @pytest.mark.parametrize("name", ["image", "image[]"])
 def test_several_images_stay_in_their_order(name):
     """The job has a list of them, in both forms of the field's name."""
-    held, seen = Held(), []
-    held.release.set()
+    held, seen = released(), []
     held.run, run = lambda jobs, *rest: seen.append(jobs[0].settings["image"]) or run(jobs, *rest), held.run
     files = [(name, (f"{width}.png", file((width, 8)))) for width in (16, 24)]
     with running(held) as (app, _):

@@ -188,6 +188,28 @@ def test_jobs_have_their_own_seeds_and_share_all_else():
     assert seeds[0] != seeds[1]
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, {}),
+        ({"num_frames": 9}, {"num-frames": 9}),
+        ({"seconds": "2"}, {"num-frames": 33}),
+        ({"seconds": "1.5"}, {"num-frames": 25}),
+        ({"seconds": "4", "fps": 8}, {"num-frames": 33, "fps": 8.0}),
+        ({"seconds": "0.01"}, {"num-frames": 1}),
+        ({"size": "48x32", "guidance": 3, "negative_prompt": "r"}, {"guidance": 3, "width": 48, "height": 32}),
+    ],
+    ids=str,
+)
+def test_fields_of_a_video_reach_its_job(fields, settings):
+    """From JSON and from forms; a duration becomes the nearest number of frames that the pipeline can make."""
+    served, fields = Served("tiny", None, LIMITS, FORM), {"prompt": "a fox", "seed": 9} | fields
+    for body in (json.dumps(fields).encode(), [(name, str(value)) for name, value in fields.items()]):
+        job = requests.read(body, requests.VideoRequest, served).job(FORM)
+        negative = {"negative-prompt": "r"} if "guidance" in fields else {}
+        assert job.settings == {"prompt": "a fox", "seed": 9} | settings | negative
+
+
 @pytest.mark.parametrize("has_length", [False, True])
 @pytest.mark.parametrize("most, is_read", [(9, True), (8, False), (0, False)])
 def test_a_body_may_be_as_long_as_the_limit(has_length, most, is_read):

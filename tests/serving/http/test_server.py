@@ -77,6 +77,11 @@ class Held:
         return [Made(file.getvalue(), 0.5, None, [job.index], {"denoising": 0.5}, (5, 48, 32))]
 
 
+def released():
+    (held := Held()).release.set()
+    return held
+
+
 @contextmanager
 def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", form=None, videos=None):
     """An application and its dispatcher; ends its thread afterwards."""
@@ -93,23 +98,24 @@ def client(app, **more):
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60, **more)
 
 
-def post(app, body, **headers):
-    """The answer to one request; a body that is no bytes is sent as JSON."""
+def send(app, method, path, **request):
+    """The answer to one request."""
 
     async def ask():
-        async with client(app, headers=headers) as http:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await http.post(PATH, content=content)
+        async with client(app) as http:
+            return await http.request(method, path, **request)
 
     return asyncio.run(ask())
+
+
+def post(app, body, **headers):
+    """The answer to a request for images; a body that is no bytes is sent as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return send(app, "POST", PATH, content=content, headers=headers)
 
 
 def get(app, path, **headers):
-    async def ask():
-        async with client(app, headers=headers) as http:
-            return await http.get(path)
-
-    return asyncio.run(ask())
+    return send(app, "GET", path, headers=headers)
 
 
 def image(entry):
@@ -201,8 +207,7 @@ OPENAIS = {"quality": "hd", "style": "vivid", "moderation": "low", "background":
 def test_fields_that_openais_clients_send_change_nothing():
     """Null is an absent field, and a note names each field that has no effect."""
     optional = [name for name, field in requests.ImageRequest.model_fields.items() if not field.is_required()]
-    plain, held = {"prompt": "a fox"}, Held()
-    held.release.set()
+    plain, held = {"prompt": "a fox"}, released()
     with running(held) as (app, _):
         bare, null, noted = (
             post(app, plain | more).json() for more in ({}, dict.fromkeys(optional), {**OPENAIS, "n": None})
@@ -213,8 +218,7 @@ def test_fields_that_openais_clients_send_change_nothing():
 
 def test_a_url_holds_the_file_itself():
     """OpenAI's older clients ask for a URL and read it."""
-    held = Held()
-    held.release.set()
+    held = released()
     with running(held) as (app, _):
         answer = post(app, {"prompt": "a fox", "response_format": "url"}).json()
     (entry,) = answer["data"]
@@ -225,8 +229,7 @@ def test_a_url_holds_the_file_itself():
 
 @pytest.mark.parametrize("stream", [False, True], ids=["answer", "event"])
 def test_a_rounded_size_is_noted(stream):
-    held = Held()
-    held.release.set()
+    held = released()
     held.run, run = lambda *call: [replace(each, note="the pipeline rounded") for each in run(*call)], held.run
     with running(held) as (app, _):
         text = post(app, {"prompt": "a fox", "stream": stream}).text
@@ -266,12 +269,8 @@ def test_a_body_that_is_no_request_is_refused(body, status, message):
     ],
 )
 def test_unknown_routes_have_errors_in_the_same_shape(method, path, status):
-    async def ask(app):
-        async with client(app) as http:
-            return await http.request(method, path)
-
     with running(Held()) as (app, _):
-        answer = asyncio.run(ask(app))
+        answer = send(app, method, path)
     error, is_known = answer.json()["error"], status == 405
     assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
     assert error["code"] == ("method_not_allowed" if is_known else "not_found") and error["param"] is None
@@ -432,8 +431,7 @@ def test_an_unexpected_error_has_openais_shape(monkeypatch):
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             return await http.post(PATH, json=GOOD)
 
-    held = Held()
-    held.release.set()
+    held = released()
     monkeypatch.setattr(server.Image, "open", lambda file: 1 / 0)
     with running(held) as (app, _):
         answer = asyncio.run(ask(app))
@@ -465,8 +463,7 @@ HOSTS = ("localhost", "127.0.0.1", "::1", "images.example.com")
 )
 def test_pages_of_other_sites_are_refused_without_keys(hosts, headers, name):
     """The worker gets no request of a browser's page of another site, and no site can pass as localhost."""
-    held = Held()
-    held.release.set()
+    held = released()
     with running(held, hosts=hosts) as (app, _):
         answers = [post(app, GOOD, **headers), *(get(app, path, **headers) for path in ("/v1/models", "/metrics"))]
         assert get(app, "/health", Host="10.0.0.5").status_code == 200
@@ -534,8 +531,7 @@ def test_an_error_in_a_stream_is_an_event():
 def test_keys_are_needed_where_there_are_some(header, status, caplog):
     """All routes but /health need one, from any page; neither answers nor logs show it."""
     headers = {"Host": "evil.com", "Origin": "null"} | ({} if header is None else {"Authorization": header.encode()})
-    held = Held()
-    held.release.set()
+    held = released()
     with running(held, keys=KEYS, hosts=HOSTS) as (app, _):
         answers = [get(app, path, **headers) for path in ("/v1/models", "/metrics")] + [post(app, GOOD, **headers)]
         assert get(app, "/health").status_code == 200

@@ -29,32 +29,30 @@ def test_a_deleted_job_is_gone(place):
     """It leaves the queue, or ends at its next step, or loses its file; the next job is made."""
     held, store = Held(), videos.VideoStore(LIMITS)
 
-    async def conversation(app, dispatcher):
-        async with client(app) as http:
-            first = (await http.post(PATH, json=GOOD | {"prompt": "first"})).json()["id"]
-            await until(lambda: dispatcher.running)
-            second = (await http.post(PATH, json=GOOD | {"prompt": "second"})).json()["id"]
-            if place == "completed":
-                held.release.set()
-                await ended(http, first)
-            left, stays = (second, first) if place == "waiting" else (first, second)
-            answer = await http.delete(f"{PATH}/{left}")
-            assert answer.json() == {"id": left, "object": "video.deleted", "deleted": True}
-            for again in (
-                http.get(f"{PATH}/{left}"),
-                http.delete(f"{PATH}/{left}"),
-                http.get(f"{PATH}/{left}/content"),
-            ):
-                assert (await again).status_code == 404
-            await until(lambda: place == "completed" or dispatcher.running + dispatcher.waiting == 1)
+    async def conversation(http, dispatcher):
+        first = (await http.post(PATH, json=GOOD | {"prompt": "first"})).json()["id"]
+        await until(lambda: dispatcher.running)
+        second = (await http.post(PATH, json=GOOD | {"prompt": "second"})).json()["id"]
+        if place == "completed":
             held.release.set()
-            assert (await ended(http, stays))["status"] == "completed"
-            assert [job["id"] for job in (await http.get(PATH)).json()["data"]] == [stays]
-            return (await http.get("/metrics")).text
-
-    with store, running(held, form=FORM, videos=store) as (app, dispatcher):
-        counted = asyncio.run(conversation(app, dispatcher))
+            await ended(http, first)
+        left, stays = (second, first) if place == "waiting" else (first, second)
+        answer = await http.delete(f"{PATH}/{left}")
+        assert answer.json() == {"id": left, "object": "video.deleted", "deleted": True}
+        for again in (
+            http.get(f"{PATH}/{left}"),
+            http.delete(f"{PATH}/{left}"),
+            http.get(f"{PATH}/{left}/content"),
+        ):
+            assert (await again).status_code == 404
+        await until(lambda: place == "completed" or dispatcher.running + dispatcher.waiting == 1)
+        held.release.set()
+        assert (await ended(http, stays))["status"] == "completed"
+        assert [job["id"] for job in (await http.get(PATH)).json()["data"]] == [stays]
         assert len(files(store)) == 1
+        return (await http.get("/metrics")).text
+
+    counted = ask(held, conversation, store=store)
     assert ('outcome="cancelled"} 1.0' in counted) == (place != "completed")
     assert held.made == {"waiting": ["first"], "running": ["second"], "completed": ["first", "second"]}[place]
 
@@ -160,38 +158,34 @@ def test_half_a_file_does_not_stay(monkeypatch, problem):
             raise OSError("no space left")
         write(path, data)
 
-    async def conversation(app, dispatcher):
-        async with client(app) as http:
-            job = (await http.post(PATH, json=GOOD)).json()["id"]
-            await asyncio.to_thread(begun.wait, 60)
-            assert (await http.get(f"{PATH}/{job}")).json()["status"] == "in_progress" and len(files(store)) == 1
-            if problem == "deleted":
-                assert (await http.delete(f"{PATH}/{job}")).status_code == 200
-            go_on.set()
-            await until(lambda: not dispatcher.running)
-            assert files(store) == []
-            if problem == "full":
-                assert (await http.get(f"{PATH}/{job}")).json()["error"]["code"] == "failed"
-            assert (await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]))["status"] == "completed"
+    async def conversation(http, dispatcher):
+        job = (await http.post(PATH, json=GOOD)).json()["id"]
+        await asyncio.to_thread(begun.wait, 60)
+        assert (await http.get(f"{PATH}/{job}")).json()["status"] == "in_progress" and len(files(store)) == 1
+        if problem == "deleted":
+            assert (await http.delete(f"{PATH}/{job}")).status_code == 200
+        go_on.set()
+        await until(lambda: not dispatcher.running)
+        assert files(store) == []
+        if problem == "full":
+            assert (await http.get(f"{PATH}/{job}")).json()["error"]["code"] == "failed"
+        assert (await ended(http, (await http.post(PATH, json=GOOD)).json()["id"]))["status"] == "completed"
 
     monkeypatch.setattr(Path, "write_bytes", write_slowly)
-    with store, running(released(), form=FORM, videos=store) as both:
-        asyncio.run(conversation(*both))
+    ask(released(), conversation, store=store)
 
 
 def test_a_cleaned_temporary_folder_is_made_again():
     """Other users can't read the new one either."""
     store = videos.VideoStore(LIMITS)
 
-    async def conversation(app, _):
-        async with client(app) as http:
-            store.new_file().parent.rmdir()
-            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
-            assert job["status"] == "completed" and len(files(store)) == 1
-            assert store.new_file().parent.stat().st_mode & 0o077 == 0
+    async def conversation(http, _):
+        store.new_file().parent.rmdir()
+        job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
+        assert job["status"] == "completed" and len(files(store)) == 1
+        assert store.new_file().parent.stat().st_mode & 0o077 == 0
 
-    with store, running(released(), form=FORM, videos=store) as both:
-        asyncio.run(conversation(*both))
+    ask(released(), conversation, store=store)
 
 
 def test_a_running_video_has_a_limit_of_its_own():

@@ -16,7 +16,7 @@ from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from tests.serving.http.test_edits import PNG
-from tests.serving.http.test_server import LIMITS, Held, called, client, metric, running, until
+from tests.serving.http.test_server import LIMITS, Held, called, client, metric, released, running, send, until
 
 uvicorn = pytest.importorskip("uvicorn")
 videos = pytest.importorskip("dit_accel.serving.http.videos")
@@ -36,17 +36,13 @@ def worker(saved):
 
 
 @contextmanager
-def making(worker, *, limits=VIDEO_LIMITS, form=FORM, preset="video-balanced", **more):
+def making(worker, *, limits=VIDEO_LIMITS, form=FORM, preset="video-balanced", store=None, **more):
     """An application whose pipeline makes videos, and its dispatcher."""
-    store = videos.VideoStore(limits)
-    with store, running(worker, limits=limits, preset=preset, form=form, videos=store, **more) as both:
+    with (
+        store or videos.VideoStore(limits) as store,
+        running(worker, limits=limits, preset=preset, form=form, videos=store, **more) as both,
+    ):
         yield both
-
-
-def released():
-    held = Held()
-    held.release.set()
-    return held
 
 
 @contextmanager
@@ -151,32 +147,6 @@ def test_a_video_begins_with_its_input_reference(saved, tmp_path):
     assert data == (tmp_path / "own.mp4").read_bytes()
 
 
-def test_fields_reach_the_job():
-    """From JSON and from forms; a duration becomes the nearest number of frames that the pipeline can make."""
-    held, seen = released(), []
-    held.run, run = lambda jobs, *rest: seen.append(jobs[0].settings) or run(jobs, *rest), held.run
-    size = {"size": "48x32", "guidance": 3, "negative_prompt": "red", "seed": 9}
-    table = [
-        ({}, {}),
-        ({"num_frames": 9}, {"num-frames": 9}),
-        ({"seconds": "2"}, {"num-frames": 33}),
-        ({"seconds": "1.5"}, {"num-frames": 25}),
-        ({"seconds": "4", "fps": 8}, {"num-frames": 33, "fps": 8.0}),
-        ({"seconds": "0.01"}, {"num-frames": 1}),
-        (size, {"width": 48, "height": 32, "seed": 9}),
-    ]
-
-    async def conversation(http, _):
-        for fields, settings in table:
-            fields = {"prompt": "a fox"} | fields
-            for how in ({"json": fields}, {"files": [(key, (None, str(value))) for key, value in fields.items()]}):
-                job = await ended(http, (await http.post(PATH, **how)).json()["id"])
-                assert job["status"] == "completed" and settings.items() <= seen[-1].items()
-                assert seen[-1]["prompt"] == "a fox" and ("num-frames" in seen[-1]) == ("num-frames" in settings)
-
-    ask(held, conversation)
-
-
 def test_a_job_shows_its_progress():
     """Queued, then in progress with finished steps, then completed; a file exists only then."""
     held = Held()
@@ -265,12 +235,8 @@ def test_only_the_video_can_be_downloaded():
     [("POST", ""), ("GET", ""), ("GET", "/video_0"), ("GET", "/video_0/content"), ("DELETE", "/video_0")],
 )
 def test_a_pipeline_of_images_has_no_videos(method, path):
-    async def talk(app):
-        async with client(app) as http:
-            return await http.request(method, PATH + path, json=GOOD)
-
     with running(Held()) as (app, _):
-        answer = asyncio.run(talk(app))
+        answer = send(app, method, PATH + path, json=GOOD)
     assert answer.status_code == 400 and "makes images, no videos: use /v1/images" in answer.json()["error"]["message"]
 
 
