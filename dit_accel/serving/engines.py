@@ -49,11 +49,7 @@ class VllmOmniWorker:
     model_runner: Any  # of vLLM-Omni's worker
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then accelerate it.
-
-        Raises:
-            UnsupportedError: the pipeline is one of vLLM-Omni's own.
-        """
+        """Load the model, then accelerate it."""
         super().load_model(*args, **kwargs)
         accelerate_pipeline(self._diffusers_pipeline(), os.environ.get(PRESET) or None)
 

@@ -93,13 +93,8 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of ``pipe(...)``: a demo model's defaults, overridden by options and others.
 
-    If the pipeline has a guider component, the guidance scale is set there instead. ``fps`` is an argument only of
-    pipelines with sound, which lasts as long as the video.
-
-    Args:
-        options: values by option name without leading dashes (``"num-images"``); None = unset. A list of images is for
-            one output.
-        others: arguments of ``--call``, by the pipeline's names.
+    Options have names such as ``"num-images"``, others (of ``--call``) the pipeline's; None = unset. A list of images
+    is for one output. ``fps`` is an argument only of pipelines with sound, which lasts as long as the video.
     """
     from dit_accel.pipeline import makes_video
 
@@ -123,7 +118,7 @@ def call_arguments(
         raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(values['image'])}")
     if (fps := values.pop("fps", None)) and sampling_rate(pipe):
         arguments |= {key: fps for key in ("frame_rate", "fps") if key in parameters}
-    if "guidance" in values and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
+    if "guidance" in values and hasattr(pipe, "guider"):  # a component with the scale, of HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=values.pop("guidance"))
     for name, value in values.items():
         key = keys.get(name, name.replace("-", "_"))

@@ -142,10 +142,7 @@ class Playground:
         return worker.pipe if worker is not None and model == self._model else None
 
     def compare(self, wish: Wish) -> Iterator[ComparisonRun]:
-        """Run both sides, and yield the state several times a second, in the end with the comparison.
-
-        An iterator that is closed ends the run after its current step.
-        """
+        """Yield the state several times a second, in the end with the comparison; closing the iterator ends the run."""
         wish.require_bounds()
         run = ComparisonRun(wish)
         self._runs.append(run)

@@ -76,11 +76,7 @@ class LocalProcess:
 class RemoteWorker:
     """A :class:`~dit_accel.serving.worker.Worker` in its own process; its errors are raised here.
 
-    Args:
-        patience: most seconds of a step, of the time before the first one, and of the time after the last one; None =
-            no limit.
-        start: starts the process, a :class:`LocalProcess` or another class with its methods.
-        attempts: for each call.
+    ``patience`` is the most seconds of a step, of the time before the first one, and of the time after the last one.
     """
 
     def __init__(
@@ -101,9 +97,7 @@ class RemoteWorker:
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs as a :class:`~dit_accel.serving.worker.Worker`, again in a new process if the process dies.
 
-        Raises:
-            LoadError: the pipeline can't be loaded again.
-            BatchError: the process hangs, or died in every attempt.
+        Raise ``BatchError`` if it hangs, dies in every attempt, or can't load the pipeline again (``LoadError``).
         """
         for attempt in range(1, self._attempts + 1):
             if attempt > 1 or self._is_lost:

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Engine of one process; ``console`` None = silent.
-
-    Raises:
-        ArgumentError: a job of the setup has a setting that this pipeline does not support.
-    """
+    """Engine of one process, which checks the jobs of its setup; ``console`` None = silent."""
 
     def __init__(self, setup: Setup, console: Console | None = None) -> None:
         console = console or Console(quiet=True)

@@ -66,15 +66,8 @@ class ImageServer:
             raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
-        results = []
-        try:
-            async with self._watched(request, task):
-                results = [event async for event in task if isinstance(event, Made)]
-        except Exception as error:
-            raise self.metrics.counted(error) from None
-        except asyncio.CancelledError as error:
-            self.metrics.counted(error)
-            raise
+        async with self._watched(request, task):
+            results = [event async for event in task if isinstance(event, Made)]
         self.metrics.finish(task, results)
         images = [self._image(wanted, task, index, result) for index, result in enumerate(results)]
         if wanted.response_format == "url":
@@ -105,17 +98,14 @@ class ImageServer:
                     whole = {"created_at": int(time.time()), **common, "index": len(results) - 1, **image}
                     whole |= _notes(wanted, [event])
                     yield _event(f"{wanted.event}.completed", whole)
-        except Exception as error:
-            yield _event("error", self.metrics.counted(error).to_json())
-        except BaseException as error:  # the client has closed the stream
-            self.metrics.counted(error)
-            raise
+        except RequestError as error:
+            yield _event("error", error.to_json())
         else:
             self.metrics.finish(task, results)
 
     @asynccontextmanager
     async def _watched(self, request: Request, task: Task) -> AsyncIterator[None]:
-        """Within the block, cancel the task when the client disconnects or time is up."""
+        """Cancel the block's task when its client disconnects or time is up; count its error, and raise the answer."""
 
         async def wait_for_end() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -126,9 +116,10 @@ class ImageServer:
         try:
             async with asyncio.timeout(self.limits.seconds - (time.monotonic() - task.created)):
                 yield
-        except BaseException:
+        except BaseException as error:
             task.cancel()
-            raise
+            answer = self.metrics.counted(error)
+            raise (answer if isinstance(error, Exception) else error) from None
         finally:
             client.cancel()
 

@@ -550,7 +550,8 @@ def test_a_watched_request_ends_with_its_client_or_its_time(end):
         return {"type": "http.disconnect"}
 
     async def watch():
-        watching = server.ImageServer(None, server.Served("tiny", None, replace(LIMITS, seconds=50.0)), None)
+        metrics = SimpleNamespace(counted=lambda error: error)
+        watching = server.ImageServer(None, server.Served("tiny", None, replace(LIMITS, seconds=50.0)), metrics)
         task = dispatching.AwaitedTask([], None, ".png")
         if end == "time":
             task.created -= 50
