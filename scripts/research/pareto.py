@@ -155,7 +155,7 @@ def main() -> None:
             )
         )
         bench = Bench(load, arguments, prompts, tuning, repeats=options.repeats)
-        sweep.describe(bench, describe_run(bench.pipe.device), left_out, options.retime)
+        sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         (retime if options.retime else measure)(bench, sweep, chosen(methods, options.only, options.shard), options)
     if whole == 1:
         for file in sweep.publish():

@@ -113,7 +113,7 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
             row["name"],
             f"{row['computed_fraction']:.3f}",
             _number(row["seconds"], 2),
-            "–" if row["seconds"] is None else str(speedup_of(row, document)),
+            "–" if row["seconds"] is None else str(speedup_of(row)),
             _number(row.get("psnr_db"), 1),
             _number(min(row.get("psnr_db_each", ()), default=None), 1),
             _number(row.get("ssim"), 4),
@@ -122,10 +122,9 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
     return head, lines
 
 
-def speedup_of(row: Row, document: dict[str, Any]) -> Spread:
-    """Speed-up of a row over the plain steps timed after each run. Old rows have one time and one plain run."""
-    plain = row.get("plain_seconds_each", [document["plain"]["seconds"]])
-    return speedup(plain, row.get("seconds_each", [row["seconds"]]))
+def speedup_of(row: Row) -> Spread:
+    """Speed-up of a row over the plain steps timed after each run."""
+    return speedup(row["plain_seconds_each"], row["seconds_each"])
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
@@ -138,7 +137,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
         found.append(f"Pipeline reloaded, because plain runs had changed, after {reloaded}.")
     # Spread of a row's speed-ups beyond the spread of work between prompts.
     apart = {
-        row["name"]: (1 + speedup_of(row, document).width) / (1 + Spread.of(row["computed_fraction_each"]).width) - 1
+        row["name"]: (1 + speedup_of(row).width) / (1 + Spread.of(row["computed_fraction_each"]).width) - 1
         for row in rows
         if "seconds_each" in row
     }
@@ -162,7 +161,7 @@ def figures(document: dict[str, Any], path: Path) -> list[Path]:
     points = [(row["series"], row["computed_fraction"], row["psnr_db"]) for row in rows]
     frontier_plot(points, path, highlight=OURS)
     timed = [row for row in rows if row["seconds"] is not None]
-    shares = [(row["series"], 1 / speedup_of(row, document).median, row["psnr_db"]) for row in timed]
+    shares = [(row["series"], 1 / speedup_of(row).median, row["psnr_db"]) for row in timed]
     if not timed:
         return [path]
     label = "transformer time relative to the plain run (less is faster)"

@@ -170,10 +170,6 @@ class Bench:
             self._snapshot.restore()
         return trace.times()
 
-    def time_plain(self) -> float:
-        """Estimate the seconds inside the transformers of a plain run: the median over repeats of its first steps."""
-        return statistics.median(self._run_first_steps()[1] for _ in range(self._repeats))
-
     def _time(self, method: Method, trace: _Trace) -> None:
         """Run the method on one prompt after the other until it has enough times."""
         while len(trace.seconds) < self._repeats:

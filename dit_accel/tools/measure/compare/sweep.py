@@ -30,16 +30,9 @@ class Sweep:
     def rows(self) -> list[dict[str, Any]]:
         return self.document["results"]
 
-    def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str], retime: bool = False) -> None:
-        """Record the origin, the plain run and the unavailable methods of this process.
-
-        The seconds of the plain run in the file are kept, because its rows were timed with them, unless the device has
-        changed or ``retime`` is set.
-        """
-        moved = self.document["origin"].get("device") != origin.get("device")
-        known = None if retime or moved else self.document["plain"].get("seconds")
-        seconds = bench.time_plain() if known is None else known
-        plain = {"seconds": seconds, "repeats": bench.repeatable, **bench.unavailable}
+    def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str]) -> None:
+        """Record the origin, the plain run and the unavailable methods of this process."""
+        plain = {"repeats": bench.repeatable, **bench.unavailable}
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
         self._save()
 
@@ -56,16 +49,11 @@ class Sweep:
         self._save()
 
     def merge(self, other: Path, order: Sequence[str]) -> None:
-        """Merge the rows of another file with the same settings, and sort all rows by ``order``, a list of names.
-
-        Known seconds of the plain run are kept.
-        """
+        """Merge the rows of another file with the same settings, and sort all rows by ``order``, a list of names."""
         found = read(other, self.document["settings"])
         rows = {row["name"]: row for row in (*self.rows, *found["results"])}
         places = {name: place for place, name in enumerate(order)}
-        known = self.document["plain"].get("seconds")
-        plain = found["plain"] | ({} if known is None else {"seconds": known})
-        self.document |= {"origin": found["origin"], "plain": plain, "left_out": found["left_out"]}
+        self.document |= {key: found[key] for key in ("origin", "plain", "left_out")}
         self.document["results"] = sorted(rows.values(), key=lambda row: places.get(row["name"], len(places)))
         self._save()
 

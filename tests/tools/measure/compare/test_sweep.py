@@ -1,7 +1,6 @@
 """The file of a comparison: rows as they come, going on, and putting shards together."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -43,22 +42,6 @@ def test_a_preset_that_was_edited_is_measured_again(tmp_path):
     assert [line["name"] for line in sweep.rows] == ["mine", "kept", "unsaid", "peer"]
 
 
-def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
-    """A resumed sweep, or a merged shard, keeps them; new times, or another device's, replace them."""
-
-    def describe(stem, seconds, device="first", **changes):
-        bench = SimpleNamespace(time_plain=lambda: seconds, repeatable=True, unavailable={"lpips": None})
-        Sweep(tmp_path / stem, SETTINGS).describe(bench, {"device": device}, {}, **changes)
-        return json.loads((tmp_path / f"{stem}.json").read_text())["plain"]["seconds"]
-
-    assert [describe("all", 1.0), describe("all", 2.0), describe("shard", 3.0)] == [1.0, 1.0, 3.0]
-    whole = Sweep(tmp_path / "all", SETTINGS)
-    whole.merge(tmp_path / "shard.json", [])
-    assert whole.document["plain"]["seconds"] == 1.0
-    assert describe("all", 4.0, retime=True) == 4.0
-    assert [describe("all", 5.0, device="second"), describe("all", 6.0, device="second")] == [5.0, 5.0]
-
-
 def test_shards_are_put_together_in_order(tmp_path):
     """Rows stand in the order asked for, whichever file they came from, and the document can be published.
 
@@ -66,14 +49,14 @@ def test_shards_are_put_together_in_order(tmp_path):
     """
     for name in "ba":
         shard = Sweep(tmp_path / name, SETTINGS)
-        shard.document["plain"] = {"seconds": 1.0, "repeats": True, "lpips": None}
+        shard.document["plain"] = {"repeats": True, "lpips": None}
         shard.add(row(name, error="x"))
     whole = Sweep(tmp_path / "all", SETTINGS)
     for name in "ba":
         whole.merge(tmp_path / f"{name}.json", ["a", "b"])
     assert [line["name"] for line in whole.rows] == ["a", "b"]
     assert [path.name for path in whole.publish()] == ["all.json", "all.md"]
-    assert json.loads((tmp_path / "all.json").read_text())["plain"]["seconds"] == 1.0
+    assert json.loads((tmp_path / "all.json").read_text())["plain"]["repeats"]
     Sweep(tmp_path / "other", {**SETTINGS, "steps": 20}).add(row("c"))
     with pytest.raises(ComparisonError, match=r"differs in steps \(steps: 20 there, 50 now\)"):
         whole.merge(tmp_path / "other.json", [])
