@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +33,6 @@ SERIES_MARKERS = "osD^vP*"
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
 SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of heat maps
-MOST_LABELS = 12  # lines of a legend
 
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
@@ -70,17 +69,17 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
         errors.text(0.5, 0.5, note, transform=errors.transAxes, ha="center", va="center", color=GREY)
         errors.set_yticks([])
     if any(error > 0 for error in (*measured.values(), *probed.values())):
-        _log_scale(errors)
+        log_scale(errors)
     errors.set_ylabel("measured error\n(relative L2)")
     errors.set_xlabel("denoising step")
     errors.set_xlim(-0.6, len(report.steps) - 0.4)
     errors.xaxis.get_major_locator().set_params(integer=True)
     tidy_axes(times, grid="y")
     tidy_axes(errors, grid="y")
-    _save(figure, path)
+    save(figure, path)
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
     with whole_file(Path(path)) as part:
         figure.savefig(part)
 
@@ -101,7 +100,7 @@ def density_figure(report: RunReport, path: str | Path) -> None:
     bar.set_label("computed share of FLOPs")
     bar.outline.set_visible(False)
     tidy_axes(axes)
-    _save(figure, path)
+    save(figure, path)
 
 
 def heads_computed(symbols: SparseSymbols) -> np.ndarray:
@@ -164,7 +163,7 @@ def symbol_map(
     bar.set_label("share of computed heads")
     bar.solids.set_alpha(1)
     bar.outline.set_visible(False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def frontier_plot(
@@ -207,67 +206,7 @@ def frontier_plot(
     outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
     axes.legend(frameon=False, **outside)
     tidy_axes(axes, grid="both")
-    _save(figure, path)
-
-
-class LayerCurve(NamedTuple):
-    """Sparsities and relative L1 errors of a layer's attention over its thresholds, and the chosen pair."""
-
-    layer: str
-    points: list[tuple[float, float]]
-    chosen: tuple[float, float] | None
-
-
-def tuning_figure(
-    tried: Sequence[tuple[float, float]],
-    confirmed: tuple[float, float],
-    target: float,
-    quality: str,
-    layers: Sequence[LayerCurve],
-    bound: float | None,
-    path: str | Path,
-) -> None:
-    """Plot a tuning: all settings and, if there are layers, each layer's error against its sparsity.
-
-    ``tried`` has the computed fraction and the quality of each setting on the tuning prompts, ``confirmed`` those of
-    the chosen one on the held-out prompts. ``quality`` is a label with a unit; ``bound`` is the maximum error of a
-    layer, None without layers.
-    """
-    figure = new_figure(11.0 if layers else 6.0, 4.6)
-    axes, *of_layers = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
-    axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label="target")
-    axes.plot(*zip(*tried, strict=True), "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
-    axes.plot(*confirmed, "*", color=ERROR_COLOUR, markersize=14, label="chosen, held-out prompts")
-    axes.set_xlabel("computed fraction of FLOPs (less is faster)")
-    axes.set_ylabel(quality)
-    axes.legend(frameon=False, loc="best")
-    axes.set_title("Settings", loc="left")
-    tidy_axes(axes, grid="both")
-    for panel in of_layers:
-        _draw_layers(panel, layers, bound)
-        tidy_axes(panel, grid="both")
-    _save(figure, path)
-
-
-def _draw_layers(axes: Axes, layers: Sequence[LayerCurve], bound: float | None) -> None:
-    from matplotlib import colormaps
-
-    for number, curve in enumerate(layers):
-        colour = colormaps["viridis"](number / max(len(layers) - 1, 1))
-        points = sorted(curve.points)
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=curve.layer)
-        if curve.chosen:
-            axes.plot(*curve.chosen, "o", color=colour, markersize=6)
-    axes.axhline(bound, color=GREY, linewidth=1, linestyle="--")
-    if any(error > 0 for curve in layers for _, error in curve.points):
-        _log_scale(axes)
-    axes.set_xlabel("sparsity")
-    axes.set_ylabel("relative L1 error of attention")
-    taken = sum(curve.chosen is not None for curve in layers)
-    axes.set_title(f"Layers: {taken} of {len(layers)} leave tiles out", loc="left")
-    if len(layers) <= MOST_LABELS:
-        axes.legend(frameon=False, loc="best", fontsize=7)
+    save(figure, path)
 
 
 def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -300,7 +239,7 @@ def tidy_axes(axes: Axes, grid: str | None = None) -> None:
         axes.set_axisbelow(True)
 
 
-def _log_scale(axes: Axes) -> None:
+def log_scale(axes: Axes) -> None:
     """Make the y axis logarithmic, with ticks at 1, 2 and 5 times powers of ten as plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

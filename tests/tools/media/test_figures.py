@@ -10,14 +10,12 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
 from dit_accel.tools.media.figures import (
-    LayerCurve,
     best_settings,
     density_figure,
     heads_computed,
     symbol_map,
     timeline_figure,
     token_grid,
-    tuning_figure,
 )
 
 
@@ -106,16 +104,3 @@ def test_best_settings_leave_out_what_a_faster_setting_reaches():
     """Ties in fraction keep the better one, and equal quality at a larger fraction is no gain."""
     settings = [(0.5, 40.0), (0.2, 30.0), (0.3, 28.0), (0.5, 41.0), (0.6, 41.0), (0.8, 50.0)]
     assert best_settings(settings) == [(0.2, 30.0), (0.5, 41.0), (0.8, 50.0)]
-
-
-@pytest.mark.parametrize("layers", [0, 14], ids=["no-layers", "many"])
-def test_tuning_figure_draws_settings_and_layers(tmp_path, layers):
-    """Layers appear with the settings, also if some have no curve or skip nothing."""
-    curves = [
-        LayerCurve(f"blocks.{number}", [(0.1, 0.01), (0.5, 0.1)][: number % 3], None if number else (0.1, 0.01))
-        for number in range(layers)
-    ]
-    path = tmp_path / "tuning.png"
-    tuning_figure([(0.3, 41.0), (0.2, 38.0)], (0.25, 40.5), 40.0, "PSNR (dB)", curves, 0.05 if layers else None, path)
-    width, height = Image.open(path).size
-    assert width / height > (2 if layers else 1)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -20,6 +20,10 @@ from dit_accel.tools.measure.tune.axes import BOUND, Setting
 from dit_accel.tools.measure.tune.calibration import Candidate, Curves
 from dit_accel.tools.measure.tune.runs import Figures
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_LABELS = 12  # layers in the plot's legend
 PROMISED = 0.9  # share of the prompts in a preset's calibration
 
 
@@ -150,28 +154,47 @@ class TuneResult:
 
     def plot(self, path: str | Path) -> None:
         """Plot all tried settings and, if layers have thresholds, each layer's error against its sparsity."""
-        from dit_accel.tools.media.figures import LayerCurve, tuning_figure
+        from dit_accel.tools.media.figures import ERROR_COLOUR, GREY, SERIES_COLOURS, new_figure, save, tidy_axes
 
-        def place(figures: list[Figures]) -> tuple[float, float]:
-            return computed_fraction(figures), self.target.level(figures)
+        figure = new_figure(11.0 if self.curves else 6.0, 4.6)
+        axes, *of_layers = figure.subplots(1, 2 if self.curves else 1, squeeze=False)[0]
+        axes.axhline(self.target.value, color=GREY, linewidth=1, linestyle="--", label="target")
+        runs, level = [tried.figures for tried in self.evaluations], self.target.level
+        tried = list(map(computed_fraction, runs)), list(map(level, runs))
+        axes.plot(*tried, "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
+        chosen = computed_fraction(self.held_out), level(self.held_out)
+        axes.plot(*chosen, "*", color=ERROR_COLOUR, markersize=14, label="chosen, held-out prompts")
+        axes.set_xlabel("computed fraction of FLOPs (less is faster)")
+        axes.set_ylabel({"psnr": "PSNR (dB)", "latent_error": "relative error of the latents"}[self.target.metric])
+        axes.legend(frameon=False, loc="best")
+        axes.set_title("Settings", loc="left")
+        for panel in of_layers:
+            self._plot_layers(panel)
+        for panel in (axes, *of_layers):
+            tidy_axes(panel, grid="both")
+        save(figure, path)
 
-        layers = [
-            LayerCurve(
-                block,
-                [(item.sparsity, item.error) for item in candidates if not item.skips_values],
-                taken and (taken.sparsity, taken.error),
-            )
-            for (block, candidates), taken in zip(self.curves.items(), self.chosen.values(), strict=True)
-        ]
-        tuning_figure(
-            [place(tried.figures) for tried in self.evaluations],
-            place(self.held_out),
-            self.target.value,
-            {"psnr": "PSNR (dB)", "latent_error": "relative error of the latents"}[self.target.metric],
-            layers,
-            self.setting.get(BOUND),
-            path,
-        )
+    def _plot_layers(self, axes: Axes) -> None:
+        from matplotlib import colormaps
+
+        from dit_accel.tools.media.figures import GREY, log_scale
+
+        for number, (block, candidates) in enumerate(self.curves.items()):
+            colour = colormaps["viridis"](number / max(len(self.curves) - 1, 1))
+            points = sorted((item.sparsity, item.error) for item in candidates if not item.skips_values)
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=block)
+            if (taken := self.chosen[block]) is not None:
+                axes.plot(taken.sparsity, taken.error, "o", color=colour, markersize=6)
+        axes.axhline(self.setting[BOUND], color=GREY, linewidth=1, linestyle="--")
+        if any(item.error > 0 for candidates in self.curves.values() for item in candidates):
+            log_scale(axes)
+        axes.set_xlabel("sparsity")
+        axes.set_ylabel("relative L1 error of attention")
+        skipping = sum(taken is not None for taken in self.chosen.values())
+        axes.set_title(f"Layers: {skipping} of {len(self.curves)} leave tiles out", loc="left")
+        if len(self.curves) <= MOST_LABELS:
+            axes.legend(frameon=False, loc="best", fontsize=7)
 
     def _values(self, path: Path) -> dict[str, Any]:
         if self.base is None:

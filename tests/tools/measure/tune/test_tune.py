@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from diffusers import DiffusionPipeline
+from PIL import Image
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, TuningError
@@ -122,6 +123,11 @@ def test_layers_get_thresholds_of_their_own(tmp_path):
         assert taken is None or taken.error <= result.setting["l1"]
     result.write(tmp_path / "mine.yaml")
     assert load_preset(tmp_path / "mine.yaml").skip == result.preset.skip
+    sizes = []
+    for number, shown in enumerate((result, usual_result())):
+        shown.plot(tmp_path / f"{number}.png")
+        sizes.append(Image.open(tmp_path / f"{number}.png").size)
+    assert sizes[0][0] > 1.5 * sizes[1][0], "layers have a panel"
 
 
 def test_level_head_tunes_rows_and_intervals():
