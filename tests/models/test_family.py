@@ -23,9 +23,9 @@ def model(**config):
     return SimpleNamespace(config=SimpleNamespace(**config))
 
 
-def frames(*sizes, channels=4):
+def frames(*sizes):
     """Latents of two videos, or with two sizes of two images."""
-    return {"hidden_states": torch.zeros(2, channels, *sizes)}
+    return {"hidden_states": torch.zeros(2, 4, *sizes)}
 
 
 def hidream(*shape):
@@ -60,10 +60,7 @@ TURNS = {"x": lambda image, _: [[image, image]], "cap_feats": lambda _, prompt: 
 READ = {"siglip_feats": lambda *_: [[torch.zeros(3, 3, 8)]]}
 IMAGES = {"hidden_states": torch.zeros(2, 12, 4), "image_cond_hidden_states": torch.zeros(2, 9, 4)}
 GRIDS = {  # by name: family, transformer and arguments; tokens
-    "wan": ((WAN, model(patch_size=(1, 2, 2)), frames(3, 8, 6)), Tokens(0, 36, grid=(3, 4, 3))),
     "wan-patched-frames": ((WAN, model(patch_size=(2, 1, 2)), frames(4, 8, 6)), Tokens(0, 48, grid=(2, 8, 3))),
-    "kandinsky": ((KANDINSKY, model(patch_size=(1, 2, 2)), frames(8, 6, 4, channels=3)), Tokens(0, 36, grid=(3, 4, 3))),
-    "prx": ((PRX, model(patch_size=2), frames(8, 6) | PROMPT), Tokens(5, 12, padding="mask", text_asks=False)),
     # The longest prompt without padding.
     "lumina": (
         (LUMINA, model(patch_size=2), frames(8, 6) | {"encoder_attention_mask": MASK}),
@@ -74,14 +71,11 @@ GRIDS = {  # by name: family, transformer and arguments; tokens
         Tokens(5, 48, text_first=False, padding="all"),
     ),
     "flux3-references": ((FLUX3, model(), PROMPT | IMAGES), Tokens(5, 21)),
-    "hidream-square": (hidream(4, 8, 8), Tokens(19, 16, text_first=False)),
-    "hidream-not-square": (hidream(4, 8, 6), Tokens(19, 64, text_first=False)),
     "hidream-patches": (hidream(12, 16), Tokens(19, 12, text_first=False)),
     **{
         f"cogvideox-{patch}-{count}": (cogvideox(patch, count), Tokens(5, 12 * grid, grid=(grid, 4, 3)))
         for patch, count, grid in ((None, 3, 3), (1, 3, 3), (2, 3, 2), (2, 4, 2))
     },
-    "z-image": (z_image(), Tokens(64, 64, text_first=False, padding="all")),
     "z-image-omni": (z_image(**TURNS), Tokens(64 + 32, 2 * 64, padding="all")),
     "z-image-references": (z_image(**TURNS, **READ), Tokens(64 + 32, 2 * 64 + 32, padding="all")),
 }

@@ -18,7 +18,6 @@ from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
 from dit_accel.models.hooks import stateless
-from dit_accel.tools.measure.timing import transformer_clock
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import same_weights, tiny_output, tiny_pipeline
 
@@ -184,14 +183,6 @@ def test_additions_to_a_model_are_changes(change, named):
     assert state.change() is None
     change(model)
     assert (state.change() or "").startswith(named)
-
-
-def test_timed_calls_are_captured(graph):
-    """The hooks of a comparison only watch, so it times what users run."""
-    pipe = accelerated("flux", "exact")
-    with transformer_clock(pipe) as clock:
-        tiny_output(pipe, "flux", steps=4)
-    assert (graph.captures, graph.replays, clock.calls) == (1, 2, 4)
 
 
 def test_restoring_drops_them(graph):
