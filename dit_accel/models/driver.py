@@ -80,20 +80,14 @@ class FamilyDriver(TransformerDriver):
     ) -> None:
         super().__init__(transformer, preset, name, called)
         self.family = family
+        self.family_name = family.name
+        self.levels = ("output", "layer", "head") if family.fused == "head" else ("output", "layer")
         self._hand_written = hand_written
         self._order: TokenOrder | None = None  # of the preset, if the transformer can take it; None = raster
         self._grid: Grid | None = None  # of the latest call's vision tokens, where they have an order
         self._masks = TextMasks()
         self._exchanges = Exchanges()
         self.every_row = EveryRow()
-
-    @property
-    def family_name(self) -> str:
-        return self.family.name
-
-    @property
-    def levels(self) -> tuple[str, ...]:
-        return ("output", "layer", "head") if self.family.fused == "head" else ("output", "layer")
 
     @property
     def token_order(self) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ class TransformerDriver:
     """
 
     family_name = "any"
-    levels = ("output",)
+    levels: tuple[str, ...] = ("output",)
     token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
     session: Any  # owns the transformer's calls, from :meth:`attach` on
 

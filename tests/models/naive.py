@@ -36,25 +36,15 @@ PARTS = {  # whose outputs hand-written blocks forecast at level layer; other fa
 
 
 class Sequence(NamedTuple):
-    """Sequence of a model's attention.
+    """Sequence of a model's attention."""
 
-    Args:
-        attentions: names of the attention modules, a regular expression.
-        vision: image or video tokens; the rest is text.
-        text_first: whether text comes before them.
-        pads_end: whether padding follows all tokens, and not the text.
-        cuts: whether the padding of one prompt is taken out.
-        gate: name of the layer in an attention whose sigmoid multiplies the attention's output.
-        crossed: name of a block's attention to its prompt, which is forecast where no head of the attention computes.
-    """
-
-    attentions: str
-    vision: int
-    text_first: bool = True
-    pads_end: bool = False
-    cuts: bool = False
-    gate: str = ""
-    crossed: str = ""
+    attentions: str  # names of the attention modules, a regular expression
+    vision: int  # image or video tokens; the rest is text
+    text_first: bool = True  # text comes before them
+    pads_end: bool = False  # padding follows all tokens, and not the text
+    cuts: bool = False  # the padding of one prompt is taken out
+    gate: str = ""  # name of the layer in an attention whose sigmoid multiplies the attention's output
+    crossed: str = ""  # a block's attention to its prompt, which is forecast where no head of the attention computes
 
     def modules(self, transformer: torch.nn.Module) -> dict[str, torch.nn.Module]:
         return {name: item for name, item in transformer.named_modules() if re.fullmatch(self.attentions, name)}
@@ -258,11 +248,9 @@ def overwritten(
     whole: Callable[[], bool] = lambda: True,
     rows: Callable[[], torch.Tensor | None] = lambda: None,
 ) -> Iterator[None]:
-    """Record the outputs of modules, and overwrite them with their forecasts in DISPATCH steps.
+    """Record the outputs of modules, and overwrite them with their forecasts in DISPATCH steps if ``whole()``.
 
-    Args:
-        whole: returns whether the output is forecast.
-        rows: returns the tokens ``[B, S, 1]`` that keep their output; None = no token does.
+    The tokens ``rows()`` ``[B, S, 1]`` keep their output; None = no token does.
     """
 
     def hook_for() -> Callable:
