@@ -31,7 +31,7 @@ from dit_accel.models.parallel.context_parallel import (
 from dit_accel.models.part_hook import FeedHook, PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.session import Session
-from dit_accel.models.token_order_hook import TokenOrder, order_hooks
+from dit_accel.models.token_order_hook import ReorderInput, ReorderOutput, TokenOrder
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset
 from dit_accel.sparse.head_site import HeadSite
@@ -153,9 +153,11 @@ class FamilyDriver(TransformerDriver):
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
             self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
-            first_block = next(iter(self.blocks().values()))
-            for module, order_hook in order_hooks(self._reordered, self.transformer, self.family.order, first_block):
-                self.hook(module, order_hook, ORDER_HOOK)
+            for name, axes in self.family.order.tables.items():
+                self.hook(self.transformer.get_submodule(name), ReorderOutput(self._reordered, axes), ORDER_HOOK)
+            self.hook(next(iter(self.blocks().values())), ReorderInput(self._reordered), ORDER_HOOK)
+            end = self.transformer.get_submodule(self.family.order.exit)
+            self.hook(end, ReorderInput(self._reordered, undo=True), ORDER_HOOK)
 
     def _reordered(self, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
         return self._order.apply(x, self.facts.grid, axis, undo)

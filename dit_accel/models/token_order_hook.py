@@ -8,7 +8,7 @@ Projections at either end have no hooks, because LoRA replaces these modules and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.kept import Kept
-from dit_accel.models.families.family import OrderFacts
 from dit_accel.models.hooks import Hook, parameter_names
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
@@ -88,13 +87,3 @@ class ReorderOutput(Hook):
             if parts[part].ndim > axis + 1:
                 parts[part] = self._reorder(parts[part], axis, False)
         return tuple(parts)
-
-
-def order_hooks(
-    reorder: Reorder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module
-) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield the hooks that reorder and restore tokens by the family's facts, with their modules."""
-    for name, axes in facts.tables.items():
-        yield transformer.get_submodule(name), ReorderOutput(reorder, axes)
-    yield first_block, ReorderInput(reorder)
-    yield transformer.get_submodule(facts.exit), ReorderInput(reorder, undo=True)
