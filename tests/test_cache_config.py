@@ -14,6 +14,7 @@ from dit_accel import (
     restore_pipeline,
 )
 from dit_accel.errors import PresetError, UnsupportedError
+from tests.models.test_every_pipeline import attributes
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -21,8 +22,6 @@ GUIDED = {
     "flux": {"true_cfg_scale": 2.0, "negative_prompt": "blur"},
     "qwen-image": {"true_cfg_scale": 2.0, "negative_prompt": "blur"},
     "wan": {"guidance_scale": 3.0},
-    "cogvideox": {"guidance_scale": 3.0},
-    "ltx": {"guidance_scale": 3.0},
 }
 
 
@@ -35,17 +34,11 @@ def call(pipe, name="flux", **overrides):
     return tiny_output(pipe, name, steps=STEPS, **overrides)
 
 
-def left_on(pipe):
-    """Attributes of the pipeline and of each module of its transformer."""
-    modules = {name: set(vars(module)) for name, module in pipe.transformer.named_modules()}
-    return {"pipe": set(vars(pipe)), **modules}
-
-
 @pytest.mark.parametrize("name", GUIDED)
 def test_enable_cache_decides_as_accelerate_pipeline_does(name):
     """Same bits and same report; after disable_cache the plain bits are back and nothing is left."""
     pipe = tiny_pipeline(name)
-    plain, left = call(pipe, name, **GUIDED[name]), left_on(pipe)
+    plain, left = call(pipe, name, **GUIDED[name]), attributes(pipe)
     with accelerated(pipe, "turbo", target_error=0.2):
         expected, known = call(pipe, name, **GUIDED[name]), report(pipe)
     pipe.transformer.enable_cache(ClosedLoopConfig("turbo", target_error=0.2))
@@ -56,7 +49,7 @@ def test_enable_cache_decides_as_accelerate_pipeline_does(name):
     assert found.steps_by_mode["dispatch"] > 0 and not torch.equal(expected, plain)
     pipe.transformer.disable_cache()
     assert not pipe.transformer.is_cache_enabled
-    assert torch.equal(call(pipe, name, **GUIDED[name]), plain) and left_on(pipe) == left
+    assert torch.equal(call(pipe, name, **GUIDED[name]), plain) and attributes(pipe) == left
 
 
 def test_keys_alone_change_balanced():
@@ -77,12 +70,12 @@ def test_a_second_cache_is_diffusers_error(pipe):
 
 def test_a_config_that_does_not_fit_changes_nothing(pipe):
     """Presets of other families, and configs of unknown classes, are errors."""
-    left = left_on(pipe)
+    left = attributes(pipe)
     with pytest.raises(UnsupportedError, match="'wan21-sparge-balanced' is for wan models"):
         pipe.transformer.enable_cache(ClosedLoopConfig("wan21-sparge-balanced"))
     with pytest.raises(ValueError, match="is not supported"):
         pipe.transformer.enable_cache(object())
-    assert left_on(pipe) == left and not pipe.transformer.is_cache_enabled
+    assert attributes(pipe) == left and not pipe.transformer.is_cache_enabled
 
 
 def test_models_without_caches_keep_diffusers_error():

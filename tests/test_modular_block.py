@@ -11,6 +11,7 @@ from diffusers.utils import dynamic_modules_utils
 from dit_accel import AccelerateBlock, accelerate_pipeline, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from tests.models import tiny
+from tests.models.test_every_pipeline import attributes
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import TINY_PIPELINES, tiny_pipeline
 
@@ -58,18 +59,11 @@ def call(pipe, name="flux", output="latents", **arguments):
     return pipe(**size, generator=torch.Generator().manual_seed(0), output=output, **arguments)
 
 
-def left_on(pipe):
-    """Attributes of the pipeline and of each module of its components."""
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    modules = {(name, inner): set(vars(item)) for name, part in parts.items() for inner, item in part.named_modules()}
-    return {"pipe": set(vars(pipe)), **modules}
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_block_decides_as_accelerate_pipeline_does(modular, name):
     """Same bits and same report; a call with preset "none" gives the plain bits, and nothing is left."""
     whole, pipe = modular(name), modular(name, AccelerateBlock("turbo", target_error=5.0))
-    plain, left = call(whole, name), left_on(pipe)
+    plain, left = call(whole, name), attributes(pipe)
     accelerate_pipeline(whole, "turbo", target_error=5.0)
     expected, known = call(whole, name), whole.dit_accel.report()
     restore_pipeline(whole)
@@ -77,7 +71,7 @@ def test_the_block_decides_as_accelerate_pipeline_does(modular, name):
     found = pipe.dit_accel.report()
     assert (found.steps_by_mode, found.preset, found.notes) == (known.steps_by_mode, known.preset, known.notes)
     assert found.parts.keys() == known.parts.keys()
-    assert torch.equal(call(pipe, name, preset="none"), plain) and left_on(pipe) == left
+    assert torch.equal(call(pipe, name, preset="none"), plain) and attributes(pipe) == left
 
 
 @pytest.mark.parametrize(("name", "place"), [("flux", 2), ("wan22", 1)], ids=["flux", "wan22"])
@@ -156,7 +150,7 @@ def test_mistakes_are_refused(modular):
     with pytest.raises(PresetError, match=r"target_eror.*target_error"):
         AccelerateBlock(target_eror=0.1)
     pipe = modular("flux", AccelerateBlock())
-    left = left_on(pipe)
+    left = attributes(pipe)
     for arguments, reason in (
         ({"preset": "turbos"}, "turbos.*turbo"),
         ({"target_error": -1.0}, "target_error"),
@@ -165,7 +159,7 @@ def test_mistakes_are_refused(modular):
     ):
         with pytest.raises(PresetError, match=reason):
             call(pipe, **arguments)
-    assert left_on(pipe) == left
+    assert attributes(pipe) == left
 
 
 def test_saved_blocks_are_loaded(tmp_path, monkeypatch):

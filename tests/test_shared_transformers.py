@@ -13,6 +13,7 @@ import torch
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, report, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.hooks import find_hook
+from tests.models.test_transformer import recorded_calls
 from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
@@ -94,33 +95,22 @@ def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset, cou
     assert len(pipe.dit_accel.report().steps) == STEPS
 
 
+@torch.no_grad()
 def test_loops_in_threads_have_steps_of_their_own():
     """Loops of the caller's own over one transformer are distinguished by their threads."""
     pipe = tiny_pipeline("flux")
+    transformer, (arguments, *_) = pipe.transformer, recorded_calls(pipe, "flux")
     timesteps = [1 - step / 20 for step in range(20)]
-    held = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))[
-        ..., : pipe.transformer.config.in_channels
-    ]
-    text = torch.zeros(1, 4, pipe.transformer.config.joint_attention_dim)
-    arguments = {
-        "encoder_hidden_states": text,
-        "pooled_projections": torch.zeros(1, pipe.transformer.config.pooled_projection_dim),
-    }
-    arguments |= {"txt_ids": torch.zeros(4, 3), "img_ids": torch.zeros(16, 3)}
-    if pipe.transformer.config.guidance_embeds:
-        arguments["guidance"] = torch.ones(1)
 
+    @torch.no_grad()
     def loop(scale):
-        latents = held * scale
-        with torch.no_grad():
-            for timestep in timesteps:
-                output = pipe.transformer(
-                    hidden_states=latents, timestep=torch.tensor([timestep]), return_dict=False, **arguments
-                )[0]
-                latents = latents - 0.05 * output
+        latents = arguments["hidden_states"] * scale
+        for timestep in timesteps:
+            changes = {"hidden_states": latents, "timestep": torch.tensor([timestep]), "return_dict": False}
+            latents = latents - 0.05 * transformer(**arguments | changes)[0]
         return latents
 
-    accelerate_transformer(pipe.transformer, CLOSED_LOOP, timesteps)
+    accelerate_transformer(transformer, CLOSED_LOOP, timesteps)
     jobs = [lambda scale=scale: loop(scale) for scale in (0.5, 1.0, 2.0)]
     assert all(equal(in_threads(jobs), [job() for job in jobs]))
 

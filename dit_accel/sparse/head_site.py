@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, gemm_q, lower, pooled_map, unpack_bits
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.loop.forecast import forecast_weights
 from dit_accel.loop.storage import StoredHistory
@@ -104,7 +103,9 @@ class HeadSite(TileSite):
         """Read the densities, and decide whether the layer is forecast whole."""
         super().take_densities(measured)
         threshold, layout = self._preset.reuse.degrade_below, self._call.branch.size.layout
-        self.heads.degraded = threshold > 0 and _vision_density(self.state.densities.tiles, layout) < threshold
+        text = len(range(layout.blocks)[layout.text_blocks])  # rows that compute every score
+        computed, vision = self.state.densities.tiles * layout.blocks - text, layout.blocks - text
+        self.heads.degraded = threshold > 0 and vision > 0 and computed / vision < threshold
 
     def _draw(self, inputs: Inputs) -> AttentionPlan | None:
         """Compute tile and row symbols; return the plan of this call's own attention, which computes every row."""
@@ -153,9 +154,3 @@ class HeadSite(TileSite):
         recorded = self._recorded
         held = self.heads.bias_coordinates[: len(recorded)]
         return len(recorded) > 0 and held == recorded and not self._call.branch.memory.float8
-
-
-def _vision_density(density: float, layout: TokenLayout) -> float:
-    """Return the density of rows without text from the density of all rows; rows with text compute every score."""
-    text = len(range(layout.blocks)[layout.text_blocks])
-    return (density * layout.blocks - text) / (layout.blocks - text) if text < layout.blocks else 1.0

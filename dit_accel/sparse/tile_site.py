@@ -71,7 +71,12 @@ class TileSite:
         is_exact = plan is None
         if self._skips and self._skip.residual:
             is_exact = self.state.drawn_step == self._call.tick.step
-            o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
+            if is_exact:  # the residual is what new tiles leave out; dense attention adds 1 to the density
+                sparse, o = o, dense()
+                self.state.residual = self._call.branch.memory.features.keep(o - sparse)
+                self._densities.attended.add_(1)
+            else:
+                o.add_(self.state.residual.read())
         if self._skip.probe_blocks and not is_exact:
             self._probe(inputs, o)
         return o
@@ -146,12 +151,6 @@ class TileSite:
         skip, is_new = self._skip, self.state.drawn_step == self._call.tick.step
         in_full = self._policy.keeps_scores(skip) and skip.refresh > 1 and is_new and not skip.residual
         return None if in_full else drawn
-
-    def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """Record the difference that new tiles leave out; return the dense output, which adds 1 to the density."""
-        self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
-        self._densities.attended.add_(1)
-        return dense
 
     def _probe(self, inputs: Inputs, o: torch.Tensor) -> None:
         """Compute dense attention on a few rows, and the error, which the host reads later."""

@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.kernels import pooled_map, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.plans.selection import select_tiles
 from dit_accel.loop.forecast import forecast_weights
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.presets import Preset
-from dit_accel.sparse.policies import flashomni, sparge
+from dit_accel.sparse.policies import flashomni
 
 PARTS = {  # whose outputs hand-written blocks forecast at level layer; other families have them in their facts
     "flux": ("attn", "ff", "ff_context", "proj_out"),
@@ -233,7 +234,8 @@ class NaiveAttention:
         if skip.policy == "none":
             return torch.ones(len(q), q.shape[2], layout.blocks, layout.blocks, dtype=torch.bool)
         probabilities = pooled_map(q, k, layout.block, kv_len=kv_len, backend="reference").probabilities
-        return unpack_bits(sparge.tile_bits(probabilities, layout, skip.tau_kv * self._growth()), layout.blocks)
+        bits = select_tiles(probabilities, skip.tau_kv * self._growth(), always=layout.text_blocks)
+        return unpack_bits(bits, layout.blocks)
 
     def _growth(self) -> float:
         """Growth of the thresholds over a run of level head."""

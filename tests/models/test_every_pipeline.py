@@ -7,7 +7,7 @@ import torch
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.models import denoisers
-from dit_accel.models.families import family_of
+from dit_accel.models.families import pipeline_family
 from tests.tiny import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 # By transformers and timesteps; others differ from these in what their images add to the inputs.
@@ -62,7 +62,7 @@ def call(name: str, kind: str, steps: int = STEPS) -> torch.Tensor:
 
 def caching(name: str):
     """The preset that makes most use of caches on this pipeline."""
-    return HEADS.get(family_of(pipeline(name)), OUTPUT)
+    return HEADS.get(getattr(pipeline_family(pipeline(name)), "name", None), OUTPUT)
 
 
 @functools.cache

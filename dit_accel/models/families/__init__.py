@@ -75,9 +75,3 @@ def pipeline_family(pipe: Any) -> Family | None:
     """Return the family of a pipeline's transformers; None = unknown, or they belong to several families."""
     known = {known_family(transformer) for transformer in denoisers(pipe).values()}
     return known.pop() if len(known) == 1 else None
-
-
-def family_of(pipe: Any) -> str:
-    """Name of a pipeline's model family; ``any`` if it is unknown."""
-    family = pipeline_family(pipe)
-    return "any" if family is None else family.name

@@ -51,7 +51,9 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
         of_image, of_text = inputs.image_rotary_emb
         known = _REAL.get(of_image)
         if known is None or known[0] is not of_text:
-            _REAL[of_image] = known = of_text, _real(torch.cat([of_text, of_image]))
+            table = torch.cat([of_text, of_image])  # of `exp(i angle)`; cosines and sines repeat for pairs of features
+            real = tuple(part.repeat_interleave(2, dim=-1).float() for part in (table.real, table.imag))
+            _REAL[of_image] = known = of_text, real
         return known[1]
 
     def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values, Values]:
@@ -73,11 +75,6 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
 
     def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:
         return super()._streams(self.bounded(x), context, more)
-
-
-def _real(table: torch.Tensor) -> Rotary:
-    """Cosines and sines float32 ``[S, D]`` of ``exp(i angle)`` ``[S, D / 2]``, repeated for each pair of features."""
-    return table.real.repeat_interleave(2, dim=-1).float(), table.imag.repeat_interleave(2, dim=-1).float()
 
 
 BLOCKS = {"transformer_blocks": QwenImageBlockHook}

@@ -44,20 +44,23 @@ class Sparge(Policy):
         pooled: PooledMap | None = None,
         causal: bool = False,
     ) -> SparseSymbols:
-        """Return the tiles of highest probability in the pooled map.
+        """Return the tiles of highest probability in the pooled map (equations 4 and 5, with τ = 1 − tau_kv).
 
-        If ``causal``, tiles on the diagonal always compute, under a causal mask; later tiles never compute, and rows of
-        the map sum to 1 over the other tiles.
+        Rows and columns with text are kept whole, because text guides vision and vision guides text (FlashOmni,
+        observation 1). If ``causal``, tiles on the diagonal always compute, under a causal mask; later tiles never
+        compute, and rows of the map sum to 1 over the other tiles.
         """
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
-        probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
+        probabilities, whole = pooled.probabilities, {"always": layout.text_blocks}
         if config.similarity is not None:
-            whole_rows, whole_columns = pooled.q_similarity < config.similarity, pooled.k_similarity < config.similarity
+            whole["rows"] = pooled.q_similarity < config.similarity
+            whole["columns"] = pooled.k_similarity < config.similarity
         if causal:
             probabilities = probabilities.tril()
             smallest = torch.finfo(torch.float32).tiny
             probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=smallest)
-        skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns)
+        tau = config.tau_kv if config.top_k is None else None
+        skip_bits = select_tiles(probabilities, tau, top_k=config.top_k, **whole)
         if config.sinks:
             skip_bits[..., 0] |= 1
         masks = None
@@ -83,25 +86,6 @@ class Sparge(Policy):
     def thresholds(self, config: SpargeSkip) -> dict[str, tuple[float, ...]]:
         similarity = {} if config.similarity is None else {"similarity": SIMILARITIES}
         return similarity | ({"tau_kv": MASSES} if config.top_k is None else {"top_k": SHARES})
-
-
-def tile_bits(
-    probabilities: torch.Tensor,
-    layout: TokenLayout,
-    tau_kv: float,
-    top_k: float | None = None,
-    whole_rows: torch.Tensor | None = None,
-    whole_columns: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv): ``skip_bits`` of symbols.
-
-    In each row of ``probabilities`` (P̃, float32 ``[B, H, T, T]``), tiles are kept from the largest down until their
-    mass *reaches* ``1 − tau_kv``, or until ``top_k`` of them are kept. So at least one tile is kept, and tiles of equal
-    probability are kept or skipped together. Rows and columns with text are kept whole, because text guides vision and
-    vision guides text (FlashOmni, observation 1), and so are fix blocks, bool ``[B, H, T]``.
-    """
-    whole = {"always": layout.text_blocks, "rows": whole_rows, "columns": whole_columns}
-    return select_tiles(probabilities, tau_kv if top_k is None else None, top_k=top_k, **whole)
 
 
 def _diagonal_masks(layout: TokenLayout, device: torch.device) -> TileMasks:

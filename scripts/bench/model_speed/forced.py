@@ -17,7 +17,7 @@ from dit_accel.sparse.policies import fg_attn, flashomni, sparge
 @contextmanager
 def forced_density(rows: float, tiles: float, keys: float) -> Iterator[None]:
     """Run policies as usual, then replace their choice with random rows, tiles and single keys of these densities."""
-    choose_rows, choose_tiles, choose_keys = flashomni.row_bits, sparge.tile_bits, fg_attn.select_keys
+    choose_rows, choose_tiles, choose_keys = flashomni.row_bits, sparge.select_tiles, fg_attn.select_keys
 
     def random_rows(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:
         choose_rows(probabilities, layout, *arguments)
@@ -26,8 +26,8 @@ def forced_density(rows: float, tiles: float, keys: float) -> Iterator[None]:
         mask[:, layout.text_blocks] = True  # as every policy must: text is never forecast
         return pack_bits(mask)
 
-    def random_tiles(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:
-        choose_tiles(probabilities, layout, *arguments)
+    def random_tiles(probabilities: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        choose_tiles(probabilities, *arguments, **options)
         return pack_bits(torch.rand(probabilities.shape, device=probabilities.device) < tiles)
 
     def random_keys(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -39,7 +39,7 @@ def forced_density(rows: float, tiles: float, keys: float) -> Iterator[None]:
 
     with (
         patch.object(flashomni, "row_bits", random_rows),
-        patch.object(sparge, "tile_bits", random_tiles),
+        patch.object(sparge, "select_tiles", random_tiles),
         patch.object(fg_attn, "select_keys", random_keys),
     ):
         yield
