@@ -37,13 +37,13 @@ from dit_accel.kernels.blocks.norm_rope import norm_rope as norm_rope
 from dit_accel.kernels.blocks.norm_rope import norm_rope_pair as norm_rope_pair
 from dit_accel.kernels.blocks.quantized_linear import quantize_rows as quantize_rows
 from dit_accel.kernels.blocks.quantized_linear import quantized_linear as quantized_linear
-from dit_accel.kernels.decoder.causal_norm import causal_norm as causal_norm
 from dit_accel.kernels.decoder.convolution import convolution as convolution
 from dit_accel.kernels.decoder.convolution import fold_upsampling as fold_upsampling
 from dit_accel.kernels.decoder.convolution import upsampled_convolution as upsampled_convolution
 from dit_accel.kernels.decoder.group_norm import add_residual as add_residual
 from dit_accel.kernels.decoder.group_norm import group_moments as group_moments
 from dit_accel.kernels.decoder.group_norm import group_norm as group_norm
+from dit_accel.kernels.decoder.pixel_norm import causal_norm as causal_norm
 from dit_accel.kernels.decoder.pixel_norm import pad_video as pad_video
 from dit_accel.kernels.decoder.pixel_norm import pixel_norm as pixel_norm
 from dit_accel.kernels.decoder.single_head_attention import single_head_attention as single_head_attention

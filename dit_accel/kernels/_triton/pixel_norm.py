@@ -1,7 +1,8 @@
 """RMS normalisation of pixels into a padded video: one program for some pixels of the output, each read at its source.
 
 Pixels of the padding are normalised again, which is cheaper than copying them in another pass: at 128 x 176 pixels
-with a border of one they are 3% of the output.
+with a border of one they are 3% of the output. The causal norm has one program for some pixels of a row, which copies
+frames of the past, fills borders and keeps the last frames on the way.
 """
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
 
 VALUES = 4096  # of a tile of pixels and channels
+NUMBERS = ("parts", "time", "height", "width", "known", "keeping")  # any value runs the same compiled kernel
 
 
 @triton.jit
@@ -76,4 +78,58 @@ def pixel_norm_into(x, vectors, eps, before, border, reflect, silu, out) -> None
             IS_MODULATED=shift is not None, HAS_BIAS=input_bias is not None, SILU=silu,
             PADDED=out.shape[2:] != x.shape[2:], BORDER=border, REFLECT=reflect, ROWS=rows, CHANNELS=padded,
             num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _causal_norm(
+    x, weight, input_bias, past, out, kept, parts, time, height, width, known, keeping, root,
+    FRAMES: tl.constexpr, BORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PAST: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0) // parts  # of pixels, over all frames and samples
+    out_height, out_width = height + 2 * BORDER, width + 2 * BORDER
+    row, out_frame = line % out_height - BORDER, line // out_height % (FRAMES + time)
+    sample = (line // (out_height * (FRAMES + time))).to(tl.int64)
+    frame = out_frame - FRAMES
+    out_column = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    column = out_column - BORDER
+    feature = tl.arange(0, FEATURES)
+    has_feature = feature < CHANNELS
+    is_pixel = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    at = column[:, None] * CHANNELS + feature[None, :]  # [rows, features]
+    inside = (is_pixel & (frame >= 0))[:, None] & has_feature[None, :]
+    value = tl.load(x + ((sample * time + frame) * height + row) * width * CHANNELS + at, inside, other=0.0)
+    value = value.to(tl.float32)
+    if HAS_BIAS:
+        value = tl.where(inside, value + _vector(input_bias, feature, has_feature), 0.0)
+    norm = tl.maximum(tl.sqrt(tl.sum(value * value, 1)), 1e-12)
+    y = value * (root / norm)[:, None] * _vector(weight, feature, has_feature)
+    y *= tl.sigmoid(y)
+    if HAS_PAST:
+        is_known = (is_pixel & (frame < 0) & (frame >= -known))[:, None] & has_feature[None, :]
+        start = ((sample * known + known + frame) * height + row) * width * CHANNELS
+        y += tl.load(past + start + at, is_known, other=0.0).to(tl.float32)  # y is 0 there
+    y = y.to(out.dtype.element_ty)
+    to = out_column[:, None] * CHANNELS + feature[None, :]
+    written = (out_column < out_width)[:, None] & has_feature[None, :]
+    tl.store(out + line.to(tl.int64) * out_width * CHANNELS + to, y, written)
+    place = frame - (time - keeping)  # among the kept frames
+    is_kept = (is_pixel & (place >= 0))[:, None] & has_feature[None, :]
+    tl.store(kept + ((sample * keeping + place) * height + row) * width * CHANNELS + at, y, is_kept)
+
+
+def causal_norm_into(x, weight, input_bias, past, out, kept, border) -> None:
+    """Fill ``out`` and its last frames ``kept``; all are ``[B, C, T, H, W]``, dense in channels-last layout."""
+    channels, time, height, width = x.shape[1:]
+    batch, _, out_frames, out_height, out_width = out.shape
+    features = next_power_of_2(channels)
+    rows = max(1, VALUES // features)
+    parts, known = triton.cdiv(out_width, rows), 0 if past is None else past.shape[2]
+    with on_device(x):
+        launch(
+            _causal_norm, batch * out_frames * out_height * parts, (x, weight, input_bias, past, out, kept),
+            (parts, time, height, width, known, kept.shape[2], float(channels**0.5)), FRAMES=out_frames - time,
+            BORDER=border, HAS_BIAS=input_bias is not None, HAS_PAST=past is not None, ROWS=rows,
+            CHANNELS=channels, FEATURES=features, num_warps=4,
         )  # fmt: skip

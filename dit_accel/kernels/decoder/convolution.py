@@ -17,7 +17,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
 from dit_accel.kernels.custom_ops import eager_op
-from dit_accel.kernels.decoder.group_norm import add_residual
+from dit_accel.kernels.decoder.group_norm import add_residual, empty
 
 LAST = torch.channels_last_3d
 CHANNELS = 16  # input channels of the kernel are a multiple
@@ -55,7 +55,7 @@ def convolution(
     if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
         from dit_accel.kernels._triton.convolution import convolve_into
 
-        out = _empty(x, shape)
+        out = empty(x, shape)
         residual = None if residual is None else residual.contiguous(memory_format=LAST)
         bias = None if bias is None else bias.contiguous()
         convolve_into(x.contiguous(memory_format=LAST), weight[None], bias, residual, out)
@@ -94,7 +94,7 @@ def upsampled_convolution(
     batch, _, time, height, width = x.shape
     frames = 2 * time - 3 if phases == 8 else time - weight.shape[3] + 1
     rows, columns = height - 2, width - 2
-    out = _empty(x, (batch, outputs, frames, 2 * rows, 2 * columns))
+    out = empty(x, (batch, outputs, frames, 2 * rows, 2 * columns))
     if _takes_kernel(backend, x, outputs, is_faster=True):  # cuDNN's phases are moved in another pass
         from dit_accel.kernels._triton.convolution import convolve_into
 
@@ -161,8 +161,3 @@ def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Te
     channels = shape.index("C")
     checks.require_same("x", x, (*shape[:channels], x.shape[1], *shape[channels + 1 :]), weight=weight)
     checks.require_same("x", x, (weight.shape[channels - 1],), bias=bias)
-
-
-def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    batch, channels, time, height, width = shape
-    return x.new_empty(batch, time, height, width, channels).permute(0, 4, 1, 2, 3)

@@ -92,14 +92,15 @@ def group_norm(
     checks.require_typed("x", x, (x.shape[0], groups, 2), torch.float32, moments=moments)
     if moments is None:
         moments = group_moments(x, groups=groups, input_bias=input_bias, backend=backend)
+    first, stop = (0, x.shape[2]) if frames is None else (frames.start, frames.stop)
+    first -= before  # frames before 0 are copies of it
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import group_norm_into
 
-        batch, _, *sides = shape = _shape(x, before, border, frames)
-        out = x.new_empty(batch, *sides, x.shape[1]).movedim(-1, 1)
-        start = 0 if frames is None else frames.start
-        is_same = shape == tuple(x.shape) and scale is None and start == before
-        padding = None if is_same else (start - before, border)
+        sides = (stop - first, *(side + 2 * border for side in x.shape[3:])) if x.ndim == 5 else x.shape[2:]
+        out = empty(x, (*x.shape[:2], *sides))
+        is_same = out.shape == x.shape and scale is None and first == 0
+        padding = None if is_same else (first, border)
         x, scale, shift = (y if y is None else y.contiguous(memory_format=LAST[x.ndim]) for y in (x, scale, shift))
         vectors = map(_dense, (weight, bias, input_bias))
         group_norm_into(x, *vectors, moments.contiguous(), scale, shift, eps, silu, out, padding)
@@ -107,8 +108,7 @@ def group_norm(
     normed = _normed(x, input_bias, weight, bias, scale, shift, eps, moments)
     result = (F.silu(normed) if silu else normed).to(x.dtype)
     if x.ndim == 5:
-        frames = frames or slice(0, x.shape[2])
-        place = torch.arange(frames.start - before, frames.stop, device=x.device).clamp(min=0)
+        place = torch.arange(first, stop, device=x.device).clamp(min=0)
         result = F.pad(result.index_select(2, place), (border, border, border, border, 0, 0), mode="replicate")
     return result.contiguous(memory_format=LAST[x.ndim])
 
@@ -128,7 +128,7 @@ def _normed(x, input_bias, weight, bias, scale, shift, eps, moments) -> torch.Te
 def add_residual(
     x: torch.Tensor, update: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """``x + update + bias``, in float32 and rounded once. Forward only: no gradient flows.
+    """Return ``x + update + bias``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
         x, update: ``[B, C, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
@@ -143,7 +143,7 @@ def add_residual(
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import add_residual_into
 
-        out = _empty(x)
+        out = empty(x, x.shape)
         images = (y.contiguous(memory_format=LAST[4]) for y in (x, update))
         add_residual_into(*images, bias, out)
         return out
@@ -152,20 +152,13 @@ def add_residual(
     return total.to(x.dtype).contiguous(memory_format=LAST[4])
 
 
-def _shape(x: torch.Tensor, before: int, border: int, frames: slice | None) -> tuple[int, ...]:
-    if x.ndim == 4:
-        return tuple(x.shape)
-    batch, channels, time, height, width = x.shape
-    time = time if frames is None else frames.stop - frames.start
-    return batch, channels, before + time, height + 2 * border, width + 2 * border
+def empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor like x of a shape ``[B, C, …]`` in channels-last layout, without values."""
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=LAST[len(shape)])
 
 
 def _by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return vector.float().view(-1, *(1,) * (x.ndim - 2))
-
-
-def _empty(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.channels_last)
 
 
 def _dense(vector: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,7 +4,8 @@
 
 The mean is that of a pixel's C channels. ``c`` is the bias of the previous convolution. A convolution over time reads
 copies of the first frame before it, and of the last frame behind it. Pixels of a border repeat or reflect the outermost
-ones, as in ``torch.nn.functional.pad`` with mode "replicate" or "reflect". The norm writes straight into the padded
+ones, as in ``torch.nn.functional.pad`` with mode "replicate" or "reflect". A causal convolution (:func:`causal_norm`)
+reads two frames that earlier calls kept, or zeros, and its border is zeros. The norm writes straight into the padded
 tensor, so nothing is concatenated or copied.
 """
 
@@ -17,6 +18,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import eager_op
+from dit_accel.kernels.decoder.group_norm import empty
 
 LAST = torch.channels_last_3d
 SMALLEST = 1e-24  # sum of squares that is divided by, as in torch.nn.functional.normalize; keeps pixels of zeros zero
@@ -77,6 +79,58 @@ def pixel_norm(
     return out
 
 
+@eager_op
+def causal_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    past: torch.Tensor | None = None,
+    *,
+    frames: int = 2,
+    border: int = 0,
+    input_bias: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise each pixel and apply SiLU, in float32 and rounded once, behind frames of the past.
+
+    Forward only: no gradient flows.
+
+    Args:
+        x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
+        weight: ``[C]``, any float dtype.
+        past: ``[B, C, P, H, W]`` like x, P up to ``frames``: what lies before, already normalised; missing frames are
+            zeros.
+        frames: number of frames before the first one.
+        border: zeros on each side of rows and columns.
+        input_bias: ``[C]``, added to x before; None = nothing.
+
+    Returns:
+        ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout, and a copy of its last two
+        frames without their border, the past of the next call.
+    """
+    _require_video(x, frames, 0, border, False)
+    batch, channels, time, height, width = x.shape
+    checks.require_typed("x", x, (channels,), weight=weight, input_bias=input_bias)
+    checks.require_same("x", x, (batch, channels, "P", height, width), past=past)
+    if past is not None and past.shape[2] > frames:
+        raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
+    if resolve_backend(backend, x) == "triton":
+        from dit_accel.kernels._triton.pixel_norm import causal_norm_into
+
+        out = _padded(x, frames, 0, border)
+        kept = empty(x, (batch, channels, min(2, frames + time), height, width))
+        x, past = (y if y is None else y.contiguous(memory_format=LAST) for y in (x, past))
+        vectors = (y if y is None else y.contiguous() for y in (weight, input_bias))
+        causal_norm_into(x, *vectors, past, out, kept, border)
+        return out, kept
+    values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
+    normed = F.normalize(values, dim=1) * channels**0.5 * weight.float()[:, None, None, None]
+    padded = F.silu(normed).to(x.dtype)
+    padded = padded if past is None else torch.cat([past, padded], 2)
+    padded = F.pad(padded, (0, 0, 0, 0, frames + time - padded.shape[2], 0))
+    out = F.pad(padded, (border, border, border, border, 0, 0)).contiguous(memory_format=LAST)
+    return out, padded[:, :, -2:].clone(memory_format=LAST)
+
+
 def pad_video(
     x: torch.Tensor, *, before: int = 0, after: int = 0, border: int = 0, reflect: bool = False
 ) -> torch.Tensor:
@@ -93,8 +147,7 @@ def pad_video(
 
 def _padded(x: torch.Tensor, before: int, after: int, border: int) -> torch.Tensor:
     batch, channels, time, height, width = x.shape
-    size = before + time + after, height + 2 * border, width + 2 * border
-    return x.new_empty(batch, *size, channels).permute(0, 4, 1, 2, 3)
+    return empty(x, (batch, channels, before + time + after, height + 2 * border, width + 2 * border))
 
 
 def _pad_into(out: torch.Tensor, x: torch.Tensor, before: int, border: int, reflect: bool) -> None:
