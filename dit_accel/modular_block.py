@@ -12,8 +12,8 @@ from dit_accel.errors import PresetError
 from dit_accel.models.presets import load_preset
 from dit_accel.pipeline import Acceleration, accelerate_pipeline, preset_for, restore_pipeline
 from dit_accel.presets import Preset, default_preset
+from dit_accel.presets.sections import TARGETS
 
-TARGETS = ("target_error", "target_psnr")
 
 
 class AccelerateBlock(ModularPipelineBlocks):
@@ -27,7 +27,7 @@ class AccelerateBlock(ModularPipelineBlocks):
     >>> print(pipe.dit_accel.report())  # doctest: +SKIP
 
     The result is that of :func:`~dit_accel.accelerate_pipeline`. A call may name another preset with ``preset``, which
-    replaces this block's preset and keys, or change the quality with ``target_error`` or ``target_psnr``. The pipeline
+    replaces this block's preset and keys, or change the quality with ``target_error``, ``target_psnr``, ``computed_steps`` or ``max_seconds``. The pipeline
     is accelerated anew only where the preset differs from that of the call before, or a transformer was chosen. A
     call with ``preset="none"`` restores the pipeline and runs plain.
 
@@ -61,6 +61,8 @@ class AccelerateBlock(ModularPipelineBlocks):
             InputParam("preset", str | Path | Preset, description="Replaces the block's preset; 'none' runs plain"),
             InputParam("target_error", float, description="The preset's target error"),
             InputParam("target_psnr", float, description="PSNR in dB that chooses the target error, by calibration"),
+            InputParam("computed_steps", int, description="Number of steps that compute, instead of a target"),
+            InputParam("max_seconds", float, description="Seconds of the whole call, instead of a target"),
         ]
 
     @property

@@ -50,6 +50,8 @@ class Branches:
         self._has_repeated = False
         self.is_stuck = False
         self.symbols: dict[str, SparseSymbols] = {}
+        # By place of the samples in their branches; transformers that are called in the same steps share a gap.
+        self._gaps: dict[int, Gap] = {}
         self.drop()
 
     def drop(self, why: str | None = None) -> None:
@@ -58,8 +60,13 @@ class Branches:
             self._note_dropped(why)
         self._states: dict[Key, BranchState] = {}
         self.awaited: list[Callable[[], None]] = []
-        # By place of the samples in their branches; transformers that are called in the same steps share a gap.
-        self._gaps: dict[int, Gap] = {}
+        for gap in self._gaps.values():
+            gap.restart()
+
+    def allow(self, left: int) -> None:
+        """Let so many more steps compute, with a rule that has a budget."""
+        for gap in self._gaps.values():
+            gap.left = left
 
     def settle(self) -> None:
         """Observe the outputs that come from another device, in the order of the calls."""
@@ -146,7 +153,8 @@ class Branches:
         staying = {key: branch for key, branch in self._states.items() if key[0] in at_work}
         if len(staying) < len(self._states):
             self.unload_symbols()
-            self._gaps.clear()
+            for gap in self._gaps.values():
+                gap.restart()
             self._states = staying
 
     def _new(self, key: Key, call: Description) -> BranchState:

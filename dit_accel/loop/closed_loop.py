@@ -65,6 +65,7 @@ class Course:
         responses: change of the step's output per shift of the latents; None = no change.
         bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
         log_odds: variable of the interpolation between records; None = that of the forecasts.
+        paces: variable in which outputs keep their curvature over the whole run; None = unknown.
         further: courses of the second and later outputs by name, if they have schedules of their own.
     """
 
@@ -74,6 +75,7 @@ class Course:
     responses: Sequence[float] | None = None
     bends: Sequence[float] | None = None
     log_odds: Sequence[float] | None = None
+    paces: Sequence[float] | None = None
     further: Mapping[str, Course] = field(default_factory=dict)
 
     def places(self) -> Mapping[float, float]:
@@ -89,10 +91,16 @@ class Gap:
         course: course of the run.
     """
 
+    left: int | None = None  # steps that may still compute; None = as many as need to
+
     def __init__(self, preset: Preset, course: Course) -> None:
         self.preset = preset
         self.course = course
         self.target_error = preset.schedule.bound
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget decisions, because the records that they rest on were dropped."""
         self.computed_step = -1  # the latest step decided to compute
         self._decided: tuple[int, StepMode] | None = None
         self._asking: set[object] = set()  # branches that asked for this step's mode
@@ -177,8 +185,7 @@ class Gap:
         """Return the step after the longest gap whose expected errors stay within the target."""
         end = len(course.coordinates)
         latest = step - course.coordinates.index(nodes[0])
-        most = min(self.preset.schedule.max_interval, WIDENING * latest)
-        interval, counted = 1, 0.0
+        most, interval, counted = self._most(step, latest), 1, 0.0
         while interval < most and step + interval < end:
             expected = self.expected_error(step, step + interval, nodes, order, error, course)
             counted += course.weights[step + interval] * expected
@@ -190,6 +197,10 @@ class Gap:
         if following == end and not UNREPAIRED * counted <= self.target_error:
             following = max(end - 1, step + 1)
         return following
+
+    def _most(self, step: int, latest: int) -> int:
+        """Return the longest interval from a step, after the latest one."""
+        return min(self.preset.schedule.max_interval, WIDENING * latest)
 
     def expected_error(
         self, step: int, later: int, nodes: Sequence[float], order: float, error: float, course: Course

@@ -16,8 +16,9 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.accounts import MODES_BY_WORK, Accounts
 from dit_accel.loop.branch import Call, Description
 from dit_accel.loop.branches import Branches
+from dit_accel.loop.budget import BudgetGap, Deadline
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
-from dit_accel.loop.growth import bends, error_weights, log_odds, responses
+from dit_accel.loop.growth import LEAST_PACE, bends, error_weights, log_odds, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
@@ -37,8 +38,9 @@ CALIBRATED = (
     "calibration reached it"
 )
 
-RULES: dict[str, tuple[type[ClosedLoop], type[Gap]]] = {  # by ``schedule.control``: what forecasts, and what decides
+RULES: dict[str, tuple[type[ClosedLoop], type[Gap]]] = {  # by ``schedule.rule``: what forecasts, and what decides
     "adaptive": (ClosedLoop, Gap),
+    "budget": (ClosedLoop, BudgetGap),
     "interval": (IntervalLoop, IntervalGap),
 }
 
@@ -60,6 +62,8 @@ class Controller:
         self._forecasts = preset.schedule.interval != 1
         self._layers: dict[str, list[str]] = {}
         schedule = preset.schedule
+        self.parts.keeps_previous = schedule.max_seconds is not None
+        self._deadline: Deadline | None = None
         self._standing = [] if schedule.target_psnr is None else [CALIBRATED.format(schedule)]  # notes on every run
         self.reset()
 
@@ -83,7 +87,7 @@ class Controller:
         density: list[list[float | None]] = [[] for _ in layers]
         self.report = RunReport(self.preset.name, self.family, layers, density=density, notes=list(self._standing))
         self._accounts = Accounts(self.report, self.preset.memory.budget_gib)
-        self.branches = Branches(self.preset, *RULES[self.preset.schedule.control], self.report)
+        self.branches = Branches(self.preset, *RULES[self.preset.schedule.rule], self.report)
         self._trajectory = Trajectory()
 
     @property
@@ -222,7 +226,12 @@ class Controller:
             agreed: combines the measurements of several devices.
         """
         numbers = [number.view(-1) for measured, _ in call.measured for number in measured]
+        if self._deadline is not None and numbers:
+            numbers = [numbers[0].new_tensor(self._deadline.numbers()), *numbers]
         values = iter(agreed(torch.cat(numbers)).tolist() if numbers else ())
+        if self._deadline is not None and numbers:
+            remaining = call.tick.steps - call.tick.step - 1
+            self.branches.allow(self._deadline.left(list(islice(values, 3)), remaining))
         for measured, take in call.measured:
             take(list(islice(values, sum(number.numel() for number in measured))))
 
@@ -275,6 +284,8 @@ class Controller:
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
             self.branches.course = _course_of(tick, forecast.coordinate)
+            if (limit := self.preset.schedule.max_seconds) is not None:
+                self._deadline = Deadline(limit, *self.parts.bounds(list(self._layers)))
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if self._forecasts and tick.plain is not None:
                 self.compute_all(f"every step computed: {tick.plain}")
@@ -284,6 +295,8 @@ class Controller:
                 self.report.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:
             self.branches.begin_step()
+            if self._deadline is not None:
+                self._deadline.begin_step()
             self._accounts.start_step(tick)
             if self.may_forecast:
                 changes = self.branches.course.responses
@@ -303,6 +316,7 @@ def _course_of(tick: Tick, coordinate: str) -> Course:
         responses(tick.sigmas, tick.moves),
         bends(tick.sigmas),
         log_odds(tick.sigmas),
+        log_odds(tick.sigmas, LEAST_PACE),
         further,
     )
 

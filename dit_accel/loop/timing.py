@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -64,6 +64,8 @@ class CallParts:
         remark_of: functions that say how a part has just run, by its name.
         remarks: what they said about the parts of the latest run.
         at_beginning: called when a call begins.
+        started: time at which the latest call began, of ``time.perf_counter``; None = no beginning is known.
+        previous: seconds by part of the call before, if ``keeps_previous``, whose reading may wait for the GPU.
         notice: begins a call if a part is the first of one; for a pipeline whose calls have no watched beginning.
     """
 
@@ -79,6 +81,9 @@ class CallParts:
         self.notice: Callable[[], None] = _nothing
         self.device = torch.device("cpu")
         self.begun = 0  # calls so far
+        self.started: float | None = None
+        self.keeps_previous = False
+        self.previous: dict[str, float] = {}
 
     def __reduce__(self) -> tuple[type[CallParts], tuple[()]]:
         """Copy or pickle as an empty object, together with a component that it times."""
@@ -86,6 +91,9 @@ class CallParts:
 
     def begin(self, device: torch.device) -> None:
         """Begin a call, and drop the times of the previous one, even if that did not end."""
+        if self.keeps_previous:
+            self.previous = self.seconds()
+        self.started = time.perf_counter()
         self.device, self._whole = device, None
         self.begun += 1
         self._open.clear()
@@ -125,6 +133,13 @@ class CallParts:
         """End the call."""
         if self._stop is not None:
             self._whole, self._stop = self._stop(), None
+
+    def bounds(self, transformers: Collection[str]) -> tuple[float, float]:
+        """Return when the present call began, and how many seconds the previous one took after its transformers."""
+        names = list(self.previous)
+        last = max((names.index(name) for name in transformers if name in names), default=len(names))
+        started = self.started if self._stop is not None else None
+        return started or time.perf_counter(), sum(self.previous[name] for name in names[last + 1 :])
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by part, in the order of the call, and ``rest`` after its end. Waits for the GPU."""

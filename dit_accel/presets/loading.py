@@ -15,7 +15,7 @@ from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.section import section_in
-from dit_accel.presets.sections import Schedule
+from dit_accel.presets.sections import TARGETS, Schedule
 from dit_accel.presets.skip import drop_foreign_keys
 
 DEFAULT = "balanced"
@@ -67,8 +67,9 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         name, values = path.stem, _read(path, seen=())
     else:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
-    if {"target_error", "target_psnr"} <= {key.rpartition(".")[2] for key in overrides}:
-        raise PresetError("target_psnr chooses target_error: give one of them, not both")
+    both = [key for key in TARGETS if key in {name.rpartition(".")[2] for name in overrides}]
+    if len(both) > 1:
+        raise PresetError(f"{both[0]} and {both[1]} both choose the computed steps: give one of them, not both")
     _apply(values, nested(overrides))
     if "name" in values:
         raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; the file name is the preset's name")
@@ -152,8 +153,9 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     (schedule, chosen_schedule), (forecast, chosen_forecast), (skip, chosen_skip) = (
         _sections(name, values, changes) for name in FORMED
     )
-    if "target_error" in chosen_schedule:
-        schedule.pop("target_psnr", None)
+    if any(chosen_schedule.get(key) is not None for key in TARGETS):
+        for key in TARGETS[1:]:  # a target error stays, as the form needs one
+            schedule.pop(key, None)
     if chosen_forecast.get("level") not in (None, "output"):
         schedule.pop("per_prompt", None)
     rule = Schedule.forms.get(str(chosen_schedule.get("control")))

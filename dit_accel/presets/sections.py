@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from dit_accel.presets.section import MOST_STEPS, Formed, Section, any_form
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+TARGETS = ("target_error", "target_psnr", "computed_steps", "max_seconds")  # the computed steps follow from one of them
 Calibrated = Annotated[tuple[Positive, Positive], Strict(False)]  # a target_error and a PSNR; YAML has lists
 
 
@@ -33,6 +34,11 @@ class Schedule(Formed):
     cooldown: int = Field(default=1, ge=0, le=MOST_STEPS)
     """Steps at the end that compute everything."""
 
+    @property
+    def rule(self) -> str:
+        """Key of the rule that decides which steps compute, in ``dit_accel.loop.controller.RULES``."""
+        return self.control
+
 
 class AdaptiveSchedule(Schedule):
     """Choice of the computed steps by the closed loop, which bounds the errors of forecasts."""
@@ -51,6 +57,13 @@ class AdaptiveSchedule(Schedule):
     """PSNR in dB, compared with the plain result, that at least 90% of the results should reach. It takes the largest
     `target_error` whose `calibration` has this PSNR; an error says the most that was reached. null = `target_error` as
     it is."""
+    computed_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS, examples=[8])
+    """Number of steps that a run computes, exactly, instead of a bound on errors. They are placed where errors are
+    largest. null = as many as `target_error` needs."""
+    max_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False, examples=[1.2])
+    """Seconds of a pipeline's call, text encoding and decoding included, instead of a bound on errors: as many steps
+    compute as fit. The first three steps always compute. The time of decoding is that of the call before. null = as
+    long as `target_error` needs."""
     calibration: list[Calibrated] = Field(default_factory=list, examples=[[[0.1, 35.0]]])
     """Pairs of a `target_error` and the PSNR in dB that 90% of the prompts reached with it. The shipped ones are the
     lowest of several small models; `dit-accel tune --coverage 0.9` writes those of your model."""
@@ -64,6 +77,10 @@ class AdaptiveSchedule(Schedule):
     computed as a smaller batch. false = all prompts compute when one needs to."""
 
     @property
+    def rule(self) -> str:
+        return self.control if self.computed_steps is self.max_seconds is None else "budget"
+
+    @property
     def bound(self) -> float:
         """The bound on the errors: ``target_error``, or the calibrated one of ``target_psnr``."""
         if self.target_psnr is None:
@@ -71,7 +88,12 @@ class AdaptiveSchedule(Schedule):
         return max(error for error, psnr in self.calibration if psnr >= self.target_psnr)
 
     @model_validator(mode="after")
-    def _is_calibrated(self) -> AdaptiveSchedule:
+    def _is_reachable(self) -> AdaptiveSchedule:
+        both = [key for key in TARGETS[1:] if getattr(self, key) is not None]
+        if len(both) > 1:
+            raise ValueError(f"{both[0]} and {both[1]} both choose the computed steps: set one of them to null")
+        if self.max_seconds is not None and self.per_prompt:
+            raise ValueError("max_seconds is the time of a whole batch: remove per_prompt, or set computed_steps")
         most = max((psnr for _, psnr in self.calibration), default=None)
         if self.target_psnr is not None and (most is None or self.target_psnr > most):
             limit = "null, as the preset has no calibration" if most is None else f"at most {most:g} dB"
@@ -87,6 +109,7 @@ class FixedSchedule(Schedule):
 
     target_error: ClassVar[float | None] = None
     target_psnr: ClassVar[float | None] = None
+    max_seconds: ClassVar[float | None] = None
     bound: ClassVar[float] = 0.0
     max_interval: ClassVar[int] = 16
     per_prompt: ClassVar[bool] = False

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
+from dit_accel.presets.sections import TARGETS
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
@@ -47,6 +48,8 @@ class PromptRequest(BaseModel):
     preset: str | None = None
     target_error: float | None = Field(None, gt=0, allow_inf_nan=False)
     target_psnr: float | None = Field(None, gt=0, allow_inf_nan=False)
+    computed_steps: int | None = Field(None, ge=1)
+    max_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -262,8 +265,7 @@ def requested_preset(request: PromptRequest, served: Served) -> Preset | None:
         meant = did_you_mean(request.preset, preset_names())
         raise RequestError(f"preset {shown(request.preset)} does not exist{meant}", "preset", "invalid_value")
     named = served.preset if request.preset is None else None if request.preset == "none" else request.preset
-    targets = {"target_error": request.target_error, "target_psnr": request.target_psnr}
-    changes = {name: value for name, value in targets.items() if value is not None}
+    changes = {name: value for name in TARGETS if (value := getattr(request, name)) is not None}
     if named is None:
         if changes:
             (name, *_) = changes

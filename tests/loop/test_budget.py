@@ -1,0 +1,140 @@
+"""Budgets of computed steps and of seconds."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from dit_accel import accelerated
+from dit_accel.errors import PresetError
+from dit_accel.loop import budget
+from dit_accel.loop.budget import BudgetGap, Deadline, usual_bound
+from dit_accel.loop.closed_loop import Course
+from dit_accel.loop.growth import LEAST_PACE, error_weights, log_odds
+from dit_accel.loop.tracker import StepMode
+from dit_accel.presets import load_preset
+from tests.models import tiny
+
+
+def computed(steps, error_at, **keys):
+    """Steps that compute, with errors of forecasts by step and distance from the latest computed step."""
+    sigmas = [1 - step / steps for step in range(steps)]
+    course = Course(range(steps), error_weights(sigmas), paces=log_odds(sigmas, LEAST_PACE))
+    gap, found = BudgetGap(load_preset("balanced", **keys), course), []
+    for step in range(steps):
+        if gap.mode(step) is not StepMode.DISPATCH:
+            nodes = found[:-4:-1]
+            gap.observe(step, nodes, min(len(nodes) - 1, 1), error_at(step, step - nodes[0]) if nodes else float("inf"))
+            found.append(step)
+    return found
+
+
+def test_a_budget_is_met_exactly():
+    """Whatever the errors are: none, huge, NaN, or of any order of magnitude."""
+    draw = random.Random(0)
+    for _ in range(200):
+        steps, count = draw.randint(1, 60), draw.randint(1, 60)
+        errors = [draw.choice([0.0, 1e9, float("nan"), 10 ** draw.uniform(-4, 1)]) for _ in range(steps)]
+        found = computed(steps, lambda step, _, errors=errors: errors[step], computed_steps=count)
+        assert len(found) == min(steps, count)
+        assert found[0] == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_are_computed_where_errors_are_larger(late):
+    found = computed(40, lambda step, ahead: (0.4 if (step > 20) == late else 0.02) * ahead**2 / 9, computed_steps=12)
+    first, second = sum(step <= 20 for step in found), sum(step > 20 for step in found)
+    assert (second > first) == late
+
+
+def test_even_errors_get_intervals_that_grow_from_the_start():
+    """The first interval is short, because one record has no slope; then no interval leaps."""
+    found = computed(28, lambda _, ahead: 0.03 * ahead, computed_steps=8)
+    assert found[:2] == [0, 1]
+    assert max(later - step for step, later in pairwise(found)) <= 8
+
+
+@pytest.mark.parametrize("steps", [20, 28, 50])
+def test_fewer_computed_steps_have_a_larger_bound(steps):
+    bounds = [usual_bound(count, steps) for count in range(3, steps + 2)]
+    assert all(more >= less for more, less in pairwise(bounds))
+
+
+@pytest.mark.parametrize(("steps", "count"), [(12, 7.2), (20, 8.7), (28, 11.2), (50, 13.5), (100, 17.5)])
+def test_the_usual_bound_is_that_of_measured_runs(steps, count):
+    """`balanced`, whose bound is 0.15, computed so many steps on average of five models."""
+    assert usual_bound(count, steps) == pytest.approx(0.15, rel=0.5)
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_run_spends_its_budget(prompts, guidance):
+    """Every prompt of a batch spends its own, and all branches of guidance compute in the same steps."""
+    pipe, calls = tiny.pipeline("flux"), {"true_cfg_scale": guidance, "negative_prompt": ["none"] * prompts}
+    with accelerated(pipe, "balanced", computed_steps=5, per_prompt=prompts > 1):
+        tiny.output("flux", 9, prompt=["a"] * prompts, **(calls if guidance > 1 else {}))
+        report = pipe.dit_accel.report()
+    runs = [record.modes for record in report.prompts] or [[step.mode for step in report.steps]]
+    assert len(runs) == prompts
+    assert all(sum(mode != "dispatch" for mode in modes) == 5 for modes in runs)
+
+
+def deadline(monkeypatch, limit, costs, overhead=0.01, after=0.0):
+    """Run steps that take so long if they compute; return the seconds, and how many steps computed."""
+    now, done, left = 100.0, 0, len(costs)
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: now)
+    clock = Deadline(limit, now, after)
+    for step, cost in enumerate(costs):
+        now += overhead
+        clock.begin_step()
+        if left > 0:
+            done += 1
+            for _ in range(2):  # calls of guidance; the first step has no error to read
+                numbers = clock.numbers()
+                now += cost / 2
+                left = clock.left(numbers, len(costs) - step - 1) if step else left
+    return now - 100.0, done
+
+
+@pytest.mark.parametrize("first", [0.1, 3.0])
+def test_a_deadline_is_used_and_kept(monkeypatch, first):
+    """Within one computed step, also if the first step compiles kernels or later steps slow down a little."""
+    for limit in (first + 1.0, first + 2.3, first + 4.0):
+        seconds, done = deadline(monkeypatch, limit, [first, *[0.1] * 49])
+        assert limit - 0.25 <= seconds <= limit + 0.1 or done == 50
+    assert deadline(monkeypatch, 3.0, [0.1] * 50, after=1.0)[0] == pytest.approx(2.0, abs=0.25)
+
+
+def test_a_deadline_that_has_passed_still_computes_the_first_steps(monkeypatch):
+    assert deadline(monkeypatch, 0.01, [0.1] * 20)[1] == 3
+
+
+def test_a_call_ends_in_time():
+    pipe = tiny.pipeline("flux")
+    with accelerated(pipe, "balanced", max_seconds=1e-3):
+        tiny.output("flux", 8)
+        assert pipe.dit_accel.report().steps_by_mode["dispatch"] == 5
+    with accelerated(pipe, "balanced", max_seconds=1e3):
+        tiny.output("flux", 8)
+        assert "dispatch" not in pipe.dit_accel.report().steps_by_mode
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"computed_steps": 5, "target_error": 0.1}, "target_error and computed_steps both choose"),
+        ({"computed_steps": 5, "max_seconds": 1.0}, "computed_steps and max_seconds both choose"),
+        ({"computed_steps": 0}, "computed_steps"),
+        ({"max_seconds": 0.0}, "max_seconds"),
+        ({"max_seconds": 1.0, "per_prompt": True}, "remove per_prompt"),
+    ],
+)
+def test_contradictions_are_refused(keys, message):
+    with pytest.raises(PresetError, match=message):
+        load_preset("balanced", **keys)
+
+
+def test_a_later_target_replaces_a_budget():
+    preset = load_preset(load_preset("balanced", computed_steps=5), target_error=0.2)
+    assert (preset.schedule.computed_steps, preset.schedule.rule) == (None, "adaptive")
+    assert load_preset(preset, max_seconds=2.0).schedule.rule == "budget"
