@@ -15,7 +15,6 @@ from dit_accel.presets import Preset, default_preset
 from dit_accel.presets.sections import TARGETS
 
 
-
 class AccelerateBlock(ModularPipelineBlocks):
     """Block with which a modular pipeline accelerates itself; it goes before the other blocks.
 
@@ -27,9 +26,9 @@ class AccelerateBlock(ModularPipelineBlocks):
     >>> print(pipe.dit_accel.report())  # doctest: +SKIP
 
     The result is that of :func:`~dit_accel.accelerate_pipeline`. A call may name another preset with ``preset``, which
-    replaces this block's preset and keys, or change the quality with ``target_error``, ``target_psnr``, ``computed_steps`` or ``max_seconds``. The pipeline
-    is accelerated anew only where the preset differs from that of the call before, or a transformer was chosen. A
-    call with ``preset="none"`` restores the pipeline and runs plain.
+    replaces this block's preset and keys, or change the quality with ``target_error``, ``target_psnr``,
+    ``computed_steps`` or ``max_seconds``. The pipeline is accelerated anew only where the preset differs from that of
+    the call before, or a transformer was chosen. A call with ``preset="none"`` restores the pipeline and runs plain.
 
     The state has the :class:`~dit_accel.Acceleration` as ``dit_accel``, None after a plain call. Its report is that of
     the last run.

@@ -17,12 +17,7 @@ NOTHING = 0.0, 0.0  # FLOPs
 
 
 class Accounts:
-    """Fill the report of one run.
-
-    Args:
-        report: report of the run.
-        budget_gib: limit on the device memory of caches, in GiB; None = no limit.
-    """
+    """Fill the report of one run; it notes caches that exceed ``budget_gib``."""
 
     def __init__(self, report: RunReport, budget_gib: float | None) -> None:
         self.report = report
@@ -50,11 +45,7 @@ class Accounts:
             prompt.errors.append(None)
 
     def take_error(self, error: float, place: int, output: str | None = None) -> None:
-        """Record the forecast error of this step for one prompt; the largest error of the step counts.
-
-        Args:
-            output: name of the output that decided, if outputs are decided separately.
-        """
+        """Record the forecast error of this step for one prompt, and the output that decided; the largest counts."""
         if output is not None and error >= (self.step.error or 0.0):
             self.step.decided_by = output
         self.step.error = max(error, self.step.error or 0.0)
@@ -67,11 +58,7 @@ class Accounts:
         self._timings.append((self.step, elapsed))
 
     def take_call(self, call: Call, branches: Iterable[BranchState]) -> None:
-        """Add a call to the report.
-
-        Args:
-            branches: branches of the run; the report has the memory of their caches.
-        """
+        """Add a call to the report, and the memory of the run's branches."""
         report = self.report
         if call.mode is not StepMode.DISPATCH:
             self.step.mode = _most(self.step.mode, call.mode)

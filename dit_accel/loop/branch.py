@@ -25,23 +25,16 @@ WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
 
 @dataclass
 class Description:
-    """A transformer call as its caller describes it. Subclasses give what the loop asks for at some calls only.
+    """A transformer call as its caller describes it. Subclasses give what the loop asks for at some calls only."""
 
-    Args:
-        transformer: its name in the pipeline.
-        context: the pipeline's name of the branch; None = the order of the calls in a step decides.
-        timestep: the timestep that the pipeline passes to the transformer.
-        shapes: shapes of the call's tensors except timesteps, and the arguments that determine the form of its output;
-            a change within a run drops the run's records.
-        place: the step, if the pipeline gives it.
-        latents: latents ``[B, …]`` of the call, for each output that has some; empty = edits are not detected.
-    """
-
-    transformer: str
-    context: str | None
-    timestep: torch.Tensor | float
+    transformer: str  # its name in the pipeline
+    context: str | None  # the pipeline's name of the branch; None = the order of the calls in a step decides
+    timestep: torch.Tensor | float  # the timestep that the pipeline passes to the transformer
+    # shapes of the call's tensors except timesteps, and the arguments that determine the form of its output; a change
+    # within a run drops the run's records
     shapes: tuple
-    place: Place | None = None
+    place: Place | None = None  # the step, if the pipeline gives it
+    # latents ``[B, …]`` of the call, for each output that has some; empty = edits are not detected
     latents: Sequence[torch.Tensor] = ()
 
     def size(self) -> ModelSize:
@@ -78,35 +71,23 @@ Kind = TypeVar("Kind", bound=SiteMemory)
 
 @dataclass
 class BranchState:
-    """State of one branch of one transformer within a run.
+    """State of one branch of one transformer within a run."""
 
-    Args:
-        name: name of the branch, from the pipeline or from the order of calls in a step.
-        shapes: shapes of the call's tensors except timesteps, and the arguments that determine the form of the output.
-        size: numbers that determine the memory of the blocks' records.
-        memory: memory plan of these records.
-        loops: one loop for each group of samples that are decided together.
-        sites: records of the blocks, by name.
-        updated: True once the blocks have the records that a DISPATCH call needs.
-        structure: nesting of the tensors in the transformer's output.
-        plain: FLOPs of each block in a plain call: in total, and of its query-key pairs.
-        conditioning: conditioning of the branch's calls.
-        changed: names of code inside the transformer whose state the latest computed call changed.
-        unsettled: the next call computes, because this state may change with every call.
-    """
-
-    name: str
+    name: str  # name of the branch, from the pipeline or from the order of calls in a step
+    # shapes of the call's tensors except timesteps, and the arguments that determine the form of the output
     shapes: tuple
-    size: ModelSize
-    memory: MemoryPlan
-    loops: list[ClosedLoop | LoopPerOutput]
-    sites: dict[str, SiteMemory] = field(default_factory=dict)
-    updated: bool = False
-    structure: Any = None
+    size: ModelSize  # numbers that determine the memory of the blocks' records
+    memory: MemoryPlan  # memory plan of these records
+    loops: list[ClosedLoop | LoopPerOutput]  # one loop for each group of samples that are decided together
+    sites: dict[str, SiteMemory] = field(default_factory=dict)  # records of the blocks, by name
+    updated: bool = False  # True once the blocks have the records that a DISPATCH call needs
+    structure: Any = None  # nesting of the tensors in the transformer's output
+    # FLOPs of each block in a plain call: in total, and of its query-key pairs
     plain: dict[str, tuple[float, float]] = field(default_factory=dict)
-    conditioning: Conditioning = field(default_factory=Conditioning)
+    conditioning: Conditioning = field(default_factory=Conditioning)  # conditioning of the branch's calls
+    # names of code inside the transformer whose state the latest computed call changed
     changed: set[str] = field(default_factory=set)
-    unsettled: bool = False
+    unsettled: bool = False  # the next call computes, because this state may change with every call
 
     @property
     def order(self) -> float:
@@ -144,56 +125,39 @@ class BranchState:
 
 @dataclass
 class BlockCall:
-    """Records of the blocks of one call, which the loop does not read, except for the symbols of a run's report.
+    """Records of the blocks of one call, which the loop does not read, except for the symbols of a run's report."""
 
-    Args:
-        facts: facts about the call, for the transformer's driver.
-        dense: blocks that fell back to their own forward.
-        turns: how often each part of a block has run or was forecast, by the names of both.
-        symbols: symbols that blocks computed in this call, by name.
-        densities: densities of these symbols, float32 on the device, by name.
-    """
-
-    facts: Any = None
-    dense: set[str] = field(default_factory=set)
+    facts: Any = None  # facts about the call, for the transformer's driver
+    dense: set[str] = field(default_factory=set)  # blocks that fell back to their own forward
+    # how often each part of a block has run or was forecast, by the names of both
     turns: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # symbols that blocks computed in this call, by name
     symbols: dict[str, SparseSymbols] = field(default_factory=dict)
+    # densities of these symbols, float32 on the device, by name
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Call:
-    """One transformer call: its mode, and the state that its blocks read and write.
-
-    Args:
-        mode: mode of the loop that computes most.
-        modes: mode of each loop of the branch.
-        course: coordinates, weights and moves of the run's steps.
-        progress: step / steps, for the policies' ramp.
-        records: blocks record their features, because a later DISPATCH step may read them.
-        skips: this computed call leaves attention tiles out, so sparse attention runs at its sites at any level.
-        forecasts_output: the whole output is forecast, so no block runs.
-        place: place of the branch in the order of this step's calls.
-        report: report of the run.
-        elapsed: stopwatch of the call.
-        work: FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
-        measured: float32 tensors that the host reads at the end of the call, all in one copy, each group with the
-            function that gets its numbers.
-    """
+    """One transformer call: its mode, and the state that its blocks read and write."""
 
     transformer: str
-    mode: StepMode
-    modes: tuple[StepMode, ...]
+    mode: StepMode  # mode of the loop that computes most
+    modes: tuple[StepMode, ...]  # mode of each loop of the branch
     tick: Tick
-    course: Course
+    course: Course  # coordinates, weights and moves of the run's steps
     branch: BranchState
-    records: bool
-    report: RunReport
-    elapsed: Stopwatch
+    records: bool  # blocks record their features, because a later DISPATCH step may read them
+    report: RunReport  # report of the run
+    elapsed: Stopwatch  # stopwatch of the call
+    # this computed call leaves attention tiles out, so sparse attention runs at its sites at any level
     skips: bool = False
-    forecasts_output: bool = False
-    place: int = 0
+    forecasts_output: bool = False  # the whole output is forecast, so no block runs
+    place: int = 0  # place of the branch in the order of this step's calls
+    # FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # float32 tensors that the host reads at the end of the call, all in one copy, each group with the function that
+    # gets its numbers
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)
 
     @cached_property

@@ -25,12 +25,7 @@ Key = tuple[str, str]  # name of the transformer, name of the branch
 
 
 class Branches:
-    """The branches of one run.
-
-    Args:
-        preset: preset of the run.
-        loop, gap: classes that forecast, and that decide.
-        report: report of the run.
+    """The branches of one run; ``loop`` and ``gap`` are the classes that forecast, and that decide.
 
     Attributes:
         course: coordinates, weights and moves of the run's steps; set when the run begins.
@@ -85,11 +80,7 @@ class Branches:
         return list(self._states.values())
 
     def of(self, call: Description, items: Mapping[str, Any], *, plain: bool) -> tuple[BranchState, int]:
-        """Return the branch of a call, and its place in the order of this step's calls.
-
-        Args:
-            items: conditioning of the call.
-            plain: no step of the run is forecast.
+        """Return the branch of a call with the conditioning ``items``, and its place in the order of this step's calls.
 
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the others.

@@ -24,9 +24,7 @@ HALVINGS, RANGE = 10, 4.0  # of the search for a bound, whose logarithm is at mo
 
 
 class BudgetGap(Gap):
-    """Compute a number of steps, or as many as fit into the time.
-
-    """
+    """Compute a number of steps, or as many as fit into the time."""
 
     left: int
 
@@ -90,8 +88,7 @@ class Deadline:
     """Convert the time that is left into computed steps.
 
     Args:
-        seconds: of the whole call.
-        started: time at which the call began, of ``time.perf_counter``.
+        seconds: of the whole call, which began at ``started`` (of ``time.perf_counter``).
         after: seconds that the call takes after its steps, for decoding.
     """
 
@@ -115,11 +112,7 @@ class Deadline:
         return [self._begun - self._started, self._cost, self._overhead]
 
     def left(self, numbers: Sequence[float], remaining: int) -> int:
-        """Return how many more steps may compute, once the host has waited for a call of a computed step.
-
-        Args:
-            remaining: steps after this one.
-        """
+        """Return how many of the remaining steps may compute, once the host has waited for a computed call."""
         begun, cost, overhead = numbers
         self._ended = time.perf_counter()
         self._spent = self._ended - self._begun

@@ -55,27 +55,21 @@ Output = tuple[torch.Tensor, ...]  # the tensors of a transformer's output, batc
 
 @dataclass(frozen=True)
 class Course:
-    """Coordinates, weights and moves of a run's steps; each sequence has one entry a step.
+    """Coordinates, weights and moves of a run's steps; each sequence has one entry a step."""
 
-    Args:
-        coordinates: variable of the forecast polynomial: step indices, sigmas or their log-odds.
-        weights: weight of an error of the step's output.
-        moves: factors of the outputs in the latents, with one more entry for the end of the run; None = unknown, so
-            nothing can be corrected.
-        responses: change of the step's output per shift of the latents; None = no change.
-        bends: bend of the outputs at the step, relative to other steps; None = the same at all steps.
-        log_odds: variable of the interpolation between records; None = that of the forecasts.
-        paces: variable in which outputs keep their curvature over the whole run; None = unknown.
-        further: courses of the second and later outputs by name, if they have schedules of their own.
-    """
-
-    coordinates: Sequence[float]
-    weights: Sequence[float]
+    coordinates: Sequence[float]  # variable of the forecast polynomial: step indices, sigmas or their log-odds
+    weights: Sequence[float]  # weight of an error of the step's output
+    # factors of the outputs in the latents, with one more entry for the end of the run; None = unknown, so nothing can
+    # be corrected
     moves: Moves | None = None
-    responses: Sequence[float] | None = None
+    responses: Sequence[float] | None = None  # change of the step's output per shift of the latents; None = no change
+    # bend of the outputs at the step, relative to other steps; None = the same at all steps
     bends: Sequence[float] | None = None
+    # variable of the interpolation between records; None = that of the forecasts
     log_odds: Sequence[float] | None = None
+    # variable in which outputs keep their curvature over the whole run; None = unknown
     paces: Sequence[float] | None = None
+    # courses of the second and later outputs by name, if they have schedules of their own
     further: Mapping[str, Course] = field(default_factory=dict)
 
     def places(self) -> Mapping[float, float]:
@@ -84,12 +78,7 @@ class Course:
 
 
 class Gap:
-    """Decide when some samples compute next, in all branches of one transformer.
-
-    Args:
-        preset: preset of the run.
-        course: course of the run.
-    """
+    """Decide when some samples compute next, in all branches of one transformer."""
 
     left: int | None = None  # steps that may still compute; None = as many as need to
 

@@ -46,13 +46,7 @@ RULES: dict[str, tuple[type[ClosedLoop], type[Gap]]] = {  # by ``schedule.rule``
 
 
 class Controller:
-    """One denoising run: the pipeline's transformers, their branches, and the report of the last run.
-
-    Args:
-        preset: preset of the run.
-        clock: reads the step.
-        family: model family, for the report.
-    """
+    """One denoising run: the pipeline's transformers, their branches, and the report of the last run."""
 
     def __init__(self, preset: Preset, clock: Clock, family: str) -> None:
         self.preset = preset
@@ -220,10 +214,7 @@ class Controller:
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Copy all measurements of a call to the host at once, and call the functions that decide by them.
 
-        This is the one host synchronisation of a computed step.
-
-        Args:
-            agreed: combines the measurements of several devices.
+        This is the one host synchronisation of a computed step. ``agreed`` combines the numbers of several devices.
         """
         numbers = [number.view(-1) for measured, _ in call.measured for number in measured]
         if self._deadline is not None and numbers:

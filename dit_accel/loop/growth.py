@@ -54,7 +54,6 @@ def responses(sigmas: Sequence[float], moves: Moves | None = None) -> list[float
     """Return J of every step: the change of its output per shift of the latents.
 
     Args:
-        sigmas: see :func:`error_weights`.
         moves: moves of the run. Outputs that point to the image instead of the noise (Mochi, MiniMax-H3) have positive
             moves, and then J is positive. None = unknown, so that J is not used.
     """
@@ -63,20 +62,12 @@ def responses(sigmas: Sequence[float], moves: Moves | None = None) -> list[float
 
 
 def bends(sigmas: Sequence[float]) -> list[float]:
-    """Return the bend of the outputs at every step, relative to the other steps.
-
-    Args:
-        sigmas: see :func:`error_weights`.
-    """
+    """Return the bend of the outputs at every step, relative to the other steps."""
     return [max(noise, LEAST_SHARE) ** -BEND for noise in _levels(sigmas)[:-1]]
 
 
 def log_odds(sigmas: Sequence[float], least: float = LEAST_ODDS) -> list[float] | None:
-    """Return ``log((σ + c) / (1 − σ + c))`` of every step, c = ``least``; None if two steps have the same.
-
-    Args:
-        sigmas: see :func:`error_weights`.
-    """
+    """Return ``log((σ + c) / (1 − σ + c))`` of every step, c = ``least``; None if two steps have the same."""
     found = [math.log((noise + least) / (1 - noise + least)) for noise in _levels(sigmas)[:-1]]
     return found if len(set(found)) == len(found) else None
 

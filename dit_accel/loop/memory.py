@@ -35,42 +35,25 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class SiteSize:
-    """Sizes of one block's records, in tokens of the model's width.
+    """Sizes of one block's records, in tokens of the model's width."""
 
-    Args:
-        stream: tokens whose output projection the bias stack holds: the joint sequence, or one stream of it.
-        features: tokens of all whole features together, which level layer and degraded layers forecast.
-        sparse_features: tokens of the whole features that level head always records.
-    """
-
-    stream: int
-    features: int
-    sparse_features: int = 0
+    stream: int  # tokens whose output projection the bias stack holds: the joint sequence, or one stream of it
+    features: int  # tokens of all whole features together, which level layer and degraded layers forecast
+    sparse_features: int = 0  # tokens of the whole features that level head always records
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes that determine the memory of one branch of a transformer.
+    """Sizes that determine the memory of one branch of a transformer."""
 
-    Args:
-        output: numbers in the transformer's output.
-        itemsize: bytes of a number.
-        batch: samples in the branch.
-        layout: layout of the joint sequence; None = blocks record nothing.
-        heads: attention heads.
-        width: features of a token, ``heads * head_dim``.
-        sites: one entry a block.
-        symbols: bytes of one block's symbols and plans.
-    """
-
-    output: int = 0
-    itemsize: int = 2
-    batch: int = 1
-    layout: TokenLayout | None = None
-    heads: int = 1
-    width: int = 0
-    sites: tuple[SiteSize, ...] = ()
-    symbols: int = 0
+    output: int = 0  # numbers in the transformer's output
+    itemsize: int = 2  # bytes of a number
+    batch: int = 1  # samples in the branch
+    layout: TokenLayout | None = None  # layout of the joint sequence; None = blocks record nothing
+    heads: int = 1  # attention heads
+    width: int = 0  # features of a token, ``heads * head_dim``
+    sites: tuple[SiteSize, ...] = ()  # one entry a block
+    symbols: int = 0  # bytes of one block's symbols and plans
 
 
 class Bytes(NamedTuple):
@@ -82,24 +65,15 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Storage of a run's caches, and their largest size.
+    """Storage of a run's caches, and their largest size."""
 
-    Args:
-        order: degree of all forecasts.
-        rows: leave the rows of text blocks, which are never reused, out of attention outputs.
-        float8: keep histories of blocks, and cached biases, as float8.
-        offload: keep attention outputs in host memory.
-        device_bytes, host_bytes: bytes of all branches together, once histories are full.
-        measures: the measures that save memory, in words.
-    """
-
-    order: int
-    rows: bool = False
-    float8: bool = False
-    offload: bool = False
-    device_bytes: int = field(default=0, compare=False)
+    order: int  # degree of all forecasts
+    rows: bool = False  # leave the rows of text blocks, which are never reused, out of attention outputs
+    float8: bool = False  # keep histories of blocks, and cached biases, as float8
+    offload: bool = False  # keep attention outputs in host memory
+    device_bytes: int = field(default=0, compare=False)  # bytes of all branches together, once histories are full
     host_bytes: int = field(default=0, compare=False)
-    measures: tuple[str, ...] = field(default=(), compare=False)
+    measures: tuple[str, ...] = field(default=(), compare=False)  # the measures that save memory, in words
 
     @property
     def features(self) -> Storage:

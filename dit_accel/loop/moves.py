@@ -43,15 +43,11 @@ def euler_moves(sigmas: Sequence[float]) -> Moves:
 
 
 class SchedulerTrial(NamedTuple):
-    """Steps of a scheduler as a trial run shows them.
+    """Steps of a scheduler as a trial run shows them."""
 
-    Args:
-        moves: moves of the outputs; None = the latents are no weighted sum of them, or the steps can't be tried.
-        noise: share of the latents' noise that a step draws anew, on average; 0 = steps add no noise.
-    """
-
+    # moves of the outputs; None = the latents are no weighted sum of them, or the steps can't be tried
     moves: Moves | None = None
-    noise: float = 0.0
+    noise: float = 0.0  # share of the latents' noise that a step draws anew, on average; 0 = steps add no noise
 
 
 def try_out(scheduler: Any, first: int = 0) -> SchedulerTrial:
@@ -187,11 +183,7 @@ class _Stepper:
         return self._step(output.view(shape), timestep, latents.view(shape), return_dict=False)[0].view_as(latents)
 
     def noise(self, stepped: torch.Tensor, left: int) -> tuple[float, float]:
-        """Return the standard deviation of the new noise in latents, and of all noise in them, if it is known.
-
-        Args:
-            left: number of steps that are left.
-        """
+        """Return the standard deviations of new and of all noise in latents, as far as known, ``left`` steps ahead."""
         noise = level = float(stepped.std())
         with suppress(Exception):
             zero, one, step = torch.zeros(1, 1), torch.ones(1, 1), len(self._scheduler.timesteps) - left

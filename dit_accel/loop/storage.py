@@ -29,20 +29,14 @@ SMALLEST_SCALE = 1e-30  # scale of a line of zeros
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage form of tensors.
+    """Storage form of tensors."""
 
-    Args:
-        float8: e4m3 with one float32 scale per 128 consecutive values; the relative error is 2.6% (rms).
-        offload: pinned host memory, copied on a separate stream; tensors on a CPU stay there.
-        rows: tokens ``start, stop`` of ``[B, S, …]`` that will be read; the other tokens are undefined after a read.
-            None = all tokens.
-        stacked: tensors are stacks ``[M, …]`` of similar values; see :class:`StoredFloat8Stack`.
-    """
-
-    float8: bool = False
-    offload: bool = False
+    float8: bool = False  # e4m3 with one float32 scale per 128 consecutive values; the relative error is 2.6% (rms)
+    offload: bool = False  # pinned host memory, copied on a separate stream; tensors on a CPU stay there
+    # tokens ``start, stop`` of ``[B, S, …]`` that will be read; the other tokens are undefined after a read. None = all
+    # tokens.
     rows: tuple[int, int] | None = None
-    stacked: bool = False
+    stacked: bool = False  # tensors are stacks ``[M, …]`` of similar values; see :class:`StoredFloat8Stack`
 
     def keep(self, tensor: torch.Tensor) -> StoredTensor:
         return self._keep_whole(tensor) if self.rows is None else StoredRows(tensor, *self.rows, self._keep_whole)
@@ -124,11 +118,7 @@ class StoredFloat8Stack(StoredFloat8):
 
 
 class StoredRows(StoredTensor):
-    """Some tokens of a tensor ``[B, S, …]``, in another storage form.
-
-    Args:
-        keep: stores the tokens in that form.
-    """
+    """Some tokens of a tensor ``[B, S, …]``, which ``keep`` stores in another form."""
 
     def __init__(
         self, tensor: torch.Tensor, start: int, stop: int, keep: Callable[[torch.Tensor], StoredTensor]
@@ -199,12 +189,7 @@ class StoredOnHost(StoredTensor):
 
 
 class StoredHistory(History):
-    """History whose values are kept in a storage form. Reading restores them, one history at a time.
-
-    Args:
-        length: most values.
-        storage: storage form of the values.
-    """
+    """History whose values are kept in a storage form. Reading restores them, one history at a time."""
 
     def __init__(self, length: int, storage: Storage = PLAIN) -> None:
         super().__init__(length)

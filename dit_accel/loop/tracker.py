@@ -57,30 +57,21 @@ class StepMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Tick:
-    """Position of a denoising loop.
+    """Position of a denoising loop."""
 
-    Args:
-        run: object that identifies the run; all calls of one run share it.
-        step: index of the step in the run, from 0.
-        steps: number of steps of the run.
-        timesteps: the scheduler's timesteps, one a step.
-        sigmas: its noise levels, one a step: 0 to 1 if the model predicts a flow, otherwise the angle between image and
-            noise, ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas.
-        plain: why no step of the run may be forecast, or None.
-        noisy: why outputs continue earlier ones less well than usual, or None.
-        moves: factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown.
-        further: schedules of the second and later outputs by name, if the pipeline has other schedulers for them.
-    """
-
-    run: object
-    step: int
-    steps: int
-    timesteps: Sequence[float]
+    run: object  # object that identifies the run; all calls of one run share it
+    step: int  # index of the step in the run, from 0
+    steps: int  # number of steps of the run
+    timesteps: Sequence[float]  # the scheduler's timesteps, one a step
+    # its noise levels, one a step: 0 to 1 if the model predicts a flow, otherwise the angle between image and noise,
+    # ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas
     sigmas: Sequence[float]
-    plain: str | None = None
+    plain: str | None = None  # why no step of the run may be forecast, or None
+    # factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown
     moves: Moves | None = None
+    # schedules of the second and later outputs by name, if the pipeline has other schedulers for them
     further: Mapping[str, Tick] = field(default_factory=dict)
-    noisy: str | None = None
+    noisy: str | None = None  # why outputs continue earlier ones less well than usual, or None
 
     def coordinates(self, kind: str) -> Sequence[float]:
         """Return the coordinate of the forecast polynomial at every step of the run.
@@ -100,15 +91,10 @@ class Tick:
 
 
 class Place(NamedTuple):
-    """Step of a call as the pipeline gives it.
+    """Step of a call as the pipeline gives it."""
 
-    Args:
-        step: index in the pipeline's loop, from 0.
-        steps: number of steps of the loop; None = not given.
-    """
-
-    step: int
-    steps: int | None = None
+    step: int  # index in the pipeline's loop, from 0
+    steps: int | None = None  # number of steps of the loop; None = not given
 
 
 class Clock(Protocol):

@@ -78,7 +78,7 @@ class AdaptiveSchedule(Schedule):
 
     @property
     def rule(self) -> str:
-        return self.control if self.computed_steps is self.max_seconds is None else "budget"
+        return "budget" if self.computed_steps or self.max_seconds else self.control
 
     @property
     def bound(self) -> float:
@@ -109,6 +109,7 @@ class FixedSchedule(Schedule):
 
     target_error: ClassVar[float | None] = None
     target_psnr: ClassVar[float | None] = None
+    computed_steps: ClassVar[int | None] = None
     max_seconds: ClassVar[float | None] = None
     bound: ClassVar[float] = 0.0
     max_interval: ClassVar[int] = 16
