@@ -15,7 +15,7 @@ LINES = {  # of code
     "dit_accel/kernels": 10_310,
     "dit_accel/loop": 3_670,
     "dit_accel/models": 9_030,
-    "dit_accel/presets": 1_280,
+    "dit_accel/presets": 1_296,
     "dit_accel/serving": 4_340,
     "dit_accel/sla": 390,
     "dit_accel/sparse": 1_620,

@@ -67,8 +67,6 @@ class Course:
     bends: Sequence[float] | None = None
     # variable of the interpolation between records; None = that of the forecasts
     log_odds: Sequence[float] | None = None
-    # variable in which outputs keep their curvature over the whole run; None = unknown
-    paces: Sequence[float] | None = None
     # courses of the second and later outputs by name, if they have schedules of their own
     further: Mapping[str, Course] = field(default_factory=dict)
 

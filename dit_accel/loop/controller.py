@@ -18,7 +18,7 @@ from dit_accel.loop.branch import Call, Description
 from dit_accel.loop.branches import Branches
 from dit_accel.loop.budget import BudgetGap, Deadline
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
-from dit_accel.loop.growth import LEAST_PACE, bends, error_weights, log_odds, responses
+from dit_accel.loop.growth import bends, error_weights, log_odds, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
@@ -307,7 +307,6 @@ def _course_of(tick: Tick, coordinate: str) -> Course:
         responses(tick.sigmas, tick.moves),
         bends(tick.sigmas),
         log_odds(tick.sigmas),
-        log_odds(tick.sigmas, LEAST_PACE),
         further,
     )
 

@@ -35,7 +35,6 @@ RESPONSE = 0.5  # r
 BEND = 0.75  # q
 SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
 LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
-LEAST_PACE = 0.02  # instead of LEAST_ODDS, to plan a whole run; 0.1 is 1 dB worse
 LEAST_ODDS = 0.1  # added to both shares; 0.02 loses where steps are dense near pure noise
 
 
@@ -66,9 +65,9 @@ def bends(sigmas: Sequence[float]) -> list[float]:
     return [max(noise, LEAST_SHARE) ** -BEND for noise in _levels(sigmas)[:-1]]
 
 
-def log_odds(sigmas: Sequence[float], least: float = LEAST_ODDS) -> list[float] | None:
-    """Return ``log((σ + c) / (1 − σ + c))`` of every step, c = ``least``; None if two steps have the same."""
-    found = [math.log((noise + least) / (1 - noise + least)) for noise in _levels(sigmas)[:-1]]
+def log_odds(sigmas: Sequence[float]) -> list[float] | None:
+    """Return ``log((σ + c) / (1 − σ + c))`` of every step, c = LEAST_ODDS; None if two steps have the same."""
+    found = [math.log((noise + LEAST_ODDS) / (1 - noise + LEAST_ODDS)) for noise in _levels(sigmas)[:-1]]
     return found if len(set(found)) == len(found) else None
 
 
