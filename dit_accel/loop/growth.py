@@ -33,7 +33,7 @@ from dit_accel.loop.moves import Moves
 GROWTH = 0.75  # p
 RESPONSE = 0.5  # r
 BEND = 0.75  # q
-SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
+SCALES = (1.0, 1000.0)  # largest noise level, largest timestep
 LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
 LEAST_ODDS = 0.1  # added to both shares; 0.02 loses where steps are dense near pure noise
 

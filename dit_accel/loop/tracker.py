@@ -32,6 +32,7 @@ from dit_accel.errors import UnsupportedError, shown
 from dit_accel.loop.growth import log_odds
 from dit_accel.loop.moves import Moves, SchedulerTrial, try_out
 
+RIGHT = math.pi / 2  # angle between image and noise where there is noise alone
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
 SIGMA_ROUNDING = 1e-4  # relative tolerance for noise levels that a sampler computes again
@@ -63,8 +64,8 @@ class Tick:
     step: int  # index of the step in the run, from 0
     steps: int  # number of steps of the run
     timesteps: Sequence[float]  # the scheduler's timesteps, one a step
-    # its noise levels, one a step: 0 to 1 if the model predicts a flow, otherwise the angle between image and noise,
-    # ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas
+    # its noise levels, one a step, 0 to 1. Models that predict no flow have unbounded σ: the angle between image and
+    # noise, ``atan σ``, over the right angle. The timesteps if it has no sigmas.
     sigmas: Sequence[float]
     plain: str | None = None  # why no step of the run may be forecast, or None
     # factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown
@@ -332,7 +333,7 @@ class SigmaClock:
     ) -> None:
         self._sigmas = list(sigmas[:-1])
         # Shares of the largest angle, so that a run that begins in the middle does not look like a flow's.
-        self._levels = self._sigmas if is_flow else [math.atan(sigma) / (math.pi / 2) for sigma in self._sigmas]
+        self._levels = self._sigmas if is_flow else [math.atan(sigma) / RIGHT for sigma in self._sigmas]
         if plain is None and not all(before > after for before, after in pairwise([*self._sigmas, 0.0])):
             plain = "its noise levels do not fall from step to step"
         self.plain = plain
@@ -362,9 +363,12 @@ class SigmaClock:
 
 
 def _noise_levels(sigmas: torch.Tensor) -> list[float]:
-    """Return sigmas of a flow unchanged; sigmas of other models, the ratio of noise to image, as angles."""
+    """Return sigmas of a flow unchanged; sigmas of other models, the ratio of noise to image, as shares of an angle.
+
+    All sigmas of a schedule are given, because those of a run that begins in its middle may look like a flow's.
+    """
     levels = [float(sigma) for sigma in sigmas]
-    return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
+    return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) / RIGHT for sigma in levels]
 
 
 def keeps_timesteps(scheduler: Any) -> bool:

@@ -27,7 +27,6 @@ FALLING = [1.0, 0.9, 0.7, 0.3]
         pytest.param(FALLING, id="flow"),
         pytest.param([-sigma for sigma in FALLING], id="negative"),
         pytest.param([1 - sigma for sigma in FALLING], id="rising"),
-        pytest.param([sigma * math.pi / 2 for sigma in FALLING], id="angles"),
         pytest.param([sigma * 1000 for sigma in FALLING], id="timesteps"),
     ],
 )

@@ -131,12 +131,26 @@ def test_clock_counts_a_schedulers_steps(name, branches):
     ticks = denoise(scheduler, clock, branches=branches)
     assert [tick.step for tick in ticks] == [step for step in range(8) for _ in range(branches)]
     sigmas = getattr(scheduler, "sigmas", scheduler.timesteps)[:8].tolist()
-    if hasattr(scheduler, "sigmas") and max(sigmas) > 1:  # no flow: noise over image, an angle
-        sigmas = [math.atan(sigma) for sigma in sigmas]
+    if hasattr(scheduler, "sigmas") and max(sigmas) > 1:  # no flow: noise over image, a share of the right angle
+        sigmas = [math.atan(sigma) / (math.pi / 2) for sigma in sigmas]
     for tick in ticks:
         assert (tick.steps, list(tick.timesteps), list(tick.sigmas)) == (8, scheduler.timesteps.tolist(), sigmas)
         assert tick.plain is None
         assert tick.run is ticks[0].run
+
+
+def test_a_run_from_the_middle_has_the_noise_levels_of_the_whole():
+    """Ratios of noise to image below π / 2 are no flow's levels, also where a run has no larger ones (img2img)."""
+    scheduler = SCHEDULERS["euler"]()
+    scheduler.set_timesteps(8)
+    (first, *_) = denoise(scheduler, SchedulerClock(lambda: scheduler))
+    begin = next(step for step, sigma in enumerate(scheduler.sigmas.tolist()) if sigma < 1.0)
+    scheduler.set_timesteps(8)
+    scheduler.set_begin_index(begin)
+    tick = SchedulerClock(lambda: scheduler).read(scheduler.timesteps[begin])
+    assert tick.sigmas == first.sigmas[begin:]
+    weights = error_weights(first.sigmas)[begin:]
+    assert error_weights(tick.sigmas) == pytest.approx([weight * len(weights) / sum(weights) for weight in weights])
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

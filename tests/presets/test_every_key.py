@@ -76,6 +76,8 @@ COMPUTED = {  # keys that all policies have
 CHANGES = {  # by key: another value
     "schedule.adaptive": {
         "target_error": 0.001,
+        "computed_steps": 3,
+        "max_seconds": 1e-3,
         "target_psnr": beside(40.0, schedule={"calibration": [[0.001, 40.0]]}),
         "calibration": beside([[0.001, 40.0]], schedule={"calibration": [[0.3, 40.0]], "target_psnr": 40.0}),
         "warmup": 4,
