@@ -32,7 +32,7 @@ import diffusers
 import torch
 
 from dit_accel import load_preset, preset_names
-from dit_accel.models.families import family_of
+from dit_accel.models.families import pipeline_family
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.measure.compare import PEERS, Bench, Method, Prompt, Sweep, of_preset, our_methods, peer_methods
 from dit_accel.tools.measure.origin import describe_run
@@ -55,7 +55,8 @@ def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> t
 def fixed_schedules(pipe: Any) -> list[Method]:
     """The papers' schedules on our engine: TaylorSeer and FORA per layer, and fixed intervals at level ``output``."""
     methods = []
-    family = family_of(pipe)
+    known = pipeline_family(pipe)
+    family = "any" if known is None else known.name
     settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]
     for warmup, order, interval in settings:
         schedule = {"warmup": warmup, "interval": interval, "cooldown": 1}
