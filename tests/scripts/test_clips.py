@@ -18,16 +18,11 @@ from scripts.demo_training.clip_prompts import (
 )
 from scripts.demo_training.clip_reading import agreement, read_clips
 from scripts.demo_training.clips import (
-    PAN,
     draw_clip,
-    film_strips,
     held_out_prompts,
     pack,
     render_clips,
 )
-from scripts.demo_training.motion import TURN, choose_path, follow
-
-RIGHT, DOWN = {"left": -1, "right": 1}, {"up": -1, "down": 1}
 
 
 def single(motion: str, camera: str = "still", place: str = "hills", colour: str = "red") -> ClipScene:
@@ -60,20 +55,6 @@ def test_something_moves_in_every_scene():
         assert len({actor.colour for actor in scene.actors}) == len(scene.actors)
 
 
-@pytest.mark.parametrize("motion", MOTIONS)
-def test_a_motion_goes_where_its_name_says(motion):
-    """Walks go the named way by their span, bounces go there and back, the other motions stay."""
-    path = choose_path(motion, (0.5, 0.4), span=0.5, tilt=0.3)
-    x, y, angle = follow(torch.tensor(path.numbers()), torch.linspace(0, 1, 5))
-    bounce, walk = torch.tensor([-0.25, 0, 0.25, 0, -0.25]), torch.linspace(-0.25, 0.25, 5)
-    ways = motion.split()
-    across = 0.5 + (bounce if motion == "side to side" else walk * sum(RIGHT.get(way, 0) for way in ways))
-    down = 0.4 + (bounce if motion == "up and down" else walk * sum(DOWN.get(way, 0) for way in ways))
-    torch.testing.assert_close(x, across)
-    torch.testing.assert_close(y, down)
-    torch.testing.assert_close(angle, 0.3 + torch.linspace(0, TURN if motion == "turns" else 0, 5))
-
-
 def test_every_clip_stays_in_the_picture():
     """Along the border of the frame no pixel is as vivid as a sticker, in any frame."""
     rng = random.Random(6)
@@ -81,23 +62,6 @@ def test_every_clip_stays_in_the_picture():
     pixels = torch.cat((pictures[..., 0, :], pictures[..., -1, :], pictures[..., 0], pictures[..., -1]), dim=-1)
     chroma = pixels.amax(dim=1) - pixels.amin(dim=1)
     assert not ((chroma > 0.345) & (chroma > 0.57 * pixels.amax(dim=1))).any()
-
-
-@pytest.mark.parametrize(("camera", "sign"), [("left", -1), ("right", 1)])
-def test_a_pan_slides_the_background_alone(camera, sign):
-    """The background of the last frame is shifted by PAN frame widths against the first; the heart stays."""
-    clip = drawn(single("rests", camera))[0]
-    moved = round(PAN * 80)
-    first, last = clip[:, 0], clip[:, -1]
-    for rows in (slice(0, 20), slice(64, 80)):  # above and below the heart
-        torch.testing.assert_close(
-            last[:, rows].roll(sign * moved, dims=-1)[..., moved:-moved],
-            first[:, rows, moved:-moved],
-            atol=1e-4,
-            rtol=0,
-        )
-    assert (first[:, 64:] - last[:, 64:]).abs().max() > 0.05
-    assert (first[:, 40, 40] - last[:, 40, 40]).abs().max() < 0.02
 
 
 def test_chunks_draw_the_same_pixels(monkeypatch):
@@ -164,13 +128,3 @@ def test_the_reader_tells_whether_objects_stay_whole(damage):
     else:
         clip[:, :, 4, 5:25, 5:25] = torch.tensor(palette.STICKER["green"]).view(3, 1, 1)
     assert agreement(read_clips(clip), [scene])["whole"] == 0
-
-
-def test_film_strips_show_frames_in_order():
-    """First and last frame stand at the ends, with white between frames."""
-    clip = torch.rand(1, 3, 7, 32, 32) / 2
-    strip = film_strips(clip, 3)
-    assert strip.shape == (1, 3, 32, 3 * 33)
-    for place, frame in enumerate((0, 3, 6)):
-        torch.testing.assert_close(strip[..., 33 * place : 33 * place + 32], clip[:, :, frame])
-    assert (strip[..., 32] == 1).all()

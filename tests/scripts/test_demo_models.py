@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dit_accel import accelerate_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
-from scripts.demo_training import palette
+from scripts.demo_training.loading import load_demo
 from scripts.demo_training.prompts import held_out_prompts
 from scripts.demo_training.reading import agreement, read_pictures
 from scripts.demo_training.rendering import pack_pictures, render
 from scripts.demo_training.scenes import (
-    COLOURS,
     Group,
     Scene,
     describe,
@@ -63,26 +63,26 @@ def test_a_short_prompt_leaves_out_what_goes_without_saying(changes, prompt):
     assert "two hearts" in {describe(plain, random.Random(seed), short=True) for seed in range(60)}
 
 
-@pytest.mark.parametrize("size", [64, 200], ids=["64px", "200px"])
-@pytest.mark.parametrize("colour", COLOURS)
-def test_a_sticker_has_its_colour_at_its_place(colour, size):
-    """A large square on the left has its palette colour, in some light, at its centre, and landscape on the right."""
-    scene = Scene("hills", "noon", "single", "left", (Group("square", colour, "large", "plain", 1),))
-    picture = draw_picture(random.Random(3), scene)
-    drawn = (render(pack_pictures([picture]), size)[0] + 1) / 2
-    thing = picture.objects[0]
-    centre = drawn[:, int(thing.y * size), int(thing.x * size)]
-    expected = torch.tensor(palette.STICKER[colour])
-    assert (centre - expected).abs().max() < 0.12
-    assert (drawn[:, int(thing.y * size), int((1 - thing.x) * size)] - expected).abs().max() > 0.15
-
-
 def test_the_reader_reads_drawn_pictures(pictures):
     """All attributes of rendered images are read correctly; other scenes do not match."""
     readings = read_pictures((render(pack_pictures(pictures), 256) + 1) / 2)
     scenes = [picture.scene for picture in pictures]
     assert agreement(readings, scenes)["all"] == 1.0
     assert agreement(readings, scenes[1:] + scenes[:1])["all"] < 0.2
+
+
+def test_the_readme_s_prompt_shows_what_it_says():
+    """What a short prompt leaves out has its default, with forecast steps too."""
+    pipe, prompt = (
+        accelerate_pipeline(load_demo("demo-flux", "float32", "cpu"), "turbo"),
+        "two pink stars over the sea at sunset",
+    )
+    generator, sizes = torch.Generator().manual_seed(0), {"height": 256, "width": 256, "num_inference_steps": 16}
+    picture = pipe(prompt, generator=generator, output_type="pt", **sizes).images
+    assert pipe.dit_accel.report().steps_by_mode["dispatch"] > 5
+    scene = Scene("sea", "sunset", "single", "centre", (Group("star", "pink", "medium", "plain", 2),))
+    found = agreement(read_pictures(picture), [scene])
+    assert set(found.values()) == {1.0}, found
 
 
 @pytest.mark.parametrize("make", [make_clip_tokenizer, make_t5_tokenizer], ids=["clip", "t5"])

@@ -58,6 +58,7 @@ def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
     update_work = {
         (row["kind"], row["sparsity"]): 1 / row["ideal"] for row in document["results"] if row["op"] == "gemm_o_update"
     }
+    ms = {(row["op"], row["kind"], row["sparsity"]): row["ms"] for row in document["results"]}
     for (kind, sparsity), work in update_work.items():
         order, most = int(kind[2]), 2 * min(sparsity, 1 - sparsity)
         assert (work == pytest.approx(1)) == (order * most == 0)
@@ -71,18 +72,8 @@ def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
             length = int(length[2:])
             work = update_work[order, row["sparsity"]] + (length - 1) * density
             assert row["ideal"] == pytest.approx(length / work)
-
-
-def test_a_window_takes_its_parts_times(whole_run):
-    """One UPDATE and N − 1 DISPATCH steps, over N dense projections."""
-    _, document = whole_run
-    ms = {(row["op"], row["kind"], row["sparsity"]): row["ms"] for row in document["results"]}
-    windows = [row for row in document["results"] if row["op"] == "gemm_o_window"]
-    assert windows
-    for row in windows:
-        order = row["kind"].split()[1]
-        update, dispatch = (ms[op, order, row["sparsity"]] for op in ("gemm_o_update", "gemm_o_dispatch"))
-        assert row["ms"] == pytest.approx(update + 3 * dispatch)
+            update, dispatch = (ms[op, order, row["sparsity"]] for op in ("gemm_o_update", "gemm_o_dispatch"))
+            assert row["ms"] == pytest.approx(update + (length - 1) * dispatch)
 
 
 def wrong(op, factor=1.05):
@@ -212,14 +203,8 @@ def attended(inputs):
     return out, qkv
 
 
-@pytest.mark.parametrize("samples", [None, 5], ids=["every-row", "samples"])
-def test_right_attention_passes(samples):
-    """The reference's result is right, and its reused rows are untouched."""
-    inputs = make_inputs(SMALL, "cpu")
-    assert verify_attention(*attended(inputs), inputs, samples=samples, poisoned=True).passed
-
-
 FAULTS = {
+    "none": lambda out, inputs: None,
     "scaled": lambda out, inputs: out.mul_(1.001),
     "unwritten": lambda out, inputs: out[:, :64].fill_(math.nan),
     "last-token": lambda out, inputs: out[:, -1].add_(0.1),
@@ -227,14 +212,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_attention_fails(fault):
-    """A small factor, NaN, the ragged tail and a written reused row are all found."""
+    """A small factor, NaN, the ragged tail and a written reused row are all found; the reference's result is right."""
     inputs = make_inputs(SMALL, "cpu")
     assert inputs.rows[..., 0].any() and inputs.rows[..., -1].any() and not inputs.rows.all()
     out, qkv = attended(inputs)
-    fault(out, inputs)
-    assert not verify_attention(out, qkv, inputs, poisoned=True).passed
+    FAULTS[fault](out, inputs)
+    assert verify_attention(out, qkv, inputs, poisoned=True).passed == (fault == "none")
 
 
 def test_a_missing_tile_fails():
@@ -288,14 +273,6 @@ def test_every_op_runs_at_some_size(sizes):
     """Each benchmark has a case, and every case and every check of the gate belongs to a benchmark."""
     assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
     assert sizes.cases.keys() == OPS.keys() and all(sizes.cases.values())
-
-
-def test_shapes_select(tmp_path):
-    """Only ops with a case of that length are checked and timed; another choice is an error."""
-    options = ["--ops", "lowering", "--shapes", "300", "--output", str(tmp_path / "k")]
-    assert main([*CPU, *options]) == 0
-    rows = json.loads((tmp_path / "k.json").read_text())["results"]
-    assert {row["shape"]["tokens"] for row in rows} == {300}
 
 
 def test_what_can_t_run_is_noted_once():
