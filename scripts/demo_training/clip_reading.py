@@ -79,21 +79,15 @@ def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:
         "colour": found and len(reading.actors) == len(pairs),
         "motion": found and all(seen.motion == actor.motion for seen, actor in pairs),
         "whole": found and not reading.scraps and all(seen.whole for seen, _ in pairs),
-        "relation": found and _relation_holds(scene.layout, [seen for seen, _ in pairs]),
+        "relation": found and _relation_holds(scene.layout, *(seen.y for seen, _ in pairs)),
         "place": reading.place == scene.place,
         "camera": reading.camera == scene.camera,
     }
 
 
-def _relation_holds(layout: str, seen: list[SeenActor]) -> bool:
+def _relation_holds(layout: str, y: float, other: float = 0.0) -> bool:
     """Return True if the first object is where the layout says."""
-    if layout == "single":
-        return True
-    first, second = seen
-    return {
-        "above": first.y < second.y - 0.2,
-        "below": first.y > second.y + 0.2,
-    }[layout]
+    return {"single": True, "above": y < other - 0.2, "below": y > other + 0.2}[layout]
 
 
 def _read_clip(clip: torch.Tensor) -> ClipReading:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from .clip_prompts import TIME_OF_DAY, ClipScene, describe, draw_scene
 from .motion import PATH_NUMBERS, choose_path, follow
 from .prompts import HeldOutPrompt
 from .rendering import LANDSCAPE_NUMBERS, landscape_numbers, paint_landscape, paint_stickers, window_grid
-from .scenes import COLOURS, SHAPES, Landscape, draw_training_scene
+from .scenes import COLOURS, SHAPES, Drawn, Landscape, draw_training_scene
 
 MOST_ACTORS = 2
 ACTOR_NUMBERS = PATH_NUMBERS + 3  # radius, shape, colour
@@ -30,16 +29,7 @@ SOFTNESS = 2.0  # of a sticker's edge in pixels: a sharp edge that moves costs a
 PIXELS_AT_ONCE = 64 * 256 * 256  # about 1 GB of intermediate values
 
 
-@dataclass(frozen=True)
-class Clip:
-    """A scene, its prompt, and the CLIP_NUMBERS numbers that determine one video of it."""
-
-    prompt: str
-    scene: ClipScene
-    numbers: list[float]
-
-
-def draw_clip(rng: random.Random, scene: ClipScene | None = None) -> Clip:
+def draw_clip(rng: random.Random, scene: ClipScene | None = None) -> Drawn:
     """Choose a video of `scene`, or of a random training scene."""
     scene = scene or draw_training_scene(rng, draw_scene)
     prompt = describe(scene, rng)
@@ -54,10 +44,10 @@ def draw_clip(rng: random.Random, scene: ClipScene | None = None) -> Clip:
     numbers = [*landscape_numbers(landscape), PAN * PAN_SIGNS[scene.camera]]
     actors = [_actor_numbers(scene, index, rng) for index in range(len(scene.actors))]
     actors += [[0.0] * ACTOR_NUMBERS] * (MOST_ACTORS - len(actors))
-    return Clip(prompt, scene, numbers + [number for actor in actors for number in actor])
+    return Drawn(prompt, scene, numbers + [number for actor in actors for number in actor])
 
 
-def pack(clips: Sequence[Clip]) -> torch.Tensor:
+def pack(clips: Sequence[Drawn]) -> torch.Tensor:
     """Pack the numbers for rendering: float32 [N, CLIP_NUMBERS]."""
     return torch.tensor([clip.numbers for clip in clips], dtype=torch.float32)
 

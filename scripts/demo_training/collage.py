@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from .rendering import window_grid
-from .scenes import draw_training_scene
+from .scenes import Drawn, draw_training_scene
 
 ARCHIVE = Path(__file__).parents[2] / "build" / "collage.zip"
 SPRITE_SIDE = 128
@@ -35,15 +35,6 @@ class CollageScene:
 
     names: tuple[str, ...]
     subject: str
-
-
-@dataclass(frozen=True)
-class Collage:
-    """A scene, its prompt, and the numbers of `pack_collages`."""
-
-    prompt: str
-    scene: CollageScene
-    numbers: tuple[float, ...]
 
 
 @cache
@@ -88,7 +79,7 @@ def collage_vocabulary() -> list[str]:
     return sorted({"a", "an", "and", "over", *(word for name in names for word in name.split())})
 
 
-def draw_collage(rng: random.Random, scene: CollageScene | None = None) -> Collage:
+def draw_collage(rng: random.Random, scene: CollageScene | None = None) -> Drawn:
     """Choose a collage of `scene`, or of a random training scene; two sprites lie side by side as in the prompt."""
     scene = scene or draw_training_scene(rng, draw_collage_scene)
     side = rng.uniform(0.6, 1.0)  # of the window, in heights of the photograph
@@ -101,10 +92,10 @@ def draw_collage(rng: random.Random, scene: CollageScene | None = None) -> Colla
         x = (place + rng.uniform(0.4, 0.6)) / count
         numbers += [rng.choice(members("sprites")[name]), x, rng.uniform(0.3, 0.7), radius]
         numbers += [math.cos(angle), math.sin(angle), rng.choice((-1, 1))]
-    return Collage(describe_collage(scene, rng), scene, tuple(numbers))
+    return Drawn(describe_collage(scene, rng), scene, tuple(numbers))
 
 
-def pack_collages(collages: Sequence[Collage]) -> torch.Tensor:
+def pack_collages(collages: Sequence[Drawn]) -> torch.Tensor:
     """Pack the numbers for rendering, float32 [N, 19]:
 
     photograph, its mirroring, side, left and top of the window, and for two sprites (the second may have radius 0)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 SceneT = TypeVar("SceneT")
 
@@ -140,6 +140,14 @@ class Landscape:
     phases: tuple[float, float, float]
     light_x: float
     drift: float
+
+
+class Drawn(NamedTuple):
+    """A scene of another grammar, its prompt, and the numbers that it does not determine or that render it."""
+
+    prompt: str
+    scene: Any
+    numbers: Sequence[float]
 
 
 @dataclass(frozen=True)

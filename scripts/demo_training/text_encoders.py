@@ -27,8 +27,6 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from .scenes import vocabulary
-
 TEXT_TOKENS = 64  # padded length in the transformers' training
 CLIP_TOKENS = 77
 T5_WIDTH = 192
@@ -36,12 +34,12 @@ CLIP_WIDTH = 128
 OFFSETS = (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6)
 
 
-def make_clip_tokenizer(words: list[str] | None = None) -> CLIPTokenizer:
-    """Build a byte-pair tokenizer whose merges spell `words` (default: the image grammar's), earlier words first."""
+def make_clip_tokenizer(words: list[str]) -> CLIPTokenizer:
+    """Build a byte-pair tokenizer whose merges spell `words`, earlier words first."""
     letters = string.ascii_lowercase + string.digits + string.punctuation
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
     known, merges = set(pieces), []
-    for word in words or vocabulary():
+    for word in words:
         prefix = word[0]
         for index, letter in enumerate(word[1:], start=1):
             suffix = letter + "</w>" if index == len(word) - 1 else letter
@@ -54,9 +52,8 @@ def make_clip_tokenizer(words: list[str] | None = None) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS)
 
 
-def make_t5_tokenizer(words: list[str] | None = None) -> T5TokenizerFast:
-    """Build a unigram tokenizer with each of `words` (default: the image grammar's), also capitalised, as one token."""
-    words = words or vocabulary()
+def make_t5_tokenizer(words: list[str]) -> T5TokenizerFast:
+    """Build a unigram tokenizer with each of `words`, also capitalised, as one token."""
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (",", -2.0), (".", -2.0), ("▁", -4.0)]
     vocab += [("▁" + word, -2.0) for word in words]
     vocab += [("▁" + word.capitalize(), -2.0) for word in words]

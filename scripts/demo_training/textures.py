@@ -15,7 +15,7 @@ import torch
 
 from . import palette
 from .rendering import window_grid
-from .scenes import COLOURS, draw_training_scene
+from .scenes import COLOURS, Drawn, draw_training_scene
 
 PATTERNS = ("hatching", "crosshatching", "checks", "rings", "grain", "marble", "fractal")
 SCALES = {"fine": 26.0, "medium": 15.0, "coarse": 8.0}  # periods over the image's width
@@ -37,15 +37,6 @@ class TextureScene:
     writing: str
 
 
-@dataclass(frozen=True)
-class TexturePicture:
-    """A scene, its prompt, and the numbers that it does not determine."""
-
-    prompt: str
-    scene: TextureScene
-    chance: tuple[float, ...]
-
-
 def draw_texture_scene(rng: random.Random) -> TextureScene:
     """Choose a random scene, reserved or not."""
     first, second, third = rng.sample(COLOURS, 3)
@@ -61,10 +52,10 @@ def describe_texture(scene: TextureScene, rng: random.Random) -> str:
     return f"{text} with {ink} {scene.writing}" if scene.writing else text
 
 
-def draw_texture(rng: random.Random, scene: TextureScene | None = None) -> TexturePicture:
+def draw_texture(rng: random.Random, scene: TextureScene | None = None) -> Drawn:
     """Choose an image of `scene`, or of a random training scene."""
     scene = scene or draw_training_scene(rng, draw_texture_scene)
-    return TexturePicture(describe_texture(scene, rng), scene, tuple(rng.random() for _ in range(5)))
+    return Drawn(describe_texture(scene, rng), scene, tuple(rng.random() for _ in range(5)))
 
 
 def texture_vocabulary() -> list[str]:
@@ -72,14 +63,14 @@ def texture_vocabulary() -> list[str]:
     return sorted({*PATTERNS, *SCALES, *COLOURS, *WRITINGS, "on", "with"} - {""})
 
 
-def pack_textures(pictures: Sequence[TexturePicture]) -> torch.Tensor:
+def pack_textures(pictures: Sequence[Drawn]) -> torch.Tensor:
     """Pack the numbers for rendering, float32 [N, 11]:
 
     pattern, writing, periods, angle, two phases, seed, columns of glyphs, and the three colours.
     """
     rows = []
     for picture in pictures:
-        scene, (angle, across, down, seed, columns) = picture.scene, picture.chance
+        scene, (angle, across, down, seed, columns) = picture.scene, picture.numbers
         row = [PATTERNS.index(scene.pattern), WRITINGS[scene.writing], SCALES[scene.scale] * (0.9 + 0.2 * across)]
         row += [math.pi * angle, across, down, 1 + 97 * seed, 5 + int(5 * columns)]
         rows.append(row + [COLOURS.index(colour) for colour in scene.colours])
@@ -99,23 +90,15 @@ def render_textures(
     for index in range(len(PATTERNS)):
         rows = (numbers[:, 0] == index).nonzero()[:, 0]
         if len(rows):
-            amount[rows] = _amount(PATTERNS[index], x[rows], y[rows], *numbers[rows, 2:7, None, None].unbind(1))
+            amount[rows] = _amount(PATTERNS[index], x[rows], y[rows], numbers[rows])
     canvas = torch.lerp(ground.expand(-1, -1, size, size), pattern, amount.clamp(0, 1)[:, None])
     canvas = torch.lerp(canvas, ink, _written(numbers, x, y)[:, None])
     return canvas.clamp(0, 1) * 2 - 1
 
 
-def _amount(
-    name: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    periods: torch.Tensor,
-    angle: torch.Tensor,
-    across: torch.Tensor,
-    down: torch.Tensor,
-    seed: torch.Tensor,
-) -> torch.Tensor:
+def _amount(name: str, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Share of the pattern's colour at each pixel, about 0..1."""
+    periods, angle, across, down, seed = numbers[:, 2:7, None, None].unbind(1)
     along = (x * torch.cos(angle) + y * torch.sin(angle)) * periods + across
     beside = (y * torch.cos(angle) - x * torch.sin(angle)) * periods + down
 

@@ -88,7 +88,7 @@ def test_the_readme_s_prompt_shows_what_it_says():
 @pytest.mark.parametrize("make", [make_clip_tokenizer, make_t5_tokenizer], ids=["clip", "t5"])
 def test_tokenizers_round_trip(make, tmp_path):
     """Saved and loaded again, a tokenizer gives the same tokens, which spell the prompt, and takes any text."""
-    tokenizer = make()
+    tokenizer = make(vocabulary())
     tokenizer.save_pretrained(tmp_path)
     loaded = type(tokenizer).from_pretrained(tmp_path)
     prompt = describe(held_out_prompts(1)[0].scene, random.Random(0))
@@ -100,7 +100,7 @@ def test_tokenizers_round_trip(make, tmp_path):
 
 def test_t5_holds_each_word_whole():
     """Each word of the grammar, in lower case and capitalised, is one known token."""
-    tokenizer = make_t5_tokenizer()
+    tokenizer = make_t5_tokenizer(vocabulary())
     words = vocabulary() + [word.capitalize() for word in vocabulary()]
     tokens = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
     assert {len(ids) for ids in tokens} == {1}
@@ -110,7 +110,7 @@ def test_t5_holds_each_word_whole():
 
 def test_text_encoding_knows_order_and_ignores_padding():
     """Swapping two colours changes the encoding of both shapes; a longer padding changes nothing before it."""
-    tokenizer = make_t5_tokenizer()
+    tokenizer = make_t5_tokenizer(vocabulary())
     encoder = make_t5_encoder(tokenizer, seed=0)
 
     def encode(prompt, length=TEXT_TOKENS):
