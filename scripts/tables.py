@@ -75,6 +75,19 @@ def write_table(file: Path, text: str) -> None:
     print(f"wrote {file}")
 
 
+def names_in(known: Any) -> Any:
+    """Return an argument's type: a list of names among the known ones, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; give names among {', '.join(known)}")
+        return names
+
+    return parse
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="JSON file in docs/results")

@@ -39,7 +39,7 @@ from scripts.bench.call_speed.pipelines import CASES, Call, build, size, steps
 from scripts.bench.call_speed.table import KEY, markdown
 from scripts.bench.call_speed.ways import WAYS, measure, ways_of
 from scripts.bench.model_speed.ranks import join, on_any
-from scripts.tables import as_json
+from scripts.tables import as_json, names_in
 
 Row = dict[str, Any]
 
@@ -131,19 +131,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
-
-
-def names_in(known: Any) -> Any:
-    """Return an argument's type: a list of names among the known ones, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; give names among {', '.join(known)}")
-        return names
-
-    return parse
 
 
 if __name__ == "__main__":

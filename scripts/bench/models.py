@@ -24,7 +24,7 @@ from scripts.bench.model_speed.bench import TIMED_STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.runs import RUNS
 from scripts.bench.model_speed.table import compare, markdown
-from scripts.tables import as_json
+from scripts.tables import as_json, names_in
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="hunyuan")
     parser.add_argument(
         "--runs",
-        type=_run_names,
+        type=names_in(RUNS),
         default="baseline,computed,fifty,dispatch",
         help=f"runs among {', '.join(RUNS)}, comma-separated; default %(default)s",
     )
@@ -69,14 +69,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="stem of the .json and .md files, written after every row")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
-
-
-def _run_names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in RUNS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown run {unknown[0]!r}; runs are {', '.join(RUNS)}, comma-separated")
-    return names
 
 
 if __name__ == "__main__":

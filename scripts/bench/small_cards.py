@@ -33,14 +33,13 @@ import torch
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import headline
 from dit_accel.tools.measure.origin import describe_run
-from scripts.bench.calls import names_in
 from scripts.bench.card_memory.table import markdown
 from scripts.bench.card_memory.ways import STARTS, WAYS, start, why_not_together
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
 from scripts.bench.model_speed.bench import Bench
 from scripts.bench.model_speed.measures import limit_memory
 from scripts.bench.model_speed.models import MODELS, TINY, Model, variant
-from scripts.tables import as_json
+from scripts.tables import as_json, names_in
 
 Row = dict[str, Any]
 CARDS = (24, 16, 12)  # GiB

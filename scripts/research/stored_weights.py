@@ -19,11 +19,10 @@ from dit_accel import load_preset
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from dit_accel.tools.measure.origin import describe_run
-from scripts.bench.calls import names_in
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
 from scripts.demo_training.loading import AgainstPlain, demo_folder, held_out, load_demo, study_parser
 from scripts.research.setting_lists import BALANCED
-from scripts.tables import as_json, write_table
+from scripts.tables import as_json, names_in, write_table
 
 
 def measured(model: str, weights: str, plain: AgainstPlain, options: argparse.Namespace) -> dict[str, Any]:

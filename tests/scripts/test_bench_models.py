@@ -121,7 +121,7 @@ def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path,
     stem = tmp_path / "deep" / "speed"
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, stem, "--runs", "computed,fity")
-    assert exit_.value.code == 2 and "unknown run 'fity'; runs are baseline, computed" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "unknown 'fity'; give names among baseline, computed" in capsys.readouterr().err
     assert not stem.parent.exists()
 
 

@@ -24,10 +24,6 @@ class Sizes:
     orders: tuple[int, ...]
     further: dict[int, tuple[tuple[str, float], ...]]
 
-    def tokens(self) -> list[int]:
-        """Every sequence length, ascending."""
-        return sorted({case.tokens for cases in self.cases.values() for case in cases})
-
 
 _MODELS = (Case(4608), Case(16896), Case(33024), Case(75600, heads=40), Case(118800))
 _PROJECTIONS = (
