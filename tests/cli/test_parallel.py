@@ -110,8 +110,11 @@ def test_the_pipeline_is_shared_as_asked(handed_on, processes, monkeypatch, rank
         (2, "cuda", 0, "cuda:0", "nccl"),
         (2, "cpu", 1, "cpu", "gloo"),
         (0, None, 1, "cpu", "gloo"),
+        (2, "cuda", 2, "parallel: needs a GPU for each of 4 processes, but there are 2", None),
+        (2, "cuda:1", 0, "device: must be cuda or cpu with --parallel, which assigns GPUs itself, got cuda:1", None),
+        (2, "mps", 0, "device: must be cuda or cpu", None),
     ],
-    ids=["GPUs", "cuda", "cpu", "no GPU"],
+    ids=["GPUs", "cuda", "cpu", "no GPU", "too few", "one GPU", "mps"],
 )
 def test_each_process_has_a_device_of_its_own(processes, monkeypatch, gpus, asked, rank, device, backend):
     """The device index is the process's local rank, not its global rank."""
@@ -123,26 +126,13 @@ def test_each_process_has_a_device_of_its_own(processes, monkeypatch, gpus, aske
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: joined.append(name))
+    if backend is None:
+        with pytest.raises(ArgumentError, match=f"^{device}"):
+            join({"ulysses": 4}, asked)
+        return
     assert join({"ulysses": 4}, asked) == device and joined == [backend]
     assert current == ([rank] if device.startswith("cuda") else [])
     assert join({}, "cuda:7") == "cuda:7" and joined == [backend], "a process that is alone joins nobody"
-
-
-@pytest.mark.parametrize(
-    ("device", "rank", "told"),
-    [
-        ("cuda", 2, "parallel: needs a GPU for each of 4 processes, but there are 2"),
-        ("cuda:1", 0, "device: must be cuda or cpu with --parallel, which assigns GPUs itself, got cuda:1"),
-        ("mps", 0, "device: must be cuda or cpu"),
-    ],
-)
-def test_a_process_without_a_device_of_its_own_is_told(processes, monkeypatch, device, rank, told):
-    processes(4)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ArgumentError) as error:
-        join({"ulysses": 4}, device)
-    assert told in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,127 @@
-"""Page of ``dit-accel app``: its fields as a wish, its values for a model, and access checks; no server runs."""
+"""Page of ``dit-accel app``: texts of a run, values of a model, fields as a wish, and access; no server runs."""
 
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from dit_accel.cli import web_app, web_page
-from dit_accel.errors import UnsupportedError
+from dit_accel.cli import web_app, web_page, web_view
+from dit_accel.cli.web_form import EXAMPLES, fields_of, in_the_pages_words, target_of, words_note
+from dit_accel.errors import ArgumentError, OutOfMemoryError, UnsupportedError
+from dit_accel.presets import load_preset
 from dit_accel.serving import playground
-from dit_accel.serving.playground import ComparisonRun, Wish
-from tests.cli.test_web_view import BLACK, WHITE, finished
+from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.playground import Comparison, ComparisonRun, Wish
+from dit_accel.tools.demo import DEMOS
+from dit_accel.tools.measure.timing import Output
+
+BLACK, WHITE = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
+
+
+def finished(plain=BLACK, fast=WHITE, medium=None, psnr=30.0, notes=(), preset="balanced", kept=False, **size):
+    """A run that has ended."""
+    outputs = {
+        side: Output([result], seconds + 4, seconds, 4, sounds=[f"sound of {side}"])
+        for side, result, seconds in (("plain", plain, 6.0), ("accelerated", fast, 2.0))
+    }
+    report = SimpleNamespace(computed_fraction=0.25, notes=list(notes), decoding="with fused kernels")
+    end = Comparison(load_preset(preset), psnr, 3.0, report)
+    wish = Wish("a <b>fox</b>", "some/model", **size)
+    return ComparisonRun(wish, outputs=outputs, is_kept=kept, medium=medium or Pictures(), comparison=end)
+
+
+def test_figures_are_of_both_sides():
+    """Seconds by stage; a cached plain run says so, and equal images have no PSNR."""
+    run = finished(kept=True)
+    table = web_view.figures(run)
+    assert table.splitlines()[0] == "| seconds | plain (cached) | accelerated | speed-up |"
+    assert "| denoising | 6.00 | 2.00 | 3.00× |" in table
+    assert "| **whole call** | 10.00 | 6.00 | 1.67× |" in table
+    assert table.endswith("Decoded with fused kernels.")
+    assert "Denoising **3.00×** as fast, PSNR 30.0 dB, 25% computed." in web_view.status(run)
+    assert [each.getpixel((0, 0))[0] for each in web_view.images(run)] == [0, 255] and not web_view.video(run, None)
+    run = finished(psnr=math.inf, preset="exact")
+    assert "| seconds | plain | accelerated |" in web_view.figures(run)
+    assert web_view.status(run).startswith("Done: exact.") and "as fast, identical" in web_view.status(run)
+
+
+def test_names_and_notes_are_text():
+    """A file's or a model's name may look like a tag, and keeps its letters."""
+    assert web_view.status(ComparisonRun(None, "loading owner/Model <b>")) == "Loading owner/Model &lt;b&gt; …"
+    status = web_view.status(finished(notes=["of <img src=x>"]))
+    assert "of &lt;img src=x&gt;" in status and "<img" not in status
+
+
+def test_videos_are_written_side_by_side(tmp_path, monkeypatch):
+    """Frame by frame into one file with the accelerated sound, at the model's rate; middle frames are compared."""
+    written = []
+    monkeypatch.setattr(Clips, "write", lambda self, *given: written.append((*given, self.fps)))
+    frames = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
+    run = finished(*(np.zeros((5, 8, 320, 3), np.uint8) + frames + add for add in (0, 100)), medium=Clips(8.0))
+    assert [each.getpixel((0, 0))[0] for each in web_view.images(run)] == [2, 102]
+    assert web_view.video(run, tmp_path) == str(tmp_path / "comparison.mp4")
+    ((clip, path, sound, fps),) = written
+    assert path == tmp_path / "comparison.mp4" and (sound, fps) == ("sound of accelerated", 8.0)
+    assert [(frame[-1, 0, 0], frame[-1, -1, 0]) for frame in clip] == [(index, index + 100) for index in range(5)]
+
+
+def test_a_rounded_size_is_said():
+    """500 × 333 pixels become 496 × 320."""
+    run = finished(fast=Image.new("RGB", (496, 320)), width=500, height=333)
+    assert "Note: the pipeline rounded the size 500 × 333 to 496 × 320." in web_view.status(run)
+
+
+@pytest.mark.parametrize("model", DEMOS)
+def test_a_demo_model_has_its_values_before_it_is_loaded(model):
+    fields = fields_of(model)
+    assert len(set(fields.examples)) == EXAMPLES and not any(words_note(model, each) for each in fields.examples)
+    assert fields.numbers["steps"] == 50 and fields.numbers["height"] == fields.numbers["width"] > 0
+    assert fields.is_video == (fields.numbers["num_frames"] is not None)
+
+
+@pytest.mark.parametrize("model", ["demo-flux", "demo-wan", "Qwen/Qwen-Image", "some/model"])
+def test_presets_begin_with_three_in_words_and_end_with_papers(model):
+    """Names stay in the labels for whoever types them, and only presets that fit the model are there."""
+    labels, names = zip(*fields_of(model).presets, strict=True)
+    assert names[:3] == ("quality", "balanced", "turbo")
+    assert labels[:3] == ("Nearly identical (quality)", "Balanced", "Fast (turbo)")
+    assert all(name.lower() in label.lower() for label, name in zip(labels, names, strict=True))
+    papers = [label.startswith("Method of a paper") for label in labels]
+    assert papers == sorted(papers) and any(papers) == model.startswith("demo-")
+    assert not any(name.startswith("video-") for name in names)
+    assert not any(name.startswith("wan21") for name in names) or model == "demo-wan"
+
+
+def test_unknown_words_stand_with_the_known_ones():
+    note = words_note("demo-flux", "a crab and a blue star")
+    assert note.startswith("demo-flux does not know **crab**. It knows: a, above, ") and "star" in note
+    assert words_note("demo-flux", "a blue star") == "" and words_note("some/model", "a crab") == ""
+
+
+def test_a_preset_with_a_quality_shows_its_calibrated_target():
+    """A fixed interval has none."""
+    balanced = load_preset("balanced")
+    asked = load_preset("balanced", target_psnr=30)
+    assert target_of(asked) == asked.schedule.bound != target_of(balanced) == balanced.schedule.target_error
+    assert target_of(load_preset("exact")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ArgumentError("num_frames", "FluxPipeline takes no num_frames"), "Frames: FluxPipeline takes no num_frames"),
+        (ArgumentError("image", "give one"), "Use dit-accel generate --image"),
+        (OutOfMemoryError("try --batch-size"), "smaller height, width or number of frames"),
+        (RuntimeError("broken"), "RuntimeError: broken. The terminal"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_name_the_pages_fields_and_say_what_to_do(error, message):
+    """Advice that needs the command names it."""
+    text = in_the_pages_words(error)
+    assert message in text and "--batch-size" not in text
 
 
 class Playing:

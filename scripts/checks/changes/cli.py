@@ -38,7 +38,8 @@ MUTANTS: list[Mutant] = table({
          '{"skip.projection": str(files[0]), **trained, **overrides}',
          '{"skip.projection": str(files[0]), **overrides, **trained}')],
     "dit_accel/serving/media.py": [
-        ("some-names-are-free", "files of an earlier run are replaced only with --force", "tests/serving/test_media.py",
+        ("some-names-are-free", "files of an earlier run are replaced only with --force",
+         "tests/serving/test_outputs.py",
          "if not any(file.exists() for path in paths for file in files(path)))",
          "if not all(file.exists() for path in paths for file in files(path)))"),
         ("model-rate-over-option", "--fps overrides the model's rate", "tests/cli/test_pipelines.py",
@@ -89,6 +90,6 @@ MUTANTS: list[Mutant] = table({
         ("tune-replaces-its-base", "tune never overwrites the preset that it starts from", "tests/cli/test_refused.py",
          "os.path.realpath(options.preset) == os.path.realpath(output)", "options.preset == output")],
     "dit_accel/cli/web_view.py": [
-        ("page-shows-markup", "notes appear on the page as text, never as markup", "tests/cli/test_web_view.py",
+        ("page-shows-markup", "notes appear on the page as text, never as markup", "tests/cli/test_web_page.py",
          "*map(html.escape, notes)", "*notes")],
 })

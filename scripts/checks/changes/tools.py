@@ -45,7 +45,7 @@ MUTANTS: list[Mutant] = table({
          "audio_quality(fast.sounds[0], plain.sounds[0])", "audio_quality(plain.sounds[0], fast.sounds[0])")],
     "dit_accel/cli/web_view.py": [
         ("one-speed-up-for-all", "the page's speed-up of a whole call is that of its seconds",
-         "tests/cli/test_web_view.py",
+         "tests/cli/test_web_page.py",
          'f"{plain.seconds / fast.seconds:.2f}×"\n', 'f"{end.speedup:.2f}×"\n')],
     "dit_accel/tools/measure/capture.py": [
         ("an-exception-keeps-tokens", "after an exception attention outside of the transformer is not visited",
