@@ -168,8 +168,8 @@ def test_presets_list_has_every_preset_with_its_figures(run):
     assert max(map(len, lines)) <= 80
     assert lines[lines.index(f"  {load_preset('turbo').description}") - 1].startswith("turbo  ")
     rows = {line.split()[0]: line for line in lines if not line.startswith(" ")}
-    (run_of_50,) = (known for known in measured("balanced") if known.steps == 50)
-    assert all(span(*figures) in rows["balanced"] for figures in ((run_of_50.computed, 2), (run_of_50.psnr, 0)))
+    (run_of_50,) = (known for known in measured("balanced") if known["steps"] == 50)
+    assert all(span(*figures) in rows["balanced"] for figures in ((run_of_50["computed"], 2), (run_of_50["psnr"], 0)))
     assert rows["exact"].count("not measured") == 2
 
 
