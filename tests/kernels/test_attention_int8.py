@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from dit_accel.kernels import attention, lower, pack_bits
-from dit_accel.kernels.attention import quantize
+from dit_accel.kernels import attention, constants, lower, pack_bits
 from dit_accel.kernels.attention.quantize import QK_DTYPES
 from dit_accel.kernels.symbols import SparseSymbols
 from tests.kernels.conftest import BACKENDS
@@ -75,7 +74,7 @@ def test_the_error_stays_within_its_bound(outliers, qk_dtype, backend, make_tens
 
 def test_exact_channels_are_needed(make_tensor, monkeypatch):
     """Without exact channels, channels that are large in q and in k exceed the bound, even after levelling."""
-    monkeypatch.setattr(quantize, "EXACT_CHANNELS", 0)
+    monkeypatch.setattr(constants, "EXACT_CHANNELS", 0)
     assert error_of("same-channels", "int8", "reference", make_tensor) > 2 * BOUNDS["int8"]
 
 

@@ -28,7 +28,7 @@ from dit_accel.kernels._triton.attention_steps import (
     tile_descriptor,
     visits_of_row,
 )
-from dit_accel.kernels._triton.launch import key_end_of, launch, on_device, precision
+from dit_accel.kernels._triton.launch import key_end_of, launch, precision
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan, masks_of
@@ -227,11 +227,10 @@ def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *codes_strides,
         heads, heads // k.shape[2], blocks, tokens, scale * LOG2_E, (pv_threshold or 0.0) * LOG2_E,
     )  # fmt: skip
-    with on_device(q):
-        launch(
-            _attention, plan.work.numel() * (plan.block // config["QUERIES"]), tensors, numbers,
-            BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=1 if kv_len is None else 1 << (blocks - 1).bit_length(),
-            HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=tokens % plan.block != 0,
-            HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
-            PRECISION=precision(q), **config,
-        )  # fmt: skip
+    launch(
+        _attention, plan.work.numel() * (plan.block // config["QUERIES"]), tensors, numbers,
+        BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=1 if kv_len is None else 1 << (blocks - 1).bit_length(),
+        HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=tokens % plan.block != 0,
+        HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
+        PRECISION=precision(q), **config,
+    )  # fmt: skip

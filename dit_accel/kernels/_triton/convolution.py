@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import launch, on_device
+from dit_accel.kernels._triton.launch import launch
 
 
 @triton.jit
@@ -122,11 +122,10 @@ def convolve_into(x, weight, bias, residual, out) -> None:
     pixels = x.permute(0, 2, 3, 4, 1).reshape(-1, channels)
     tiles = triton.cdiv(frames * padded_height * padded_width, config["PIXELS"])
     second_tiles = _tiles(matrix, second, depth) if second else None
-    with on_device(x):
-        launch(
-            _convolve, batch * tiles * phases * (outputs // (first + second)),
-            (out, bias, residual, _tiles(pixels, config["PIXELS"], depth), _tiles(matrix, first, depth), second_tiles),
-            (tiles, x[0, 0].numel(), frames, padded_height, padded_width, height, width, out_frames),
-            CHANNELS=channels, OUTPUTS=outputs, KT=kernel[0], KH=kernel[1], KW=kernel[2], PHASES=phases,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **config,
-        )  # fmt: skip
+    launch(
+        _convolve, batch * tiles * phases * (outputs // (first + second)),
+        (out, bias, residual, _tiles(pixels, config["PIXELS"], depth), _tiles(matrix, first, depth), second_tiles),
+        (tiles, x[0, 0].numel(), frames, padded_height, padded_width, height, width, out_frames),
+        CHANNELS=channels, OUTPUTS=outputs, KT=kernel[0], KH=kernel[1], KW=kernel[2], PHASES=phases,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **config,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
+from dit_accel.kernels._triton.launch import launch, next_power_of_2
 
 VALUES = 8192  # of a tile of pixels and channels
 SUMMED = 4096  # of a tile whose sums stay in registers
@@ -127,16 +127,15 @@ def moments_into(x, groups, input_bias, moments) -> None:
     steps = max(1, triton.cdiv(pixels, rows * CHUNKS))
     chunks = triton.cdiv(pixels, rows * steps)
     sums = x.new_empty(images, chunks, 2, channels, dtype=torch.float32)
-    with on_device(x):
-        launch(
-            _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
-            ROWS=rows, STEPS=steps, CHANNELS=padded, num_warps=8,
-        )  # fmt: skip
-        launch(
-            _group_moments, images * groups, (x, input_bias, sums, moments),
-            (pixels, chunks, channels, groups), HAS_BIAS=input_bias is not None,
-            WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
-        )  # fmt: skip
+    launch(
+        _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
+        ROWS=rows, STEPS=steps, CHANNELS=padded, num_warps=8,
+    )  # fmt: skip
+    launch(
+        _group_moments, images * groups, (x, input_bias, sums, moments),
+        (pixels, chunks, channels, groups), HAS_BIAS=input_bias is not None,
+        WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
+    )  # fmt: skip
 
 
 def group_norm_into(x, weight, bias, input_bias, moments, scale, shift, eps, silu, out, padding) -> None:
@@ -150,13 +149,12 @@ def group_norm_into(x, weight, bias, input_bias, moments, scale, shift, eps, sil
     out_pixels, (start, border) = out[0, 0].numel(), padding or (0, 0)
     rows = max(1, VALUES // padded)
     parts = triton.cdiv(out_pixels, rows)
-    with on_device(x):
-        launch(
-            _normalise, images * parts, (x, weight, bias, input_bias, moments, scale, shift, out),
-            (x[0, 0].numel(), parts, channels, groups, out_pixels, height, width, start, float(eps)),
-            HAS_BIAS=input_bias is not None, SILU=silu, PADDED=padding is not None, BORDER=border,
-            TIMES=0 if scale is None else height // scale.shape[3], ROWS=rows, CHANNELS=padded, num_warps=8,
-        )  # fmt: skip
+    launch(
+        _normalise, images * parts, (x, weight, bias, input_bias, moments, scale, shift, out),
+        (x[0, 0].numel(), parts, channels, groups, out_pixels, height, width, start, float(eps)),
+        HAS_BIAS=input_bias is not None, SILU=silu, PADDED=padding is not None, BORDER=border,
+        TIMES=0 if scale is None else height // scale.shape[3], ROWS=rows, CHANNELS=padded, num_warps=8,
+    )  # fmt: skip
 
 
 def add_residual_into(x, update, bias, out) -> None:
@@ -164,8 +162,7 @@ def add_residual_into(x, update, bias, out) -> None:
     channels, pixels = x.shape[1], x.numel() // x.shape[1]
     padded = next_power_of_2(channels)
     rows = max(1, VALUES // padded)
-    with on_device(x):
-        launch(
-            _add, triton.cdiv(pixels, rows), (x, update, bias, out), (pixels, channels),
-            HAS_BIAS=bias is not None, ROWS=rows, CHANNELS=padded, num_warps=8,
-        )  # fmt: skip
+    launch(
+        _add, triton.cdiv(pixels, rows), (x, update, bias, out), (pixels, channels),
+        HAS_BIAS=bias is not None, ROWS=rows, CHANNELS=padded, num_warps=8,
+    )  # fmt: skip

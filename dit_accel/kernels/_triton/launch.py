@@ -26,13 +26,16 @@ def launch(kernel, programs: int, tensors: tuple, numbers: tuple, **named) -> No
     Triton checks each argument of a call to find the compiled kernel, which takes longer than a short kernel runs. Here
     calls share a compiled kernel if their tensors have the same dtypes and alignment to 16 bytes, their descriptors
     have tiles of the same shape, and all else is equal. ``tensors`` may be descriptors or None, except for the first
-    one, which is on the current device. ``named`` are the kernel's constants and Triton's options.
+    one, whose device launches. ``named`` are the kernel's constants and Triton's options.
     """
     key = (kernel, tensors[0].device, *map(_kind, tensors), *numbers, *named, *named.values())
     compiled, constants = _COMPILED.get(key, (None, ()))
-    if compiled is not None:
-        compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
-    elif (compiled := kernel[(programs,)](*tensors, *numbers, **named)) is not None:  # the interpreter compiles nothing
+    with on_device(tensors[0]):
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
+            return
+        compiled = kernel[(programs,)](*tensors, *numbers, **named)
+    if compiled is not None:  # the interpreter compiles nothing
         _COMPILED[key] = compiled, [named[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
 
 

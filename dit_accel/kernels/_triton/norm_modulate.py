@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
+from dit_accel.kernels._triton.launch import launch, next_power_of_2
 
 
 @triton.jit
@@ -59,14 +59,13 @@ def rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, *, rms, 
     if shift is not None and scale.stride() != shift.stride():
         scale, shift = scale.contiguous(), shift.contiguous()
     strides = (*x.stride()[:2], *_strides(update), *_strides(gate), *_strides(scale))
-    with on_device(x):
-        launch(
-            _gate_norm_modulate, batch * tokens, (x, update, gate, scale, shift, rows, summed, normed),
-            (*strides, tokens, width, float(eps), float(update_eps or 0.0)),
-            HAS_UPDATE=update is not None, NORMS_UPDATE=update_eps is not None, HAS_GATE=gate is not None,
-            HAS_NORM=scale is not None, RMS=rms, HAS_SHIFT=shift is not None, HAS_ROWS=rows is not None,
-            FEATURES=features, num_warps=min(max(features // 512, 1), 8),
-        )  # fmt: skip
+    launch(
+        _gate_norm_modulate, batch * tokens, (x, update, gate, scale, shift, rows, summed, normed),
+        (*strides, tokens, width, float(eps), float(update_eps or 0.0)),
+        HAS_UPDATE=update is not None, NORMS_UPDATE=update_eps is not None, HAS_GATE=gate is not None,
+        HAS_NORM=scale is not None, RMS=rms, HAS_SHIFT=shift is not None, HAS_ROWS=rows is not None,
+        FEATURES=features, num_warps=min(max(features // 512, 1), 8),
+    )  # fmt: skip
 
 
 def _side_by_side(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
+from dit_accel.kernels._triton.launch import launch, next_power_of_2
 
 
 @triton.jit
@@ -81,13 +81,12 @@ def norm_rope_into(parts, rope, eps) -> None:
     strides = (*x.stride()[:2], *out.stride()[:2], *_strides(cos), *_strides(sin))
     kind = "none" if cos is None else "adjacent" if cos.dim() == 2 else "halves"
     padded = next_power_of_2(heads)
-    with on_device(x):
-        launch(
-            _norm_rope, batch * tokens * len(parts), (*first, *second, cos, sin),
-            (*strides, tokens, batch * tokens, heads * head_dim, float(eps)),
-            NORM=norm, ROPE=kind, HALF=cos.shape[-1] if kind == "halves" else 0, HEADS=padded, HEAD_DIM=head_dim,
-            num_warps=min(max(padded * head_dim // 512, 1), 8),
-        )  # fmt: skip
+    launch(
+        _norm_rope, batch * tokens * len(parts), (*first, *second, cos, sin),
+        (*strides, tokens, batch * tokens, heads * head_dim, float(eps)),
+        NORM=norm, ROPE=kind, HALF=cos.shape[-1] if kind == "halves" else 0, HEADS=padded, HEAD_DIM=head_dim,
+        num_warps=min(max(padded * head_dim // 512, 1), 8),
+    )  # fmt: skip
 
 
 def _layout(part: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> tuple:

@@ -8,7 +8,7 @@ frames of the past, fills borders and keeps the last frames on the way.
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
+from dit_accel.kernels._triton.launch import launch, next_power_of_2
 
 VALUES = 4096  # of a tile of pixels and channels
 NUMBERS = ("parts", "time", "height", "width", "known", "keeping")  # any value runs the same compiled kernel
@@ -71,14 +71,13 @@ def pixel_norm_into(x, vectors, eps, before, border, reflect, silu, out) -> None
     rows = max(1, VALUES // padded)
     parts = triton.cdiv(pixels, rows)
     weight, shift, _, input_bias = vectors
-    with on_device(x):
-        launch(
-            _norm, batch * parts, (x, *vectors, out),
-            (parts, *size, pixels, out.stride(0), before, channels, float(eps)), HAS_WEIGHT=weight is not None,
-            IS_MODULATED=shift is not None, HAS_BIAS=input_bias is not None, SILU=silu,
-            PADDED=out.shape[2:] != x.shape[2:], BORDER=border, REFLECT=reflect, ROWS=rows, CHANNELS=padded,
-            num_warps=4,
-        )  # fmt: skip
+    launch(
+        _norm, batch * parts, (x, *vectors, out),
+        (parts, *size, pixels, out.stride(0), before, channels, float(eps)), HAS_WEIGHT=weight is not None,
+        IS_MODULATED=shift is not None, HAS_BIAS=input_bias is not None, SILU=silu,
+        PADDED=out.shape[2:] != x.shape[2:], BORDER=border, REFLECT=reflect, ROWS=rows, CHANNELS=padded,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -126,10 +125,9 @@ def causal_norm_into(x, weight, input_bias, past, out, kept, border) -> None:
     features = next_power_of_2(channels)
     rows = max(1, VALUES // features)
     parts, known = triton.cdiv(out_width, rows), 0 if past is None else past.shape[2]
-    with on_device(x):
-        launch(
-            _causal_norm, batch * out_frames * out_height * parts, (x, weight, input_bias, past, out, kept),
-            (parts, time, height, width, known, kept.shape[2], float(channels**0.5)), FRAMES=out_frames - time,
-            BORDER=border, HAS_BIAS=input_bias is not None, HAS_PAST=past is not None, ROWS=rows,
-            CHANNELS=channels, FEATURES=features, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _causal_norm, batch * out_frames * out_height * parts, (x, weight, input_bias, past, out, kept),
+        (parts, time, height, width, known, kept.shape[2], float(channels**0.5)), FRAMES=out_frames - time,
+        BORDER=border, HAS_BIAS=input_bias is not None, HAS_PAST=past is not None, ROWS=rows,
+        CHANNELS=channels, FEATURES=features, num_warps=4,
+    )  # fmt: skip

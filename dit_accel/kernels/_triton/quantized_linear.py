@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2, on_device
+from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2
 from dit_accel.kernels.backends import hopper_limit
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
@@ -79,13 +79,12 @@ def rows_into(x, gelu, values, scales, turned, largest, smallest_scale) -> None:
     gelu_width = 0 if gelu is None else gelu.shape[1]
     x, gelu = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (x, gelu))
     features, gelu_features = (next_power_of_2(max(count, 8)) for count in (width, gelu_width))
-    with on_device(x):
-        launch(
-            _quantize_rows, rows, (x, gelu, values, scales),
-            (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width, largest, smallest_scale),
-            HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
-            TURNED=turned, num_warps=min(max(features // 1024, gelu_features // 1024, 1), 8),
-        )  # fmt: skip
+    launch(
+        _quantize_rows, rows, (x, gelu, values, scales),
+        (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width, largest, smallest_scale),
+        HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
+        TURNED=turned, num_warps=min(max(features // 1024, gelu_features // 1024, 1), 8),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -153,9 +152,8 @@ def product_into(values, scales, weight, weight_scales, bias, out) -> None:
         weight_tiles = TensorDescriptor(weight, [columns, channels], [channels, 1], [tile[1], tile[2]])
     tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     programs = min(tiles, multiprocessors(values))
-    with on_device(values):
-        launch(
-            _product, programs,
-            (values, weight, scales, weight_scales, bias, out, value_tiles, weight_tiles), (rows, columns, channels),
-            GROUPED=GROUP, PROGRAMS=programs, HAS_BIAS=bias is not None, BY_DESCRIPTOR=by_descriptor, **config,
-        )  # fmt: skip
+    launch(
+        _product, programs,
+        (values, weight, scales, weight_scales, bias, out, value_tiles, weight_tiles), (rows, columns, channels),
+        GROUPED=GROUP, PROGRAMS=programs, HAS_BIAS=bias is not None, BY_DESCRIPTOR=by_descriptor, **config,
+    )  # fmt: skip

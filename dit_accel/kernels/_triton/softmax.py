@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, on_device
+from dit_accel.kernels._triton.launch import launch
 
 PART = 4096  # of a row at a time
 
@@ -40,7 +40,6 @@ def exponentials_into(scores: torch.Tensor, scale: float, out: torch.Tensor, sum
     sums are float32.
     """
     rows, columns = scores.shape
-    with on_device(scores):
-        launch(
-            _exponentials, rows, (scores, out, sums), (columns, scale * math.log2(math.e)), PART=PART, num_warps=8
-        )  # fmt: skip
+    launch(
+        _exponentials, rows, (scores, out, sums), (columns, scale * math.log2(math.e)), PART=PART, num_warps=8
+    )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, on_device
+from dit_accel.kernels._triton.launch import launch
 
 FEATURES = 2048  # features per program
 
@@ -27,8 +27,7 @@ def _swiglu(
 def swiglu_into(x: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
     """Fill ``out`` from ``x`` and ``value``, each ``[B, S, M]``."""
     batch, tokens, width = out.shape
-    with on_device(x):
-        launch(
-            _swiglu, batch * tokens * triton.cdiv(width, FEATURES), (x, value, out),
-            (*x.stride()[:2], *value.stride()[:2], *out.stride()[:2], tokens, width), PART=FEATURES, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _swiglu, batch * tokens * triton.cdiv(width, FEATURES), (x, value, out),
+        (*x.stride()[:2], *value.stride()[:2], *out.stride()[:2], tokens, width), PART=FEATURES, num_warps=4,
+    )  # fmt: skip

@@ -24,16 +24,8 @@ from typing import NamedTuple
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import constants
 from dit_accel.kernels.backends import float8_limit
-from dit_accel.kernels.constants import (
-    EXACT_CHANNELS,
-    FP8_MAX,
-    FP16_SAFE,
-    INT8_MAX,
-    LARGEST_FACTOR,
-    SAMPLING,
-    SMALLEST_SCALE,
-)
 from dit_accel.kernels.symbols import AttentionPlan
 
 QK_DTYPES = ("int8", "int8+fp8")
@@ -67,8 +59,8 @@ def qk_dtype_limit(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -
 
 def sampled_tokens(tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Indices of the tokens in the statistics of q and k: one of four, at varying positions to avoid periodicity."""
-    group = torch.arange(-(-tokens // SAMPLING), device=device)
-    token = group * SAMPLING + ((group ^ group >> 2) & (SAMPLING - 1))
+    group = torch.arange(-(-tokens // constants.SAMPLING), device=device)
+    token = group * constants.SAMPLING + ((group ^ group >> 2) & (constants.SAMPLING - 1))
     return token[token < tokens]
 
 
@@ -91,10 +83,10 @@ def simulate(q, k, v, plan, kv_len, qk_dtype) -> Simulated:
     mean = (keys[:, sample].sum(1) / k_count)[:, None]  # [B, 1, H_kv, D]
     keys = torch.where(has_key, keys - mean, 0.0)
     k_square = keys[:, sample].square().sum(1) / k_count
-    level = (k_square / q_square).sqrt().sqrt().clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    level = (k_square / q_square).sqrt().sqrt().clamp(1 / constants.LARGEST_FACTOR, constants.LARGEST_FACTOR)
     factor = torch.where((q_square > 0) & (k_square > 0), level, 1.0)
     exact = torch.zeros_like(factor, dtype=torch.bool)
-    exact.scatter_(-1, (q_square * k_square).topk(min(EXACT_CHANNELS, q.shape[-1])).indices, True)
+    exact.scatter_(-1, (q_square * k_square).topk(min(constants.EXACT_CHANNELS, q.shape[-1])).indices, True)
 
     by_query_head = [x.repeat_interleave(group, 1)[:, None] for x in (factor, exact, mean[:, 0])]  # [B, 1, H, D]
     shift = (queries * by_query_head[2]).sum(-1).transpose(1, 2)
@@ -113,7 +105,9 @@ def _round_channels(x: torch.Tensor, exact: torch.Tensor, block: int) -> torch.T
     exact = exact[:, None]
     largest_int8 = blocks.masked_fill(exact, 0.0).abs().amax((2, 4), keepdim=True)  # [B, T, 1, H, 1]
     largest_exact = blocks.masked_fill(~exact, 0.0).abs().amax((2, 4), keepdim=True)
-    scale = torch.maximum(largest_int8 / INT8_MAX, largest_exact / FP16_SAFE).clamp(min=SMALLEST_SCALE)
+    scale = torch.maximum(largest_int8 / constants.INT8_MAX, largest_exact / constants.FP16_SAFE).clamp(
+        min=constants.SMALLEST_SCALE
+    )
     units = blocks * (1 / scale)
     rounded = torch.where(exact, units.half().float(), units.round())
     return (rounded * scale).flatten(1, 2)[:, :tokens]
@@ -123,7 +117,7 @@ def _round_values(values: torch.Tensor, has_key: torch.Tensor) -> torch.Tensor:
     """Round to e4m3 with one scale per channel, around the mean over valid keys; that mean stays exact."""
     mean = values.sum(1, keepdim=True) / has_key.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(has_key, values - mean, 0.0)
-    scale = (centred.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
+    scale = (centred.abs().amax(1, keepdim=True) / constants.FP8_MAX).clamp(min=constants.SMALLEST_SCALE)
     rounded = (centred * (1 / scale)).to(torch.float8_e4m3fn).float() * scale
     lost = (centred - rounded).sum(1, keepdim=True) / has_key.sum(1, keepdim=True).clamp(min=1)
     return torch.where(has_key, rounded + mean + lost, 0.0)
