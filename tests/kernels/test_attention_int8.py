@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from dit_accel.kernels import attention, constants, lower, pack_bits
+from dit_accel.kernels import attention, constants
 from dit_accel.kernels.attention.quantize import QK_DTYPES
-from dit_accel.kernels.symbols import SparseSymbols
 from tests.kernels.conftest import BACKENDS
 from tests.kernels.naive_attention import LAYOUTS, laid_out
 from tests.pairs import every_pair
@@ -51,31 +50,26 @@ def with_outliers(q, k, v, outliers):
     return q, k, v
 
 
-def everything(q, block=128):
-    batch, tokens, heads, _ = q.shape
-    rows = torch.ones(batch, -(-tokens // block), heads, dtype=torch.bool, device=q.device)
-    return lower(SparseSymbols(pack_bits(rows), None, heads, tokens, block), backend="reference")
-
-
-def error_of(outliers, qk_dtype, backend, make_tensor):
+def error_of(outliers, qk_dtype, backend, make_tensor, make_sparsity):
     """Error of dense attention, relative to the norm of the output."""
     q, k, v = with_outliers(*(make_tensor(1, 256, 1, 128, dtype=torch.float16) for _ in range(3)), OUTLIERS[outliers])
-    out = attention(q, k, v, everything(q), qk_dtype=qk_dtype, backend=backend)
+    plan = make_sparsity(1, 1, 256, block=128, rows=1.1, tiles=1.1).plan
+    out = attention(q, k, v, plan, qk_dtype=qk_dtype, backend=backend)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / math.sqrt(q.shape[-1])
     expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
     return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 @every_pair(outliers=list(OUTLIERS), qk_dtype=QK_DTYPES, backend=BACKENDS)
-def test_the_error_stays_within_its_bound(outliers, qk_dtype, backend, make_tensor):
+def test_the_error_stays_within_its_bound(outliers, qk_dtype, backend, make_tensor, make_sparsity):
     lost = CARRY_LOST if (qk_dtype, backend) == ("int8+fp8", "triton") else 0.0
-    assert error_of(outliers, qk_dtype, backend, make_tensor) <= BOUNDS[qk_dtype] + lost
+    assert error_of(outliers, qk_dtype, backend, make_tensor, make_sparsity) <= BOUNDS[qk_dtype] + lost
 
 
-def test_exact_channels_are_needed(make_tensor, monkeypatch):
+def test_exact_channels_are_needed(make_tensor, make_sparsity, monkeypatch):
     """Without exact channels, channels that are large in q and in k exceed the bound, even after levelling."""
     monkeypatch.setattr(constants, "EXACT_CHANNELS", 0)
-    assert error_of("same-channels", "int8", "reference", make_tensor) > 2 * BOUNDS["int8"]
+    assert error_of("same-channels", "int8", "reference", make_tensor, make_sparsity) > 2 * BOUNDS["int8"]
 
 
 @every_pair(case=CASES, qk_dtype=QK_DTYPES, dtype=(torch.float16, torch.float32))
@@ -160,7 +154,7 @@ def test_a_mean_of_the_values_costs_nothing(backend, make_tensor, make_sparsity)
 
 
 @pytest.mark.parametrize(("kv_len", "qk_dtype"), [(None, "int8+fp8"), ((330, 100), "int8")], ids=["all-keys", "kv_len"])
-def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
+def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor, make_sparsity):
     """Under pv_threshold rows leave out tiles far below their best so far, as the reference does, and no last tile.
 
     Scores of the six key blocks lie about these heights, none of them near the threshold.
@@ -172,7 +166,7 @@ def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
     q = (2 * direction + 0.1 * make_tensor(2, tokens, 1, 32)).half()
     k = (direction * by_token * 32**0.5 / 2 + 0.1 * make_tensor(2, tokens, 1, 32)).half()
     v = make_tensor(2, tokens, 1, 32, dtype=torch.float16)
-    plan = everything(q, block)
+    plan = make_sparsity(2, 1, tokens, rows=1.1, tiles=1.1).plan
     lengths = None if kv_len is None else torch.tensor(kv_len, dtype=torch.int32, device=device)
     computed = torch.ones(q.shape[:3], dtype=torch.bool, device=device)
     _, lse = check(q, k, v, plan, computed, qk_dtype, kv_len=lengths, pv_threshold=-3.0)["triton"]
