@@ -42,22 +42,15 @@ _NUMBERS = itertools.count()
 
 
 class _Decode:
-    """One decode in progress, in which no weight and no module changes.
-
-    Attributes:
-        given_up: why all calls are the decoder's own; None = they need not be.
-        reasons: why calls must be the decoder's own, by their form; None = they need not be.
-        form: everything about a decode that ranks may share but the values of tensors.
-        bands: how ranks may share the decode; None = they do not.
-    """
+    """One decode in progress, in which no weight and no module changes."""
 
     def __init__(self, backend: str, given_up: str | None = None) -> None:
         self.number = next(_NUMBERS)
         self.layers = Layers(backend)
-        self.given_up = given_up
-        self.form: tuple = ()
-        self.reasons: dict[tuple, str | None] = {}
-        self.bands: Bands | None = None
+        self.given_up = given_up  # why all calls are the decoder's own; None = they need not be
+        self.reasons: dict[tuple, str | None] = {}  # the same for single calls, by their form
+        self.bands: Bands | None = None  # how ranks may share the decode
+        self.form: tuple = ()  # of a decode that they may share: all but the values of tensors
 
 
 class _GivenUp(Exception):
@@ -69,20 +62,15 @@ class FusedDecode:
 
     The backend "auto" leaves a CPU's calls to the decoder. The ranks of a group share every decode; without a group,
     the ranks of a pipeline share decodes that the pipeline calls.
-
-    Attributes:
-        remark: how the latest call ran; None = there was none.
-        holders: number of accelerations that want it.
-        sharing: stages of pipelines whose ranks share decodes.
     """
 
     part = "decoder"
     method = "decode"  # of the page; the autoencoder's begins with "_"
 
     def __init__(self, autoencoder: nn.Module, backend: str = "auto", group: dist.ProcessGroup | None = None) -> None:
-        self.remark: str | None = None
-        self.holders = 1
-        self.sharing: list[Decoding] = []
+        self.remark: str | None = None  # how the latest call ran
+        self.holders = 1  # number of accelerations that want it
+        self.sharing: list[Decoding] = []  # stages of pipelines whose ranks share decodes
         self._group = group
         self._has_failed = False  # a rank in a shared decode
         self._shapes: dict[tuple, set[tuple]] = {}  # of calls' latents, by forms of decodes that kernels can run
@@ -119,10 +107,7 @@ class FusedDecode:
             decode.form = _whole_form(module, args, kwargs)
             decode.bands = Bands(ranks, self._page.decode, self._page.SHARED_FROM)
         try:
-            output = self._attempt(original, decode, args, kwargs)
-            if decode.bands is not None:
-                self._end_bands(decode)
-            return output
+            return self._attempt(original, decode, args, kwargs)
         except _GivenUp as error:
             given_up: str | None = str(error)
         except FailedError as error:
@@ -134,9 +119,16 @@ class FusedDecode:
     def _attempt(self, original: Callable[..., Any], decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._current.decode = decode
         try:
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
         finally:
             self._current.decode = None
+        if decode.bands is None:
+            return output
+        if decode.bands.is_agreed:
+            decode.bands.end()
+        elif all(self._known.get(form, OWN) is None and reason is None for form, reason in decode.reasons.items()):
+            self._shapes[decode.form] = decode.bands.shapes  # ranks may share it the next time
+        return output
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
         """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
@@ -173,7 +165,7 @@ class FusedDecode:
                 return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
             decode.bands.shapes.add(tuple(args[0].shape))
         if reason is None and form not in self._known:
-            return self._tried(original, module, decode, form, args, kwargs)
+            return self._tried(original, module, args, kwargs, decode)
         reason = reason or self._known[form]
         if reason is None:
             try:
@@ -186,23 +178,11 @@ class FusedDecode:
         self.remark = self._fallback_remark(reason)
         return original(*args, **kwargs)
 
-    def _end_bands(self, decode: _Decode) -> None:
-        """End a decode whose rows ranks share, or may share the next time."""
-        if decode.bands.is_agreed:
-            decode.bands.end()
-        elif all(self._known.get(form, OWN) is None and reason is None for form, reason in decode.reasons.items()):
-            self._shapes[decode.form] = decode.bands.shapes
-
     def _tried(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        decode: _Decode,
-        form: tuple,
-        args: tuple,
-        kwargs: dict[str, Any],
+        self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any], decode: _Decode
     ) -> torch.Tensor | tuple:
         """Return the output of the first call of a form, which decides about the later ones."""
+        form = _form(args, kwargs)
         copied, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # decoders of videos keep frames in lists
         try:
             expected = original(*args, **kwargs)
@@ -220,8 +200,8 @@ class FusedDecode:
             reason = _why_others((output, _lists(named)), (expected, _lists(kwargs)))
         except Exception as error:
             reason = _raised(error)
-            is_lack = isinstance(error, torch.OutOfMemoryError)  # it may fit in the next decode
-            is_final = not is_lack or self._too_large.setdefault(form, decode.number) != decode.number
+            if isinstance(error, torch.OutOfMemoryError):  # it may fit in the next decode
+                is_final = self._too_large.setdefault(form, decode.number) != decode.number
         if is_final:
             self._known[form] = reason
         self.remark = FUSED if reason is None else self._fallback_remark(reason)
