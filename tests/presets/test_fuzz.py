@@ -15,7 +15,7 @@ from dit_accel.errors import PresetError
 from dit_accel.models.presets import load_preset, preset_schema
 from dit_accel.presets import Preset, preset_names, preset_path
 
-COUNT = int(os.environ.get("FUZZED_PRESETS", "400"))
+COUNT = int(os.environ.get("FUZZED_PRESETS", "200"))
 BATCH = 100  # presets a test
 SLOWEST = 5.0  # seconds for one preset; most take milliseconds
 

@@ -23,7 +23,6 @@ CALLS = {
     "wan-i2v-clip": {},
     "wan22": {},
 }
-every_pipeline = pytest.mark.parametrize("name", CALLS)
 
 
 def call(name: str, **changes) -> torch.Tensor:
@@ -39,7 +38,7 @@ def attend(site, q, k, v):
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double()).to(q.dtype)
 
 
-@every_pipeline
+@pytest.mark.parametrize("name", CALLS)
 def test_each_attention_is_visited_once(name):
     """Every block of each step and branch comes by in order, with the layout of its tokens; the run is not changed."""
     sites = []
@@ -68,7 +67,7 @@ def test_each_attention_is_visited_once(name):
     assert all((site.grid is None) == name.startswith("flux") for site, _ in sites)
 
 
-@every_pipeline
+@pytest.mark.parametrize("name", ["flux", "flux-ip-adapter", "hunyuan", "hunyuan-i2v", "wan-i2v-clip"])
 def test_what_comes_by_is_the_attention(name):
     """Attention of q, k, v and kv_len in float64, put in place of the block's own, gives the plain result."""
     plain = call(name)
