@@ -406,6 +406,7 @@ def _attach(
         owners = _owners(transformers, owner)
         try:
             for earlier in _accelerations(transformers, owner):
+                runs.of(owner).parts.follow(earlier._runs.of(owner).parts)
                 earlier.restore(drivers)
                 if owner is not None:
                     earlier.leave(owner)

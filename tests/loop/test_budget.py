@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from dit_accel import accelerated
+from dit_accel import accelerate_pipeline, accelerated
 from dit_accel.errors import PresetError
 from dit_accel.loop import budget
 from dit_accel.loop.budget import BudgetGap, Deadline, usual_bound
@@ -120,6 +120,18 @@ def test_a_call_ends_in_time():
     with accelerated(pipe, "balanced", max_seconds=1e3):
         tiny.output("flux", 8)
         assert "dispatch" not in pipe.dit_accel.report().steps_by_mode
+
+
+def test_the_time_after_the_steps_is_that_of_the_call_before():
+    """Of an earlier preset's call too, so that a server can change the preset for each request."""
+    pipe = tiny.pipeline("flux")
+    with accelerated(pipe, "exact"):
+        tiny.output("flux", 2)
+        measured = pipe.dit_accel.report().parts
+        accelerate_pipeline(pipe, max_seconds=60.0)
+        tiny.output("flux", 2)
+        (_, after) = pipe.dit_accel._runs.of(pipe).parts.bounds(["transformer"])
+    assert 0 < after == measured["rest"]
 
 
 @pytest.mark.parametrize(
