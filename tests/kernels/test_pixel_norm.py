@@ -88,9 +88,10 @@ def test_a_norm_alone(backend, make_tensor):
 def test_short_pixels_are_normalised_like_torch(size, backend, make_tensor):
     """Without eps, a norm below 1e-12 counts as 1e-12."""
     x = F.normalize(make_tensor(1, 8, 1, 2, 2), dim=1) * size
-    causal, _ = causal_norm(x, torch.ones(8, device=x.device), frames=0, silu=False, backend=backend)
-    for out in (causal, pixel_norm(x, silu=False, backend=backend)):
-        assert torch.allclose(out, F.normalize(x, dim=1) * 8**0.5, rtol=1e-5)
+    exact = F.silu(F.normalize(x, dim=1) * 8**0.5)
+    causal, _ = causal_norm(x, torch.ones(8, device=x.device), frames=0, backend=backend)
+    for out in (causal, pixel_norm(x, backend=backend)):
+        assert torch.allclose(out, exact, rtol=1e-5)
 
 
 @pytest.mark.parametrize("padding", [*PADDINGS.values(), *REFLECTED.values()], ids=[*PADDINGS, *REFLECTED])
