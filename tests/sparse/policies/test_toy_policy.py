@@ -3,7 +3,6 @@
 It keeps a diagonal band of tiles, and the tiles that hold text. The fixture adds it to the tables and takes it off.
 """
 
-import math
 from typing import Annotated, Literal
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from pydantic import Field, Tag
 
 from dit_accel import accelerated
-from dit_accel.kernels import attention, pack_bits
+from dit_accel.kernels import pack_bits
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.presets import Preset, Skip, load_preset
-from dit_accel.sparse.policies import POLICIES, plan
+from dit_accel.sparse.policies import POLICIES
 from dit_accel.sparse.policies.policy import Policy, every_row
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.tools.measure.tune import axes, calibration
@@ -45,14 +44,6 @@ class Band(Skip):
     """band: tiles on either side of the diagonal."""
 
 
-LAYOUTS = {
-    "no-text": TokenLayout(0, 800, 64),
-    "text-first": TokenLayout(100, 700, 64),
-    "text-last": TokenLayout(100, 700, 64, text_first=False),
-    "block-128": TokenLayout(30, 770, 128),
-}
-
-
 @pytest.fixture
 def band():
     """The policy in the tables, and in the union of a preset's sections, which is otherwise made of `Skip.forms`."""
@@ -67,38 +58,6 @@ def band():
     field.annotation = shipped
     Preset.model_rebuild(force=True)
     assert "band" not in POLICIES
-
-
-def naive(q, k, v, layout, reach, kv_len):
-    """Attention in float64 by a mask over pairs of tokens; one sample and head at a time."""
-    token = torch.arange(layout.tokens)
-    block = token // layout.block
-    holds_text = torch.zeros(layout.blocks, dtype=torch.bool)
-    is_text = (token < layout.vision_start) | (token >= layout.vision_start + layout.vision)
-    holds_text[block[is_text]] = True
-    attends = (block - block[:, None]).abs() <= reach
-    attends |= holds_text[block] | holds_text[block][:, None]
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    for sample in range(q.shape[0]):
-        valid = attends & (token < kv_len[sample])
-        for head in range(q.shape[2]):
-            q_h, k_h, v_h = (x[sample, :, head].double() for x in (q, k, v))
-            scores = (q_h @ k_h.T / math.sqrt(q.shape[-1])).masked_fill(~valid, -math.inf)
-            out[sample, :, head] = scores.softmax(-1).nan_to_num(0.0) @ v_h
-    return out
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("reach", [0, 1, 20], ids=lambda reach: f"reach-{reach}")
-def test_attention_under_the_plan_is_the_naive_one(layout, reach, band):
-    """Ragged blocks, two samples of which one is padded, three heads; rows without a key give zeros."""
-    q, k, v = torch.randn(3, 2, layout.tokens, 3, 16, generator=torch.Generator().manual_seed(0))
-    kv_len = torch.tensor([layout.tokens, 500], dtype=torch.int32)
-    drawn = plan(q, k, Band(reach=reach), layout=layout, kv_len=kv_len)
-    expected = naive(q, k, v, layout, reach, kv_len)
-    torch.testing.assert_close(attention(q, k, v, drawn, kv_len=kv_len).double(), expected, rtol=1e-5, atol=1e-5)
-    everything = drawn.kv_count.sum() == drawn.kv_index.numel()
-    assert bool(everything) == (reach == 20)
 
 
 def test_keys_are_checked():
@@ -159,9 +118,8 @@ def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band)
 def test_other_readers_of_a_policy_take_it(band):
     """Level head reserves a bit a tile, tuning tries its values, and single blocks may have it."""
     preset = load_preset("flux-flashomni-paper", skip={"policy": "band", "reach": 0})
-    assert symbol_bytes(preset, LAYOUTS["no-text"], 1, 3) == symbol_bytes(
-        load_preset("flux-flashomni-paper", skip={"policy": "sparge"}), LAYOUTS["no-text"], 1, 3
-    )
+    tiles, layout = load_preset("flux-flashomni-paper", skip={"policy": "sparge"}), TokenLayout(0, 800, 64)
+    assert symbol_bytes(preset, layout, 1, 3) == symbol_bytes(tiles, layout, 1, 3)
     assert list(calibration._rows(preset.skip)) == [[{"reach": 9}, {"reach": 3}, {"reach": 1}]]
     assert list(calibration._rows(Skip(policy="static", window=64))) == [[{}]]
     mixed = load_preset(
