@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.models.families.cogvideox import FAMILY as COGVIDEOX
-from dit_accel.models.families.family import Tokens, batch_of, latents_of, part_of, work_beside_prompt
+from dit_accel.models.families.family import Load, Tokens, batch_of, latents_of, part_of
 from dit_accel.models.families.flux3 import FAMILY as FLUX3
 from dit_accel.models.families.hidream import FAMILY as HIDREAM
 from dit_accel.models.families.hunyuan_image import FAMILY as HUNYUAN_IMAGE
@@ -119,8 +119,8 @@ def test_images_beside_wans_prompt_count_for_their_sample():
     inputs = {"hidden_states": torch.zeros(2, 4, 1, 4, 4), "encoder_hidden_states": torch.zeros(2, 6, 8)}
     for rows, prompt in ((None, 6), (2, 6 + 3), (4, 6 + 6)):
         image = {} if rows is None else {"encoder_hidden_states_image": torch.zeros(rows, 3, 8)}
-        work = WAN.work(transformer, inputs | image, Tokens(0, 4), None)
-        assert work == work_beside_prompt("attn1", 2, 4, prompt, 16, 8)
+        load = Load(transformer, inputs | image, Tokens(0, 4))
+        assert WAN.work(load, None) == load.beside_prompt("attn1", 4, prompt, 16, 8)
 
 
 @pytest.mark.parametrize("routed, activated", [(4, 2), (4, 1), (0, 0)], ids=["two experts", "one expert", "none"])

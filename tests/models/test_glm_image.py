@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from dit_accel import accelerated
-from dit_accel.models.families.family import Tokens
+from dit_accel.models.families.family import Load, Tokens
 from dit_accel.models.families.glm_image import FAMILY
 from dit_accel.models.interceptor import OTHER_KEYS
 from tests.models import tiny
@@ -77,8 +77,8 @@ def test_keys_of_given_images_count():
     config = SimpleNamespace(num_attention_heads=2, attention_head_dim=8)
     transformer, tokens = SimpleNamespace(config=config), Tokens(4, 12)
     arguments = {"hidden_states": torch.zeros(3, 4, 8, 6)}
-    original = FAMILY.work(transformer, arguments, tokens, None)
+    original = FAMILY.work(Load(transformer, arguments, tokens), None)
     for mode, keys in (("write", 16), ("skip", 16), ("read", 16 + 20)):
         cache = SimpleNamespace(mode=mode, k_caches=[torch.zeros(1, 20, 2, 8)])
-        work = FAMILY.work(transformer, arguments | {"kv_caches": [cache]}, tokens, None)
+        work = FAMILY.work(Load(transformer, arguments | {"kv_caches": [cache]}, tokens), None)
         assert work.tiles == {"attn1": 4 * 3 * 16 * keys * 16} and work.rest == original.rest

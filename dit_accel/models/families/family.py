@@ -77,6 +77,43 @@ class BlockWork:
 
 
 @dataclass(frozen=True)
+class Load:
+    """A call for which a family's ``work`` counts the FLOPs of a block."""
+
+    transformer: nn.Module
+    arguments: Arguments
+    tokens: Tokens
+
+    @property
+    def batch(self) -> int:
+        return batch_of(self.arguments)
+
+    @property
+    def width(self) -> int:
+        return width_of(self.transformer)
+
+    @property
+    def joint(self) -> int:
+        return self.tokens.text + self.tokens.vision
+
+    def one_attention(self, name: str, pairs: float, projection: float, rest: float) -> BlockWork:
+        """FLOPs with one attention, whose queries' ``projection`` costs as much as that of its output."""
+        return BlockWork(tiles={name: pairs}, rest=rest, rows=2 * projection, bias=projection)
+
+    def beside_prompt(self, name: str, tokens: int, prompt: int, width: int, mlp: float) -> BlockWork:
+        """FLOPs of self-attention over vision tokens, cross-attention to a prompt, and an MLP."""
+        projection = 2 * self.batch * tokens * width * width
+        return BlockWork(
+            tiles={name: 4 * self.batch * tokens**2 * width},
+            # Keys and values of the tokens, and of the prompt; cross-attention; the MLP.
+            rest=(2 + mlp) * projection + 4 * self.batch * width * prompt * (width + tokens),
+            rows=projection,
+            row_blocks=3 * projection,  # queries of both attentions, and the output of cross-attention
+            bias=projection,
+        )
+
+
+@dataclass(frozen=True)
 class Stack:
     """A list of blocks of one kind in the transformer, under the name ``attribute``."""
 
@@ -134,7 +171,7 @@ class Family:
     mlp: Callable[[nn.Module], float] = lambda transformer: 2 * getattr(transformer.config, "mlp_ratio", 4)
     text_mlp: Callable[[nn.Module, nn.Module], float] | None = None
     # FLOPs of a block; None = its MLPs, attentions (the first one over the joint sequence) and their projections.
-    work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
+    work: Callable[[Load, nn.Module], BlockWork] | None = None
     # A block's attentions over its own tokens, and True where these include text.
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
     # Parts whose outputs level `layer` remembers, before their gates; none = the hand-written blocks remember them.
@@ -195,7 +232,7 @@ class Family:
     def block_work(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
         """FLOPs of a block."""
         if self.work is not None:
-            return self.work(transformer, arguments, tokens, block)
+            return self.work(Load(transformer, arguments, tokens), block)
         width, batch, joint = math.prod(self.heads(transformer)), batch_of(arguments), tokens.text + tokens.vision
         counts = {
             item.name: joint if item.sees_text else tokens.vision for item in self.attentions_of(block, self.name)
@@ -291,24 +328,6 @@ def heads_of_width(transformer: nn.Module) -> tuple[int, int]:
     return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
 
-def work_of_one(name: str, pairs: float, projection: float, rest: float) -> BlockWork:
-    """FLOPs of a block with one attention, whose queries' ``projection`` costs as much as that of its output."""
-    return BlockWork(tiles={name: pairs}, rest=rest, rows=2 * projection, bias=projection)
-
-
 def width_of(transformer: nn.Module) -> int:
     """Features of a token inside the blocks."""
     return transformer.config.num_attention_heads * transformer.config.attention_head_dim
-
-
-def work_beside_prompt(name: str, batch: int, tokens: int, prompt: int, width: int, mlp: float) -> BlockWork:
-    """FLOPs of self-attention over vision tokens, cross-attention to a prompt, and an MLP."""
-    projection = 2 * batch * tokens * width * width
-    return BlockWork(
-        tiles={name: 4 * batch * tokens**2 * width},
-        # Keys and values of the tokens, and of the prompt; cross-attention; the MLP.
-        rest=(2 + mlp) * projection + 4 * batch * width * prompt * (width + tokens),
-        rows=projection,
-        row_blocks=3 * projection,  # queries of both attentions, and the output of cross-attention
-        bias=projection,
-    )

@@ -9,17 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import (
-    Arguments,
-    BlockWork,
-    Family,
-    Stack,
-    Tokens,
-    batch_of,
-    image_tokens,
-    width_of,
-    work_of_one,
-)
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, image_tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -33,12 +23,11 @@ def kept_keys(arguments: Arguments) -> int:
     return max((keys.shape[1] for keys in caches[0].k_caches), default=0) if reads else 0
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of projections, attention to the joint sequence and kept keys, and the MLP."""
-    joint, width, batch = tokens.text + tokens.vision, width_of(transformer), batch_of(arguments)
-    projection = 2 * batch * joint * width**2
-    pairs = 4 * batch * joint * (joint + kept_keys(arguments)) * width
-    return work_of_one("attn1", pairs, projection, (2 + 8) * projection)
+    projection = 2 * load.batch * load.joint * load.width**2
+    pairs = 4 * load.batch * load.joint * (load.joint + kept_keys(load.arguments)) * load.width
+    return load.one_attention("attn1", pairs, projection, (2 + 8) * projection)
 
 
 FAMILY = Family(

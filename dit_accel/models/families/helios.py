@@ -9,16 +9,7 @@ import math
 
 from torch import nn
 
-from dit_accel.models.families.family import (
-    Arguments,
-    BlockWork,
-    Family,
-    Stack,
-    Tokens,
-    batch_of,
-    width_of,
-    work_of_one,
-)
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens
 
 SCALES = {"short": 1, "mid": 2, "long": 4}  # of the patches of the history
 
@@ -43,15 +34,15 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(0, count)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of self-attention, cross-attention to the prompt, which may leave out the history, and the MLP."""
-    config, width, batch = transformer.config, width_of(transformer), batch_of(arguments)
-    prompt = arguments["encoder_hidden_states"].shape[1]
-    asking = part_tokens(transformer, arguments) if config.guidance_cross_attn else tokens.vision
-    matrix = 2 * batch * width**2
-    rest = matrix * (tokens.vision * (2 + 2 * config.ffn_dim / width) + 2 * prompt + 2 * asking)
-    rest += 4 * batch * asking * prompt * width
-    return work_of_one("attn1", 4 * batch * tokens.vision**2 * width, matrix * tokens.vision, rest)
+    config, width, vision = load.transformer.config, load.width, load.tokens.vision
+    prompt = load.arguments["encoder_hidden_states"].shape[1]
+    asking = part_tokens(load.transformer, load.arguments) if config.guidance_cross_attn else vision
+    matrix = 2 * load.batch * width**2
+    rest = matrix * (vision * (2 + 2 * config.ffn_dim / width) + 2 * prompt + 2 * asking)
+    rest += 4 * load.batch * asking * prompt * width
+    return load.one_attention("attn1", 4 * load.batch * vision**2 * width, matrix * vision, rest)
 
 
 FAMILY = Family(

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, work_beside_prompt
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -21,10 +21,10 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(0, math.prod(grid), grid=grid)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    config, (batch, prompt, _) = transformer.config, arguments["encoder_hidden_states"].shape
+def work(load: Load, block: nn.Module) -> BlockWork:
+    config, prompt = load.transformer.config, load.arguments["encoder_hidden_states"].shape[1]
     mlp = 2 * config.ff_dim / config.model_dim
-    return work_beside_prompt("self_attention", batch, tokens.vision, prompt, config.model_dim, mlp)
+    return load.beside_prompt("self_attention", load.tokens.vision, prompt, config.model_dim, mlp)
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, width_of, work_beside_prompt
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -21,9 +21,9 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output * (timestep > 0).to(output.dtype).unsqueeze(-1)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    batch, prompt, _ = arguments["encoder_hidden_states"].shape
-    return work_beside_prompt("attn1", batch, tokens.vision, prompt, width_of(transformer), 8)
+def work(load: Load, block: nn.Module) -> BlockWork:
+    prompt = load.arguments["encoder_hidden_states"].shape[1]
+    return load.beside_prompt("attn1", load.tokens.vision, prompt, load.width, 8)
 
 
 FAMILY = Family(

@@ -10,17 +10,17 @@ from dataclasses import replace
 from torch import nn
 
 from dit_accel.models.families import ltx
-from dit_accel.models.families.family import Arguments, BlockWork, Stack, Tokens, work_beside_prompt
+from dit_accel.models.families.family import BlockWork, Load, Stack
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of both streams, and of the attention between them, which has the audio stream's width."""
-    batch, audio, _ = arguments["audio_hidden_states"].shape
-    prompt, video = arguments["encoder_hidden_states"].shape[1], tokens.vision
+    audio, prompt = (load.arguments[name].shape[1] for name in ("audio_hidden_states", "encoder_hidden_states"))
+    video = load.tokens.vision
     width, audio_width = block.attn1.inner_dim, block.audio_attn1.inner_dim
-    of_audio = work_beside_prompt("audio_attn1", batch, audio, prompt, audio_width, 8)
-    between = 2 * 4 * batch * audio_width * (video * width + audio * audio_width + video * audio)
-    of_video = work_beside_prompt("attn1", batch, video, prompt, width, 8)
+    of_audio = load.beside_prompt("audio_attn1", audio, prompt, audio_width, 8)
+    between = 2 * 4 * load.batch * audio_width * (video * width + audio * audio_width + video * audio)
+    of_video = load.beside_prompt("attn1", video, prompt, width, 8)
     return replace(of_video, rest=of_video.rest + of_audio.plain + between)
 
 

@@ -8,16 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import (
-    Arguments,
-    BlockWork,
-    Family,
-    Stack,
-    Tokens,
-    batch_of,
-    width_of,
-    work_of_one,
-)
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -35,13 +26,12 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output * (timesteps == timesteps[-1]).unsqueeze(-1)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of attention, whose heads are together wider than the tokens, and of the gated MLP."""
-    config, width, batch = transformer.config, width_of(transformer), batch_of(arguments)
-    joint = tokens.text + tokens.vision
-    projection = 2 * batch * joint * config.hidden_size * width
-    rest = 2 * projection + 6 * batch * joint * config.hidden_size * config.ffn_dim
-    return work_of_one("attn", 4 * batch * joint**2 * width, projection, rest)
+    config, rows = load.transformer.config, load.batch * load.joint
+    projection = 2 * rows * config.hidden_size * load.width
+    rest = 2 * projection + 6 * rows * config.hidden_size * config.ffn_dim
+    return load.one_attention("attn", 4 * rows * load.joint * load.width, projection, rest)
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ import math
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, OrderFacts, Stack, Tokens, batch_of, width_of
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, OrderFacts, Stack, Tokens
 from dit_accel.models.samples import TextMasks
 
 _masks = TextMasks()  # diffusers reads them in every block
@@ -23,14 +23,14 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(text, math.prod(grid), text_first=False, grid=grid, padding="sample")
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs with gated MLPs of 8/3 of the width; the last block returns no text."""
-    width, narrow, batch = width_of(transformer), transformer.config.pooled_projection_dim, batch_of(arguments)
+    tokens, width, batch, narrow = load.tokens, load.width, load.batch, load.transformer.config.pooled_projection_dim
     projection, of_text = 2 * batch * tokens.vision * width**2, 2 * batch * tokens.text * width * narrow
     gives_text, mlps = 0, 8 * projection
     if block.ff_context is not None:
         gives_text, mlps = of_text, mlps + 8 * 2 * batch * tokens.text * narrow**2
-    lengths = _masks.lengths(arguments["encoder_attention_mask"]).lengths
+    lengths = _masks.lengths(load.arguments["encoder_attention_mask"]).lengths
     return BlockWork(
         tiles={"attn1": sum(4 * (tokens.vision + text) ** 2 * width for text in lengths)},
         rest=2 * (projection + of_text) + mlps,

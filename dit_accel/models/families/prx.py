@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.families.family import (
-    Arguments,
-    BlockWork,
-    Family,
-    Stack,
-    Tokens,
-    batch_of,
-    image_tokens,
-    work_of_one,
-)
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, image_tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -24,13 +15,13 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(text, image_tokens(transformer, arguments), padding="mask", text_asks=False)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of the image's queries, output and gated MLP, and of both keys and values."""
-    config, batch = transformer.config, batch_of(arguments)
-    width, keys = config.hidden_size, tokens.vision + tokens.text
-    projection = 2 * batch * tokens.vision * width**2
-    rest = 2 * 2 * batch * keys * width**2 + 3 * config.mlp_ratio * projection
-    return work_of_one("attention", 4 * batch * tokens.vision * keys * width, projection, rest)
+    config, batch, vision = load.transformer.config, load.batch, load.tokens.vision
+    width = config.hidden_size
+    projection = 2 * batch * vision * width**2
+    rest = 2 * 2 * batch * load.joint * width**2 + 3 * config.mlp_ratio * projection
+    return load.one_attention("attention", 4 * batch * vision * load.joint * width, projection, rest)
 
 
 FAMILY = Family(

@@ -12,16 +12,7 @@ import math
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import (
-    Arguments,
-    BlockWork,
-    Family,
-    Stack,
-    Tokens,
-    batch_of,
-    width_of,
-    work_of_one,
-)
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens
 
 LATENTS_PER_SLOT = 4  # tokens of an image for each of its tokens in the prompt
 
@@ -38,15 +29,14 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output[:, -math.prod(arguments["img_shapes"][0][-1]) :]
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of projections, attention and the gated MLP; of the image alone once the others' keys are in the cache."""
-    width, batch = width_of(transformer), batch_of(arguments)
-    text = 0 if arguments.get("kv_cache_mode") == "cached" else tokens.text
+    width, batch, vision = load.width, load.batch, load.tokens.vision
+    text = 0 if load.arguments.get("kv_cache_mode") == "cached" else load.tokens.text
     matrix = 2 * batch * width**2
     before = 4 * batch * text**2 * width  # attention of the tokens before the image, at most
-    pairs = 4 * batch * tokens.vision * (tokens.vision + tokens.text) * width
-    rest = matrix * (tokens.vision + text) * (2 + 3 * transformer.config.mlp_ratio) + 2 * matrix * text + before
-    return work_of_one("attn", pairs, matrix * tokens.vision, rest)
+    rest = matrix * (vision + text) * (2 + 3 * load.transformer.config.mlp_ratio) + 2 * matrix * text + before
+    return load.one_attention("attn", 4 * batch * vision * load.joint * width, matrix * vision, rest)
 
 
 FAMILY = Family(

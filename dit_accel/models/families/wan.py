@@ -7,16 +7,7 @@ import math
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import (
-    Arguments,
-    BlockWork,
-    Family,
-    OrderFacts,
-    Stack,
-    Tokens,
-    width_of,
-    work_beside_prompt,
-)
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, OrderFacts, Stack, Tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -36,13 +27,13 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output * nn.functional.interpolate(denoised[:, None], size=output.shape[2:], mode="nearest")
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of self-attention, cross-attention to prompt and image tokens, and the MLP; equal in all blocks."""
-    width, batch = width_of(transformer), arguments["hidden_states"].shape[0]
-    image = arguments.get("encoder_hidden_states_image")
-    prompt = arguments["encoder_hidden_states"].shape[1]
-    prompt += 0 if image is None else image.shape[0] * image.shape[1] // batch  # a first and a last frame: 2 rows
-    return work_beside_prompt("attn1", batch, tokens.vision, prompt, width, 2 * transformer.config.ffn_dim / width)
+    image = load.arguments.get("encoder_hidden_states_image")
+    prompt = load.arguments["encoder_hidden_states"].shape[1]
+    prompt += 0 if image is None else image.shape[0] * image.shape[1] // load.batch  # a first and a last frame: 2 rows
+    mlp = 2 * load.transformer.config.ffn_dim / load.width
+    return load.beside_prompt("attn1", load.tokens.vision, prompt, load.width, mlp)
 
 
 FAMILY = Family(

@@ -12,16 +12,16 @@ from dataclasses import replace
 from torch import nn
 
 from dit_accel.models.families import wan
-from dit_accel.models.families.family import Arguments, BlockWork, Stack, Tokens, batch_of, part_of, width_of
+from dit_accel.models.families.family import Arguments, BlockWork, Load, Stack, Tokens, part_of
 
 PARTS = ("attn1", "attn2", "ffn")
 
 
-def vace_work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+def vace_work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of a block; a block for hints adds an output projection, and the first of them an input projection."""
-    work = wan.work(transformer, arguments, tokens, block)
+    work = wan.work(load, block)
     projections = sum(part_of(block, name) is not None for name in ("proj_in", "proj_out"))
-    projection = 2 * batch_of(arguments) * tokens.vision * width_of(transformer) ** 2
+    projection = 2 * load.batch * load.tokens.vision * load.width**2
     return replace(work, rest=work.rest + projections * projection)
 
 
