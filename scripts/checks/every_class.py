@@ -85,7 +85,7 @@ def study(case: Case) -> dict[str, Any]:
             raise NotRun("a batch of two has no more outputs")
         plain[2] = two
     except Exception as error:
-        found["batch"] = _told(error)
+        found["batch"] = _reason(error)
     for kind in cases.PRESETS:
         found[kind] = [_compared(case, kind, batch, output) for batch, output in plain.items()]
     return found
@@ -111,7 +111,7 @@ def _compared(case: Case, kind: str, batch: int, plain: list[torch.Tensor]) -> d
     except DitAccelError as error:
         return {"is": "refused", "reason": shortened(str(error))}
     except Exception as error:
-        return {"is": "crash", "reason": _told(error)}
+        return {"is": "crash", "reason": _reason(error)}
     finally:
         restore()
     forecasts = result.steps_by_mode.get("dispatch", 0)
@@ -134,7 +134,7 @@ def _verdict(plain: list[torch.Tensor], output: list[torch.Tensor]) -> dict[str,
     return {"is": "within the bound" if error <= BOUND else "beyond the bound", "error": round(error, 4)}
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     line = next(iter(str(error).strip().splitlines()), "")
     return line if isinstance(error, NotRun) else shortened(f"{type(error).__name__}: {line}")
 
@@ -186,7 +186,7 @@ def _first(name: str, makers: Iterator[Callable[[], Case]], failed: list[str]) -
             if any(type(item).__name__ == name for item in case.transformers):
                 return study(case)
         except Exception as error:
-            failed.append(_told(error))
+            failed.append(_reason(error))
     return None
 
 

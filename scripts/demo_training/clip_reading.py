@@ -226,13 +226,13 @@ def _read_camera(frames: torch.Tensor, vivid: torch.Tensor) -> str:
     side = CLIP_SIZE // 2
     small = F.avg_pool2d(frames, 2)  # [F, 3, side, side]
     bare = F.max_pool2d(vivid[:, None].float(), 11, stride=2, padding=5) == 0  # rims and shadows surround stickers
-    gap = max(1, (len(frames) - 1) // 4)
+    interval = max(1, (len(frames) - 1) // 4)
     most = side // 5
     errors = []
-    for shift in range(-most, most + 1):  # pixels by which the background moves to the right in `gap` frames
+    for shift in range(-most, most + 1):  # pixels by which the background moves to the right in `interval` frames
         before, after = slice(max(0, -shift), side - max(0, shift)), slice(max(0, shift), side - max(0, -shift))
-        both = bare[:-gap, ..., before] & bare[gap:, ..., after]
-        squares = (small[gap:, ..., after] - small[:-gap, ..., before]).square() * both
+        both = bare[:-interval, ..., before] & bare[interval:, ..., after]
+        squares = (small[interval:, ..., after] - small[:-interval, ..., before]).square() * both
         errors.append(float(squares.sum() / both.sum().clamp_min(1)))
-    moved = (min(range(len(errors)), key=errors.__getitem__) - most) / side * (len(frames) - 1) / gap
+    moved = (min(range(len(errors)), key=errors.__getitem__) - most) / side * (len(frames) - 1) / interval
     return "left" if moved > LEAST_PAN else "right" if moved < -LEAST_PAN else "still"

@@ -78,12 +78,7 @@ def sigmas_of(pipe: FluxPipeline, steps: int, size: int) -> torch.Tensor:
 
 
 def distil(
-    demo: ImageDemo,
-    flow: PromptedFlow,
-    sigmas: torch.Tensor,
-    text: Texts,
-    options: argparse.Namespace,
-    size: int,
+    demo: ImageDemo, flow: PromptedFlow, sigmas: torch.Tensor, text: Texts, options: argparse.Namespace, size: int
 ) -> tuple[list[torch.Tensor], Pace]:
     """Return the averaged weights of a student's transformer, float32, and the log.
 

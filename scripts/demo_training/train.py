@@ -30,14 +30,7 @@ from scripts.demo_training.hunyuan import Hunyuan
 from scripts.demo_training.image_demo import ImageDemo
 from scripts.demo_training.loading import load
 from scripts.demo_training.texture_demo import CollageDemo, TextureDemo
-from scripts.demo_training.training import (
-    Pace,
-    configure_torch,
-    draw_bank,
-    put_in_bf16,
-    take_weights,
-    trained_weights,
-)
+from scripts.demo_training.training import Pace, configure_torch, draw_bank, put_in_bf16, take_weights, trained_weights
 from scripts.demo_training.video_demo import VideoDemo
 from scripts.demo_training.wan import Wan
 from scripts.tables import as_json

@@ -77,9 +77,9 @@ def left_out(found: Sequence[Run]) -> list[str]:
     lines = []
     for model in sorted({run.model for run in found}):
         of_model, others = [run for run in found if run.model == model], [run for run in found if run.model != model]
-        pairs, own_pairs, entries = calibration(others), calibration(of_model), []
+        pairs, pairs_alone, entries = calibration(others), calibration(of_model), []
         for level in LEVELS:
-            target, known = chosen(pairs, level), chosen(own_pairs, level)
+            target, known = chosen(pairs, level), chosen(pairs_alone, level)
             if target is None:
                 entries.append("—")
                 continue

@@ -7,22 +7,9 @@ import torch
 
 from scripts.demo_training import clips as clips_module
 from scripts.demo_training import palette
-from scripts.demo_training.clip_prompts import (
-    LAYOUTS,
-    MOTIONS,
-    Actor,
-    ClipScene,
-    describe,
-    draw_scene,
-    vocabulary,
-)
+from scripts.demo_training.clip_prompts import LAYOUTS, MOTIONS, Actor, ClipScene, describe, draw_scene, vocabulary
 from scripts.demo_training.clip_reading import agreement, read_clips
-from scripts.demo_training.clips import (
-    draw_clip,
-    held_out_prompts,
-    pack,
-    render_clips,
-)
+from scripts.demo_training.clips import draw_clip, held_out_prompts, pack, render_clips
 
 
 def single(motion: str, camera: str = "still", place: str = "hills", colour: str = "red") -> ClipScene:

@@ -14,19 +14,8 @@ from scripts.demo_training.loading import load_demo
 from scripts.demo_training.prompts import held_out_prompts
 from scripts.demo_training.reading import agreement, read_pictures
 from scripts.demo_training.rendering import pack_pictures, render
-from scripts.demo_training.scenes import (
-    Group,
-    Scene,
-    describe,
-    draw_picture,
-    vocabulary,
-)
-from scripts.demo_training.text_encoders import (
-    TEXT_TOKENS,
-    make_clip_tokenizer,
-    make_t5_encoder,
-    make_t5_tokenizer,
-)
+from scripts.demo_training.scenes import Group, Scene, describe, draw_picture, vocabulary
+from scripts.demo_training.text_encoders import TEXT_TOKENS, make_clip_tokenizer, make_t5_encoder, make_t5_tokenizer
 from scripts.demo_training.training import orthogonalise
 
 

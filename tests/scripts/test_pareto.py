@@ -3,17 +3,12 @@
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dit_accel.tools.measure.compare import Method, Sweep
-from dit_accel.tools.measure.compare.report import table
 from scripts.research import pareto
-
-ROOT = Path(__file__).parents[2]
 
 METHODS = [Method(series, f"{series}-{number}", lambda subject: nullcontext({})) for series in "ab" for number in "123"]
 
@@ -41,31 +36,6 @@ def test_rows_of_an_edited_preset_are_not_timed(tmp_path, capsys):
     pareto.retime(SimpleNamespace(retime=lambda method: {"seconds": 2.0}), sweep, methods, None)
     assert [row["seconds"] for row in sweep.rows] == [1.0, 2.0]
     assert "mine: not timed" in capsys.readouterr().out
-
-
-def test_a_comparison_on_file_goes_on(tmp_path):
-    """A name has one row, and edited methods are measured again."""
-    file = tmp_path / "all.json"
-    for model, measured in (("demo-flux", "balanced"), ("demo-wan", "video-balanced")):
-        document = json.loads((ROOT / "docs" / "results" / f"pareto-{model}.json").read_text())
-        file.write_text(json.dumps(document))
-        sweep = Sweep(tmp_path / "all", document["settings"])
-        names = [row["name"] for row in sweep.rows]
-        assert len(names) == len(set(names)) and measured in names
-        row = next(row for row in sweep.rows if row["name"] == measured)
-        method = Method("s", measured, None, digest=row["digest"])
-        assert sweep.missing([method]) == [] and sweep.missing([replace(method, digest="edited")]) != []
-
-
-@pytest.mark.parametrize("model", pareto.FAMILIES)
-def test_stored_documents_have_a_line_for_each_setting(model):
-    """Tables name every setting, with its PSNR."""
-    document = json.loads((ROOT / "docs" / "results" / f"pareto-{model}.json").read_text())
-    lines = table(document).splitlines()
-    figures = [row for row in document["results"] if "psnr_db" in row]
-    assert len(figures) > 100
-    for row in figures:
-        assert any(f"| {row['name']} |" in line and f"{row['psnr_db']:.1f}" in line for line in lines), row["name"]
 
 
 def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):

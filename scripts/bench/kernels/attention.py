@@ -30,7 +30,7 @@ def bench_attention(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
     qkv = whole.qkv()
     dense_ms = time_baselines(recorder, DENSE[recorder.device], f"attention {dense.name}", qkv, whole)
     first = next(iter(dense_ms), None)
-    own_dense: dict[str, dict[str, float]] = {}
+    dense_of: dict[str, dict[str, float]] = {}
     for kind, case in sparse_cases(dense, sizes):
         inputs = make_inputs(case, recorder.device)
         place = f"attention {kind} {case.name}"
@@ -38,10 +38,10 @@ def bench_attention(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
             dense_ms |= time_baselines(recorder, [first], place, qkv, whole)
         baselines = dense_ms | time_baselines(recorder, SPARSE[recorder.device], place, qkv, inputs)
         for backend in recorder.backends:
-            itself = own_dense.get(backend, {})
+            itself = dense_of.get(backend, {})
             ms = time_attention(recorder, "attention", backend, kind, qkv, inputs, baselines | itself)
             if kind == "dense" and ms is not None:
-                own_dense[backend] = {"itself dense": ms}
+                dense_of[backend] = {"itself dense": ms}
 
 
 def bench_quantised(recorder: Recorder, dense: Case, sizes: Sizes) -> None:

@@ -149,12 +149,7 @@ def verify_sla_rows(
 
 
 def verify_sla_gradients(
-    gradients: tuple[torch.Tensor, ...],
-    qkv: QKV,
-    weight: torch.Tensor,
-    do: torch.Tensor,
-    classes: Classes,
-    block: int,
+    gradients: tuple[torch.Tensor, ...], qkv: QKV, weight: torch.Tensor, do: torch.Tensor, classes: Classes, block: int
 ) -> Verdict:
     """Return the worst verdict on dq, dk, dv and the projection's gradient of a whole, short sequence."""
     tokens = do.shape[1]

@@ -49,9 +49,4 @@ def _timed(bench: Bench) -> dict[str, Any]:
         first, _ = bench.timed(run, 1), bench.timed(run, 1)
         times = bench.timed(run, bench.timed_steps)
     error = bench.error_of(next(bench.loop(STEPS)))
-    return {
-        "ms": statistics.median(times),
-        "first_step_seconds": first[0] / 1000,
-        "relative_error": error,
-        **memory,
-    }
+    return {"ms": statistics.median(times), "first_step_seconds": first[0] / 1000, "relative_error": error, **memory}

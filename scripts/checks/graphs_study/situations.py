@@ -117,7 +117,7 @@ class Scaled(nn.Module):
         return self.layer(x) * (first * second)
 
 
-def own_layer(pipe: Any) -> None:
+def scaled_layer(pipe: Any) -> None:
     pipe.transformer.proj_out = Scaled(pipe.transformer.proj_out)
 
 
@@ -187,7 +187,7 @@ SITUATIONS = {
     },
     "an argument's scale": called("flux", *({"joint_attention_kwargs": {"scale": scale}} for scale in (1.0, 0.5, 1.0))),
     "epsilon of a norm": changed("flux", set_value("norm_out.norm.eps", 0.5)),
-    "numbers in a nested attribute": changed("flux", own_layer, other_factor),
+    "numbers in a nested attribute": changed("flux", scaled_layer, other_factor),
     "processors": changed("flux", new_processors),
     "a buffer": changed("sd3", scale_buffer),
     "a weight": changed("flux", scale_weight, scale_weight_in_place),

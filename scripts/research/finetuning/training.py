@@ -90,12 +90,7 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
             if accelerator.check_trigger():  # all processes stop at the same step
                 break
     accelerator.save_state(str(folder / STATE))
-    log = {
-        "settings": settings,
-        "steps": budget.steps,
-        "seconds": round(budget.elapsed, 1),
-        "losses": budget.losses,
-    }
+    log = {"settings": settings, "steps": budget.steps, "seconds": round(budget.elapsed, 1), "losses": budget.losses}
     if accelerator.is_main_process:
         (folder / LOG).write_text(as_json(log))
     weights.load_averages()

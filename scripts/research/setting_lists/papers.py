@@ -37,11 +37,7 @@ MASKS = {
     "mean query": {"skip": {"mask": "average_query"}},
     "mean query, the paper's threshold": {"skip": {"mask": "average_query", "key_threshold": 0.5}},
 }
-PRESETS = (
-    "flux-flashomni-quality",
-    "flux-flashomni",
-    "flux-flashomni-turbo",
-)  # FlashOmni's method, all models
+PRESETS = ("flux-flashomni-quality", "flux-flashomni", "flux-flashomni-turbo")  # FlashOmni's method, all models
 
 
 def settings(model: str) -> Iterator[Setting]:
