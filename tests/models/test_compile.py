@@ -11,6 +11,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.driver import FamilyDriver
+from tests.models.test_transformer import recorded_calls
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -128,11 +129,7 @@ def test_graphs_of_a_plain_pipeline_serve_the_accelerated_one_and_the_restored(c
 def test_a_loop_of_ones_own_may_call_what_was_compiled(pipe):
     transformer, timesteps = pipe.transformer, [900.0, 600.0, 300.0]
     compiled = torch.compile(transformer, backend="eager", fullgraph=True)
-    calls = []
-    transformer.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    tiny_output(pipe, "flux", steps=1)
-    arguments = calls[0]
-    transformer._forward_pre_hooks.clear(), transformer._forward_pre_hooks_with_kwargs.clear()
+    arguments = recorded_calls(pipe, "flux")[0]
 
     def run(model):
         return [model(**{**arguments, "timestep": torch.tensor([item / 1000])})[0] for item in timesteps]

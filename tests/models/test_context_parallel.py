@@ -145,26 +145,26 @@ def test_an_exchange_is_made_anew_where_anything_of_it_changes(ranks):
     assert exchanges.of(transformer, *calls[0]) is None and exchanges.of(SimpleNamespace(), *calls[0]) is None
 
 
-@pytest.mark.parametrize(("name", "apart"), [("hunyuan15", False), ("hunyuan-i2v", True)])
-def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
-    """Facts of a family: input streams, tables and output; a class's own plan has priority."""
-    transformer = copy.copy(tiny_pipeline(name).transformer)
+def test_a_plan_follows_from_a_familys_facts():
+    """Input streams, tables and output; a class's own plan has priority."""
+    transformer = copy.copy(tiny_pipeline("hunyuan").transformer)
     family = require_family(transformer)
     transformer._cp_plan = None
-    if family.split is None:
-        assert split_plan(transformer, family) is None
-    elif apart:
-        with pytest.raises(UnsupportedError, match="run it on one device"):
-            split_plan(transformer, family)
-    else:
-        plan = split_plan(transformer, family)
-        assert set(plan) == {family.split.entrance, family.split.exit, *(family.order.tables if family.order else ())}
-        assert set(plan[family.split.entrance]) == {*family.split.streams}
-        assert {(item.split_dim, item.expected_dims) for item in plan[family.split.entrance].values()} == {(1, 3)}
-        assert plan[family.split.exit].gather_dim == 1
-        for module, parts in (family.order.tables if family.order else {}).items():
-            assert {place: (item.split_dim, item.split_output) for place, item in plan[module].items()} == {
-                place: (axis, True) for place, axis in parts.items()
-            }
+    plan = split_plan(transformer, family)
+    tables = family.order.tables
+    assert set(plan) == {family.split.entrance, family.split.exit, *tables}
+    assert set(plan[family.split.entrance]) == {*family.split.streams}
+    assert {(item.split_dim, item.expected_dims) for item in plan[family.split.entrance].values()} == {(1, 3)}
+    assert plan[family.split.exit].gather_dim == 1
+    for module, parts in tables.items():
+        found = {place: (item.split_dim, item.split_output) for place, item in plan[module].items()}
+        assert found == {place: (axis, True) for place, axis in parts.items()}
     transformer._cp_plan = original = {"": {}}
     assert split_plan(transformer, family) is original is split_plan(transformer, None)
+
+
+def test_a_plan_is_refused_where_frames_are_told_by_their_place():
+    transformer = copy.copy(tiny_pipeline("hunyuan-i2v").transformer)
+    transformer._cp_plan = None
+    with pytest.raises(UnsupportedError, match="run it on one device"):
+        split_plan(transformer, require_family(transformer))

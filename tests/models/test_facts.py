@@ -22,6 +22,7 @@ from dit_accel.sla.swap import restore_attention, swap_attention
 from dit_accel.tools.measure.capture import AttentionTap
 from tests.models import tiny
 from tests.models.naive import Schedule, Sequence, overwriting, parts_of_blocks
+from tests.models.test_transformer import recorded_calls
 from tests.rounding import distance
 from tests.tiny import TINY_PIPELINES
 
@@ -365,11 +366,7 @@ def test_what_facts_can_not_do_is_refused(name, level):
 def test_attention_under_a_mask_of_the_users_is_left_alone():
     """A mask in `joint_attention_kwargs` keeps its effect, and the report says that the block is dense."""
     pipe = tiny.copy_of("flux")
-    calls = []
-    handle = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
-    tiny.output("flux", 2, pipe)
-    handle.remove()
-    call = calls[-1]
+    call = recorded_calls(pipe, "flux")[-1]
     tokens = call["encoder_hidden_states"].shape[1] + call["hidden_states"].shape[1]
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
     mask[..., : tokens // 2] = False

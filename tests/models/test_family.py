@@ -10,9 +10,7 @@ from dit_accel.models.families.family import Load, Tokens, batch_of, latents_of,
 from dit_accel.models.families.flux3 import FAMILY as FLUX3
 from dit_accel.models.families.hidream import FAMILY as HIDREAM
 from dit_accel.models.families.hunyuan_image import FAMILY as HUNYUAN_IMAGE
-from dit_accel.models.families.kandinsky5 import FAMILY as KANDINSKY
 from dit_accel.models.families.lumina2 import FAMILY as LUMINA
-from dit_accel.models.families.prx import FAMILY as PRX
 from dit_accel.models.families.wan import FAMILY as WAN
 from dit_accel.models.families.wan_relatives import SKYREELS_V2
 from dit_accel.models.families.z_image import FAMILY as Z_IMAGE
@@ -88,16 +86,13 @@ def test_tokens_of_a_call_follow_from_its_arguments(call, tokens):
     assert family.tokens(transformer, arguments) == tokens
 
 
-def test_frames_that_are_given_to_wan_are_not_judged():
-    """Their tokens have timestep 0; without timesteps of tokens all is made."""
+def test_tokens_that_are_given_to_wan_are_not_judged():
+    """They have timestep 0; without timesteps of tokens all is made, and SkyReels-V2's are of frames."""
     transformer, latents = model(patch_size=(1, 2, 2)), torch.zeros(1, 4, 2, 4, 6)
-    output = torch.ones_like(latents)
-    timestep = torch.tensor([[0.0] * 6 + [9.0] * 6])
-    judged = WAN.used(transformer, output, {"hidden_states": latents, "timestep": timestep})
-    assert not judged[:, :, 0].any() and (judged[:, :, 1] == 1).all()
+    output, timestep = torch.ones_like(latents), torch.tensor([[0.0] * 6 + [9.0] * 6])
     timestep[:, 7] = 0  # the second token of the second frame's first row
-    judged = WAN.used(transformer, output, {"hidden_states": latents, "timestep": timestep})[0, 0, 1]
-    assert judged.tolist() == [[1, 1, 0, 0, 1, 1]] * 2 + [[1] * 6] * 2
+    first, second = WAN.used(transformer, output, {"hidden_states": latents, "timestep": timestep})[0, 0]
+    assert not first.any() and second.tolist() == [[1, 1, 0, 0, 1, 1]] * 2 + [[1] * 6] * 2
     assert WAN.used(transformer, output, {"hidden_states": latents, "timestep": torch.zeros(1)}) is output
     assert SKYREELS_V2.used(transformer, output, {"hidden_states": latents, "timestep": timestep}) is output
 
@@ -153,11 +148,7 @@ def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
     assert HIDREAM.text_mlp(transformer, block) * 2560**2 == pytest.approx(text, rel=0.03)
 
 
-def test_heads_are_those_of_the_configuration():
-    """For any name of the config key."""
-    assert KANDINSKY.heads(model(axes_dims=(16, 24, 24), model_dim=256)) == (4, 64)
-    assert LUMINA.heads(model(num_attention_heads=6, hidden_size=576)) == (6, 96)
-    assert PRX.heads(model(num_heads=4, hidden_size=128)) == (4, 32)
+def test_keys_and_values_that_heads_share_make_projections_smaller():
     assert [LUMINA.mlp(model(num_attention_heads=8, num_kv_heads=kv)) for kv in (None, 8, 2)] == [12, 12, 10.5]
 
 

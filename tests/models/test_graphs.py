@@ -19,6 +19,7 @@ from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
 from dit_accel.models.hooks import stateless
 from tests.models.fake_graph import RecordedGraph
+from tests.models.test_transformer import recorded_calls
 from tests.tiny import same_weights, tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -468,11 +469,9 @@ WATCHED = {
 @pytest.mark.parametrize(("mode", "reason"), WATCHED.values(), ids=WATCHED)
 def test_calls_under_what_can_not_be_captured(graph, mode, reason):
     """A counter of FLOPs and a hook of all modules see each computed step."""
-    pipe, calls = accelerated("flux", "exact"), []
+    pipe = accelerated("flux", "exact")
     pipe.transformer.requires_grad_(False)
-    handle = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    tiny_output(pipe, "flux", steps=3)
-    handle.remove()
+    calls = recorded_calls(pipe, "flux")
     with torch.no_grad(), mode():
         for call in calls:
             pipe.transformer(**call)

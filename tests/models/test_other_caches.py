@@ -19,6 +19,7 @@ from diffusers.hooks import (
 from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.other_caches import _cache_of, refuse_other_cache
+from tests.models.test_transformer import recorded_calls
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -234,15 +235,11 @@ def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monk
 
 def test_positional_arguments_without_names_run_plainly(pipe, monkeypatch):
     """A forward with ``*args`` gives no argument names; a note says how to fix it."""
-    arguments = []
-    with monkeypatch.context() as patched:
-        keep = lambda self, *args, **kwargs: arguments.append(kwargs) or OWN(self, *args, **kwargs)  # noqa: E731
-        patched.setattr(FluxTransformer2DModel, "forward", keep)
-        tiny_output(pipe, "flux", steps=1)
+    arguments = recorded_calls(pipe, "flux")[0]
     monkeypatch.setattr(FluxTransformer2DModel, "forward", bare)
-    latents = arguments[0].pop("hidden_states")
+    latents = arguments.pop("hidden_states")
     with torch.no_grad():
-        plain = pipe.transformer(latents, **arguments[0])[0]
+        plain = pipe.transformer(latents, **arguments)[0]
         accelerate_pipeline(pipe, "turbo")
         with pytest.warns(UserWarning, match=r"decorate that with functools\.wraps"):
-            assert torch.equal(pipe.transformer(latents, **arguments[0])[0], plain)
+            assert torch.equal(pipe.transformer(latents, **arguments)[0], plain)

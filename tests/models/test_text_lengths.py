@@ -5,7 +5,8 @@ import torch
 
 from dit_accel import accelerate_transformer, load_preset
 from dit_accel.models.samples import TextLengths, TextMasks
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.models.test_transformer import recorded_calls
+from tests.tiny import tiny_pipeline
 
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
 
@@ -65,17 +66,7 @@ def test_devices_share_text_with_the_least_padding(shares, end):
 def test_a_length_that_changes_under_way_drops_records(level):
     """A mask of the same shape with more tokens in every step, in a loop of one's own."""
     pipe = tiny_pipeline("hunyuan")
-    tiny_output(pipe, "hunyuan", steps=1)
-    arguments, transformer = {}, pipe.transformer
-    original = transformer.forward
-
-    def seen(*args, **kwargs):
-        arguments.update(kwargs)
-        return original(*args, **kwargs)
-
-    transformer.forward = seen
-    tiny_output(pipe, "hunyuan", steps=1)
-    del transformer.forward
+    arguments, transformer = recorded_calls(pipe, "hunyuan")[0], pipe.transformer
     interval = {"control": "interval", "interval": 1 if level == "sparge" else 2, "warmup": 1, "cooldown": 0}
     sparse = {"skip": {**SPARGE, "refresh": 4}, "blocks": {"size": 64}}
     keys = {"schedule": interval} | ({"forecast": {"level": "layer"}} if level == "layer" else sparse)
