@@ -86,12 +86,6 @@ class RecordedGraph(CudaGraph):
                 recorder.overwrite()
         super().replay()
 
-    def read(self) -> list[torch.Tensor]:
-        """Tensors that a replay reads and that no part of it makes."""
-        output = {storage for item in self.recorders for storage in item.outputs}
-        read = {storage: tensor for item in self.recorders for storage, tensor in item.read.items()}
-        return [tensor for storage, tensor in read.items() if storage not in output]
-
 
 def tensors_in(tree) -> Iterator[torch.Tensor]:
     """All tensors of nested containers and dataclasses."""
@@ -121,7 +115,6 @@ class Recorder(TorchDispatchMode):
         self._tracing = patch.object(custom_ops, "torch", TracedTorch())
         self._done = []
         self.outputs = {}  # tensors by their storage
-        self.read = {}
 
     def __enter__(self):
         self._tracing.start()
@@ -133,8 +126,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        read = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in([args, kwargs])}
-        self.read = {**read, **self.read}
+        read = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs])}
         fresh = [tensor.untyped_storage()._cdata not in read for tensor in tensors_in(output)]
         if any(fresh) or function._schema.is_mutable:
             self._done.append((function, args, kwargs or {}, output))

@@ -90,12 +90,9 @@ def processors(pipe, act):
     """Replace the attention processors by ones that pass their output to ``act``."""
     for module in pipe.transformer.modules():
         if hasattr(module, "processor"):
-            original = type(module.processor)
-            module.processor = type("Acting", (original,), {"__call__": _acting(original.__call__, act)})()
-
-
-def _acting(original, act):
-    return lambda self, *args, **kwargs: act(original(self, *args, **kwargs))
+            kind = type(module.processor)
+            call = lambda self, *args, kind=kind, **kwargs: act(kind.__call__(self, *args, **kwargs))  # noqa: E731
+            module.processor = type("Acting", (kind,), {"__call__": call})()
 
 
 def hook(pipe, act):
@@ -128,15 +125,11 @@ def forward(pipe, act):
     block.forward = functools.wraps(original)(lambda *args, **kwargs: act(original(*args, **kwargs)))
 
 
-@torch.no_grad()
-def _passed(act, original, *args, **kwargs):
-    return act(original(*args, **kwargs))
-
-
 def method(pipe, act):
     """A partial in place of the forward of a module inside of a block."""
     part = next(module for name, module in first_block(pipe).named_modules() if name.startswith("ff"))
-    part.forward = functools.partial(_passed, act, part.forward)
+    passed = torch.no_grad()(lambda original, *args, **kwargs: act(original(*args, **kwargs)))
+    part.forward = functools.partial(passed, part.forward)
 
 
 def whole_forward(pipe, act):

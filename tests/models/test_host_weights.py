@@ -29,12 +29,8 @@ def on_host(pipe, preset="exact", **overrides):
     return accelerate_pipeline(pipe, preset, **{**HOST, **overrides})
 
 
-def driver_of(pipe):
-    return pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver
-
-
 def linears_of(pipe):
-    return driver_of(pipe).linears
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver.linears
 
 
 def result(pipe, name="flux", steps=STEPS):

@@ -53,7 +53,8 @@ def test_noise_levels_that_rise_are_the_mirror_of_those_that_fall(changes):
         pipe = tiny_pipeline("sd3")
         pipe.scheduler = flow(shift=3.0, invert_sigmas=is_mirrored)
         if is_mirrored:
-            pipe.transformer.register_forward_pre_hook(_mirror_time, with_kwargs=True)
+            mirrored = lambda _, args, call: (args, {**call, "timestep": 1000 - call["timestep"]})  # noqa: E731
+            pipe.transformer.register_forward_pre_hook(mirrored, with_kwargs=True)
             for parameter in pipe.transformer.proj_out.parameters():
                 parameter.data.neg_()
         with accelerated(pipe, "balanced", **changes):
@@ -62,10 +63,6 @@ def test_noise_levels_that_rise_are_the_mirror_of_those_that_fall(changes):
     (falling, modes), (rising, mirrored_modes) = results
     assert modes == mirrored_modes and "dispatch" in modes
     assert float((rising - falling).norm() / falling.norm()) < 1e-5
-
-
-def _mirror_time(_, args, arguments):
-    return args, {**arguments, "timestep": 1000 - arguments["timestep"]}
 
 
 def test_both_transformers_of_guidance_compute_in_the_same_steps():
