@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
@@ -250,13 +251,9 @@ def test_a_capture_that_fails_is_not_tried_again(graph):
     assert graph.captures == 0
 
 
-def own_processor(pipe):
-    """Has a counter of steps, like a user's processor."""
-
-    class Own(type(pipe.transformer.transformer_blocks[1].attn.processor)):
-        pass
-
-    pipe.transformer.transformer_blocks[1].attn.processor = Own()
+def own_processor(pipe, _):
+    attn = pipe.transformer.transformer_blocks[1].attn
+    attn.processor = type("Own", (type(attn.processor),), {})()
 
 
 def patched_processor(pipe, patch):
@@ -282,7 +279,7 @@ def patched_class(pipe, patch):
 
 
 UNKNOWN = {
-    "processor": (lambda pipe, _: own_processor(pipe), "the attention processor of transformer_blocks.1.attn"),
+    "processor": (own_processor, "the attention processor of transformer_blocks.1.attn"),
     "processors": (patched_processor, "the attention processor of transformer_blocks.0.attn"),
     "forward": (replaced_forward, "norm_out runs a forward"),
     "around": (wrapped_hook, "FluxTransformer2DModel runs a forward"),
@@ -413,32 +410,29 @@ def test_a_changed_model_is_captured_again(graph, prepare, change, captures):
 
 
 @contextmanager
-def precision():
-    """The newer setting; torch's older getters raise after it is set."""
-    matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
-        pytest.skip("torch has the older setting")
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+def replaced(owner, name, value):
+    if not hasattr(owner, name):
+        pytest.skip(f"torch has no {name}")
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        setattr(owner, name, before)
 
 
-@contextmanager
-def another_attention():
-    """Pages of attention kernels have users put theirs in the place of torch's, for the whole process."""
-    attend = torch.nn.functional.scaled_dot_product_attention
-    with pytest.MonkeyPatch.context() as patch:
-        halved = lambda *qkv, **settings: attend(*qkv, **settings) / 2  # noqa: E731
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", halved)
-        yield
+ATTEND = torch.nn.functional.scaled_dot_product_attention
+MODES = {
+    "backend": partial(attention_backend, "_native_math"),
+    "inference-mode": torch.inference_mode,
+    # The newer setting; torch's older getters raise after it is set.
+    "precision": partial(replaced, torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    # Pages of attention kernels have users put theirs in the place of torch's, for the whole process.
+    "function": partial(replaced, torch.nn.functional, ATTEND.__name__, lambda *qkv, **more: ATTEND(*qkv, **more) / 2),
+}
 
 
-MODES = (partial(attention_backend, "_native_math"), torch.inference_mode, precision, another_attention)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=["backend", "inference-mode", "precision", "function"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_mode_of_the_process_is_captured_again(graph, mode):
     """It launches other kernels, or makes other tensors."""
     pipe = accelerated("flux", "exact")
@@ -449,18 +443,9 @@ def test_a_mode_of_the_process_is_captured_again(graph, mode):
         assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
 
 
-@contextmanager
-def hooking():
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 WATCHED = {
     "counter": (partial(FlopCounterMode, display=False), "watches the call"),
-    "hook": (hooking, "watches the call"),
+    "hook": (partial(register_module_forward_hook, lambda *_: None), "watches the call"),
     "gradients": (torch.enable_grad, "gradients are enabled"),
     "autocast": (partial(torch.autocast, "cpu", torch.bfloat16), "autocast"),
 }
