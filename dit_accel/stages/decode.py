@@ -104,7 +104,9 @@ class FusedDecode:
             return original(*args, **kwargs)
         ranks, decode = self._ranks(module, args), _Decode(self._backend)
         if ranks is not None:
-            decode.form = _whole_form(module, args, kwargs)
+            items = vars(module).items()
+            settings = [item for item in items if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # of tiles
+            decode.form = (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
             decode.bands = Bands(ranks, self._page.decode, self._page.SHARED_FROM)
         try:
             return self._attempt(original, decode, args, kwargs)
@@ -276,13 +278,6 @@ def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     forms = ((item.shape, item.dtype, item.device) if isinstance(item, torch.Tensor) else item for item in leaves)
     return structure, *forms
-
-
-def _whole_form(autoencoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Return the shape and dtype of a decode's latents, and everything that decides how its decoder is called."""
-    items = vars(autoencoder).items()
-    settings = tuple(item for item in items if type(item[1]) in (bool, int, float) and item[0][0] != "_")  # of tiles
-    return (tuple(args[0].shape), str(args[0].dtype)), settings, _form(args, kwargs)
 
 
 def _images(output: torch.Tensor | tuple) -> torch.Tensor:

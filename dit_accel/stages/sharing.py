@@ -98,9 +98,11 @@ class Bands:
             except Exception as error:  # whatever memory, a compiler or a kernel raises: other ranks wait for this one
                 self.failure = error.with_traceback(None)  # which keeps features alive
         args, named = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), before)
+        meta = {id(item): nn.Parameter(item.to("meta"), requires_grad=False) for item in module.parameters()}
+        meta |= {id(item): item.to("meta") for item in module.buffers()}
         shapes = Layers("reference")
         shapes.bands = layers.bands.replay()
-        form = self._decode(_meta_copy(module), *args, **named, layers=shapes)
+        form = self._decode(copy.deepcopy(module, meta), *args, **named, layers=shapes)
         for name, kept in kwargs.items():
             if isinstance(kept, list):
                 kept[:] = named[name]
@@ -114,10 +116,3 @@ class Bands:
 
 class FailedError(Exception):
     """A rank could not decode its share; the cause is its reason if it is this rank."""
-
-
-def _meta_copy(module: nn.Module) -> nn.Module:
-    """Return a module whose weights have no memory, which computes the shapes of outputs."""
-    weights = {id(item): nn.Parameter(item.to("meta"), requires_grad=False) for item in module.parameters()}
-    buffers = {id(item): item.to("meta") for item in module.buffers()}
-    return copy.deepcopy(module, weights | buffers)

@@ -138,18 +138,13 @@ def fold_upsampling(weight: torch.Tensor, *, frames: bool = False) -> torch.Tens
     return dense.permute(0, 1, 5, 2, 3, 4)
 
 
-def why_no_kernel(x: torch.Tensor, outputs: int) -> str | None:
-    """Return why the kernel can't make this many output channels from x, or None."""
-    if x.shape[1] % CHANNELS:
-        return f"x must have a multiple of {CHANNELS} channels, got {x.shape[1]}"
-    if outputs % 32:
-        return f"there must be a multiple of 32 output channels, got {outputs}"
-    return hopper_limit(x)
-
-
 def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: bool) -> bool:
     """Return True if the kernel runs: it can, and was chosen or is faster than cuDNN."""
-    limit = why_no_kernel(x, outputs)
+    limit = hopper_limit(x)
+    if x.shape[1] % CHANNELS:
+        limit = f"x must have a multiple of {CHANNELS} channels, got {x.shape[1]}"
+    elif outputs % 32:
+        limit = f"there must be a multiple of 32 output channels, got {outputs}"
     # products of float32 are TF32, as cuDNN's are by default
     if backend == "auto" and not (is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)):
         limit = "cuDNN is faster"

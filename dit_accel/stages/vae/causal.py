@@ -145,14 +145,10 @@ class _CausalRun:
                 self._cache[self._index[0]] = "Rep"
                 self._index[0] += 1
             else:
-                x = self._twice_the_frames(resample.time_conv, x)
+                y = self.convolved(resample.time_conv, self.behind(x)).permute(0, 2, 3, 4, 1)
+                y = y.unflatten(4, (2, -1)).permute(0, 1, 4, 2, 3, 5)  # [B, T, 2, H, W, C]
+                x = y.flatten(1, 2).permute(0, 4, 1, 2, 3)
         return self._layers.upsampled(resample.resample[1], x, padding=1)
-
-    def _twice_the_frames(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
-        y = self.convolved(layer, self.behind(x))
-        batch, channels, time, height, width = x.shape
-        y = y.permute(0, 2, 3, 4, 1).reshape(batch, time, height, width, 2, channels).permute(0, 1, 4, 2, 3, 5)
-        return y.reshape(batch, 2 * time, height, width, channels).permute(0, 4, 1, 2, 3)
 
     def downsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Halve the width and height, and the frames where the module does."""
