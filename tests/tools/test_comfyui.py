@@ -119,6 +119,14 @@ class Guider:
         return [wrapper(self.inner_model.apply_model, arguments)]
 
 
+class Windows(Guider):
+    """Calls the model for one sample after the other, as for windows of a long video."""
+
+    def __call__(self, latents, sigma, **others):
+        windows = zip(latents.split(1), sigma.split(1), strict=True)
+        return torch.cat([super(Windows, self).__call__(*window, **others) for window in windows])
+
+
 class Sampler:
     def __init__(self, function):
         self.sampler_function, self.extra_options = function, {}
@@ -284,6 +292,14 @@ def test_branches_of_guidance(flow, batched):
     latents = run(accelerated, guider=Guider(accelerated, 3.0, batched))
     assert off(latents, plain) < 0.02
     assert report_of(accelerated).computed_fraction < 0.9
+
+
+def test_windows_are_forecast_from_their_own_records(flow):
+    """Calls with the same conditions in one step are told apart by their order."""
+    shape, accelerated = (2, 4, 6, 6), accelerate_model(flow, "quality")
+    plain = run(flow, guider=Windows(flow), shape=shape)
+    latents = run(accelerated, guider=Windows(accelerated), shape=shape)
+    assert off(latents, plain) < 0.02 and report_of(accelerated).computed_fraction < 0.9
 
 
 @pytest.mark.parametrize("sampler, reason", [(heun, "more than once a step"), (ancestral, "draws noise")])
