@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dit_accel import accelerate_pipeline, accelerated
-from dit_accel.errors import UnsupportedError
+from dit_accel import accelerated
 from dit_accel.presets import Preset, load_preset
 from dit_accel.presets.preset import FORMED
 from tests.models.tiny import pipeline
@@ -240,11 +239,6 @@ def test_the_same_preset_shows_the_same(shown):
     for name, values in (BASES["schedule.adaptive"], BASES["skip.sparge"], BASES["forecast.head"]):
         described = {**values, "description": "the same in other words"}
         assert shown(name, values) == shown(name, described)
-
-
-def test_a_preset_of_one_model_takes_no_other():
-    with pytest.raises(UnsupportedError, match="wan"):
-        accelerate_pipeline(pipeline("flux"), load_preset("exact", model="wan"))
 
 
 def test_the_list_of_presets_shows_descriptions(run):
