@@ -83,6 +83,13 @@ class DeferredTensor(torch.Tensor):
         return op(*args, **kwargs)
 
 
+def deferred(form: Any, run: Callable[[], Any]) -> Any:
+    """Return an output of that form with placeholders for the tensors that ``run`` returns."""
+    call, (leaves, spec) = DeferredCall(run), pytree.tree_flatten(form)
+    leaves = [DeferredTensor(call, i, leaf) if isinstance(leaf, TensorForm) else leaf for i, leaf in enumerate(leaves)]
+    return pytree.tree_unflatten(leaves, spec)
+
+
 def computed(tree: Any) -> Any:
     """Replace deferred tensors in nested arguments by the computed ones."""
     return pytree.tree_map_only(DeferredTensor, DeferredTensor.computed, tree)
@@ -119,12 +126,7 @@ class ControlNetHook(Hook):
             output = original(*args, **kwargs)
             self._known = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
             return output
-        leaves, spec = pytree.tree_flatten(known[1])
-        call = DeferredCall(lambda: original(*args, **kwargs))
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, TensorForm):
-                leaves[index] = DeferredTensor(call, index, leaf)
-        return pytree.tree_unflatten(leaves, spec)
+        return deferred(known[1], lambda: original(*args, **kwargs))
 
 
 def control_net(pipe: Any) -> torch.nn.Module | None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import Call
-from dit_accel.models.beside.control_net import DeferredCall, DeferredTensor, TensorForm, call_form
+from dit_accel.models.beside.control_net import TensorForm, call_form, deferred
 
 GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the group of devices that share its branches
 
@@ -89,12 +89,7 @@ class SharedBranches:
                 raise UnsupportedError("the output of another device's branch was read after its run had ended")
             return received[0]
 
-        call = DeferredCall(settled)
-        leaves, spec = pytree.tree_flatten(form)
-        standing = (
-            DeferredTensor(call, i, leaf) if isinstance(leaf, TensorForm) else leaf for i, leaf in enumerate(leaves)
-        )
-        return pytree.tree_unflatten(list(standing), spec)
+        return deferred(form, settled)
 
 
 def _sent(output: Any, owner: int, group: dist.ProcessGroup) -> Any:
