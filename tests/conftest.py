@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
-    config.option.release |= any(path in (each, *each.parents) for each in named for path in RELEASE)
+    config.option.release |= any(path in (item, *item.parents) for item in named for path in RELEASE)
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -57,22 +57,20 @@ class FluxBlockHook(JointBlockHook):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project and rotate both streams; in DISPATCH steps GEMM-Q computes queries of the image or the sequence."""
         of_x = parts.key_value(attn, x) if site.dispatches else parts.query_key_value(attn, x)
-        v, text = of_x[-1], 0
+        v, text = of_x[-1], 0 if context is None else context.shape[1]
         if context is not None:
-            text = context.shape[1]
             q_c, k_c, v_c = parts.query_key_value(attn, context, added=True)
             v = torch.cat([v_c, v], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
-        own_q, own_k, own_rotary = q, k, rotary
         if context is not None:
             norms, text_rotary = (attn.norm_added_q, attn.norm_added_k), tuple(table[:text] for table in rotary)
             parts.normalise_pair(norms, q_c, k_c, text_rotary, out=(q[:, :text], k[:, :text]))
-            own_q, own_k, own_rotary = q[:, text:], k[:, text:], tuple(table[text:] for table in rotary)
+        x_rotary = tuple(table[text:] for table in rotary)
         if site.dispatches:
-            parts.normalise_heads(attn.norm_k, of_x[0], own_rotary, out=own_k)
+            parts.normalise_heads(attn.norm_k, of_x[0], x_rotary, out=k[:, text:])
             site.query(x, *parts.query_weight(attn), attn.norm_q, rotary, out=q, offset=text)
         else:
-            parts.normalise_pair((attn.norm_q, attn.norm_k), *of_x[:2], own_rotary, out=(own_q, own_k))
+            parts.normalise_pair((attn.norm_q, attn.norm_k), *of_x[:2], x_rotary, out=(q[:, text:], k[:, text:]))
         return q, k, v
 
 

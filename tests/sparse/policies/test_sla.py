@@ -54,7 +54,7 @@ def test_padding_is_in_no_class(valid):
         )
     )
     blocks, whole = -(-valid // BLOCK), valid // BLOCK  # the mean query of a block that ends in padding has it in it
-    for bits, own in ((padded.skip_bits, alone.skip_bits), (padded.linear_bits, alone.linear_bits)):
+    for bits, expected in ((padded.skip_bits, alone.skip_bits), (padded.linear_bits, alone.linear_bits)):
         tiles = unpack_bits(bits, layout.blocks)[1]
         assert not tiles[..., blocks:].any()
-        assert torch.equal(tiles[:, :whole, :blocks], unpack_bits(own, blocks)[0, :, :whole])
+        assert torch.equal(tiles[:, :whole, :blocks], unpack_bits(expected, blocks)[0, :, :whole])

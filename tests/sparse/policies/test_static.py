@@ -70,7 +70,7 @@ def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, b
     """The symbols equal those of the whole mask, which keeps one of several equal entries."""
     symbols = static.documents(lengths, causal=[number % 3 == 0 for number in range(len(lengths))], block=block)
     expected = symbols_from_mask(mask_of(symbols)[None, None], block=block)
-    assert all(torch.equal(own, other) for own, other in zip(symbols.tensors(), expected.tensors(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(symbols.tensors(), expected.tensors(), strict=True))
 
 
 @pytest.mark.parametrize(
