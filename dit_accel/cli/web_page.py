@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli import web_view
-from dit_accel.cli.web_form import (
+from dit_accel.cli import web_texts
+from dit_accel.cli.web_texts import (
     LABELS,
     NUMBERS,
     Fields,
@@ -186,9 +186,9 @@ class Page:
         try:
             for run in self._playground.compare(wish):
                 changes = {
-                    self._status: web_view.status(run),
-                    self._figures: web_view.figures(run),
-                    self._timelines: web_view.timelines(run),
+                    self._status: web_texts.status(run),
+                    self._figures: web_texts.figures(run),
+                    self._timelines: web_texts.timelines(run),
                 }
                 if run.comparison is not None:
                     with TemporaryDirectory() as folder:
@@ -208,8 +208,8 @@ class Page:
             raise gr.Error(_as_text(error), print_exception=not isinstance(error, DitAccelError)) from error
 
     def _finished(self, run: ComparisonRun, history: list[tuple[Any, str]], folder: Path) -> dict[Any, Any]:
-        images, video = web_view.images(run), web_view.video(run, folder)
-        history[:] = [(images[1], web_view.caption(run)), *history][:REMEMBERED]
+        images, video = web_texts.images(run), web_texts.video(run, folder)
+        history[:] = [(images[1], web_texts.caption(run)), *history][:REMEMBERED]
         label = "Plain | accelerated" if video is None else "Middle frame: plain | accelerated"
         return {
             self._preview: _update(value=None, visible=False),

@@ -89,7 +89,7 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/cli/tune.py": [
         ("tune-replaces-its-base", "tune never overwrites the preset that it starts from", "tests/cli/test_refused.py",
          "os.path.realpath(options.preset) == os.path.realpath(output)", "options.preset == output")],
-    "dit_accel/cli/web_view.py": [
+    "dit_accel/cli/web_texts.py": [
         ("page-shows-markup", "notes appear on the page as text, never as markup", "tests/cli/test_web_page.py",
          "*map(html.escape, notes)", "*notes")],
 })

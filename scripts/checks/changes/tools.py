@@ -43,7 +43,7 @@ MUTANTS: list[Mutant] = table({
         ("the-plain-sound-is-measured", "a quieter accelerated sound has a negative ratio",
          "tests/cli/test_comparison.py",
          "audio_quality(fast.sounds[0], plain.sounds[0])", "audio_quality(plain.sounds[0], fast.sounds[0])")],
-    "dit_accel/cli/web_view.py": [
+    "dit_accel/cli/web_texts.py": [
         ("one-speed-up-for-all", "the page's speed-up of a whole call is that of its seconds",
          "tests/cli/test_web_page.py",
          'f"{plain.seconds / fast.seconds:.2f}×"\n', 'f"{end.speedup:.2f}×"\n')],
