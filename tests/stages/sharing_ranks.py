@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dit_accel import accelerated
+from dit_accel import accelerated, kernels
 from dit_accel.stages import decode, sharing
 from dit_accel.stages.decode import FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, layers
@@ -112,8 +112,8 @@ def failure_in_rows(group) -> dict:
     for place, name, page, op, after in (
         ("first norm", "wan 2.1", causal, "causal_norm", 0),
         ("a later frame", "wan 2.1", causal, "causal_norm", 20),
-        ("an image's moments", "flux", layers, "group_moments", 5),
-        ("a norm of frames", "hunyuan", layers, "group_norm", 3),
+        ("an image's moments", "flux", kernels, "group_moments", 5),
+        ("a norm of frames", "hunyuan", kernels, "group_norm", 3),
     ):
         vae, values = autoencoder(name), latents(*((1, 4, 16, 6) if name == "flux" else (1, 4, 3, 16, 6)))
         stage, baseline = FusedDecode(vae, "reference", group=group), vae.decode(values).sample
@@ -149,10 +149,9 @@ def one_that_cannot(group) -> dict:
 
 @check(2)
 def pipelines(group) -> dict:
-    """Ranks that share a pipeline's calls: all want frames, one wants latents, one has no autoencoder."""
+    """Ranks that share a pipeline's calls: one wants latents, one has no autoencoder."""
     found = {}
-    cases = {"frames": ("pt", "pt"), "latents": ("pt", "latent"), "without": ("pt", "latent")}
-    for name, wanted in cases.items():
+    for name in ("latents", "without"):
         pipe = tiny_pipeline("wan")
         if name == "without" and RANK == 1:
             pipe.vae = None
@@ -164,9 +163,9 @@ def pipelines(group) -> dict:
         ):
             if pipe.vae is not None:
                 FusedDecode.on(pipe.vae)._backend = "reference"
-            outputs = [pipe(**tiny_inputs("wan", steps=2) | {"output_type": wanted[RANK]})[0] for _ in range(2)]
-            sums = [item.double().sum().item() for item in outputs]
-            found[name] = {"remark": pipe.dit_accel.report().decoding, "sums": sums}
+            for _ in range(2):
+                pipe(**tiny_inputs("wan", steps=2) | {"output_type": ("pt", "latent")[RANK]})
+            found[name] = pipe.dit_accel.report().decoding
     return found
 
 

@@ -11,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dit_accel.kernels import (
-    convolution,
-    fold_upsampling,
-    group_moments,
-    group_norm,
-    pad_video,
-    single_head_attention,
-    upsampled_convolution,
-)
+from dit_accel import kernels
 from dit_accel.stages.rows import Rows
 
 LAST = torch.channels_last_3d
@@ -34,8 +26,8 @@ BYTES = 2**30  # of normalised features at a time, at least one frame
 CONVERSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of weights [O, C, kt, kh, kw]
     "dense": dense,
     "last tap": lambda weight: dense(weight[:, :, -1:]),
-    "upsampling": fold_upsampling,
-    "upsampling of frames": partial(fold_upsampling, frames=True),
+    "upsampling": kernels.fold_upsampling,
+    "upsampling of frames": partial(kernels.fold_upsampling, frames=True),
 }
 
 
@@ -58,7 +50,7 @@ class Layers:
 
     def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return mean and variance of each group of whole features, ``[B, groups, 2]``."""
-        output = group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
+        output = kernels.group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
         return output if self.bands is None else self.bands.merged(output)
 
     def group_norm(
@@ -77,14 +69,14 @@ class Layers:
         """
         moments = self.moments(norm, x, input_bias) if moments is None else moments
         settings |= {"groups": norm.num_groups, "eps": norm.eps, "border": border, "backend": self.backend}
-        output = group_norm(x, norm.weight, norm.bias, input_bias=input_bias, moments=moments, **settings)
+        output = kernels.group_norm(x, norm.weight, norm.bias, input_bias=input_bias, moments=moments, **settings)
         if border and self.bands is not None:
             self.bands.exchange_border(output)
         return output
 
     def padded(self, x: torch.Tensor, before: int) -> torch.Tensor:
         """Return x behind copies of its first frame, with a border of one pixel, of neighbours' rows or repeated."""
-        output = pad_video(x, before=before, border=1)
+        output = kernels.pad_video(x, before=before, border=1)
         if self.bands is not None:
             self.bands.exchange_border(output)
         return output
@@ -107,7 +99,7 @@ class Layers:
         bias = layer.bias if biased else None
         if padding and self.bands is not None:
             x, padding = self.bands.bordered(x), 0
-        return convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
+        return kernels.convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
 
     def convolved_by_frames(
         self,
@@ -144,7 +136,7 @@ class Layers:
         weight = self.converted(layer.weight, "upsampling of frames" if frames else "upsampling")
         if padding:
             x = F.pad(dense(x), (padding,) * 4) if self.bands is None else self.bands.bordered(x)
-        return upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
+        return kernels.upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
 
     def halved(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """Convolve features that have their border, with strides of time, rows and columns."""
@@ -179,7 +171,9 @@ def attended(
     for frame in range(x.shape[2]):
         rows = slice(frame * pixels, (frame + 1) * pixels)
         keys = slice(0 if causal else frame * all_pixels, (frame + 1) * all_pixels)
-        output[:, rows] = single_head_attention(query[:, rows], key[:, keys], value[:, keys], backend=layers.backend)
+        output[:, rows] = kernels.single_head_attention(
+            query[:, rows], key[:, keys], value[:, keys], backend=layers.backend
+        )
     return projections[-1](output).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
