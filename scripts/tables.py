@@ -69,6 +69,17 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(part, dict) for part in value)
 
 
+def write_result(file: Path | None, document: Any, table: str | None = None) -> None:
+    """Write a result to a JSON file, or with ``table`` to the .json and .md files of a stem; None = write nothing."""
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if table is not None:  # not with_suffix: names such as wan-1.3b have a dot
+        file.with_name(f"{file.name}.md").write_text(table, encoding="utf-8")
+        file = file.with_name(f"{file.name}.json")
+    file.write_text(as_json(document), encoding="utf-8")
+
+
 def write_table(file: Path, text: str) -> None:
     """Write a Markdown file, which git ignores in docs/results, and print its path."""
     file.write_text(text, encoding="utf-8")

@@ -39,7 +39,7 @@ from scripts.bench.call_speed.pipelines import CASES, Call, build, size, steps
 from scripts.bench.call_speed.table import KEY, markdown
 from scripts.bench.call_speed.ways import WAYS, measure, ways_of
 from scripts.bench.model_speed.ranks import join, on_any
-from scripts.tables import as_json, names_in
+from scripts.tables import names_in, write_result
 
 Row = dict[str, Any]
 
@@ -117,9 +117,7 @@ def _write(document: Row, file: Path | None) -> None:
         {**run, "rows": [row for row in run["rows"] if (run["device"], *(row[key] for key in KEY)) not in again]}
         for run in earlier
     ]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    written = {"runs": [*(run for run in kept if run["rows"]), latest]}
-    file.write_text(as_json(written), encoding="utf-8")
+    write_result(file, {"runs": [*(run for run in kept if run["rows"]), latest]})
 
 
 def _options() -> argparse.Namespace:

@@ -42,7 +42,7 @@ from torch import nn
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.ranks import join
-from scripts.tables import as_json
+from scripts.tables import write_result
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
@@ -123,9 +123,7 @@ def _run(options: argparse.Namespace, is_first: bool, ranks: int) -> int:
             rows.append({verb: what, "dtype": name, **measure(stage, autoencoder, shape, DTYPES[name], device, ranks)})
             if is_first:
                 print(json.dumps(rows[-1]), flush=True)
-            if options.output and is_first:
-                document = {**describe_run(device), "rows": rows}
-                options.output.write_text(as_json(document), encoding="utf-8")
+                write_result(options.output, {**describe_run(device), "rows": rows})
     return 0 if all(row["ran"].startswith(FUSED) for row in rows) else 1
 
 

@@ -24,7 +24,7 @@ from scripts.bench.model_speed.bench import TIMED_STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.runs import RUNS
 from scripts.bench.model_speed.table import compare, markdown
-from scripts.tables import as_json, names_in
+from scripts.tables import names_in, write_result
 
 
 def main() -> int:
@@ -39,13 +39,8 @@ def main() -> int:
         compare(rows)
         results["seconds"] = time.perf_counter() - started
         print(json.dumps({key: value for key, value in row.items() if key != "preset"}), flush=True)
-        if options.output:
-            written = {"json": as_json(results), "md": markdown(results)}
-            for kind, text in written.items():  # not with_suffix: names such as wan-1.3b have a dot
-                options.output.with_name(f"{options.output.name}.{kind}").write_text(text, encoding="utf-8")
+        write_result(options.output, results, markdown(results))
 
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
     add(bench.plain())
     for name in options.runs:
         for row in RUNS[name](bench):

@@ -28,7 +28,7 @@ from dit_accel.loop.timing import CallParts
 from dit_accel.stages.prompts import KeptPrompts
 from dit_accel.stages.stamps import read_stamp
 from dit_accel.tools.measure.origin import describe_run
-from scripts.tables import as_json
+from scripts.tables import write_result
 
 CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
@@ -85,9 +85,7 @@ def main() -> int:
     for way in WAYS[:2] if options.tiny else WAYS:  # accelerate offloads T5's tied weights one by one on a GPU only
         rows.append({"weights": way, **measure(way, device, tiny=options.tiny)})
         print(json.dumps(rows[-1]), flush=True)
-        if options.output:
-            document = {**describe_run(device), "rows": rows}
-            options.output.write_text(as_json(document), encoding="utf-8")
+        write_result(options.output, {**describe_run(device), "rows": rows})
     return 0 if all(row["identical"] and row["report"].startswith("2 of 2 kept") for row in rows) else 1
 
 

@@ -33,7 +33,7 @@ from scripts.bench.model_speed.bench import STEPS, Bench
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
 from scripts.bench.model_speed.runs import TILED_STEPS, fixed
-from scripts.tables import as_json, names_in
+from scripts.tables import names_in, write_result
 
 CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
 KEPT = (
@@ -187,12 +187,7 @@ class Table:
             return
         self._compare()
         print(json.dumps({key: value for key, value in row.items() if key != "notes"}), flush=True)
-        if self._options.output is not None:
-            stem = self._options.output
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            written = {"json": as_json(self.document), "md": markdown(self.document)}
-            for kind, text in written.items():
-                stem.with_name(f"{stem.name}.{kind}").write_text(text, encoding="utf-8")
+        write_result(self._options.output, self.document, markdown(self.document))
 
     @property
     def document(self) -> dict[str, Any]:

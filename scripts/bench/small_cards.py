@@ -39,7 +39,7 @@ from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_availab
 from scripts.bench.model_speed.bench import Bench
 from scripts.bench.model_speed.measures import limit_memory
 from scripts.bench.model_speed.models import MODELS, TINY, Model, variant
-from scripts.tables import as_json, names_in
+from scripts.tables import names_in, write_result
 
 Row = dict[str, Any]
 CARDS = (24, 16, 12)  # GiB
@@ -81,9 +81,7 @@ def main() -> int:
             for row in measure_weights(name, weights, options, device, deadline):
                 rows.append(row)
                 print(json.dumps({key: value for key, value in row.items() if key in SHOWN}), flush=True)
-                if options.output:
-                    options.output.parent.mkdir(parents=True, exist_ok=True)
-                    options.output.write_text(as_json({"runs": [*earlier, facts]}))
+                write_result(options.output, {"runs": [*earlier, facts]})
     print(markdown({"runs": [facts]}))
     return 0
 

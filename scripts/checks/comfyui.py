@@ -25,7 +25,7 @@ from diffusers import FluxPipeline
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
 from dit_accel.tools.measure.metrics import psnr
 from dit_accel.tools.measure.origin import describe_run
-from scripts.tables import as_json
+from scripts.tables import write_result
 
 NODES = Path(__file__).parents[2] / "integrations" / "comfyui"
 ACCELERATED = ("euler", "ddim", "dpmpp_2m", "uni_pc", "res_multistep", "deis", "ipndm", "lms", "euler_cfg_pp")
@@ -47,8 +47,7 @@ def main() -> int:
     for row in check.rows():
         results["rows"].append(row)
         print(json.dumps(row), flush=True)
-        if options.output:
-            options.output.write_text(as_json(results), encoding="utf-8")
+        write_result(options.output, results)
     bad = [row["check"] for row in results["rows"] if not row["passed"]]
     print("failed: " + ", ".join(bad) if bad else "all passed")
     return len(bad) > 0

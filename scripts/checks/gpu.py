@@ -40,7 +40,7 @@ from scripts.bench.kernels.gate import (
     check_kernels,
     check_no_host_wait,
 )
-from scripts.tables import as_json
+from scripts.tables import write_result
 
 
 class ProductsOnTheHost(TorchDispatchMode):
@@ -115,8 +115,7 @@ def main() -> int:
     rows = results["kernels"] + results["flux"]
     failures = sum(not row["passed"] for row in rows)
     print(f"\n{len(rows) - failures} of {len(rows)} checks passed")
-    if arguments.output:
-        arguments.output.write_text(as_json(describe_run("cuda") | results))
+    write_result(arguments.output, describe_run("cuda") | results)
     return 1 if failures else 0
 
 
