@@ -17,6 +17,7 @@ from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.storage import StoredHistory
 from dit_accel.sparse import tile_site
 from dit_accel.sparse.policies import POLICIES
+from dit_accel.sparse.probe import adjusted
 from dit_accel.sparse.site_state import SiteState, TileState
 from tests.models.tiny import pipeline
 from tests.tiny import tiny_output
@@ -349,17 +350,11 @@ def test_every_row_has_its_turn_at_the_probe(count, monkeypatch):
     "error, kept", [(0.01, True), (0.04, True), (0.05, False), (math.nan, False), (math.inf, False)]
 )
 def test_masks_stay_only_where_their_error_is_known_to_be_small(error, kept):
-    """An error that is no number is none that the target allows."""
-    state = TileState(kept=(masks := object()))
+    """An error that is no number is none that the target allows. It belongs to the growth that its masks had."""
+    state = TileState(kept=(masks := object()), growth=0.9, drawn_growth=0.4)
     state.tighten(error, 0.04)
     assert (state.kept is masks) == kept
-
-
-def test_an_error_belongs_to_the_growth_that_its_masks_had():
-    """Not to one that was changed in the meantime."""
-    state = TileState(growth=0.9, drawn_growth=0.4)
-    state.tighten(0.16, 0.04)
-    assert (state.growth, state.drawn_growth) == (0.2, 0.4)
+    assert state.growth == adjusted(0.4, error, 0.04) and state.drawn_growth == 0.4
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
