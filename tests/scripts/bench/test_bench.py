@@ -13,14 +13,16 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.errors import KernelError
+from dit_accel.sla import module as sla
 from scripts.bench.kernels import gate, verify
 from scripts.bench.kernels.__main__ import OPS, main
 from scripts.bench.kernels.cases import Case, make_inputs
 from scripts.bench.kernels.clock import FEWEST, MOST, median_ms
 from scripts.bench.kernels.recorder import Recorder
 from scripts.bench.kernels.sizes import FULL, QUICK, TINY, sparse_cases
+from scripts.bench.kernels.sla import bench_sla
 from scripts.bench.kernels.verify import Verdict
-from scripts.bench.kernels.verify_attention import verify_attention
+from scripts.bench.kernels.verify_attention import verify_attention, verify_attention_gradients
 
 ROOT = Path(__file__).parents[3]
 CPU = ("--quick", "--device", "cpu", "--backends", "reference")
@@ -302,3 +304,34 @@ def test_the_clock_repeats_within_bounds():
     calls = []
     assert median_ms(lambda: calls.append(1), "cpu") > 0
     assert FEWEST <= len(calls) - 2 <= MOST
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2], ids=["right", "dq", "dk", "dv"])
+def test_a_wrong_gradient_fails(wrong):
+    """Right gradients pass, and one that is 10% too large does not."""
+    case = Case(300, heads=2, head_dim=32, block=64, batch=2, rows=0.8, tiles=0.4, dtype=torch.float16)
+    inputs = make_inputs(case, "cpu")
+    qkv, do = inputs.qkv(), inputs.features()
+    o, lse = kernels.attention(*qkv, inputs.plan, return_lse=True)
+    right = kernels.attention_backward(*qkv, o, lse, do, inputs.plan)
+    gradients = [gradient * 1.1 if index == wrong else gradient for index, gradient in enumerate(right)]
+    assert verify_attention_gradients(gradients, qkv, do, inputs, samples=4).passed == (wrong is None)
+
+
+PARTS = {  # of the module: the rows that it makes wrong
+    "attention": "sla forward",
+    "linear_attention": "sla forward",
+    "differentiable_attention": "sla backward",
+    "differentiable_linear_attention": "sla backward",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_wrong_part_has_no_time(part, monkeypatch):
+    """A result that is off by a hundredth fails the rows that it belongs to."""
+    right = getattr(sla, part)
+    monkeypatch.setattr(sla, part, lambda *arguments, **options: right(*arguments, **options) * 1.01)
+    recorder = Recorder("cpu", ["reference"], log=lambda line: None)
+    bench_sla(recorder, TINY.cases["sla"][0], TINY)
+    wrong = [row for row in recorder.rows if row["op"] == PARTS[part]]
+    assert wrong and all(not row["passed"] and row["ms"] is None and row["speedup"] == {} for row in wrong)
