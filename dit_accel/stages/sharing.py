@@ -7,8 +7,6 @@ Ranks vote before they share, so that all do or none does. A rank that fails goe
 exchanges, so that no other rank waits for it; then all decode again by themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -8,8 +8,6 @@ Weights that are offloaded between calls get new memory, and buffers and quantis
 addresses don't count, and buffers and quantised data are compared by their shapes and by up to 4096 values.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType

@@ -8,8 +8,6 @@ convolution with 2 x 2 taps instead of 3 x 3 over the input itself: 2.25 times f
 where frames are repeated too.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

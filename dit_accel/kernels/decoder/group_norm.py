@@ -8,8 +8,6 @@ its own. Videos may get a border of repeated pixels and frames before the first 
 and a scale and a shift for blocks of pixels, as in CogVideoX's decoder.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

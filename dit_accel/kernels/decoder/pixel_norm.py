@@ -9,8 +9,6 @@ reads two frames that earlier calls kept, or zeros, and its border is zeros. The
 tensor, so nothing is concatenated or copied.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

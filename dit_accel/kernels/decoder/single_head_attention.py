@@ -7,8 +7,6 @@ a product with sums in float32, their exponentials by a kernel, and a product wi
 is faster than torch's own attention, whose kernel for such heads does not use the tensor cores of recent GPUs well.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

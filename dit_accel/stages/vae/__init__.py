@@ -6,8 +6,6 @@ pages, take the module, the arguments that a page knows, and ``layers``. On a pa
 calls with at least as many latents.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -4,8 +4,6 @@ Features stay in channels-last layout, which convolutions on tensor cores want. 
 adds the bias of the convolution before; the sum behind a block adds the bias of the last one.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0

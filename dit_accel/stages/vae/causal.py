@@ -7,8 +7,6 @@ its convolutions are two-dimensional. ``feat_cache`` holds the same frames as in
 diffusers, or this rank's band of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

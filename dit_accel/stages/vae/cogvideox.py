@@ -7,8 +7,6 @@ One op normalises, applies them and SiLU, and writes behind two frames of the pa
 convolution of an upsampling, which has half as many to read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

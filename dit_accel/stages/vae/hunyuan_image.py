@@ -4,8 +4,6 @@ Its upsampling moves channels into pixels and adds the input in the same way. He
 are, and one copy in channels-last layout moves both and adds the bias of the convolution.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -5,8 +5,6 @@ padded or converted, and bias and residual are added where a convolution stores 
 frame by frame, each to the frames up to it, instead of masking half of all scores.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

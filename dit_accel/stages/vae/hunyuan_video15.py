@@ -5,8 +5,6 @@ padded or converted. The middle block attends frame by frame, each to the frames
 scores row by row. An upsampling moves channels into pixels and frames, in one copy that adds its shortcut.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Layers of decoders with fused kernels, on features in channels-last layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest

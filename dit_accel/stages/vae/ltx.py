@@ -7,8 +7,6 @@ upsampling moves channels into pixels: its convolution gives them in an order in
 contiguous memory.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
