@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from dit_accel.loop.closed_loop import Course, Gap
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
-# Fitted to 6,000 runs of five models with 12 to 100 steps: a bound θ over N steps computes 5 + 0.39 · (θ / N)^(−0.55)
-# of very many steps, and one more with guidance. Once x of the run is over, 0.27 + 0.66 · x of them have computed.
-LEAST, SCALE, POWER = 5.0, 0.39, 0.55
-FEWEST = 1.2  # least K − 5: with fewer steps no bound is much better than another
+# Fitted to 6,000 runs of five models with 12 to 100 steps: a bound θ over N steps computes 2.5 + 1.15 · (θ / N)^(−0.4)
+# of very many steps, and 1.5 more with guidance. Once x of the run is over, 0.27 + 0.66 · x of them have computed.
+LEAST, SCALE, POWER = 2.5, 1.15, 0.4
+FEWEST = 1.0  # least K − 2.5: with fewer steps no bound is much better than another
+GUIDED = 1.5
 START, RATE = 0.27, 0.66
 
 
@@ -52,7 +52,7 @@ class BudgetGap(Gap):
 
     def _plan(self, step: int) -> None:
         """Set the bound: at first the usual one, and more and more the one that the steps that are left afford."""
-        usual = usual_bound(max(self.spent + self.left - self._is_guided, 1), self._steps)
+        usual = usual_bound(max(self.spent + self.left - GUIDED * self._is_guided, 1), self._steps)
         to_come = 1 - START - RATE * (step + 0.5) / self._steps  # share of the steps that compute
         affordable = usual_bound((self.left + 0.5) / to_come, self._steps)
         over = (step + 1) / self._steps
@@ -89,18 +89,14 @@ class Deadline:
         if self._spent:
             self._cost, self._spent, self._steps = min(self._cost, self._spent), 0.0, 0
         self._begun, self._steps = time.perf_counter(), self._steps + 1
-
-    def numbers(self) -> list[float]:
-        """Return the numbers that :meth:`left` takes; devices that share a call agree on their maxima."""
-        if not self._spent and self._ended > self._started:
+        if self._ended > self._started:
             self._overhead = (self._begun - self._ended) / self._steps
-        return [self._begun - self._started, self._cost, self._overhead]
 
-    def left(self, numbers: Sequence[float], remaining: int) -> int:
+    def left(self, remaining: int) -> int:
         """Return how many of the remaining steps may compute, once the host has waited for a computed call."""
-        begun, cost, overhead = numbers
         self._ended = time.perf_counter()
         self._spent = self._ended - self._begun
-        if math.isinf(cost):
+        if math.isinf(self._cost):
             return remaining
-        return max(int((self._limit - begun - remaining * overhead) / cost) - 1, 0)
+        free = self._limit - (self._ended - self._started) - remaining * self._overhead
+        return max(int(free / self._cost), 0)

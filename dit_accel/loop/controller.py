@@ -217,12 +217,9 @@ class Controller:
         This is the one host synchronisation of a computed step. ``agreed`` combines the numbers of several devices.
         """
         numbers = [number.view(-1) for measured, _ in call.measured for number in measured]
-        if self._deadline is not None and numbers:
-            numbers = [numbers[0].new_tensor(self._deadline.numbers()), *numbers]
         values = iter(agreed(torch.cat(numbers)).tolist() if numbers else ())
         if self._deadline is not None and numbers:
-            remaining = call.tick.steps - call.tick.step - 1
-            self.branches.allow(self._deadline.left(list(islice(values, 3)), remaining))
+            self.branches.allow(self._deadline.left(call.tick.steps - call.tick.step - 1))
         for measured, take in call.measured:
             take(list(islice(values, sum(number.numel() for number in measured))))
 

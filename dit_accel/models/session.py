@@ -14,6 +14,7 @@ import torch
 from diffusers.hooks.hooks import BaseState, StateManager
 from torch.utils import _pytree as pytree
 
+from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import WHOLE_BATCH, Call, Description
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
@@ -25,6 +26,7 @@ from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_fo
 from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS, TIMESTEPS, further_latents_of, latents_of
 from dit_accel.models.hooks import HOOK_NAME, OFFLOAD_HOOK, Hook, hooks_above, lift_hook, split_above
+from dit_accel.models.parallel.branches import is_shared
 from dit_accel.models.parallel.context_parallel import agreed, gathered
 from dit_accel.models.runs import Runs
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
@@ -38,6 +40,10 @@ NO_TIMESTEP = "calls without a timestep run unaccelerated, because their step is
 NO_NAMES = (
     "calls with unnamed arguments run unaccelerated: the transformer's forward was replaced by a function of *args and "
     "**kwargs; decorate that with functools.wraps of the original forward"
+)
+OWN_CLOCKS = (
+    "schedule.max_seconds is for one process, got several that share a call, whose clocks differ: set "
+    "schedule.computed_steps"
 )
 TENSOR = object()  # marks a predicted tensor in the remembered structure of an output
 BESIDE = (
@@ -141,6 +147,8 @@ class Session:
         """Run a call with its blocks, and pass its output to the loop; ``passed`` and ``arguments`` are the same."""
         self._refuse_other_cache()
         driver, run = self.driver, self.run
+        if run.preset.schedule.max_seconds is not None and is_shared(driver.transformer):
+            raise UnsupportedError(OWN_CLOCKS)
         original = driver.computing(original)
         passed, arguments = driver.enter(call, passed, arguments)
         if (remark := replaced_forward_remark(driver.transformer, driver.name)) is not None:

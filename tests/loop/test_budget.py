@@ -6,12 +6,13 @@ from itertools import pairwise
 import pytest
 
 from dit_accel import accelerate_pipeline, accelerated
-from dit_accel.errors import PresetError
+from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop import budget
 from dit_accel.loop.budget import BudgetGap, Deadline, usual_bound
 from dit_accel.loop.closed_loop import Course
 from dit_accel.loop.growth import error_weights
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.parallel.branches import GROUP
 from dit_accel.presets import load_preset
 from tests.models import tiny
 
@@ -93,9 +94,8 @@ def deadline(monkeypatch, limit, costs, overhead=0.01, after=0.0):
         if left > 0:
             done += 1
             for _ in range(2):  # calls of guidance; the first step has no error to read
-                numbers = clock.numbers()
                 now += cost / 2
-                left = clock.left(numbers, len(costs) - step - 1) if step else left
+                left = clock.left(len(costs) - step - 1) if step else left
     return now - 100.0, done
 
 
@@ -132,6 +132,14 @@ def test_the_time_after_the_steps_is_that_of_the_call_before():
         tiny.output("flux", 2)
         (_, after) = pipe.dit_accel._runs.of(pipe).parts.bounds(["transformer"])
     assert 0 < after == measured["rest"]
+
+
+def test_processes_that_share_a_call_have_clocks_of_their_own(monkeypatch):
+    """They could decide differently, and wait for each other for ever."""
+    pipe = tiny.pipeline("flux")
+    monkeypatch.setattr(pipe.transformer, GROUP, object(), raising=False)
+    with accelerated(pipe, max_seconds=1.0), pytest.raises(UnsupportedError, match="clocks differ"):
+        tiny.output("flux", 2)
 
 
 @pytest.mark.parametrize(

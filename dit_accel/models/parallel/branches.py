@@ -18,8 +18,15 @@ from torch.utils import _pytree as pytree
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import Call
 from dit_accel.models.beside.control_net import TensorForm, call_form, deferred
+from dit_accel.models.parallel.context_parallel import parallel_degree, shares_layers
 
 GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the group of devices that share its branches
+
+
+def is_shared(transformer: nn.Module) -> bool:
+    """Return True if several processes share the transformer's calls: their tokens, layers or branches."""
+    has_group = getattr(transformer, GROUP, None) is not None
+    return has_group or parallel_degree(transformer) > 1 or shares_layers(transformer)
 
 
 class SharedBranches:
