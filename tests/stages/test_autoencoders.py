@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -183,7 +184,7 @@ def test_a_later_frame_may_differ_or_fail(name, way, remark, monkeypatch):
         assert remark in fused.remark
 
 
-BLOCK, FIRST = "up_blocks.0.resnets.0", "conv_in"
+BLOCK, FIRST, ATTENTION = "up_blocks.0.resnets.0", "conv_in", "mid_block.attentions.0"
 NOISY = {**UPSAMPLED, "decoder_inject_noise": (True, False, False)}
 
 
@@ -194,6 +195,8 @@ NOISY = {**UPSAMPLED, "decoder_inject_noise": (True, False, False)}
         ("hunyuan-image", {}, "up_blocks.0", {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
         ("hunyuan 1.5", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
         ("hunyuan 1.5", {}, FIRST, {"pad_mode": "constant"}, "conv_in has pad_mode = constant"),
+        ("hunyuan", {}, ATTENTION, {"processor": AttnProcessor()}, f"{ATTENTION} is not the attention of diffusers"),
+        ("hunyuan", {}, ATTENTION, {"rescale_output_factor": 2.0}, f"{ATTENTION} is not the attention of diffusers"),
         ("cogvideox", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),
         ("cogvideox", {}, FIRST, {"pad_mode": "replicate"}, "conv_in has pad_mode = replicate"),
         ("ltx 2", {}, BLOCK, {"nonlinearity": nn.ReLU()}, "nonlinearity is a ReLU"),

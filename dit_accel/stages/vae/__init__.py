@@ -1,9 +1,10 @@
 """Decoders of autoencoders, a page for each class, with the forward of its decoder on fused kernels.
 
 A page has the names of the classes that a decoder may consist of (``KNOWN``), and the values that attributes of its
-modules must have (``REQUIRED``, by name, or by the end of a class's name and name). ``decode``, and ``encode`` on some
-pages, take the module, the arguments that a page knows, and ``layers``. On a page with ``SHARED_FROM``, ranks share
-calls with at least as many latents.
+modules must have (``REQUIRED``, by name, or by the end of a class's name and name). ``why_not_module`` on some pages
+returns why a module with these can't run either, or None. ``decode``, and ``encode`` on some pages, take the module,
+the arguments that a page knows, and ``layers``. On a page with ``SHARED_FROM``, ranks share calls with at least as many
+latents.
 """
 
 from types import ModuleType
@@ -43,4 +44,4 @@ def why_unknown(page: ModuleType, module: nn.Module) -> str | None:
         value = getattr(module, name, values[0])
         if kind.endswith(owner) and (isinstance(value, torch.Tensor | nn.Module) or value not in values):
             return f"has {name} = {value if isinstance(value, bool | int | float | str) else type(value).__name__}"
-    return None
+    return page.why_not_module(module) if hasattr(page, "why_not_module") else None

@@ -8,7 +8,6 @@ frame by frame, each to the frames up to it, instead of masking half of all scor
 import torch
 from torch import nn
 
-from dit_accel.errors import UnsupportedError
 from dit_accel.stages.vae.autoencoder_kl import has_one_head, projections
 from dit_accel.stages.vae.layers import Layers, attended, parts_of
 
@@ -19,6 +18,12 @@ KNOWN = {
     *("GroupNorm", "SiLU", "Linear", "Dropout"),
 }
 REQUIRED = {"pad_mode": ("replicate",), "upsample_factor": ((1, 2, 2), (2, 2, 2))}
+
+
+def why_not_module(module: nn.Module) -> str | None:
+    """Return why an attention can't run on this page, or None."""
+    is_other = type(module).__name__ == "Attention" and not has_one_head(module)
+    return "is not the attention of diffusers, with one head" if is_other else None
 
 
 def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
@@ -60,7 +65,5 @@ def _behind_norm(
 
 
 def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    if not has_one_head(attention):
-        raise UnsupportedError("its attention is not that of diffusers, with one head")
     norm = layers.group_norm(attention.group_norm, x, silu=False)
     return x + attended(norm, *projections(attention), layers=layers, causal=True)
