@@ -26,7 +26,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
 from dit_accel.models.caller import direct_caller
-from dit_accel.models.hooks import is_compiled, runs_known_code
+from dit_accel.models.hooks import is_compiled, is_known_class, runs_known_code
 from dit_accel.models.stand_in import StandIn
 from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, group_of, ranks_of
 from dit_accel.stages.vae import page_of, why_unknown
@@ -263,9 +263,7 @@ def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> s
     has_torch_hooks = not is_root and (part._forward_hooks or part._forward_pre_hooks)  # ours time the decoder itself
     if has_torch_hooks or hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook"):
         return "has hooks"
-    if not is_root and not (
-        runs_known_code(part) and type(part).__module__.partition(".")[0] in ("torch", "diffusers")
-    ):
+    if not is_known_class(type(part), ("torch", "diffusers")) or not (is_root or runs_known_code(part)):
         return "is not the code of torch or diffusers"
     for name, weight in part._parameters.items():
         if weight is not None and (weight.dtype != latents.dtype or weight.device != latents.device):

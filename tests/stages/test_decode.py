@@ -90,6 +90,11 @@ def _wrap_a_convolution(vae):
     vae.decoder.conv_in = Wrapped(vae.decoder.conv_in)
 
 
+def _replace_the_decoder(vae):
+    """By a decoder whose class has the name of diffusers'."""
+    vae.decoder.__class__ = type("Decoder", (type(vae.decoder),), {"__module__": "mine"})
+
+
 def _add_a_lora(vae):
     vae.add_adapter(LoraConfig(r=2, target_modules=["conv1", "conv2"], init_lora_weights=False))
 
@@ -101,6 +106,7 @@ def _compile_a_part(vae):
 CHANGES = {
     "hooked": (lambda vae: vae.decoder.mid_block.register_forward_hook(lambda *_: None), "mid_block has hooks"),
     "wrapped": (_wrap_a_convolution, "conv_in is not the code of torch or diffusers"),
+    "another class": (_replace_the_decoder, "the decoder is not the code of torch or diffusers"),
     "lora": (_add_a_lora, "is not the code of torch or diffusers"),
     "compiled": (_compile_a_part, "mid_block is compiled"),
     "training": (lambda vae: vae.train(), "training mode"),
