@@ -90,8 +90,7 @@ def group_norm(
     checks.require_typed("x", x, (x.shape[0], groups, 2), torch.float32, moments=moments)
     if moments is None:
         moments = group_moments(x, groups=groups, input_bias=input_bias, backend=backend)
-    first, stop = (0, x.shape[2]) if frames is None else (frames.start, frames.stop)
-    first -= before  # frames before 0 are copies of it
+    first, stop = (-before, x.shape[2]) if frames is None else (frames.start - before, frames.stop)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import group_norm_into
 
@@ -106,7 +105,7 @@ def group_norm(
     normed = _normed(x, input_bias, weight, bias, scale, shift, eps, moments)
     result = (F.silu(normed) if silu else normed).to(x.dtype)
     if x.ndim == 5:
-        place = torch.arange(first, stop, device=x.device).clamp(min=0)
+        place = torch.arange(first, stop, device=x.device).clamp(min=0)  # frames before 0 are copies of it
         result = F.pad(result.index_select(2, place), (border, border, border, border, 0, 0), mode="replicate")
     return result.contiguous(memory_format=LAST[x.ndim])
 
