@@ -12,8 +12,6 @@ block, `accelerate_transformer` in a denoising loop of your own, and `paralleliz
 `preset_names()` lists the presets.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -6,8 +6,6 @@ diffusers chooses a cache by the class of its config and takes no classes from o
 same arguments.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Acceleration as a block of diffusers' modular pipelines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

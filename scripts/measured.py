@@ -8,8 +8,6 @@ Presets of the closed loop have the range over all cells of docs/results/conditi
 Others have the row of the file that measured.json names as their source.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@
 The scripts write the same tables next to the JSON, and the site has a page for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -10,8 +10,6 @@ one line; any other error is a defect and keeps its traceback. Commands import t
 that help and completion are quick.
 """
 
-from __future__ import annotations
-
 import errno
 import sys
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Each command derives a dataclass ``Options`` from one of these and takes it as i
 :func:`takes_options` turns the fields into the parameters that typer needs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Collection

@@ -4,8 +4,6 @@ All processes generate the same output together and the first one writes it. The
 error and ends all others.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """``dit-accel presets``: list and show the shipped presets, and check preset files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``dit-accel recommend``: the preset for a model, GPU and number of steps."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass
 
 import typer

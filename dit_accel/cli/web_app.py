@@ -1,7 +1,5 @@
 """``dit-accel app``: a browser page that compares the plain and the accelerated output."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 

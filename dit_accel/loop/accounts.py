@@ -1,7 +1,5 @@
 """Add the cost of each call to the report of a run: FLOPs, seconds and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """State of a denoising run: of each branch of classifier-free guidance, and of the call in progress."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

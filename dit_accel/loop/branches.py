@@ -6,8 +6,6 @@ another pipeline that shares the transformer. When a second transformer takes ov
 dropped to free their memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

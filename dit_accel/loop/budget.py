@@ -5,8 +5,6 @@ them has computed at each point of a run, differs little between prompts, models
 the bound that usually costs it, and each computed step adapts the bound to the steps that are left.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

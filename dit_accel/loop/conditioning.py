@@ -5,8 +5,6 @@ conditioning make both wrong. A change is an item that held its value from one c
 item that differs at every call, such as the residuals of a ControlNet, belongs to the step and is no change.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass

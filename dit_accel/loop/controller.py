@@ -1,7 +1,5 @@
 """Open and close every transformer call, and keep the branches and the report of one run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

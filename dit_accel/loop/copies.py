@@ -1,7 +1,5 @@
 """Copies of a scheduler with all that its step reads and writes, so that a trial of the step changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -4,8 +4,6 @@ The history holds the computed features, so there are no derivative tensors. The
 inside F needs no special case.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

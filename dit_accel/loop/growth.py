@@ -22,8 +22,6 @@ ones, and video models' outputs continue best.
 docs/reference/concepts.md has more; docs/notes/loop.md has the measurements and the choice of the constants.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Compute on a fixed interval, as the papers do, without measuring forecast errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -18,8 +18,6 @@ stack needs the rows of every row-block in which any head is reused: nearly all 
 The figures count the memory between calls. While a block runs, its decoded histories take memory in addition.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Outputs of a transformer that have schedules of their own, such as MiniMax-H3's video and audio."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 

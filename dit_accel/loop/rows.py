@@ -1,7 +1,5 @@
 """Take samples from a batch, and join a batch from its parts. Rows are places in the first dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

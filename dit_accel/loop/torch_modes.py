@@ -1,7 +1,5 @@
 """Modes of torch that hold for the whole process: settings that decide which kernels run, and watchers of all calls."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 
 import torch

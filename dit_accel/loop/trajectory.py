@@ -11,8 +11,6 @@ FELT of their norm, and that exceeds the edits of the steps before by more than 
 The fit reads a few thousand entries of each tensor on the host, which waits for the device once a step.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 

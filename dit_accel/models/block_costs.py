@@ -1,7 +1,5 @@
 """FLOPs of the blocks in a call: linear layers, and attention at its measured density."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import nn

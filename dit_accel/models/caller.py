@@ -1,7 +1,5 @@
 """The pipeline that calls a transformer, which several pipelines may share, and the clock of its schedulers."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from itertools import repeat

@@ -4,8 +4,6 @@ It uses torch's own module hooks. They replace nothing, so pipelines may share c
 any order.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ They are the other arguments of the call, the pipeline's guidance scales, and th
 :mod:`dit_accel.loop.conditioning` notices when one of them changes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Choice of the drivers of a pipeline's transformers, by their families, and whether a preset fits them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any

@@ -8,8 +8,6 @@ whenever one of our hooks is added or removed, or is called for the first time a
 class: replacing the forward of the class takes effect at the next call.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator

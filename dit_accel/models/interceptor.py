@@ -5,8 +5,6 @@ IP-Adapter, fused projections and quantised layers keep working, and processors 
 The processor is not replaced, because diffusers creates new ones from its class (``load_ip_adapter``) and stores it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

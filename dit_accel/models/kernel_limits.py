@@ -1,7 +1,5 @@
 """Limits of our kernels that replace torch's: supported inputs, and sizes at which they are faster."""
 
-from __future__ import annotations
-
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 

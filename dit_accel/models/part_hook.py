@@ -3,8 +3,6 @@
 The block's own forward runs in every step, so that norms, modulation and gates are fresh.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

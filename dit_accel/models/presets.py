@@ -1,7 +1,5 @@
 """Presets checked against model families: whether the family of a preset exists and can run it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

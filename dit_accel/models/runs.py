@@ -5,8 +5,6 @@ the thread does. A transformer computes one call at a time, because its hooks an
 progress. A change of these, from any thread, is made between calls; it waits for none (:func:`between_calls`).
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """A callable in place of an object's method, which copies and pickles of the object do not have."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

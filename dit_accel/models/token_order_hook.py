@@ -6,8 +6,6 @@ its own. They are restored where they leave the last block. Blocks do not notice
 Projections at either end have no hooks, because LoRA replaces these modules and would bypass a hook.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 transformer. Our hooks are on the transformer inside, where arguments have names, so wrappers may come and go.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Write the error messages of invalid presets."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Assign overrides to sections: plain keywords, dotted keys and whole sections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache

@@ -1,7 +1,5 @@
 """Load presets from files, names and overrides."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read untrusted files and YAML within bounds on size, depth and number of values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path

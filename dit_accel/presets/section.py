@@ -1,7 +1,5 @@
 """Base classes of preset sections: frozen, strict models, some of which have several forms."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Self, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator

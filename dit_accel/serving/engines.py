@@ -5,8 +5,6 @@ Both engines load the pipeline in worker processes, so each loads its hook there
 :class:`VllmOmniWorker` as ``worker_extension_cls``. The environment variable ``DIT_ACCEL_PRESET`` names the preset.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

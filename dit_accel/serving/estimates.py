@@ -3,8 +3,6 @@
 Memory is a lower bound: nothing that fits is refused. Sizes that only the pipeline knows give no estimate.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import time

@@ -1,7 +1,5 @@
 """Turn failures that a user can fix into clear errors: out of memory, and arguments that a pipeline rejects."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import traceback

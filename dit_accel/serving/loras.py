@@ -1,7 +1,5 @@
 """``--lora``: parse LoRAs with their weights and load them into a pipeline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Check output files before any computation, so that no run is lost to a wrong name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

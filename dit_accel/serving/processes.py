@@ -1,7 +1,5 @@
 """Processes that load pipelines: their warnings, and those that torchrun starts to share one pipeline."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

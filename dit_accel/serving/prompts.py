@@ -1,7 +1,5 @@
 """Read files of prompts into jobs, and group jobs that can share one call."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Former place of the function that reads an edit, for programs that call it here."""
 
-from __future__ import annotations
-
 from dit_accel.serving.http.api import Limits, Served
 from dit_accel.serving.http.requests import EditRequest, Fields, read
 

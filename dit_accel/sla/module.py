@@ -5,8 +5,6 @@
 >>> o = attend(q, k, v)  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import torch

@@ -8,8 +8,6 @@ The saved model runs without this module: ``folder/transformer`` is a plain diff
 diffusers if one was trained. The preset key ``skip.projection`` takes ``folder/sla.safetensors``.
 """
 
-from __future__ import annotations
-
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any

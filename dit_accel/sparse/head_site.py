@@ -1,7 +1,5 @@
 """Attention of one site at level head (FlashOmni): reused rows, and GEMM-Q and GEMM-O under the same symbols."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -13,8 +13,6 @@ of the factor keep one outlier or NaN from emptying or filling the masks. The gr
 because masks are whole tiles: if no tile is left out, the error is 0 and does not predict the cost of the next tile.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Read the learned projections of SLA from the files that a preset names, once per accelerated pipeline."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

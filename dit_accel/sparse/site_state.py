@@ -1,7 +1,5 @@
 """State of a transformer block and its attention in one branch, and the memory of symbols."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, takewhile

@@ -1,7 +1,5 @@
 """One attention in a computed call: compute symbols from q and k, attend under them, and measure the error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

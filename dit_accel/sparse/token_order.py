@@ -9,8 +9,6 @@ distance of tokens from their block's centre, for a grid of 21 × 30 × 52 and b
 An order is a permutation, int64 ``[S]``: place i of the order has the token at place ``order[i]`` of raster order.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

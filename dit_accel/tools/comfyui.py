@@ -8,8 +8,6 @@ To install, put ``integrations/comfyui`` into ComfyUI's ``custom_nodes``; see do
 not import ComfyUI.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

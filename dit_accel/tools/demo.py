@@ -1,7 +1,5 @@
 """Find the trained demo models by name, in a checkout or in the distribution ``dit-accel-demos``."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec

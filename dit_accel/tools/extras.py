@@ -1,7 +1,5 @@
 """Optional packages, and the extras that install them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from dit_accel.errors import UnsupportedError

@@ -1,7 +1,5 @@
 """Report each denoising step of a pipeline to a callback, instead of showing its progress bar."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ call is checked: its latents are finite, and its result has the right sides.
 The JSON is written after each row. Rows of earlier commands stay in the file unless they are measured again.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -9,8 +9,6 @@ Both sides have the same input and the same weights. The error of each is the re
 the float32 decoder without TF32, of the first latent frames; memory is the peak above what weights and latents take.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

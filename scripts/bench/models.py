@@ -11,8 +11,6 @@ and costs its time, then a random choice with the given density replaces its own
 computed steps are forced at a fixed interval.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ All calls use ``balanced`` with ``schedule.per_prompt`` and the same noise. Time
 round times every batch size. Images are compared as saved, in 8 bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

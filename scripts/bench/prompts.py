@@ -9,8 +9,6 @@ away where models are offloaded. Both sides run in one process with the same wei
 bit by bit. The first call encodes and keeps; the seconds of the other calls are medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -16,8 +16,6 @@ weights. The seconds of the whole denoising are calculated from their medians, f
 smaller card is not repeated for that one. The JSON is written after each row, and keeps rows of earlier commands.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -7,8 +7,6 @@ The presets are the shipped ones of BEFORE that fit a pipeline. Each checkout ru
 of the Python that runs this script. Exits with 1 if any output differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

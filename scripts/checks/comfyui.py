@@ -9,8 +9,6 @@ image equals diffusers'; preset `exact` gives it bit for bit; samplers with one 
 to the plain image; all others run plainly, and the report says why.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -6,8 +6,6 @@ Relative L2 errors of the last latents. A run whose latents are replaced once is
 callback drops at that step.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

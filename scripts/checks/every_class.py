@@ -16,8 +16,6 @@ Writes STEM.json. With --only, the other classes in the file stay, and `run agai
 1 if a run crashed or a result is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

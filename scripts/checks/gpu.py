@@ -13,8 +13,6 @@ rounding of the largest value, and if everything that the symbols mark as reused
 make the host wait. Exits with 1 on a failure. For timings use `python -m scripts.bench.kernels`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

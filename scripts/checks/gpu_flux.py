@@ -1,7 +1,5 @@
 """FLUX.1-dev's transformer with random weights in every step mode on a GPU; part of scripts/checks/gpu.py."""
 
-from __future__ import annotations
-
 import statistics
 from contextlib import ExitStack
 from typing import Any

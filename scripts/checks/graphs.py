@@ -11,8 +11,6 @@ Each row runs the same steps without and with graphs, which are replayed from th
 prints its traceback, and the others continue.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import json

@@ -11,8 +11,6 @@ one of these tests fails. All tests must pass on the unchanged copy first. The c
 Prints a table and the share of noticed changes by folder, and exits with 1 if it is below 90% in total.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import queue

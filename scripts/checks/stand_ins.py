@@ -5,8 +5,6 @@ that run in the folder of :func:`write` load these. Tokenizers are from :mod:`te
 character. Tests that compare with numbers of the Hub's models fail, plainly too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.tiny import encoders

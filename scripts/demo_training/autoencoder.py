@@ -1,7 +1,5 @@
 """Train and measure an autoencoder, on images or videos rendered on the fly."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 

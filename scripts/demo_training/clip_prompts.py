@@ -6,8 +6,6 @@ is small so that a transformer of four million parameters can follow all of it: 
 Plain Python without torch, so that other scripts can read held-out prompts quickly.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ pixels nearest to one hue; only the hue counts, because light, shadow and gloss 
 those of the best overlapping outline among all shapes and angles; the motion follows from centre and angle.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

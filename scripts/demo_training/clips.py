@@ -4,8 +4,6 @@ A video has the image demo's landscape, which moves with a panning camera, and s
 frame: a pan moves only the background. Details outside the prompt (tilts, small shifts) are random and small.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

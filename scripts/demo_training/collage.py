@@ -4,8 +4,6 @@ Photographs have noise and fine edges everywhere, and a prompt names the subject
 `fetch_collage` packs the images into ARCHIVE.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import random

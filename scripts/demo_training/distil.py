@@ -9,8 +9,6 @@ https://arxiv.org/abs/2202.00512) with all halvings at once. Prints the student'
 teacher's run of many steps, on held-out prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """Write a pipeline's folder, sample prompts, and make contact sheets."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Interface between a family of pipelines and the training of a demo model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

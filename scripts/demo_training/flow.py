@@ -5,8 +5,6 @@ With clean latents x and noise n the model sees `x_s = (1 - s) x + s n` at noise
 to cover the ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of the FLUX demo: `FluxPipeline` with CLIP and T5 text, at a size that trains in minutes."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel

@@ -1,7 +1,5 @@
 """Parts of the HunyuanVideo demo: `HunyuanVideoPipeline` with Llama and CLIP text, at a size that trains in minutes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

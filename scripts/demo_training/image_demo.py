@@ -1,7 +1,5 @@
 """Image demo: a `FluxPipeline` for images of 512 and 256 pixels a side."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

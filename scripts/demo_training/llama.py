@@ -8,8 +8,6 @@ exist to be skipped. The first layer starts like T5's in `text_encoders`: each h
 only through the rotation of constant queries and keys. A token with too few words before it attends to the first token.
 """
 
-from __future__ import annotations
-
 import string
 
 import torch

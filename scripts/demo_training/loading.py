@@ -1,7 +1,5 @@
 """Load and run the shipped demo models, with the options that studies share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Every motion goes from a start to an end: once ("moves to the right"), there and
 not at all ("turns", "rests").
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass
 

@@ -3,8 +3,6 @@
 `tuning` is for choosing presets and thresholds, `reporting` for published figures.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

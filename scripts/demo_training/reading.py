@@ -4,8 +4,6 @@ Stickers are the vivid pixels (see `palette`), objects their connected component
 the palette's under any light, its shape the best overlapping outline, its texture the share of dark marks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

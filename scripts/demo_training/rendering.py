@@ -4,8 +4,6 @@ Coordinates run from 0 to 1 over the image, x to the right and y down. Coverage 
 its signed distance, so the same numbers give the same image at every resolution.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

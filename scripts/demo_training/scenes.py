@@ -8,8 +8,6 @@ short prompt leaves out has a fixed value: "a yellow ring" is one in the middle,
 Plain Python without torch, so that other scripts can read held-out prompts quickly.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence

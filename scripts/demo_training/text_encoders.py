@@ -10,8 +10,6 @@ lies outside the text attends to the nearest token. Far from the text every padd
 whatever the padded length.
 """
 
-from __future__ import annotations
-
 import string
 
 import torch

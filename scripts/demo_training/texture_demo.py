@@ -4,8 +4,6 @@
 real images, which `fetch_collage` fetches. Both have shifts of about FLUX.1-dev's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Details outside the prompt (phases, the grain itself, the letters) are random fo
 pixels, so a model's outputs follow no low polynomial in the noise level.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -11,8 +11,6 @@
 Writes the pipeline to --output; a sheet of held-out prompts, the log and the prompt-following table to --results.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

@@ -1,7 +1,5 @@
 """Parts of all trainings: scenes, bf16 weights with float32 masters and their running average, and a time budget."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """Video demos: a `WanPipeline` and a `HunyuanVideoPipeline`, 17 frames of 256 pixels a side or more."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

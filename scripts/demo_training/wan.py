@@ -1,7 +1,5 @@
 """Parts of the Wan demo: `WanPipeline` with UMT5 text, at a size that trains in minutes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar

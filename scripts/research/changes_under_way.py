@@ -7,8 +7,6 @@ A callback replaces the embeddings of the first held-out prompts with the embedd
 each of the steps in --before. Work is a share of the plain run's. Figures are means over prompts, and the lowest PSNR.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable

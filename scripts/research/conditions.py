@@ -13,8 +13,6 @@ whole batch get them one by one. Writes a JSON file after every part, and at the
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

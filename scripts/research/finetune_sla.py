@@ -22,8 +22,6 @@ The same command resumes after --minutes stopped it. The teacher runs on the pro
 on the device; flow matching is for the demo video models, which render their own data.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -19,8 +19,6 @@ times are measured again by one process alone:
 Prompts come from the `reporting` list, which no preset was tuned on; `--split tuning` is for choosing thresholds.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time

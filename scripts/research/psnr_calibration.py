@@ -8,8 +8,6 @@ on a model that is left out. A pair has the lowest PSNR of all models (with it o
 PSNR is the bound of split conformal prediction over the prompts of its conditions.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

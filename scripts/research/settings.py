@@ -12,8 +12,6 @@ attention that computed steps skip. Writes a JSON file after each setting, and a
 of query-key pairs that a whole run skips.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

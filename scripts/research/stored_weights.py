@@ -7,8 +7,6 @@ unchanged weights and to that of the same weights: the loop's own part of the er
     python -m scripts.research.stored_weights --dtype bfloat16 --output docs/results/stored-weights
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from typing import Any

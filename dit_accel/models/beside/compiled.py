@@ -6,8 +6,6 @@ and reach our hook first. In computed steps the hook removes itself and calls th
 the transformer's own forward, the same as without acceleration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

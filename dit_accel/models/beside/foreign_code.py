@@ -8,8 +8,6 @@ which may fill a cache, the next step is computed, so that it can decide. A torc
 no tensor only watches, and may lag. Random generators do not count.
 """
 
-from __future__ import annotations
-
 import dis
 import gc
 import inspect

@@ -5,8 +5,6 @@ for example because memory is short, may be slower than without 8 bits: a step o
 8 bits, takes about 0.3 s instead of 0.17 on one H100.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any
 

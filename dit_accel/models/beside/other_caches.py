@@ -4,8 +4,6 @@ Two caches would each forecast from the other's forecasts, so another cache is a
 the class or on the transformer, and that is no known cache, keeps running; the report names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -5,8 +5,6 @@ hides no padding, so attention stays dense. A bool mask hides padding: encode th
 bool.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

@@ -1,7 +1,5 @@
 """CogVideoX, from text and from an image: joint blocks, text first, with one MLP for both."""
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

@@ -3,8 +3,6 @@
 The pipeline runs both branches of guidance in one call.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, heads_of_width, image_tokens

@@ -3,8 +3,6 @@
 Kontext's reference tokens follow the latents and count as vision.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

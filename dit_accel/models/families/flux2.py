@@ -4,8 +4,6 @@ Reference images follow the latents and count as vision. If Klein's key-value ca
 on, attention has more keys than queries and runs unaccelerated.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 Reference images follow the latents and count as vision. The output has the latents alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

@@ -5,8 +5,6 @@ there no tiles are skipped. On a GPU none are skipped for the released model, be
 kernels do not support.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, image_tokens

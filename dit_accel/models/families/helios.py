@@ -3,8 +3,6 @@
 The history counts as vision. Cross-attention to the prompt may leave it out.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

@@ -5,8 +5,6 @@ not square are padded to the model's largest number of tokens. diffusers zeroes 
 mask them.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, part_of

@@ -4,8 +4,6 @@ Text comes from one or two encoders. diffusers moves the valid tokens of both to
 others. The refiner's given image is among the channels of the latents, which have a dimension for frames.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

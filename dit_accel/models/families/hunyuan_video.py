@@ -6,8 +6,6 @@ diffusers masks the padding behind the text in every attention, and masked atten
 Framepack is another transformer that cuts its padding itself; the driver for any transformer accelerates it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 diffusers moves the valid tokens of all three kinds to the front of the text, and masks the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

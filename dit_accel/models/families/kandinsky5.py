@@ -4,8 +4,6 @@ Checkpoints with their own sparse attention (``attention_type`` is ``nabla``) ke
 attention.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

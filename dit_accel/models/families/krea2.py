@@ -5,8 +5,6 @@ attention. Here it is taken out before the transformer runs: all text tokens hav
 changes nothing. The text's own blocks run in every step.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

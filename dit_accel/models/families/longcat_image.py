@@ -4,8 +4,6 @@ Prompts fill all text tokens, without a mask. The edit pipeline's reference imag
 vision.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """LTX-Video: blocks of self-attention over the video, cross-attention to the prompt, and an MLP."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

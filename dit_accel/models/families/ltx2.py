@@ -3,8 +3,6 @@
 The video's self-attention takes nearly all of the time; only there tiles are skipped.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

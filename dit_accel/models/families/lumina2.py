@@ -5,8 +5,6 @@ masked. On a GPU no tiles are skipped for the released model, because its heads 
 support.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, heads_of_width, image_tokens

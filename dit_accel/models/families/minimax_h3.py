@@ -3,8 +3,6 @@
 Everything but text counts as vision. Audio and video have schedules of their own. Attention is wider than the tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 Attention runs over one sample after the other, each without its padding. Its schedule's noise levels run from 0 to 1.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

@@ -3,8 +3,6 @@
 Text comes first among the keys and is the same in all blocks. The MLP is three linear layers of the block.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, image_tokens

@@ -4,8 +4,6 @@ The edit pipelines' reference images follow the latents and count as vision. The
 at once, and the image that it separates into layers follows them.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ the image's attention. Their own attentions, one for each piece, run as they are
 the first step alone, whose output has them too.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

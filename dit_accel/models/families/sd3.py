@@ -1,7 +1,5 @@
 """Stable Diffusion 3 and 3.5: joint blocks, image first; some of 3.5-medium have a second attention, over the image."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, image_tokens

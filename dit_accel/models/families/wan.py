@@ -1,7 +1,5 @@
 """Wan 2.1 and 2.2: blocks of self-attention over the video, cross-attention to the prompt, and an MLP."""
 
-from __future__ import annotations
-
 import math
 
 import torch

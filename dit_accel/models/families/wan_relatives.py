@@ -5,8 +5,6 @@ Animate's face adapters between the blocks read tokens frame by frame, so tokens
 also keep it under SkyReels-V2's diffusion forcing and causal masks, which work by frames.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

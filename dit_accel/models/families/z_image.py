@@ -4,8 +4,6 @@ Latents and prompts come in lists of samples, and each sequence is padded to a m
 prompts come first, alternating with images, and images from an encoder last.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Base of the hooks on hand-written blocks: when a hook replaces a block's forward, and whole-feature forecasts."""
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 IP-Adapters and LoRA keep working, because they are inside the modules that this file calls.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

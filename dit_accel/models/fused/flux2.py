@@ -4,8 +4,6 @@ A single block has one projection for queries, keys, values and the MLP's inner 
 outputs of attention and MLP.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HunyuanVideo's attention, in double and single blocks, and in blocks of its image-to-video variant."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

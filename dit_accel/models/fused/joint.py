@@ -5,8 +5,6 @@ FLUX and HunyuanVideo have both kinds, Qwen-Image has double blocks only. Both k
 return them in the sequence's order; FLUX.2's single blocks take and return the joint sequence.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial

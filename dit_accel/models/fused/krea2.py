@@ -5,8 +5,6 @@
 A norm multiplies by 1 + weight, which is multiplied into the scale.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -6,8 +6,6 @@
 n and m are RMSNorms without weights, each with a modulation. RoPE has tables for each head.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

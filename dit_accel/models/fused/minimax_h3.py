@@ -5,8 +5,6 @@
 RoPE turns the first features of each head, in two halves. The weights of the norms are multiplied into the scales.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -3,8 +3,6 @@
 LoRA, offload and quantisation wrap, hook or replace modules; such modules must be called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Qwen-Image's blocks, all double: FLUX's attention, with other forms of modulations and RoPE tables."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ Queries are normalised across all heads, so GEMM-Q computes all heads of a row-b
 row-blocks compute cross-attention; the others take its output from the forecast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ The weights of the norms are multiplied into scales and gates. In the Omni model
 modulations of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Reasons why computed steps can't run as CUDA graphs; ``StepGraphs._why_not`` collects them and others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

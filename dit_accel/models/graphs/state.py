@@ -5,8 +5,6 @@ processors, hooks and code of classes. They are compared before each replay: fir
 value if an object was replaced. Values of weights may change, because a graph reads them from their addresses.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import deque

@@ -6,8 +6,6 @@ and fill caches. The second is measured, the third is captured. From then on inp
 replayed, and outputs are copied out. Decisions of the loop, forecasts and measurements stay outside of the graph.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

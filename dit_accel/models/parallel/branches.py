@@ -5,8 +5,6 @@ tensor at once. Outputs are sent in the order of the calls. The loop on every de
 decisions, and can forecast both branches: steps that run no block send nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

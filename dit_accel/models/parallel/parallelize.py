@@ -1,7 +1,5 @@
 """Share a pipeline's work among several processes with one device each, as torchrun starts them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Access to a server: API keys, or without keys the hosts and web pages that may send requests."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Limits of requests, and errors in the form of OpenAI's interface."""
 
-from __future__ import annotations
-
 from asyncio import CancelledError
 from collections.abc import Mapping
 from dataclasses import dataclass

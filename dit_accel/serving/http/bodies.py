@@ -3,8 +3,6 @@
 A client that disconnects meanwhile raises ``Cancelled``.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 

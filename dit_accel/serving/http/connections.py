@@ -1,7 +1,5 @@
 """Connections of a server: those of uvicorn, with limits on clients that send or read too slowly."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

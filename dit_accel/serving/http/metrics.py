@@ -1,7 +1,5 @@
 """Prometheus metrics of a server."""
 
-from __future__ import annotations
-
 import time
 from asyncio import CancelledError
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The rules need the :class:`~dit_accel.serving.http.api.Served` model, which is the context of pydantic's validation.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Sequence

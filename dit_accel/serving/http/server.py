@@ -5,8 +5,6 @@
 This file has the routes of images; :mod:`~dit_accel.serving.http.videos` has those of videos.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """The policy that leaves nothing out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

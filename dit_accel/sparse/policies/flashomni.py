@@ -3,8 +3,6 @@
 Wan's self-attention has no text. There the score of a block is the attention that all blocks pay to it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """Interface of a policy, for sites and tools."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

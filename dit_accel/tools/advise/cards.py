@@ -1,7 +1,5 @@
 """GPUs that commands know by name, with their memory."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Write the lines of Python and of shell that run a recommended preset."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Recommend a preset and a command for a model, GPU and number of steps."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Describe the device, versions and command of a measurement."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -3,8 +3,6 @@
 Each function returns a PIL image or a video, a uint8 array ``[frames, height, width, 3]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

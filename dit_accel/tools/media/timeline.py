@@ -3,8 +3,6 @@
 :func:`~dit_accel.tools.media.figures.timeline_figure` plots a finished run, with its times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

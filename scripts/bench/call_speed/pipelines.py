@@ -1,7 +1,5 @@
 """Pipelines to time, at published and at toy size, with text encoders and autoencoders; all weights are random."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rows of a benchmark of whole calls, and their tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ways to run a pipeline's call: diffusers, with compiled blocks, with cache-dit, and accelerated."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

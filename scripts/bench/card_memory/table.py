@@ -1,7 +1,5 @@
 """Tables of transformers on small cards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ways to keep a transformer in host memory, as pipelines of diffusers enable them, and to undo them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Forms of a transformer's weights; each changes the plain linear layers of the blocks in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 

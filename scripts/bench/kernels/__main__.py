@@ -4,8 +4,6 @@ Writes NAME.json and NAME.md (tables). A backend that fails a check is not timed
 with 1. Ratios compare figures of the same run only.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """Time attention that skips rows, tiles or both, and attention with int8 and fp8 products."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial

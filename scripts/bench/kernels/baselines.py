@@ -3,8 +3,6 @@
 A baseline that is not installed, does not run on this GPU or gives wrong results is left out; the report says why.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext

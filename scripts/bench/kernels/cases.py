@@ -1,7 +1,5 @@
 """Cases to check and time: sizes, computed shares, random tensors and random symbols."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Time a call in ms: alone after clearing the cache, or back to back in a CUDA graph."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import timeit

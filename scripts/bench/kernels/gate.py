@@ -4,8 +4,6 @@ Cases cover ragged tails, lengths of a single row, both block sizes, both head d
 Outputs are filled with NaN first. A DISPATCH step's ops must never make the host wait for the GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

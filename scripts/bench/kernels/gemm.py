@@ -1,7 +1,5 @@
 """Time GEMM-Q and GEMM-O with skipped rows against ``F.linear``: single calls, and windows of UPDATE and DISPATCH."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

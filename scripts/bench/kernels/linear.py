@@ -1,7 +1,5 @@
 """Time 8-bit linear layers, including the rounding of their inputs, against ``F.linear``."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

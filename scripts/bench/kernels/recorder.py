@@ -1,7 +1,5 @@
 """Verify and time ops and their baselines, and collect the rows; ops that can't run are noted with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Record of a run: a JSON document, and its Markdown tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 

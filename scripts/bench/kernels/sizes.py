@@ -1,7 +1,5 @@
 """Sizes to time: FLUX at 1K and 2K, HunyuanVideo at 33K and 118K tokens, Wan 14B at 75K; and small ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

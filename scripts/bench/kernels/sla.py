@@ -1,7 +1,5 @@
 """Time SLA, forward and backward, whole and part by part, against dense attention and its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

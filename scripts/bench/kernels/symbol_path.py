@@ -4,8 +4,6 @@ Chains of small kernels are timed inside a CUDA graph, without Python's launches
 them while the GPU still runs earlier kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -4,8 +4,6 @@ A result passes if its error is at most twice the error of the dense computation
 of the largest value, and if everything that the symbols mark as reused is unchanged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

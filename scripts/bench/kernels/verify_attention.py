@@ -3,8 +3,6 @@
 A row is a sample, a head and a block of queries. SLA's critical and marginal tiles are masks over token pairs here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 

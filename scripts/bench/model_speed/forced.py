@@ -1,7 +1,5 @@
 """Force densities, for random weights whose attention maps are noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

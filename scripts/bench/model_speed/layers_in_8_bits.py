@@ -1,7 +1,5 @@
 """Layers in 8 bits whose original weights wait on the host."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory and time of a device."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

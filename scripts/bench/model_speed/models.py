@@ -1,7 +1,5 @@
 """Transformers to time, at published and at toy size, and the arguments that their pipelines pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Processes started by torchrun, each with its own device, and a model whose tokens they share."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import ExitStack

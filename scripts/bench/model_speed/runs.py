@@ -1,7 +1,5 @@
 """Runs of a model's benchmark; each yields its rows one after the other."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

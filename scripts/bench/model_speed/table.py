@@ -1,7 +1,5 @@
 """Speed-ups of a benchmark's rows, and its Markdown tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 COLUMNS = {

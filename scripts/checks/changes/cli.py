@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/cli` and `dit_accel/serving`: behaviour of the commands."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

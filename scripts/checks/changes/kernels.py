@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/kernels`: samples, heads, boundaries and dtypes."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

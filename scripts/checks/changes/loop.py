@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/loop`: choice of computed steps, and forecasts."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

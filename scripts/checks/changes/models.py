@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/models`: the parts of a model that acceleration touches."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

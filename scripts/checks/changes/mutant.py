@@ -1,7 +1,5 @@
 """One change of the code, a row of the tables."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 Row = tuple[str, str, str, str, str]  # name, property that breaks, nearest test files, old text, new text

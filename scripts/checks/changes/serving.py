@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/serving`: ends, limits and estimates of a server."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/sparse` and `dit_accel/sla`: masks and projections, and what a swap leaves."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/stages`: several inputs, encoders, images and ranks, and what stays after the end."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

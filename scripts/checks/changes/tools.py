@@ -1,7 +1,5 @@
 """Mistakes in `dit_accel/tools`: sides, bounds and runs that are confused."""
 
-from __future__ import annotations
-
 from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off

@@ -1,7 +1,5 @@
 """Facts of the modular pipelines that `modular.py` runs: blocks, sizes and inputs, by class of the transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Small models of transformer classes: pipelines of a checkout of diffusers, or a transformer in a loop of its own."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Modular pipelines of the blocks that denoise, which take embeddings instead of prompts."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Tables of the results of ``scripts/checks/every_class.py``."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

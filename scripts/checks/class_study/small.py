@@ -1,7 +1,5 @@
 """Small configurations and inputs of transformers that no test of diffusers has, by class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

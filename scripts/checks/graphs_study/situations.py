@@ -4,8 +4,6 @@ Each situation is a list of runs. A run begins with a change to the pipeline and
 and decisions must equal, bit for bit, those of a pipeline that never captures.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Conditions of the closed loop's comparison with other methods: a cell, its pipeline and its call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

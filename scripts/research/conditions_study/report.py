@@ -1,7 +1,5 @@
 """Tables and figure of the study of conditions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

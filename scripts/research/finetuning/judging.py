@@ -1,7 +1,5 @@
 """Evaluate a demo pipeline against the dense one, on prompts, images and videos never seen in training."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Training and evaluation data of demo models: videos of the video models, images of the image model."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SLA's tables 2 and 3 on a demo model: every variant before and after the same fine-tuning, and the dense model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

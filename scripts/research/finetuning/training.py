@@ -1,7 +1,5 @@
 """Fine-tune a transformer with SLA, with accelerate: on one device, or on several by `accelerate launch`."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Variants to compare with SLA: attention with one part missing or replaced, mostly by SLA's settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Settings of presets that `settings.py` measures: a page for each study."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from dit_accel.presets import Preset

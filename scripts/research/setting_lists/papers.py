@@ -1,7 +1,5 @@
 """Rows of FlashOmni's and FG-Attn's tables as presets, with the papers' figures for their own models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from dit_accel.presets import load_preset

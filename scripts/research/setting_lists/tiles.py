@@ -4,8 +4,6 @@ Settings: SpargeAttn's share (top_k) and mass (tau_kv) of tiles, the same for al
 count by their means; masks that are kept, with the residual of the skipped tiles; and FG-Attn's single keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

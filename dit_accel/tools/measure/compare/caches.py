@@ -4,8 +4,6 @@ Settings follow each cache's documentation. Improvements beyond it, which give e
 explained at the code and in docs/notes/comparisons.md.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

@@ -1,7 +1,5 @@
 """cache-dit, if installed: DBCache alone and with its calibrators, and its step masks (SCM)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

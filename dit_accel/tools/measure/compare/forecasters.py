@@ -7,8 +7,6 @@ our interpretation.
 A forecast is a weighted sum of records. The weights depend on the records' steps or on their inner products.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence

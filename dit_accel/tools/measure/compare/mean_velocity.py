@@ -10,8 +10,6 @@ The formula is the paper's (arXiv 2601.19961), where û moves the latents from t
 JVP and K from 1 to 6 follow the code; its step tables for other models skip at most 7 steps in a row.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

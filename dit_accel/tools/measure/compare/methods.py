@@ -1,7 +1,5 @@
 """Methods to compare: each can be applied to a pipeline and removed again. Our methods are presets."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence

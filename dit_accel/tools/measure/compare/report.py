@@ -1,7 +1,5 @@
 """Report of a comparison: tables, frontiers, our lead, and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run methods and compare them with plain runs; check after each method that the pipeline is unchanged."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Images of a comparison, in a folder, and a contact sheet of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

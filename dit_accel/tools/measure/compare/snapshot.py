@@ -1,7 +1,5 @@
 """Record the attributes of a pipeline's transformers, to find and remove changes that a method leaves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

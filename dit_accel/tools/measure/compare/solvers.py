@@ -1,7 +1,5 @@
 """Fewer steps, with the model's own solver or a higher-order solver on its noise levels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """A comparison in progress: a JSON file with one row per method, saved after each measurement."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ these, sees the remaining work of any method. The FLOPs of an attention are adde
 (the value projection), because both run in the same steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

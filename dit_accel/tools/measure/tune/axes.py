@@ -1,7 +1,5 @@
 """Axes of a tuning: the run-level thresholds of a preset, each with its possible values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from dit_accel.errors import TuningError

@@ -1,7 +1,5 @@
 """Pipeline runs of a tuning. Results are stored, so that an interrupted tuning repeats no run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable

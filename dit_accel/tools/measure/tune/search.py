@@ -5,8 +5,6 @@ It gallops from the current value until the limit is bracketed, then bisects. It
 other in the direction that makes the run cheaper, until no move does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
