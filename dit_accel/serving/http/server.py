@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from io import BytesIO
+from multiprocessing import resource_tracker
 from typing import Any
 
 import uvicorn
@@ -259,6 +260,7 @@ def signals_held() -> Iterator[None]:
 
     Python would wait for ever for a process that was started and not noted.
     """
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which lets the signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield

@@ -4,11 +4,13 @@ import asyncio
 import base64
 import io
 import json
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from urllib.request import urlopen
 
@@ -606,6 +608,17 @@ def test_metrics_count_every_result_of_a_request():
     counts = [read("dit_accel_requests_total", {"outcome": outcome}) for outcome in outcomes]
     assert seconds == [3.0, 4.0] and counts == [1, 1, 2, 1, 1]
     assert (read("dit_accel_queue_length"), read("dit_accel_running")) == (2, 1)
+
+
+def test_signals_are_held_also_at_the_first_start_of_a_process(monkeypatch):
+    """Which needs Python's tracker of resources; starting that lets the signals through."""
+    tracker = resource_tracker.ResourceTracker()
+    monkeypatch.setattr(resource_tracker, "ensure_running", tracker.ensure_running)
+    with server.signals_held():
+        tracker.getfd()
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    tracker._stop()
+    assert {signal.SIGTERM, signal.SIGINT} <= held
 
 
 def test_a_signal_during_an_import_ends_the_process_well():
