@@ -51,7 +51,6 @@ from dit_accel.kernels.packing import pack_bits as pack_bits
 from dit_accel.kernels.packing import unpack_bits as unpack_bits
 from dit_accel.kernels.plans.classification import classify_tiles as classify_tiles
 from dit_accel.kernels.plans.lowering import lower as lower
-from dit_accel.kernels.plans.lowering import transpose_lists as transpose_lists
 from dit_accel.kernels.plans.pooling import PooledMap as PooledMap
 from dit_accel.kernels.plans.pooling import pooled_map as pooled_map
 from dit_accel.kernels.plans.selection import select_keys as select_keys
@@ -61,3 +60,4 @@ from dit_accel.kernels.plans.tile_masks import mask_from_plan as mask_from_plan
 from dit_accel.kernels.plans.tile_masks import plan_from_mask as plan_from_mask
 from dit_accel.kernels.plans.tile_masks import symbols_from_intervals as symbols_from_intervals
 from dit_accel.kernels.plans.tile_masks import symbols_from_mask as symbols_from_mask
+from dit_accel.kernels.plans.transpose import transpose_lists as transpose_lists

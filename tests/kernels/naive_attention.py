@@ -41,7 +41,7 @@ def attending(sparsity):
         codes = masks.codes.expand_as(sparsity.tiles)
         by_pair = codes.repeat_interleave(block, 2).repeat_interleave(block, 3)
         token = torch.arange(pairs.shape[-1], device=pairs.device)
-        pool = unpack_bits(masks.pool, block)[(codes - FIRST_PARTIAL_TILE).clamp(min=0).long()]
+        pool = unpack_bits(masks.pool, block, backend="reference")[(codes - FIRST_PARTIAL_TILE).clamp(min=0).long()]
         partial = pool.transpose(3, 4).flatten(2, 3).flatten(3, 4)  # [B, H, T, T, i, j] to [B, H, T * i, T * j]
         pairs = pairs & torch.where(by_pair == 1, token <= token[:, None], (by_pair == 0) | partial)
     if keys is not None:

@@ -77,7 +77,7 @@ def test_a_threshold_with_masks(backend, device, make_sparsity):
     pool[1, 5] = False
     codes = torch.zeros(1, 1, 4, 4, dtype=torch.int32, device=device)
     codes[..., 0], codes[..., 1] = FIRST_PARTIAL_TILE, FIRST_PARTIAL_TILE + 1
-    symbols = replace(full.symbols, masks=TileMasks(codes, pack_bits(pool)))
+    symbols = replace(full.symbols, masks=TileMasks(codes, pack_bits(pool, backend="reference")))
     q, k, v = levelled([0.0, -6.0, -1.0, -1.0], 256, 64, device)
     q[:, 5::64, :, 0] = 0  # these would object
     sparsity = full._replace(symbols=symbols, plan=lower(symbols, backend="reference"))

@@ -45,6 +45,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "linear_attention-adds": (kernels.linear_attention, (Q, K, V, SLA_PLAN), ADDING),
     "linear_attention_backward": (kernels.linear_attention_backward, (Q, K, V, DO, SLA_PLAN), {"feature_map": "elu"}),
     "lower": (kernels.lower, (SYMBOLS,), {}),
+    "pack_bits": (kernels.pack_bits, (MAP > 0.2,), {}),
     "pooled_map": (kernels.pooled_map, (Q, K, BLOCK), {"kv_len": KV_LEN}),
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -42,7 +42,7 @@ def make_marginal(make_sparsity):
         sparsity = make_sparsity(batch, heads, tokens, block, rows, tiles=0.3)
         marginal = ~sparsity.tiles & (torch.arange(sparsity.tiles.shape[-1], device=sparsity.tiles.device) % 2 == 0)
         marginal[:, 0, 0] = False
-        symbols = replace(sparsity.symbols, linear_bits=pack_bits(marginal))
+        symbols = replace(sparsity.symbols, linear_bits=pack_bits(marginal, backend="reference"))
         return sparsity._replace(plan=lower(symbols, backend="reference")), marginal & sparsity.rows[..., None]
 
     return make

@@ -1,4 +1,4 @@
-"""A plan lists exactly what its symbols mark, in the documented order; transposed lists have the same tiles."""
+"""A plan lists exactly what its symbols mark, in the documented order."""
 
 import itertools
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dit_accel.kernels import lower, pack_bits, transpose_lists
+from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.symbols import TileMasks
 from tests.kernels.conftest import BACKENDS, captured, needs_gpu
 from tests.pairs import every_pair
@@ -87,24 +87,6 @@ def test_lowering_equals_a_naive_loop(case, order, codes, backend, make_sparsity
     assert (plan.tokens, plan.block, plan.masks) == (case["tokens"], 64, symbols.masks)
 
 
-TRANSPOSED = {
-    "ragged": {"batch": 2, "heads": 3, "tokens": 200},
-    "all-reused": {"batch": 1, "heads": 2, "tokens": 130, "rows": 0.0},
-    "masks": {"batch": 1, "heads": 2, "tokens": 300, "masked": 0.5},
-}
-
-
-@pytest.mark.parametrize(("case", "order"), [*((case, "head") for case in TRANSPOSED), ("ragged", "length")])
-def test_transposition_equals_a_naive_loop(case, order, backend, make_sparsity):
-    """Also with masked tiles after full ones, and with any content beyond the lists' counts."""
-    rows, tiles, _, plan = make_sparsity(**TRANSPOSED[case])
-    beyond = torch.arange(plan.blocks, device=tiles.device) >= plan.kv_count[..., None]
-    plan.kv_index[beyond] = torch.iinfo(torch.int32).max
-    by_key = transpose_lists(plan, order=order, backend=backend)
-    assert plan_lists(by_key) == naive_lists(torch.ones_like(rows), tiles.transpose(2, 3), order)
-    assert (by_key.tokens, by_key.block, by_key.masks) == (plan.tokens, plan.block, None)
-
-
 @pytest.mark.parametrize(("batch", "heads", "order"), [(1, 32, "length"), (3, 11, "head")], ids=["1024-rows", "1056"])
 def test_the_order_follows_from_the_shape(batch, heads, order, make_sparsity):
     """Up to 1024 rows are ranked across heads, more than that head by head."""
@@ -128,6 +110,5 @@ def test_ten_thousand_rows_are_ranked_together(make_sparsity):
 @needs_gpu
 def test_lowering_never_waits_for_the_gpu(make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(2, 3, 600)
-    plan, by_key = captured(lambda: [plan := lower(symbols, order="head", backend="triton"), transpose_lists(plan)])
+    plan = captured(lambda: lower(symbols, order="head", backend="triton"))
     assert plan_lists(plan) == naive_lists(rows, tiles, "head")
-    assert plan_lists(by_key) == naive_lists(torch.ones_like(rows), tiles.transpose(2, 3), "length")

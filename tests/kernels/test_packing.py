@@ -1,22 +1,23 @@
 """Masks survive packing, and the bit order is the one that the symbols document."""
 
+import pytest
 import torch
 
 from dit_accel.kernels import pack_bits, unpack_bits
 
-SHAPES = [(1,), (7,), (8,), (9,), (3, 64), (2, 5, 65), (4, 0, 9), (3, 300)]
+SHAPES = [(1,), (7,), (8,), (9,), (3, 64), (2, 5, 65), (4, 0, 9), (3, 300), (9, 300)]  # a program packs 256 bytes
 
 
-def test_packing_equals_a_naive_loop_and_unpacking_undoes_it(device):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_equals_a_naive_loop_and_unpacking_undoes_it(shape, backend, device):
     """For masks with any strides; bits beyond the end are 0."""
-    for shape in SHAPES:
-        mask = (torch.rand(shape[::-1]).to(device) < 0.5).permute(*reversed(range(len(shape))))
-        bits = pack_bits(mask)
-        assert bits.shape == (*shape[:-1], -(-shape[-1] // 8))
-        rows = mask.reshape(-1, shape[-1]).tolist()
-        bytes_of_rows = [row[start : start + 8] for row in rows for start in range(0, len(row), 8)]
-        assert bits.flatten().tolist() == [sum(bit << i for i, bit in enumerate(byte)) for byte in bytes_of_rows]
-        assert torch.equal(unpack_bits(bits, shape[-1]), mask)
+    mask = (torch.rand(shape[::-1]).to(device) < 0.5).permute(*reversed(range(len(shape))))
+    bits = pack_bits(mask, backend=backend)
+    assert bits.shape == (*shape[:-1], -(-shape[-1] // 8))
+    rows = mask.reshape(-1, shape[-1]).tolist()
+    bytes_of_rows = [row[start : start + 8] for row in rows for start in range(0, len(row), 8)]
+    assert bits.flatten().tolist() == [sum(bit << i for i, bit in enumerate(byte)) for byte in bytes_of_rows]
+    assert torch.equal(unpack_bits(bits, shape[-1], backend=backend), mask)
 
 
 def test_bit_order_against_the_worked_example():

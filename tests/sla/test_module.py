@@ -47,7 +47,7 @@ def dense(q, k, v, weight, plan, feature_map, kv_len=None):
     slot = torch.arange(blocks, device=q.device)
     listed = torch.where(slot < plan.kv_count[..., None], plan.kv_index, blocks).long()
     critical = torch.zeros(*listed.shape[:3], blocks + 1, dtype=torch.bool, device=q.device).scatter(-1, listed, True)
-    tiles = critical[..., :blocks], unpack_bits(plan.linear_bits, blocks)
+    tiles = critical[..., :blocks], unpack_bits(plan.linear_bits, blocks, backend="reference")
     assert not (tiles[0] & tiles[1]).any(), "no tile is in both classes"
     valid = torch.full((len(q),), tokens, device=q.device) if kv_len is None else kv_len
     is_key = (torch.arange(tokens, device=q.device) < valid[:, None])[:, None, None]

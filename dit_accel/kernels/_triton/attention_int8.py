@@ -11,14 +11,13 @@ permutes keys so that the registers of the scores are the operand of the next pr
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels._triton.attention_steps import LN_2, is_negligible, visits_of_row
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
-from dit_accel.kernels._triton.quantize import SLOTS, ValueMatrix, quantize
+from dit_accel.kernels._triton.quantize import SLOTS, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.constants import LOG2_E
 
 LOWEST = tl.constexpr(-1e30)  # replaces -inf, because the difference of two -inf is NaN
@@ -181,11 +180,9 @@ def values_as_matrix(v, plan, kv_len, quantized, zero_fills) -> ValueMatrix:
     one_matrix = (kv_heads == 1 or of_head == head_dim) and (batch == 1 or of_batch == tokens * of_token)
     if kv_len is None and aligned and one_matrix and (tokens == padded or (batch == 1 and zero_fills)):
         return ValueMatrix(v, [batch * tokens, kv_heads * head_dim], [of_token, 1], (tokens, 0, head_dim))
-    if kv_len is not None:
-        v = v.masked_fill((torch.arange(tokens, device=v.device) >= kv_len[:, None])[..., None, None], 0)
-    copy = F.pad(v.transpose(1, 2), (0, 0, 0, padded - tokens)).contiguous()  # [B, H_kv, P, D]
     rows = batch * kv_heads * padded
-    return ValueMatrix(copy, [rows, head_dim], [head_dim, 1], (kv_heads * padded, padded, 0))
+    first = (kv_heads * padded, padded, 0)
+    return ValueMatrix(copy_values(v, plan, kv_len), [rows, head_dim], [head_dim, 1], first)
 
 
 def attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:

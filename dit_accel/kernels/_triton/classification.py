@@ -7,7 +7,8 @@ reach is found from the top bit down. All tiles above it and the earliest tiles 
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device, store_bits
+from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import SHARE_BITS
 
 ELEMENTS = 2048  # elements of the map per program, or one row

@@ -79,15 +79,6 @@ def key_end_of(kv_len, batch, tokens, HAS_KV_LEN: tl.constexpr):
 
 
 @triton.jit
-def store_bits(bits, mask, row, rows, row_bytes, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Pack bool [ROWS, TILES] into the rows' bytes."""
-    position = tl.arange(0, 8)[None, None, :]
-    packed = tl.sum(tl.reshape(mask.to(tl.int32), [ROWS, TILES // 8, 8]) << position, 2)
-    byte = tl.arange(0, TILES // 8)[None, :]
-    tl.store(bits + row * row_bytes + byte, packed.to(tl.uint8), (row < rows) & (byte < row_bytes))
-
-
-@triton.jit
 def lowest_head(word):
     """Position of the lowest set bit of a non-zero int64 word: the exponent of an exact power of two in float32."""
     return ((word & -word).to(tl.float32).to(tl.int32, bitcast=True) >> 23 & 0xFF) - 127

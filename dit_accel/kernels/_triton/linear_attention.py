@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import key_end_of, on_device
-from dit_accel.kernels.packing import unpack_bits
+from dit_accel.kernels._triton.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
 GROUP_BYTES = 2**29
@@ -235,7 +235,7 @@ def sum_states(k, v, plan, group, feature_map, kv_len, shared_value=None) -> Row
     dtype = product_dtype(k)
     bits = plan.linear_bits[:, group]
     columns = bits.shape[-1] * 8  # whole bytes, because cuBLAS needs rows of 16 bytes
-    marginal = unpack_bits(bits, columns).to(dtype).flatten(0, 1)
+    marginal = unpack_bits(bits.contiguous(), columns).to(dtype).flatten(0, 1)
     states = k.new_empty(batch * heads, columns, head_dim * head_dim, dtype=dtype)
     feature_sums = k.new_empty(batch * heads, columns, head_dim, dtype=torch.float32)
     with on_device(k):

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device, store_bits
+from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 
 ELEMENTS = 4096  # elements of the map per program, or one row

@@ -16,8 +16,8 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.attention.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
-from dit_accel.kernels.plans.lowering import transpose_lists
 from dit_accel.kernels.plans.regions import rows_alike, take, tile_mask, token_index
+from dit_accel.kernels.plans.transpose import transpose_lists
 from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -35,7 +35,7 @@ def _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse) -> None:
     lengths = [plan.tokens] * plan.batch if kv_len is None else kv_len.clamp(0, plan.tokens).tolist()
     group = q.shape[2] // k.shape[2]
     for b, h, row in plan.slices.count.nonzero().tolist():
-        is_key = unpack_bits(plan.slices.bits[b, h, row], plan.blocks * plan.block)
+        is_key = unpack_bits(plan.slices.bits[b, h, row], plan.blocks * plan.block, backend="reference")
         keys = is_key[: lengths[b]].nonzero().flatten()
         if len(keys) == 0:
             continue

@@ -102,8 +102,8 @@ def _classify_reference(
     is_marginal = ~is_critical & (rank < (count - negligible)[:, None, None, None])
     whole = is_valid[:, None, None] & (is_always | is_always[:, None])  # rows and columns that are critical as a whole
     return (
-        pack_bits(is_critical | whole),
-        pack_bits(is_marginal & ~whole),
+        pack_bits(is_critical | whole, backend="reference"),
+        pack_bits(is_marginal & ~whole, backend="reference"),
     )
 
 

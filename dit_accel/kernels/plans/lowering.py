@@ -1,13 +1,11 @@
-"""Lowering of symbols (packed bits) into index lists for kernels, and transposition, without a host sync."""
+"""Lowering of symbols (packed bits) into index lists for kernels, on the device and without a host sync."""
 
 import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
-from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.packing import pack_bits, unpack_bits
-from dit_accel.kernels.plans.regions import listed_tiles
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
 
 ORDERS = ("auto", "head", "length")
@@ -41,19 +39,6 @@ def lower(symbols: SparseSymbols, *, order: str = "auto", backend: str = "auto")
     return plan
 
 
-def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = "auto") -> AttentionPlan:
-    """List a plan's tiles by key block, for the gradients of keys: rows are key blocks, and keys are query blocks.
-
-    ``kv_count`` and ``kv_index`` hold for each key block the number and the ascending list of query blocks that attend
-    to it. Every key block is in the work list, in the order of :func:`lower`; blocks without queries come last. Nothing
-    waits for the device. Masks inside tiles are not transposed: the lists hold all tiles, and ``masks`` is None.
-    """
-    every_row = plan.kv_count.new_full((plan.batch, plan.blocks, block_count(plan.heads, 8)), 255, dtype=torch.uint8)
-    skip_bits = pack_bits(listed_tiles(plan).transpose(2, 3))
-    symbols = SparseSymbols(every_row, skip_bits, plan.heads, plan.tokens, plan.block)
-    return lower(symbols, order=order, backend=backend)
-
-
 @custom_op(writes=_WRITTEN)
 def _lower(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int, backend: str) -> None:
     backend = resolve_backend(backend, symbols.cache_bits)
@@ -72,13 +57,13 @@ def _lower(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int, ba
 def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
     heads, blocks = symbols.heads, symbols.blocks
     device = symbols.cache_bits.device
-    by_row = unpack_bits(symbols.cache_bits, heads)  # [B, Tq, H]
+    by_row = unpack_bits(symbols.cache_bits, heads, backend="reference")  # [B, Tq, H]
     plan.mask64.copy_((by_row.long() << torch.arange(heads, device=device)).sum(-1))
 
     rows = by_row.transpose(1, 2)  # [B, H, Tq]
     tiles = rows[..., None].expand(-1, -1, -1, blocks)
     if symbols.skip_bits is not None:
-        tiles = tiles & unpack_bits(symbols.skip_bits, blocks)
+        tiles = tiles & unpack_bits(symbols.skip_bits, blocks, backend="reference")
     plan.kv_count.copy_(tiles.sum(-1))
     if symbols.masks is None:
         plan.kv_index.copy_(_true_first(tiles))
@@ -94,7 +79,7 @@ def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_togethe
 def _count_slices_reference(plan: AttentionPlan) -> None:
     for b in range(plan.batch):
         for h in range(plan.heads):
-            keys = unpack_bits(plan.slices.bits[b, h], plan.blocks * plan.block)[:, : plan.tokens]
+            keys = unpack_bits(plan.slices.bits[b, h], plan.blocks * plan.block, backend="reference")[:, : plan.tokens]
             computes = plan.mask64[b] >> h & 1
             plan.slices.count[b, h] = keys.sum(-1) * computes
 

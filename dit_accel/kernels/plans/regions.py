@@ -109,7 +109,7 @@ def tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch
     if code == CAUSAL_TILE:
         token = torch.arange(plan.block, device=plan.masks.codes.device)
         return tile * plan.block + token <= row * plan.block + token[:, None]
-    return unpack_bits(plan.masks.pool[code - FIRST_PARTIAL_TILE], plan.block)
+    return unpack_bits(plan.masks.pool[code - FIRST_PARTIAL_TILE], plan.block, backend="reference")
 
 
 def _index(values: Sequence[int], device: torch.device) -> Index:

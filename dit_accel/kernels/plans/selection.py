@@ -186,7 +186,7 @@ def _select_tiles_reference(probabilities, tau, units, start, stop, rows, column
         tiles |= rows[..., None]
     if columns is not None:
         tiles |= columns[:, :, None]
-    return pack_bits(tiles)
+    return pack_bits(tiles, backend="reference")
 
 
 def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Ten
     guidance = (share * share_units).ceil().long() + (common * share_units).ceil().long()
     rows = torch.ones(probabilities.shape[:3], dtype=torch.bool, device=probabilities.device)
     rows[:, :, vision] = ~(_lowest_mass(contribution, tau) & _lowest_mass(guidance, tau))
-    return pack_bits(rows.transpose(1, 2))
+    return pack_bits(rows.transpose(1, 2), backend="reference")
 
 
 def _lowest_mass(mass: torch.Tensor, tau: float) -> torch.Tensor:
@@ -236,5 +236,5 @@ def _select_keys_reference(bits, q, k, threshold, group, kv_len) -> None:
             for row, query in enumerate(q[b, :, h].float().split(group)):
                 probability = (query @ key.T * head_dim**-0.5).softmax(-1)
                 bound = (BEST_SHARE * probability.amax(-1, keepdim=True)).clamp(max=threshold / length)
-                packed = pack_bits((probability > bound).any(0))
+                packed = pack_bits((probability > bound).any(0), backend="reference")
                 bits[b, h, row, : len(packed)] = packed

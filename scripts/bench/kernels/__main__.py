@@ -30,17 +30,17 @@ from scripts.tables import as_json, names_in
 
 Bench = Callable[[Recorder, Case, Sizes], None]  # benchmark of one size
 
-_ATTENTION = gate.check_plan, gate.check_attention
+_ATTENTION = gate.check_symbols, gate.check_attention
 OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (benchmark, checks of the gate)
     "attention": (bench_attention, _ATTENTION),
     "quantised": (bench_quantised, _ATTENTION),
-    "gemm_q": (bench_gemm_q, (gate.check_plan, gate.check_gemm_q)),
-    "gemm_o": (bench_gemm_o, (gate.check_plan, gate.check_gemm_o)),
+    "gemm_q": (bench_gemm_q, (gate.check_symbols, gate.check_gemm_q)),
+    "gemm_o": (bench_gemm_o, (gate.check_symbols, gate.check_gemm_o)),
     "linear": (bench_linear, (gate.check_quantized_linear,)),
-    "lowering": (bench_lowering, (gate.check_plan,)),
+    "lowering": (bench_lowering, (gate.check_symbols,)),
     "pooling": (bench_pooling, (gate.check_pooling,)),
-    "symbols": (bench_symbols, (gate.check_plan, gate.check_pooling, gate.check_selection)),
-    "forecast": (bench_forecast, (gate.check_plan, gate.check_forecast)),
+    "symbols": (bench_symbols, (gate.check_symbols, gate.check_pooling, gate.check_selection)),
+    "forecast": (bench_forecast, (gate.check_symbols, gate.check_forecast)),
     "sla": (bench_sla, (*_ATTENTION, gate.check_linear_attention, gate.check_pooling)),
 }
 DEFAULT_OUTPUT = Path("kernels")

@@ -115,7 +115,7 @@ class Inputs:
         """Positions of the valid keys in a row's tiles, and of its single keys, ascending."""
         is_key = self.tiles[sample, head, row].repeat_interleave(self.case.block)
         if self.symbols.slice_bits is not None:
-            is_key |= kernels.unpack_bits(self.symbols.slice_bits[sample, head, row], len(is_key))
+            is_key |= kernels.unpack_bits(self.symbols.slice_bits[sample, head, row], len(is_key), backend="reference")
         return is_key[: self.case.tokens][: self.case.valid_keys].nonzero().flatten()
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
@@ -144,8 +144,8 @@ def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inp
     count = math.prod(shape)
     rows = torch.randperm(count, generator=generator, device=device).view(shape) < round(case.rows * count)
     tiles = torch.rand((*shape, blocks), generator=generator, device=device) < case.tiles
-    cache_bits = kernels.pack_bits(rows.transpose(1, 2))
-    skip_bits = kernels.pack_bits(tiles)
+    cache_bits = kernels.pack_bits(rows.transpose(1, 2), backend="reference")
+    skip_bits = kernels.pack_bits(tiles, backend="reference")
     symbols = SparseSymbols(cache_bits, skip_bits, case.heads, case.tokens, case.block)
     return Inputs(case, rows, tiles & rows[..., None], symbols, kernels.lower(symbols), generator)
 
@@ -156,7 +156,7 @@ def masked_inputs(case: Case, attends: Attends, device: str | torch.device) -> I
     pairs = attends(position[:, None], position[None])[None, None]
     symbols = symbols_from_mask(pairs, block=case.block, batch=case.batch, heads=case.heads)
     rows = torch.ones(case.batch, case.heads, symbols.blocks, dtype=torch.bool, device=device)
-    tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks)
+    tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks, backend="reference")
     return Inputs(case, rows, tiles, symbols, kernels.lower(symbols), torch.Generator(device).manual_seed(0), attends)
 
 

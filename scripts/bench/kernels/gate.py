@@ -101,6 +101,14 @@ def check_plan(inputs: Inputs, backend: str) -> Checks:
     yield "lower", verify.verify_plan(kernels.lower(inputs.symbols, backend=backend), inputs.symbols)
 
 
+def check_symbols(inputs: Inputs, backend: str) -> Checks:
+    yield from check_plan(inputs, backend)
+    yield "pack_bits", verify.verify_packing(kernels.pack_bits(inputs.tiles, backend=backend), inputs)
+    packed = kernels.pack_bits(inputs.tiles, backend="reference")
+    unpacked = kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend=backend)
+    yield "unpack_bits", verify.exactly(torch.equal(unpacked, inputs.tiles))
+
+
 def check_attention(inputs: Inputs, backend: str) -> Checks:
     qkv = inputs.qkv()
     out = torch.full_like(qkv[0], math.nan)
@@ -112,7 +120,7 @@ def check_linear_attention(inputs: Inputs, backend: str) -> Checks:
     """Check linear attention; every second skipped tile is marginal."""
     marginal = ~inputs.tiles
     marginal[..., ::2] = False
-    symbols = replace(inputs.symbols, linear_bits=kernels.pack_bits(marginal))
+    symbols = replace(inputs.symbols, linear_bits=kernels.pack_bits(marginal, backend="reference"))
     qkv = inputs.qkv()
     out = torch.full_like(qkv[0], math.nan)
     kernels.linear_attention(*qkv, kernels.lower(symbols), kv_len=inputs.kv_len, out=out, backend=backend)
@@ -203,7 +211,7 @@ def check_selection(inputs: Inputs, backend: str) -> Checks:
 
 
 ALL_CHECKS = (
-    check_plan,
+    check_symbols,
     check_attention,
     check_gemm_q,
     check_gemm_o,

@@ -29,7 +29,7 @@ FORECASTS = {"M=2": (1.5, -0.5), "M=3": (1.875, -1.25, 0.375)}
 
 
 def bench_lowering(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
-    """Time ``lower`` into an existing plan."""
+    """Time ``lower`` into an existing plan, and ``pack_bits`` of its tiles."""
     inputs = make_inputs(replace(dense, rows=0.5, tiles=0.5), recorder.device)
     common = {"density": inputs.density, "ideal": 1.0, "timer": replayed_ms}
     for backend in recorder.backends:
@@ -37,6 +37,8 @@ def bench_lowering(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
         recorder.time(
             "lower", backend, "", dense, lower, lambda plan: verify.verify_plan(plan, inputs.symbols), **common
         )
+        pack = partial(kernels.pack_bits, inputs.tiles, backend=backend)
+        recorder.time("pack_bits", backend, "", dense, pack, partial(verify.verify_packing, inputs=inputs), **common)
 
 
 def bench_pooling(recorder: Recorder, case: Case, sizes: Sizes) -> None:

@@ -72,6 +72,13 @@ def differing(actual: torch.Tensor, expected: torch.Tensor, length: int) -> floa
     return (kernels.unpack_bits(actual, length) != kernels.unpack_bits(expected, length)).double().mean().item()
 
 
+def verify_packing(packed: torch.Tensor, inputs: Inputs) -> Verdict:
+    """Verify that the bytes equal the reference's, which unpack to the tiles of ``inputs``."""
+    same = torch.equal(packed, kernels.pack_bits(inputs.tiles, backend="reference"))
+    unpacked = kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend="reference")
+    return exactly(same and torch.equal(unpacked, inputs.tiles))
+
+
 def verify_plan(plan: AttentionPlan, symbols: SparseSymbols) -> Verdict:
     """Verify that every list of the plan equals the reference's, up to its count."""
     expected = kernels.lower(symbols, backend="reference")

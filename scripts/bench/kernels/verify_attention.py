@@ -20,7 +20,7 @@ Classes = tuple[torch.Tensor, torch.Tensor]  # critical and marginal tiles, bool
 def classes_of(symbols: SparseSymbols) -> Classes:
     """Unpack the classes with the reference; every row is computed."""
     bits = symbols.skip_bits, symbols.linear_bits
-    critical, marginal = (unpack_bits(item, symbols.blocks) for item in bits)
+    critical, marginal = (unpack_bits(item, symbols.blocks, backend="reference") for item in bits)
     return critical, marginal
 
 

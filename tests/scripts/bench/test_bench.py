@@ -43,7 +43,7 @@ def test_a_run_writes_json_and_tables(whole_run):
     assert {file.name for file in folder.iterdir()} == {"kernels.json", "kernels.md"}
     ops = {row["op"] for row in document["results"]}
     assert {"attention", "gemm_q", "gemm_o_update", "gemm_o_dispatch", "gemm_o_window"} <= ops
-    assert {"lower", "pooled_map", "symbols", "weighted_sum"} <= ops
+    assert {"lower", "pack_bits", "pooled_map", "symbols", "weighted_sum"} <= ops
     assert document["gate"] and all(row["passed"] for row in document["gate"] + document["results"])
     for row in document["results"]:
         assert row["ms"] > 0 and row["error"] <= row["bound"]
@@ -194,7 +194,7 @@ def test_an_op_that_breaks_fails_the_run_and_keeps_the_others(monkeypatch, tmp_p
     monkeypatch.setitem(OPS, "quantised", (broken, OPS["quantised"][1]))
     assert main([*CPU, "--ops", "quantised,lowering", "--output", str(tmp_path / "k")]) == 1
     document = json.loads((tmp_path / "k.json").read_text())
-    assert {row["op"] for row in document["results"]} == {"lower"}
+    assert {row["op"] for row in document["results"]} == {"lower", "pack_bits"}
     assert "FAILED: quantised" in (output := capsys.readouterr().out) and "illegal memory access" in output
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
 
@@ -253,7 +253,7 @@ def test_samples_are_spread_and_nan_never_passes():
 def test_the_gate_checks_what_a_benchmark_stands_on():
     """Symbols and attention, also with masks inside tiles; everything where nothing is named."""
     masks = gate.check_kernels("cpu", [SMALL], ["reference"], OPS["attention"][1])
-    assert {row["op"] for row in masks} == {"lower", "attention"}
+    assert {row["op"] for row in masks} == {"lower", "pack_bits", "unpack_bits", "attention"}
     assert any("causal" in row["case"] for row in masks)
     everything = {row["op"] for row in gate.check_kernels("cpu", [SMALL], ["reference"])}
     assert {"attention", "gemm_q", "weighted_sum", "linear_attention", "select_rows"} < everything
