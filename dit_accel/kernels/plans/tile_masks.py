@@ -18,7 +18,7 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.plans.lowering import lower
-from dit_accel.kernels.plans.regions import rows_that_compute, tile_mask
+from dit_accel.kernels.plans.regions import listed_tiles
 from dit_accel.kernels.symbols import (
     CAUSAL_TILE,
     FIRST_PARTIAL_TILE,
@@ -103,16 +103,19 @@ def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
 
     Undoes :func:`plan_from_mask`.
     """
-    pairs = torch.zeros(
-        *plan.kv_count.shape, plan.block, plan.blocks, plan.block, dtype=torch.bool, device=plan.kv_count.device
-    )
-    for b, h, row, tiles in rows_that_compute(plan):
-        for tile in tiles:
-            mask = tile_mask(plan, b, h, row, tile)
-            pairs[b, h, row, :, tile] = True if mask is None else mask
+    batch, heads, blocks, block = plan.batch, plan.heads, plan.blocks, plan.block
+    tiles = listed_tiles(plan)
+    pairs = tiles[:, :, :, None, :, None].expand(-1, -1, -1, block, -1, block).contiguous()
+    by_tile = pairs.transpose(3, 4)  # [B, H, Tq, Tk, block, block]
+    if plan.masks is not None:
+        codes = plan.masks.codes.expand_as(tiles)
+        causal = (tiles & (codes == CAUSAL_TILE)).nonzero(as_tuple=True)
+        by_tile[causal] = _causal_pairs(causal[2], causal[3], block)
+        partial = (tiles & (codes >= FIRST_PARTIAL_TILE)).nonzero(as_tuple=True)
+        by_tile[partial] = unpack_bits(plan.masks.pool, block)[codes[partial] - FIRST_PARTIAL_TILE]
     if plan.slices is not None:
-        keys = unpack_bits(plan.slices.bits, plan.blocks * plan.block) & (plan.slices.count > 0)[..., None]
-        pairs |= keys.view(*plan.kv_count.shape, 1, plan.blocks, plan.block)
+        keys = unpack_bits(plan.slices.bits, blocks * block) & (plan.slices.count > 0)[..., None]
+        pairs |= keys.view(batch, heads, blocks, 1, blocks, block)
     return pairs.flatten(4).flatten(2, 3)[:, :, : plan.tokens, : plan.tokens]
 
 
@@ -127,8 +130,7 @@ def _symbols(
     masked = (tiles & (attending < length[:, None] * length)).nonzero(as_tuple=True)
     _, _, row, column = masked
     pairs = pairs_of(*masked)
-    token = torch.arange(block, device=row.device)
-    causal_pairs = (token <= token[:, None]) & inside[row][:, :, None]  # on the diagonal
+    causal_pairs = _causal_pairs(row, column, block) & inside[row][:, :, None]
     is_causal = (row == column) & (pairs == causal_pairs).flatten(1).all(1)
     entries = pack_bits(pairs[~is_causal])
     words, place = entries.flatten(1).view(torch.int64).unique(dim=0, return_inverse=True)
@@ -141,3 +143,9 @@ def _symbols(
     every_row = torch.ones(batch, blocks, heads, dtype=torch.bool, device=tiles.device)
     skip_bits = pack_bits(tiles).expand(batch, heads, -1, -1).contiguous()
     return SparseSymbols(pack_bits(every_row), skip_bits, heads, tokens, block, masks)
+
+
+def _causal_pairs(row: torch.Tensor, column: torch.Tensor, block: int) -> torch.Tensor:
+    """Pairs of tiles whose key comes no later than their query, bool ``[n, block, block]``."""
+    token = torch.arange(block, device=row.device)
+    return ((column * block)[:, None] + token)[:, None, :] <= ((row * block)[:, None] + token)[:, :, None]
