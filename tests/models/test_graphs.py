@@ -13,11 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.models import transformer
 from dit_accel.models.graphs.cuda_graph import CaptureTrial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
-from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
+from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, Announcement, StepGraphs
 from dit_accel.models.hooks import stateless
 from tests.models.fake_graph import RecordedGraph
 from tests.models.test_transformer import recorded_calls
@@ -360,6 +361,17 @@ def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
         tiny_output(pipe, "flux", steps=STEPS)
         assert report.report().fallbacks == [{"site": "transformer_blocks.0", "reason": "for a test"}]
     assert report.report().replayed == STEPS
+
+
+def test_tensors_that_sites_share_are_packed_and_copied_once():
+    """Tensors of one site stay apart."""
+    shared, density = torch.arange(2, dtype=torch.uint8).view(1, 2, 1), torch.tensor(0.5)
+    sites = {name: SparseSymbols(shared, torch.full((1, 1, 2, 1), n).byte(), 1, 128, 64) for n, name in enumerate("ab")}
+    copied, densities = (announcement := Announcement(sites, {"a": density, "b": density})).copied()
+    assert sorted(packed.numel() for packed, _ in announcement._packed.values()) == [1, 6]
+    assert densities["a"] is densities["b"] and copied["a"].cache_bits is copied["b"].cache_bits
+    assert torch.equal(copied["b"].cache_bits, shared) and densities["a"] == density
+    assert [item.skip_bits.unique().tolist() for item in copied.values()] == [[0], [1]]
 
 
 def test_a_probe_that_single_blocks_have_is_not_captured():

@@ -66,9 +66,16 @@ def _mapped(
     symbols: Mapping[str, SparseSymbols],
     densities: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
-    """Change all tensors, always in the same order."""
-    of_symbols = {name: item.mapped(change) for name, item in symbols.items()}
-    return of_symbols, {name: change(item) for name, item in densities.items()}
+    """Change each tensor once, even if several sites share it, always in the same order."""
+    changed: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    of_symbols = {name: item.mapped(once) for name, item in symbols.items()}
+    return of_symbols, {name: once(item) for name, item in densities.items()}
 
 
 @dataclass
