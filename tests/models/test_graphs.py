@@ -2,7 +2,9 @@
 
 import functools
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.models import transformer
+from dit_accel.models.graphs import step_graphs
 from dit_accel.models.graphs.cuda_graph import CaptureTrial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
@@ -227,6 +230,37 @@ def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, ch
     assert outputs_are_equal(pipes, "flux", **arguments)
     (note,) = [note for note in pipes[1].dit_accel.report().notes if "CUDA graphs" in note]
     assert reason in note
+
+
+@pytest.fixture
+def graphs(graph):
+    """Graphs of a transformer, and reports of two runs that share it."""
+    driver = find_driver(accelerated("flux", "exact"))
+    return driver.graphs, [SimpleNamespace(report=replace(driver.session.run.report)) for _ in range(2)]
+
+
+def test_runs_that_alternate_look_at_a_refused_model_once_each(graphs, monkeypatch):
+    graphs, runs = graphs
+    looks = []
+    monkeypatch.setattr(step_graphs, "why_not_module", lambda *_: looks.append(None) or "a weight is elsewhere")
+    for run in 3 * runs:
+        graphs._driver.session.run = run
+        assert graphs._why_not_model(torch.device("cpu")) == "a weight is elsewhere"
+    assert len(looks) == 2
+
+
+def test_a_model_that_changes_at_each_step_is_refused_until_graphs_are_freed(graphs, monkeypatch):
+    graphs, (run, _) = graphs
+    graphs._driver.session.run = run
+    monkeypatch.setattr(ModelState, "change", lambda self: "a flag")
+    reasons = [graphs._why_not_model(torch.device("cpu")) for _ in range(3)]
+    graphs.clear()
+    assert [*reasons, graphs._why_not_model(torch.device("cpu"))] == [
+        None,
+        None,
+        "a flag changes from step to step",
+        None,
+    ]
 
 
 def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dit_accel.errors import headline
 from dit_accel.kernels.kept import capturing
@@ -103,6 +104,7 @@ class StepGraphs:
         self._turns = Turns()  # serialises uses of static inputs and of the pool
         self._run: object = None  # report of the run in which the model was looked at
         self._changes = 0  # of the model in that run
+        self._refusals = WeakIdKeyDictionary()  # by report of a run: why nothing is captured in it
         self.clear()
 
     def __len__(self) -> int:
@@ -116,7 +118,6 @@ class StepGraphs:
             self._kept: dict[tuple, Captured | CaptureTrial | str | None] = {}
             self._pool: Any = None
             self._state: ModelState | None = None
-            self._refusal: str | None = None  # why nothing is captured in this run
 
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a computed call of the transformer's own forward, from a graph if there is one."""
@@ -211,10 +212,10 @@ class StepGraphs:
     def _why_not_model(self, device: torch.device) -> str | None:
         """Return why the model can't be captured, or None; free all graphs if the model has changed."""
         report = self._driver.session.run.report
+        if report in self._refusals:
+            return self._refusals[report]
         if report is not self._run:
-            self._run, self._changes, self._refusal = report, 0, None
-        if self._refusal is not None:
-            return self._refusal
+            self._run, self._changes = report, 0
         changed = None
         if self._state is not None and (changed := self._state.change()) is None:
             return None
@@ -225,10 +226,10 @@ class StepGraphs:
             if reason is None and self._wanted == "auto":
                 reason = why_not_known(name, module)
             if reason is not None:
-                self._refusal = reason
+                self._refusals[report] = reason
                 return reason
         self._state = ModelState(self._driver.transformer)
-        return None if self._changes < 2 else f"{changed} changes from step to step"
+        return None if changed is None or self._changes < 2 else f"{changed} changes from step to step"
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
         """Key of a kind of call: branch and shapes, then everything else on the host that calls may differ in."""
