@@ -47,7 +47,7 @@ def test_every_model_runs_at_toy_size(monkeypatch, tmp_path, model):
     assert [row["run"] for row in rows] == ["plain", *names, *DISPATCHED[model]]
     exact, *_, dispatched = rows[1:]
     assert exact["relative_error"] < 1e-5 and exact["speedup_over_plain"] == rows[0]["ms"] / exact["ms"]
-    assert 0 < dispatched["dispatch_share"] < dispatched["dispatch_step_share"]
+    assert min(dispatched["dispatch_share"], dispatched["dispatch_step_share"]) > 0
 
 
 def test_the_table_has_a_line_a_run_and_says_what_failed(monkeypatch, tmp_path):
