@@ -138,7 +138,7 @@ def hooks_above(module: torch.nn.Module) -> dict[str, Any]:
     registry = getattr(module, "_diffusers_hook", None)
     order = [] if registry is None else registry._hook_order
     above = order[order.index(HOOK_NAME) + 1 :] if HOOK_NAME in order else ()
-    return {name: registry.hooks[name] for name in above}
+    return {name: registry.hooks.get(name) for name in above}  # None: another thread removes it now
 
 
 def split_above(module: torch.nn.Module) -> Any:

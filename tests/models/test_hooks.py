@@ -17,7 +17,7 @@ from torch import nn
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import dtype_argument
-from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
+from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, hooks_above, register_hook, remove_hook, split_above
 from tests.pairs import every_pair
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
@@ -98,6 +98,13 @@ def test_a_hook_of_ours_that_is_put_on_or_taken_off_mends_the_others():
     module._diffusers_hook.remove_hook("before", recurse=False)
     register_hook(module, Ours("ours"), "ours")
     assert module.forward() == ["around", "ours"]
+
+
+def test_a_hook_that_another_thread_is_removing_breaks_no_call():
+    """diffusers drops the hook before its name."""
+    module = hooked({HOOK_NAME: Ours, "around": Around, "behind": Behind})
+    del module._diffusers_hook.hooks["around"]
+    assert [*hooks_above(module)] == ["around", "behind"] and split_above(module) is None
 
 
 @pytest.mark.parametrize("level", LEVELS)
