@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dit_accel.errors import headline
+from dit_accel.loop.accounts import distinct_bytes
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_on
 from dit_accel.loop.torch_modes import kernel_settings, watches_all_calls
@@ -133,7 +134,7 @@ class KeepingEntry:
         """Keep an output; return why not, or None."""
         try:
             tensors = _tensors_in(output)
-            size = sum(tensor.nbytes for tensor in tensors)
+            size = distinct_bytes(tensors)
             if size > self.store.most:
                 most = self.store.most / 2**20
                 return f"its output has {size / 2**20:.3g} MiB, more than stages.prompts_mib allows ({most:.3g})"
@@ -300,8 +301,18 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _copied(output: Any, tensors: list[torch.Tensor], devices: list[torch.device]) -> tuple[Any, list[torch.Tensor]]:
-    """Return a copy of an output, and the copies of all tensors in it, on other devices."""
-    copies = [tensor.to(device, copy=True) for tensor, device in zip(tensors, devices, strict=True)]
+    """Return a copy of an output, and the copies of all tensors in it, on other devices.
+
+    Strides stay, which may decide the rounding of a later operation, and views of one storage stay views of one.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    for tensor, device in zip(tensors, devices, strict=True):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device=device).copy_(storage)
+        form = tensor.storage_offset(), tensor.shape, tensor.stride()
+        copies.append(torch.empty(0, dtype=tensor.dtype, device=device).set_(storages[storage._cdata], *form))
     memo = {id(tensor): copied for tensor, copied in zip(tensors, copies, strict=True)}
     return copy.deepcopy(output, memo), copies
 

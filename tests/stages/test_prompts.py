@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.loop.timing import CallParts
-from dit_accel.stages.prompts import ENTRY, KeptPrompts, PromptStore
+from dit_accel.stages.prompts import ENTRY, KeptPrompts, PromptStore, _copied
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import encoders, tiny_inputs, tiny_output, tiny_pipeline
 
@@ -97,6 +97,18 @@ def test_a_known_input_runs_no_encoder(kind):
         for tensor in tensors_of(output):
             tensor.fill_(3.0)
     assert kept.runs == 1
+
+
+def test_a_view_stays_a_view_with_its_strides(kept):
+    """Contiguous copies may be rounded differently in later layers, and take memory twice."""
+    whole, (entry,) = torch.randn(2, 9, 8), kept.stage._entries.values()
+    output = {"whole": whole, "first": whole[:, 0], "even": whole[..., ::2]}
+    assert entry._keep((entry,), output, on_host=True) is None and entry.store.size == whole.nbytes
+    copied, _ = _copied(*entry.store.get((entry,)))
+    assert all(torch.equal(copied[name], item) for name, item in output.items())
+    assert [item.stride() for item in copied.values()] == [item.stride() for item in output.values()]
+    copied["whole"].zero_()
+    assert not copied["first"].any() and not copied["even"].any() and whole.all()
 
 
 def test_every_input_counts(kept):
