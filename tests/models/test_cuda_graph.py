@@ -2,6 +2,8 @@
 
 import threading
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +94,24 @@ def test_two_threads_watch_at_a_time(modes):
 def test_a_filter_that_another_thread_has_removed_makes_a_trial_incomplete(modes):
     """Waits may have been missed, so such a step is measured again."""
     assert not CudaGraph.watch(lambda: elsewhere(warnings.resetwarnings), CPU)[1].is_complete
+
+
+def test_only_a_capture_hides_that_a_graph_is_empty(monkeypatch):
+    """As graphs between two collectives may be; the filters are as before."""
+
+    def end(*_):
+        warnings.warn("The CUDA Graph is empty. This usually means …", stacklevel=1)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(CudaGraph, "_aside", lambda self: nullcontext())
+    monkeypatch.setattr(CudaGraph, "_begin", lambda self: setattr(self, "_capturing", SimpleNamespace(__exit__=end)))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        filters = [*warnings.filters]
+        assert CudaGraph(CPU, None).capture(lambda: 7) == 7
+        assert shown == [] and warnings.filters == filters
+        end()
+    assert len(shown) == 1
 
 
 def test_steps_on_several_gpus_are_captured_from_a_smaller_share_of_launches():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,6 +100,7 @@ class Waits:
 
 
 FILTER = ("ignore", Waits, Warning, None, 0)
+EMPTY = ("ignore", re.compile("The CUDA Graph is empty"), Warning, None, 0)  # between two collectives
 
 
 class Turns:
@@ -191,7 +193,6 @@ class CudaGraph:
             return nullcontext()
         from dit_accel.models.graphs.collectives import CutAtCollectives  # fails in torch built without collectives
 
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # happens between two collectives
         return CutAtCollectives(self._cut)
 
     def _cut(self, collective: Collective) -> None:
@@ -206,7 +207,12 @@ class CudaGraph:
         self._parts.append(graph.replay)
 
     def _end(self) -> None:
-        self._capturing.__exit__(None, None, None)
+        warnings.filters.insert(0, EMPTY)
+        try:
+            self._capturing.__exit__(None, None, None)
+        finally:
+            with suppress(ValueError):  # another thread has removed it
+                warnings.filters.remove(EMPTY)
 
     def replay(self) -> None:
         for part in self._parts:
