@@ -76,20 +76,15 @@ def released_head_dim(family: Family) -> int:
 
 def rows() -> dict[str, list[tuple[str, str, str]]]:
     """Cells of other pages that list families: by page, the text before each cell, the cell, and the text behind it."""
-
-    def titles(*levels: str | None) -> str:
-        """Families whose hand-written blocks reach one of these levels; None = families without such blocks."""
-        return ", ".join(item.title for item in FAMILIES if item.fused in levels)
-
+    without_head = ", ".join(item.title for item in FAMILIES if item.fused != "head")
     names = ", ".join(f"`{name}`" for name in ("any", *(item.name for item in FAMILIES)))
     *heads, last = (f"`{item.name}`" for item in FAMILIES if item.fused == "head")
     dense = ", ".join(item.title for item in FAMILIES if released_head_dim(item) not in TRITON_HEAD_DIMS)
     return {
         "docs/guide/using.md": [
-            ("| ", titles(None, "layer"), " | ✓, and sparse tiles on computed steps (not on a GPU: "),
+            ("| ", without_head, " | ✓, and sparse tiles on computed steps (not on a GPU: "),
             ("(not on a GPU: ", dense, ") | ✓ | – |\n"),
         ],
-        "docs/reference/adding_a_model.md": [("| families | ", f"{titles(None)} | {titles('layer', 'head')}", " |\n")],
         "docs/reference/presets.md": [
             ("| `model` | ", names, " | family that the preset is made for; "),
             ("level `head` needs ", f"{', '.join(heads)} or {last}", " |\n"),
