@@ -24,7 +24,7 @@ LINES = {  # of code
     "scripts": 14_850,
     "tests": 37_820,
 }
-WORDS = 36_600  # of all pages
+WORDS = 35_810  # of all pages
 RESULTS = 2_620_000  # bytes of docs/results
 
 
