@@ -7,6 +7,8 @@ Ranks vote before they share, so that all do or none does. A rank that fails goe
 exchanges, so that no other rank waits for it; then all decode again by themselves.
 """
 
+from __future__ import annotations  # a torch without distributed has no ProcessGroup
+
 import copy
 import math
 from collections.abc import Callable

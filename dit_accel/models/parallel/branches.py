@@ -5,6 +5,8 @@ tensor at once. Outputs are sent in the order of the calls. The loop on every de
 decisions, and can forecast both branches: steps that run no block send nothing.
 """
 
+from __future__ import annotations  # a torch without distributed has no ProcessGroup
+
 from collections.abc import Callable
 from typing import Any
 

@@ -5,6 +5,8 @@ tokens of its share of the heads; there symbols are computed and tiles skipped. 
 rank's share has some text and some image tokens, so they arrive mixed, and symbols need text in one piece.
 """
 
+from __future__ import annotations  # a torch without distributed has no ProcessGroup
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Share a pipeline's work among several processes with one device each, as torchrun starts them."""
 
+from __future__ import annotations  # a torch without distributed has no ProcessGroup
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
