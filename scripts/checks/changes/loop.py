@@ -66,6 +66,11 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/loop/interval.py": [
         ("warm-up-one-longer", "the step after the warm-up is an UPDATE", "tests/loop/test_closed_loop.py",
          "step < schedule.warmup or", "step <= schedule.warmup or")],
+    "dit_accel/loop/budget.py": [
+        ("budget-left-over", "steps that errors do not need compute at the end", "tests/loop/test_budget.py",
+         "self.left >= self._steps - step", "self.left > self._steps - step + 1"),
+        ("time-without-decoding", "a deadline leaves the time of decoding", "tests/loop/test_budget.py",
+         "self._limit = seconds - after", "self._limit = seconds")],
     "dit_accel/loop/closed_loop.py": [
         ("moves-have-a-sign", "the lasting part of an output counts by its absolute value",
          "tests/loop/test_controller.py",
