@@ -406,7 +406,8 @@ def _attach(
         owners = _owners(transformers, owner)
         try:
             for earlier in _accelerations(transformers, owner):
-                runs.of(owner).parts.follow(earlier._runs.of(owner).parts)
+                if owner is not None and preset.schedule.max_seconds is not None:
+                    runs.of(owner).parts.take_previous(earlier._runs.of(owner).parts)
                 earlier.restore(drivers)
                 if owner is not None:
                     earlier.leave(owner)

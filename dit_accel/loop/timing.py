@@ -92,7 +92,7 @@ class CallParts:
     def begin(self, device: torch.device) -> None:
         """Begin a call, and drop the times of the previous one, even if that did not end."""
         if self.keeps_previous:
-            self.previous = self.seconds() or self.previous
+            self.take_previous(self)
         self.started = time.perf_counter()
         self.device, self._whole = device, None
         self.begun += 1
@@ -134,10 +134,10 @@ class CallParts:
         if self._stop is not None:
             self._whole, self._stop = self._stop(), None
 
-    def follow(self, earlier: CallParts) -> None:
-        """Take the seconds of the last call that an earlier preset's object has measured."""
-        if self.keeps_previous:
-            self.previous = earlier.seconds()
+    def take_previous(self, earlier: CallParts) -> None:
+        """Take the seconds of the last call that an earlier preset's object has measured, unless that call failed."""
+        if REST in (seconds := earlier.seconds()):
+            self.previous = seconds
 
     def bounds(self, transformers: Collection[str]) -> tuple[float, float]:
         """Return when the present call began, and how many seconds the previous one took after its transformers."""

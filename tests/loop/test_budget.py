@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 
 from dit_accel import accelerate_pipeline, accelerated
 from dit_accel.errors import PresetError, UnsupportedError
@@ -11,6 +12,7 @@ from dit_accel.loop import budget
 from dit_accel.loop.budget import BudgetGap, Deadline, usual_bound
 from dit_accel.loop.closed_loop import Course
 from dit_accel.loop.growth import error_weights
+from dit_accel.loop.timing import CallParts
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.parallel.branches import GROUP
 from dit_accel.presets import load_preset
@@ -31,7 +33,7 @@ def computed(steps, error_at, **keys):
 
 
 def test_a_budget_is_met_exactly():
-    """Whatever the errors are: none, huge, NaN, or of any order of magnitude."""
+    """Errors may be 0, huge, NaN, or of any order of magnitude."""
     draw = random.Random(0)
     for _ in range(200):
         steps, count = draw.randint(1, 60), draw.randint(1, 60)
@@ -106,10 +108,7 @@ def test_a_deadline_is_used_and_kept(monkeypatch, first):
         seconds, done = deadline(monkeypatch, limit, [first, *[0.1] * 49])
         assert limit - 0.25 <= seconds <= limit + 0.1 or done == 50
     assert deadline(monkeypatch, 3.0, [0.1] * 50, after=1.0)[0] == pytest.approx(2.0, abs=0.25)
-
-
-def test_a_deadline_that_has_passed_still_computes_the_first_steps(monkeypatch):
-    assert deadline(monkeypatch, 0.01, [0.1] * 20)[1] == 3
+    assert deadline(monkeypatch, 0.01, [0.1] * 20)[1] == 3  # it has passed, and the first steps still compute
 
 
 def test_a_call_ends_in_time():
@@ -132,6 +131,20 @@ def test_the_time_after_the_steps_is_that_of_the_call_before():
         tiny.output("flux", 2)
         (_, after) = pipe.dit_accel._runs.of(pipe).parts.bounds(["transformer"])
     assert 0 < after == measured["rest"]
+
+
+def test_a_failed_call_has_no_time_after_the_steps():
+    """The time of decoding stays that of the last call that ended."""
+    parts = CallParts()
+    parts.keeps_previous = True
+    for ends in (True, False, False):
+        parts.begin(torch.device("cpu"))
+        for name in ("transformer", "vae.decoder"):
+            parts.enter(name)
+            parts.leave()
+        if ends:
+            parts.end()
+    assert list(parts.previous) == ["transformer", "vae.decoder", "rest"]
 
 
 def test_processes_that_share_a_call_have_clocks_of_their_own(monkeypatch):

@@ -213,10 +213,8 @@ def test_the_share_of_the_slope_is_that_of_all_tensors():
 
 def test_an_error_is_that_of_the_worst_sample():
     """Of two samples of different norms; samples of zeros that are forecast exactly have none."""
-    value, forecast = (
-        torch.tensor([[4.0, 3.0], [0.6, 0.8], [0.0, 0.0]]),
-        torch.tensor([[4.0, 2.0], [0.6, 0.5], [0.0, 0.0]]),
-    )
+    value = torch.tensor([[4.0, 3.0], [0.6, 0.8], [0.0, 0.0]])
+    forecast = torch.tensor([[4.0, 2.0], [0.6, 0.5], [0.0, 0.0]])
     assert float(relative_error(value, forecast)) == pytest.approx(0.3)
     assert float(relative_error(value.flip(0), forecast.flip(0))) == pytest.approx(0.3)
 

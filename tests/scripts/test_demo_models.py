@@ -61,11 +61,9 @@ def test_the_reader_reads_drawn_pictures(pictures):
 
 
 def test_the_readme_s_prompt_shows_what_it_says():
-    """What a short prompt leaves out has its default, with forecast steps too."""
-    pipe, prompt = (
-        accelerate_pipeline(load_demo("demo-flux", "float32", "cpu"), "turbo"),
-        "two pink stars over the sea at sunset",
-    )
+    """A short prompt gets the default of all that it omits, with forecast steps too."""
+    pipe = accelerate_pipeline(load_demo("demo-flux", "float32", "cpu"), "turbo")
+    prompt = "two pink stars over the sea at sunset"
     generator, sizes = torch.Generator().manual_seed(0), {"height": 256, "width": 256, "num_inference_steps": 16}
     picture = pipe(prompt, generator=generator, output_type="pt", **sizes).images
     assert pipe.dit_accel.report().steps_by_mode["dispatch"] > 5

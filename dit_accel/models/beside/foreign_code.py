@@ -41,8 +41,7 @@ from dit_accel.models.hooks import (
     is_stateless,
     own_forward,
 )
-from dit_accel.models.parallel.branches import GROUP
-from dit_accel.models.parallel.context_parallel import parallel_degree
+from dit_accel.models.parallel.branches import is_shared
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 WEIGHTS = (*TORCHS_OWN, "_parameters")
@@ -121,7 +120,7 @@ class ForeignCode:
         output = self._run(compute)
         names = {code.name for code in self._changed if code.acts}
         change: Any = 2.0 if names & branch.changed else float(bool(names))
-        if parallel_degree(self._transformer) > 1 or hasattr(self._transformer, GROUP):
+        if is_shared(self._transformer):
             tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
             change = torch.tensor([change], device=tensor.device)  # devices agree on the largest
         return Watched(output, change)

@@ -296,10 +296,8 @@ def test_printed_lines_fit_the_pipeline(model):
 def test_facts_of_guidance_are_those_of_pipelines():
     """A family has a scale that switches guidance off if its pipeline's defaults run guidance by that scale."""
     for model, (pipeline, _) in PIPELINES.items():
-        facts, parameters = (
-            identify(model).facts,
-            inspect.signature(getattr(diffusers, f"{pipeline}Pipeline").__call__).parameters,
-        )
+        facts = identify(model).facts
+        parameters = inspect.signature(getattr(diffusers, f"{pipeline}Pipeline").__call__).parameters
         true_scale, scale = (parameters.get(name) for name in ("true_cfg_scale", "guidance_scale"))
         if (true_scale is None and scale is None) or "negative_prompt" not in parameters or demo_path(model):
             continue  # a component sets the scale, or guidance is in the weights
