@@ -19,7 +19,7 @@ class StepRecord:
     Args:
         index: step in the run, from 0.
         timestep: the scheduler's timestep.
-        mode: full, update or dispatch; the mode of the branch that computed most.
+        mode: of the branch that computed most: full or update (a computed step), dispatch (a forecast step).
         error: largest measured ‖F − F̂‖/‖F‖ over samples and branches; None = no forecast was possible.
         seconds: time inside the transformer, all branches together.
         attended: share of the query-key pairs that attention computed, mean over branches; None = the model's
@@ -221,9 +221,9 @@ class RunReport:
     def _figures(self) -> list[str]:
         """Return lines on the steps, FLOPs, time and memory of a run with steps."""
         sparsity = self.attention_sparsity
-        modes = ", ".join(f"{count} {mode}" for mode, count in self.steps_by_mode.items())
+        forecast = self.steps_by_mode.get("dispatch", 0)
         return [
-            f"  steps              {len(self.steps)} ({modes})",
+            f"  steps              {len(self.steps)} ({len(self.steps) - forecast} computed, {forecast} forecast)",
             f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
             *(
                 []

@@ -104,7 +104,7 @@ class Preset(Section):
         if touched:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
             yield (
-                f"section '{touched[0]}' has no effect at level '{level}', where a DISPATCH step runs no attention: "
+                f"section '{touched[0]}' has no effect at level '{level}', where a forecast step runs no attention: "
                 f"remove it, or set forecast.level to head{skips}"
             )
         if level == "head" and self.linear.dtype is not None:

@@ -27,8 +27,8 @@ class Schedule(Formed):
     measures: ClassVar[bool] = False  # the choice depends on measured forecast errors
 
     control: Literal["interval", "adaptive"] = "adaptive"
-    """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures the forecast
-    error at every UPDATE and sets the distance to the next UPDATE by it."""
+    """interval: every `interval`-th step is computed (the papers). adaptive: the closed loop, which measures the
+    forecast error at every computed step and sets the distance to the next one by it."""
     warmup: int = Field(default=4, ge=0, le=MOST_STEPS)
     """Steps at the start that compute everything."""
     cooldown: int = Field(default=1, ge=0, le=MOST_STEPS)
@@ -47,8 +47,8 @@ class AdaptiveSchedule(Schedule):
     interval: ClassVar[int | None] = None
 
     control: Literal["adaptive"] = "adaptive"
-    """The closed loop, which measures the forecast error at every UPDATE and sets the distance to the next UPDATE by
-    it."""
+    """The closed loop, which measures the forecast error at every computed step and sets the distance to the next one
+    by it."""
     target_error: float = Field(gt=0.0, allow_inf_nan=False, examples=[0.05])
     """Bound on the sum of the relative L2 errors ‖F − F̂‖/‖F‖ of the forecasts between two computed steps. Each error is
     weighted by its effect on the result: by how far its step moves the latents, and how much that shift grows until
@@ -71,7 +71,7 @@ class AdaptiveSchedule(Schedule):
     """Steps at the end that compute everything, whatever their error. With 0 the loop computes the last step only if
     the forecast error there is too large."""
     max_interval: int = Field(default=16, ge=1, le=MOST_STEPS)
-    """Largest number of steps from one UPDATE to the next."""
+    """Largest number of steps from one computed step to the next."""
     per_prompt: bool = False
     """level output: the loop decides for each prompt of a batch separately, and the prompts that need a step are
     computed as a smaller batch. false = all prompts compute when one needs to."""
@@ -120,17 +120,17 @@ class IntervalSchedule(FixedSchedule):
     """Choice of the computed steps by a fixed interval, as in the papers."""
 
     control: Literal["interval"] = "interval"
-    """An UPDATE every `interval` steps (the papers)."""
+    """Every `interval`-th step is computed (the papers)."""
     interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
-    """One UPDATE, then interval − 1 DISPATCH steps. The first step after the warm-up is an UPDATE; 1 computes every
-    step in full."""
+    """One computed step, then interval − 1 forecast steps. The first step after the warm-up is computed; 1 computes
+    every step."""
 
 
 Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
 
 
 class Forecast(Formed):
-    """Forecasts of DISPATCH steps: of which tensors, and how."""
+    """Forecasts: of which tensors, and how."""
 
     chooser: ClassVar[str] = "level"
 
@@ -201,7 +201,7 @@ else:
 
 
 class Reuse(Section):
-    """Level head: choice of the rows that a DISPATCH step takes from the cache."""
+    """Level head: choice of the rows that a forecast step takes from the cache."""
 
     policy: Literal["flashomni"] = "flashomni"
     """Score of row-blocks: FlashOmni, equation 1; without joint text (Wan), the attention that they receive."""
@@ -211,7 +211,7 @@ class Reuse(Section):
     """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp; a smaller ramp grows sooner."""
     degrade_below: float = Field(default=0.0, ge=0.0, le=1.0)
     """If the rows without text compute less than this share of their scores, the layer is forecast whole until the next
-    UPDATE (FlashOmni's S_q)."""
+    computed step (FlashOmni's S_q)."""
 
 
 class Blocks(Section):
@@ -263,7 +263,7 @@ class Memory(Section):
     history_dtype: Literal["float8"] | None = None
     """float8: blocks' histories are kept as e4m3 with a scale per 128 values; null = as computed."""
     offload: bool = False
-    """Level head: attention outputs, which only UPDATE steps read, are kept in pinned host memory."""
+    """Level head: attention outputs, which only computed steps read, are kept in pinned host memory."""
 
 
 class Stages(Section):

@@ -30,7 +30,7 @@ class Skip(Formed):
     sla: critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA).
     fg_attn: single keys for each row of tiles (FG-Attn). static: a fixed pattern (OmniAttention)."""
     steps: Literal["dispatch", "all"] = "dispatch"
-    """dispatch: only DISPATCH steps leave tiles out; they attend at level head alone. all: every step after the warm-up
+    """dispatch: only forecast steps leave tiles out; they attend at level head alone. all: every step after the warm-up
     does, at any level; a computed step chooses its tiles by its own queries and keys."""
     refresh: int = Field(default=1, ge=1, le=MOST_STEPS)
     """steps all: number of steps for which computed masks are kept; 1 = each computed step computes new masks."""

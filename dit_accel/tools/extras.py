@@ -22,5 +22,5 @@ def require_extra(package: str, what: str) -> None:
     """Check that a package of `EXTRAS` is installed, without importing it; errors begin with ``what``."""
     if find_spec(package.replace("-", "_")) is None:
         raise UnsupportedError(
-            f"{what} needs {package}, which is not installed: pip install 'dit-accel[{EXTRAS[package]}]'"
+            f"{what} needs {package}, which is not installed: pip install -e '.[{EXTRAS[package]}]' in a checkout"
         )

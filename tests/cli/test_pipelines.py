@@ -351,7 +351,7 @@ def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path)
 def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
     """The error names the package to install; other names are treated as folders or Hub ids."""
     monkeypatch.setattr(demo, "_ASSETS", tmp_path)
-    with pytest.raises(UnsupportedError, match=r"demo-wan is not installed: pip install 'dit-accel\[demos\]'"):
+    with pytest.raises(UnsupportedError, match=r"demo-wan is not installed: pip install -e \. in a checkout"):
         demo.demo_path("demo-wan")
     assert demo.demo_path("owner/demo-wan") is None and demo.demo_names() == []
 

@@ -80,7 +80,7 @@ def test_text_states_what_ran():
     lines = [" ".join(line.split()) for line in str(report()).splitlines()]
     assert lines == [
         "dit-accel balanced on flux",
-        "steps 4 (1 full, 2 update, 1 dispatch)",
+        "steps 4 (3 computed, 1 forecast)",
         "computed fraction 0.750 of the blocks' FLOPs",
         "transformer time 3.00 s (3 computed steps 3.00 s, 1 forecast 0.00 s)",
         "whole call 3.88 s: text_encoder 0.25 s, transformer 3.00 s, vae.decoder 0.50 s, rest 0.12 s",

@@ -270,7 +270,7 @@ def test_without_ray_its_extra_is_named(generate, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     result = generate(["a"], *RAY)
     assert result.exit_code == 2
-    assert "--engine ray needs ray, which is not installed: pip install 'dit-accel[ray]'" in result.output
+    assert "--engine ray needs ray, which is not installed: pip install -e '.[ray]' in a checkout" in result.output
 
 
 @pytest.mark.parametrize("value, shared", [(None, "0"), ("1", "1")], ids=["unsaid", "allowed"])

@@ -15,8 +15,8 @@ from dit_accel.tools.media.video import write_clip
 from tests.clips import read_clip
 from tests.tiny import tiny_pipeline
 
-MATPLOTLIB = r"needs matplotlib, which is not installed: pip install 'dit-accel\[plots\]'"
-FFMPEG = r"needs imageio-ffmpeg, which is not installed: pip install 'dit-accel\[video\]'"
+MATPLOTLIB = r"needs matplotlib, which is not installed: pip install -e '\.\[plots\]' in a checkout"
+FFMPEG = r"needs imageio-ffmpeg, which is not installed: pip install -e '\.\[video\]' in a checkout"
 CLIP = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
 
 
@@ -66,7 +66,7 @@ def test_gif_frames_and_comparisons_need_no_extra(bare, tmp_path):
         (("compare", "-p", "a"), MATPLOTLIB),
         (("tune", "--target-psnr", "40"), MATPLOTLIB),
         (("generate", "-p", "a", "--output", "clip.mp4"), f"--output clip.mp4 {FFMPEG}"),
-        (("app",), r"needs gradio, which is not installed: pip install 'dit-accel\[app\]'"),
+        (("app",), r"needs gradio, which is not installed: pip install -e '\.\[app\]' in a checkout"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

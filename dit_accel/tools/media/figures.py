@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from dit_accel.loop.report import RunReport
 
 # Okabe and Ito's palette, safe for common forms of colour blindness.
-MODE_COLOURS = {"full": "#0072B2", "update": "#E69F00", "dispatch": "#BFD9E6"}
+STEP_COLOURS = {"computed": "#0072B2", "forecast": "#BFD9E6"}
+STEP_KINDS = {"full": "computed", "update": "computed", "dispatch": "forecast"}  # of the modes
 SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 SERIES_MARKERS = "osD^vP*"
 ERROR_COLOUR = "#D55E00"
@@ -36,16 +37,16 @@ SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  
 
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
-    """Plot a run: time of each step coloured by mode, and the measured errors of forecasts and, with a probe, of
+    """Plot a run: time of each computed and forecast step, and the measured errors of forecasts and, with a probe, of
     attention.
     """
     figure = new_figure(9.0, 4.6)
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
     milliseconds = [1000 * step.seconds for step in report.steps]
-    for mode, colour in MODE_COLOURS.items():
-        chosen = [step.index for step in report.steps if step.mode == mode]
+    for kind, colour in STEP_COLOURS.items():
+        chosen = [step.index for step in report.steps if STEP_KINDS[step.mode] == kind]
         if chosen:
-            label = f"{mode} ({len(chosen)})"
+            label = f"{kind} ({len(chosen)})"
             times.bar(chosen, [milliseconds[i] for i in chosen], width=0.82, color=colour, label=label)
         for index in chosen:
             errors.axvspan(index - 0.41, index + 0.41, color=colour, alpha=0.28, linewidth=0)

@@ -6,10 +6,8 @@
 import math
 from collections.abc import Sequence
 
-from dit_accel.tools.media.figures import ERROR_COLOUR, MODE_COLOURS
+from dit_accel.tools.media.figures import ERROR_COLOUR, STEP_COLOURS, STEP_KINDS
 
-KINDS = {"full": "computed", "update": "computed", "dispatch": "forecast"}  # of the modes
-COLOURS = {"computed": MODE_COLOURS["full"], "forecast": MODE_COLOURS["dispatch"]}
 EXPLANATION = (
     "One bar per step: a computed step runs the model, a forecast step extrapolates its earlier outputs. A dot is the "
     "error of a forecast, measured at a computed step on a log scale."
@@ -28,11 +26,11 @@ def timeline(title: str, steps: Sequence[tuple[str, float | None]], total: int) 
     slot = WIDTH / max(total, len(steps), 1)
     bars, dots = [], []
     for index, (mode, error) in enumerate(steps):
-        kind = KINDS[mode]
+        kind = STEP_KINDS[mode]
         label = f"step {index + 1}: {kind}" + ("" if error is None else f", error {error:.4f}")
         bars.append(
-            f'<rect x="{index * slot:.1f}" y="0" width="{0.86 * slot:.1f}" height="{HEIGHT}" fill="{COLOURS[kind]}" '
-            f'fill-opacity="0.6"><title>{label}</title></rect>'
+            f'<rect x="{index * slot:.1f}" y="0" width="{0.86 * slot:.1f}" height="{HEIGHT}" '
+            f'fill="{STEP_COLOURS[kind]}" fill-opacity="0.6"><title>{label}</title></rect>'
         )
         if error is not None:
             dots.append(f"{(index + 0.43) * slot:.1f},{_level(error):.1f}")
@@ -61,8 +59,8 @@ def _level(error: float) -> float:
 
 def _legend(steps: Sequence[tuple[str, float | None]]) -> str:
     """Return the number of steps of each kind, and the meaning of the dots if there are any."""
-    kinds = [KINDS[mode] for mode, _ in steps]
-    entries = [(f"{kinds.count(kind)} {kind}", colour, "■") for kind, colour in COLOURS.items() if kind in kinds]
+    kinds = [STEP_KINDS[mode] for mode, _ in steps]
+    entries = [(f"{kinds.count(kind)} {kind}", colour, "■") for kind, colour in STEP_COLOURS.items() if kind in kinds]
     if any(error is not None for _, error in steps):
         entries.append(("error", ERROR_COLOUR, "●"))
     return " ".join(

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dit_accel.tools.media.timeline import COLOURS, HEIGHT, KINDS, WIDTH, timeline
+from dit_accel.tools.media.timeline import HEIGHT, STEP_COLOURS, STEP_KINDS, WIDTH, timeline
 
 STEPS = [("full", None), ("update", 0.02), ("dispatch", None), ("update", 0.2)]
 
@@ -22,10 +22,10 @@ def test_each_step_has_a_bar_of_its_kinds_colour(done):
     """Bars keep their places during the run, and the legend counts them."""
     drawn = timeline("Plain", STEPS[:done], total=8)
     bars = parts(drawn, "rect")
-    assert [bar.get("fill") for bar in bars] == [COLOURS[KINDS[mode]] for mode, _ in STEPS[:done]]
+    assert [bar.get("fill") for bar in bars] == [STEP_COLOURS[STEP_KINDS[mode]] for mode, _ in STEPS[:done]]
     whole = parts(timeline("Plain", STEPS, total=8), "rect")
     assert [bar.get("x") for bar in bars] == [bar.get("x") for bar in whole[:done]]
-    computed = sum(KINDS[mode] == "computed" for mode, _ in STEPS[:done])
+    computed = sum(STEP_KINDS[mode] == "computed" for mode, _ in STEPS[:done])
     assert (f"{computed} computed" in text(drawn)) == (computed > 0)
 
 
