@@ -95,15 +95,6 @@ def closed_loop(**overrides) -> Loop:
     return Loop("balanced", **{**keys, **overrides})
 
 
-def test_modes_follow_the_schedule():
-    """Warm-up, UPDATE and DISPATCH steps, and the final step, as the preset's schedule says."""
-    expected = [FULL, FULL, UPDATE, DISPATCH, DISPATCH, DISPATCH, UPDATE, DISPATCH, DISPATCH, DISPATCH, UPDATE, FULL]
-    loop = Loop()
-    assert loop.modes() == expected
-    assert [step.mode for step in loop.controller.report.steps] == [mode.value for mode in expected]
-    assert loop.controller.report.steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
-
-
 def test_a_run_and_its_decisions_are_logged(caplog, capfd):
     """INFO has the start of a run, DEBUG each call's mode and the decisions; nothing is printed by default."""
     caplog.set_level("DEBUG", logger="dit_accel")
@@ -310,13 +301,18 @@ def test_recorded_output_is_a_copy():
     assert loop.call(3)[1].tolist() == [[1.0] * 4]
 
 
-@pytest.mark.parametrize("contexts", [("cond", "uncond"), (None, None)], ids=["by-context", "by-call-order"])
-def test_branches_do_not_mix(contexts):
+@pytest.mark.parametrize(
+    "contexts, later",
+    [(("cond", "uncond"), (1, 4)), ((None, None), (1, 4)), ((None, None), (2, 4))],
+    ids=["by-context", "by-call-order", "first-changes-its-shape"],
+)
+def test_branches_do_not_mix(contexts, later):
     """Each CFG branch is forecast from its own outputs, identified by name or by the order of calls in a step."""
     loop = Loop()
     for step in range(6):
+        shapes = ((1, 4),) if step < 3 else (later,)
         for value, context in zip((1.0, 2.0), contexts, strict=True):
-            assert loop.call(step, value, context=context)[1].unique().item() == value
+            assert loop.call(step, value, context=context, shapes=shapes)[1].unique().item() == value
     assert len(loop.controller.report.steps) == 6
 
 
@@ -350,17 +346,6 @@ def test_closed_loop_stretches_its_gaps_while_forecasts_hold():
     assert modes == [FULL, FULL, UPDATE, *[DISPATCH] * 2, UPDATE, *[DISPATCH] * 3, UPDATE, *[DISPATCH] * 2]
 
 
-def test_measured_error_is_the_worst_samples():
-    """‖F − F̂‖ / ‖F‖ is taken a sample; the worst of samples and branches is reported."""
-    loop = closed_loop()
-    loop.call(0, torch.ones(2, 4), context="cond")
-    loop.call(0, torch.ones(2, 4), context="uncond")
-    changed = torch.tensor([[1.0] * 4, [2.0] * 4])
-    loop.call(1, changed, context="cond")
-    loop.call(1, torch.ones(2, 4), context="uncond")
-    assert [step.error for step in loop.controller.report.steps] == [None, 0.5]
-
-
 def test_a_prompts_error_is_that_of_its_worst_branch():
     """In any order of its branches, and for any errors of other prompts."""
     loop = closed_loop(**{"schedule.per_prompt": True})
@@ -377,39 +362,32 @@ def test_a_prompts_error_is_that_of_its_worst_branch():
     assert report.steps[1].error == 0.75
 
 
+def observe(loop, step, *output, judged=lambda tensor, rows: tensor, context="cond"):
+    """A call whose output is computed, and measured on its judged tokens."""
+    with calling(loop.controller, "transformer", context, step, ()) as call:
+        loop.controller.observe(call, output, judged)
+        loop.controller.read(call)
+    return call
+
+
 def test_error_that_is_no_number_is_not_hidden():
     """If one tensor of the output has no error, the call has none, for any errors of the other tensors."""
     loop = closed_loop()
     for step in range(3):
-        with calling(loop.controller, "transformer", "cond", step, ()) as call:
-            output = (torch.ones(1, 4), torch.full((1, 4), torch.nan))
-            loop.controller.observe(call, output, lambda tensor, rows: tensor)
-            loop.controller.read(call)
-        assert call.mode is not DISPATCH
+        assert observe(loop, step, torch.ones(1, 4), torch.full((1, 4), torch.nan)).mode is not DISPATCH
     assert loop.call(3, context="cond")[0].mode is UPDATE
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_the_worst_tensor_of_an_output_decides(bad):
-    """For video and audio: the error of a step is that of the worst forecast tensor, wherever it is."""
+def test_the_error_is_that_of_the_worst_branch_tensor_and_sample(bad):
+    """‖F − F̂‖ / ‖F‖ of each sample and each tensor, video and audio, on the tokens that the pipeline keeps."""
     loop = closed_loop()
     for step in range(2):
-        with calling(loop.controller, "transformer", "cond", step, ()) as call:
-            output = tuple(torch.full((1, 4), 1.0 + step * (place == bad)) for place in range(3))
-            loop.controller.observe(call, output, lambda tensor, rows: tensor)
-            loop.controller.read(call)
-    assert loop.controller.report.steps[1].error == 0.5
-
-
-def test_judged_tokens_decide():
-    """Tokens that the pipeline drops have no say in the error."""
-    loop = closed_loop()
-    for step in range(2):
-        with calling(loop.controller, "transformer", "cond", step, ()) as call:
-            output = torch.tensor([[1.0, 1.0, 100.0 * step]])
-            loop.controller.observe(call, (output,), lambda tensor, rows: tensor[:, :2])
-            loop.controller.read(call)
-    assert loop.controller.report.steps[1].error == 0.0
+        changed = torch.tensor([[1.0, 1.0, 100.0 * step], [1.0 + step, 1.0 + step, 0.0]])
+        tensors = [changed if place == bad else torch.ones(2, 3) for place in range(3)]
+        for context, output in (("cond", tensors), ("uncond", [torch.ones(2, 3)] * 3)):
+            observe(loop, step, *output, judged=lambda tensor, rows: tensor[:, :2], context=context)
+    assert [step.error for step in loop.controller.report.steps] == [None, 0.5]
 
 
 def test_branch_without_history_computes():
@@ -530,15 +508,6 @@ def test_changed_mode_computes_and_is_noted():
     assert loop.controller.report.notes == ["steps computed when cache changed: the output may then have another shape"]
 
 
-def test_changed_shape_keeps_unnamed_branches_apart():
-    """Calls identified by their order stay so after the first of them changes its shape."""
-    loop = Loop()
-    for step in range(6):
-        shapes = ((1, 4),) if step < 3 else ((2, 4),)
-        for value in (1.0, 2.0):
-            assert loop.call(step, value, context=None, shapes=shapes)[1].unique().item() == value
-
-
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["exception", "interrupt"])
 def test_exception_drops_caches(error):
     """An exception drops all records and reaches the caller."""
@@ -651,20 +620,6 @@ def test_latest_symbols_are_the_first_branchs():
         with calling(loop.controller, "transformer", context, step % STEPS, ()) as call:
             call.blocks.symbols["first"] = SimpleNamespace(label=symbols)
         assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
-
-
-def test_fallbacks_are_listed_once():
-    """A site that uses dense attention step after step is one entry; another reason is another."""
-    controller = Loop().controller
-    for reason in ("LoRA", "LoRA", "offload"):
-        controller.report.fall_back("first", reason)
-    assert controller.report.fallbacks == [{"site": "first", "reason": "LoRA"}, {"site": "first", "reason": "offload"}]
-
-
-def test_progress_runs_from_0_towards_1():
-    """The policies' ramp sees step / steps."""
-    loop = Loop()
-    assert [loop.call(step)[0].progress for step in (0, 3, 11)] == [0.0, 0.25, 11 / 12]
 
 
 def test_two_transformers_keep_apart():

@@ -95,16 +95,12 @@ def test_history_keeps_the_newest_records():
 
 
 @pytest.mark.parametrize("method", ["newton", "taylor"])
-def test_lower_order_uses_the_newest_values_only(method):
-    """A forecast of lower degree equals a shorter history's: the older values have weight 0."""
-    assert forecast_weights(method, UNEVEN[:3], 9.0, order=1) == [*forecast_weights(method, UNEVEN[:2], 9.0), 0.0]
-
-
-@pytest.mark.parametrize("method", ["newton", "taylor"])
 @pytest.mark.parametrize("order, below", [(0.0, 0), (0.25, 0), (1.5, 1), (2.0, 2)])
 def test_degree_between_two_takes_its_share_of_the_higher(method, order, below):
-    """A fractional degree adds that fraction of the next degree's term; integers are plain degrees."""
-    low, high = (forecast_weights(method, UNEVEN[:3], 9.0, min(whole, 2)) for whole in (below, below + 1))
+    """A fractional degree adds that fraction of the next degree's term; integers are those of a shorter history."""
+    low, high = (
+        [*forecast_weights(method, UNEVEN[: whole + 1], 9.0), 0.0, 0.0][:3] for whole in (below, min(below + 1, 2))
+    )
     expected = [a + (order - below) * (b - a) for a, b in zip(low, high, strict=True)]
     assert forecast_weights(method, UNEVEN[:3], 9.0, order) == pytest.approx(expected)
 

@@ -33,21 +33,29 @@ def run(pipe, name, prompts, seeds, **overrides):
     return output, torch.tensor(report.density[0]), report
 
 
-@pytest.mark.parametrize(
-    "name, target",
-    [("flux", 0.06), ("wan", 0.15), ("hunyuan", 0.06), ("ltx", 0.06), ("sd3", 0.15), ("qwen-image", 0.2)],
-)
-def test_each_prompt_gets_what_it_gets_alone(name, target):
+def require_as_alone(together, density, alone):
+    """Each prompt has the latents and the computed shares of its own call; returns these shares."""
+    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
+    shares = torch.stack([share for _, share, *_ in alone])
+    assert torch.equal(density, shares.mean(0))
+    return shares
+
+
+TARGETS = {"flux": 0.06, "wan": 0.15, "hunyuan": 0.06, "ltx": 0.06, "sd3": 0.15, "qwen-image": 0.2}
+ALIKE = ("hunyuan", "flux-controlnet", "flux-ip-adapter")  # whose prompts differ too little to compute other steps
+
+
+@pytest.mark.parametrize("name", {**TARGETS, **dict.fromkeys(ALIKE)})
+def test_each_prompt_gets_what_it_gets_alone(name):
     """Guidance comes in calls of its own (Wan), in one batch that says so (LTX), in one that doesn't (SD3), or not.
 
-    Qwen-Image takes shapes of its images in lists.
+    Qwen-Image takes shapes of its images in lists, and lists of a ControlNet's residuals and an IP adapter's
+    embeddings are split too.
     """
-    pipe = accelerate_pipeline(tiny_pipeline(name), PRESET, **{"schedule.target_error": target})
+    pipe = accelerate_pipeline(tiny_pipeline(name), PRESET, **{"schedule.target_error": TARGETS.get(name, 0.06)})
     together, density, report = run(pipe, name, PROMPTS, generators(3))
     alone = [run(pipe, name, prompt, seed) for prompt, seed in zip(PROMPTS, generators(3), strict=True)]
-    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
-    shares = torch.stack([share for _, share, _ in alone])
-    assert torch.equal(density, shares.mean(0))
+    shares = require_as_alone(together, density, alone)
     assert report.computed_fraction == pytest.approx(shares.mean().item())
     for place, (_, _, own) in enumerate(alone):
         of_batch = report.of_prompt(place)
@@ -56,7 +64,7 @@ def test_each_prompt_gets_what_it_gets_alone(name, target):
         assert [error is None for error in errors] == [error is None for error in expected]
         assert [*filter(None, errors)] == pytest.approx([*filter(None, expected)], rel=0.05)
         assert of_batch.computed_fraction == pytest.approx(own.computed_fraction)
-    assert name == "hunyuan" or len(shares.unique(dim=0)) > 1  # that one's prompts differ too little
+    assert name in ALIKE or len(shares.unique(dim=0)) > 1
     assert not any("computed together" in note for note in report.notes)
 
 
@@ -79,8 +87,8 @@ def test_position_ids_do_not_keep_prompts_together(name, target):
     with accelerated(pipe, PRESET, **{"schedule.target_error": target}):
         together, density = run([0, 1])
         alone = [run([row]) for row in range(2)]
-    torch.testing.assert_close(together, torch.cat([latents for latents, _ in alone]), rtol=1e-3, atol=1e-3)
-    assert torch.equal(density, torch.stack([share for _, share in alone]).mean(0)) and 0.5 in density
+    require_as_alone(together, density, alone)
+    assert 0.5 in density
 
 
 def sd3_with_perturbed_attention():
@@ -120,8 +128,7 @@ def test_parts_of_perturbed_attention_guidance_stay_together(name, guidance, see
     """Each prompt gets the same result as alone, with unconditional, conditional and perturbed part in one batch."""
     build, target = PERTURBED[name]
     pipe, embeddings = build()
-    pipe.set_progress_bar_config(disable=True)
-    accelerate_pipeline(pipe, PRESET, **{"schedule.target_error": target})
+    accelerate_pipeline(pipe, PRESET, **{"schedule.target_error": target}).set_progress_bar_config(disable=True)
 
     def run(rows):
         asked = {"prompt": [PROMPTS[row] for row in rows], "negative_prompt": [""] * len(rows)}
@@ -139,8 +146,8 @@ def test_parts_of_perturbed_attention_guidance_stay_together(name, guidance, see
 
     together, density = run([0, 1, 2])
     alone = [run([row]) for row in range(3)]
-    torch.testing.assert_close(together, torch.cat([latents for latents, _ in alone]), rtol=1e-3, atol=1e-3)
-    assert torch.equal(density, torch.stack([share for _, share in alone]).mean(0)) and density.mean() < 1
+    require_as_alone(together, density, alone)
+    assert density.mean() < 1
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +169,7 @@ def test_pictures_of_one_prompt_go_their_own_ways(flux):
     with accelerated(flux, PRESET):
         together, density, _ = run(flux, "flux", PROMPTS[0], generators(2), num_images_per_prompt=2)
         alone = [run(flux, "flux", PROMPTS[0], seed) for seed in generators(2)]
-    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
-    assert torch.equal(density, torch.stack([share for _, share, _ in alone]).mean(0))
+    require_as_alone(together, density, alone)
 
 
 def test_other_batches_and_aborted_runs_leave_nothing(flux):
@@ -181,17 +187,6 @@ def test_other_batches_and_aborted_runs_leave_nothing(flux):
         with pytest.raises(KeyboardInterrupt):
             run(flux, "flux", PROMPTS[::-1][:2], generators(2), callback_on_step_end=stop)
         assert torch.equal(run(flux, "flux", PROMPTS[:2], generators(2))[0], fresh)
-
-
-@pytest.mark.parametrize("name", ["flux-controlnet", "flux-ip-adapter"])
-def test_residuals_and_picture_embeddings_are_divided_too(name):
-    """Lists of a ControlNet's residuals, and an IP adapter's embeddings, are split by samples."""
-    pipe = accelerate_pipeline(tiny_pipeline(name), PRESET)
-    together, density, report = run(pipe, name, PROMPTS[:2], generators(2))
-    assert not report.notes
-    alone = [run(pipe, name, prompt, seed) for prompt, seed in zip(PROMPTS[:2], generators(2), strict=True)]
-    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
-    assert torch.equal(density, torch.stack([share for _, share, _ in alone]).mean(0))
 
 
 def test_a_call_that_cannot_be_divided_computes_together(flux, monkeypatch):
@@ -293,8 +288,8 @@ def test_prompts_of_unequal_length_keep_their_padding_where_tiles_are_left_out()
     tiles = {"policy": "sparge", "steps": "all", "top_k": 1.0}
     preset = load_preset(PRESET, model="qwen_image", skip=tiles, **{"schedule.target_error": 0.2})
     pipe = accelerate_pipeline(tiny_pipeline("qwen-image"), preset)
-    together, _, report = run(pipe, "qwen-image", PROMPTS, generators(3))
+    together, density, report = run(pipe, "qwen-image", PROMPTS, generators(3))
     alone = [run(pipe, "qwen-image", prompt, seed) for prompt, seed in zip(PROMPTS, generators(3), strict=True)]
-    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
+    require_as_alone(together, density, alone)
     assert len({tuple(step.mode for step in report.of_prompt(place).steps) for place in range(3)}) > 1
     assert report.fallbacks == []

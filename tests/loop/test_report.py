@@ -49,6 +49,8 @@ def test_remarks_and_fallbacks_are_logged(caplog):
         "caches dropped",
         "block.9 falls back to dense: it is compiled",
     ]
+    told.fall_back("block.9", "LoRA")
+    assert told.fallbacks[6:] == [{"site": "block.9", "reason": reason} for reason in ("it is compiled", "LoRA")]
 
 
 def test_steps_are_counted_by_mode():

@@ -17,6 +17,35 @@ pytestmark = [
 ]
 
 
+Euler = diffusers.FlowMatchEulerDiscreteScheduler
+SCHEDULERS = {
+    "flow-match-euler": lambda: Euler(shift=3.0),
+    "euler": diffusers.EulerDiscreteScheduler,
+    "unipc": lambda: diffusers.UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"),
+    "dpm++": diffusers.DPMSolverMultistepScheduler,
+    "ddim-without-step-index": diffusers.DDIMScheduler,
+    "ddpm-without-step-index": diffusers.DDPMScheduler,
+}
+
+
+def begun(scheduler, steps: int, first: int = 0):
+    """A scheduler, by its name or itself, at the first step of a run, and its clock."""
+    scheduler = SCHEDULERS[scheduler]() if isinstance(scheduler, str) else scheduler
+    scheduler.set_timesteps(steps)
+    if first and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first)
+    return scheduler, SchedulerClock(lambda: scheduler)
+
+
+def denoise(scheduler, clock, timesteps=None, *, branches: int = 1, shown=lambda timestep: timestep) -> list[Tick]:
+    """Clock readings at each transformer call of a loop, as pipelines run it, which shows timesteps in its own way."""
+    sample, ticks = torch.ones(1, 1, 4, 4), []
+    for timestep in scheduler.timesteps if timesteps is None else timesteps:
+        ticks += [clock.read(shown(timestep).expand(1)) for _ in range(branches)]
+        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
+    return ticks
+
+
 @pytest.mark.parametrize(
     "sigmas, kind, runs_over_sigma",
     [
@@ -38,9 +67,7 @@ def test_coordinates_of_a_run(sigmas, kind, runs_over_sigma):
 
 def test_every_step_has_its_weight_where_sigma_has_no_bound():
     """Zero terminal signal: the first sigma is in the thousands, and must not leave the others without weight."""
-    scheduler = diffusers.DPMSolverMultistepScheduler(rescale_betas_zero_snr=True)
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(20)
+    scheduler, clock = begun(diffusers.DPMSolverMultistepScheduler(rescale_betas_zero_snr=True), 20)
     tick = clock.read(scheduler.timesteps[0])
     assert scheduler.sigmas[0] > 1000
     weights = error_weights(tick.sigmas)
@@ -50,7 +77,7 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
 
 def test_a_run_that_was_not_read_is_missed():
     """A run counts as missed once its scheduler takes a step, until that or a later run is read."""
-    holder = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    holder = {"scheduler": Euler()}
     scheduler, clock = holder["scheduler"], SchedulerClock(lambda: holder["scheduler"])
     assert not clock.missed_run
     for _ in range(2):
@@ -62,15 +89,13 @@ def test_a_run_that_was_not_read_is_missed():
         assert not clock.missed_run
     scheduler.set_timesteps(4)
     scheduler.step(torch.ones(1), scheduler.timesteps[0], torch.ones(1))
-    holder["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+    holder["scheduler"] = Euler()
     assert not clock.missed_run
 
 
 def test_moves_are_known_of_flows_alone():
     """Beyond sigma 1 the transformer's output is no velocity, though the scheduler takes Euler steps (Cosmos)."""
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(4)
+    scheduler, clock = begun(Euler(), 4)
     moves = clock.read(scheduler.timesteps[0]).moves
     assert moves[-1] == pytest.approx((scheduler.sigmas[1:] - scheduler.sigmas[:-1]).tolist())
     scheduler.set_timesteps(4)
@@ -80,21 +105,11 @@ def test_moves_are_known_of_flows_alone():
 
 @pytest.mark.parametrize("first", [0, 3], ids=["from-noise", "from-an-image"])
 @pytest.mark.parametrize(
-    "name, known",
-    [
-        ("flow-match-euler", True),
-        ("unipc", True),
-        ("dpm++", False),
-        ("ddim-without-step-index", False),
-    ],
+    "name, known", [("flow-match-euler", True), ("unipc", True), ("dpm++", False), ("ddim-without-step-index", False)]
 )
 def test_moves_of_a_run(name, known, first):
     """Linear schedulers of flows have them, for the steps of the run alone and as long as it lasts."""
-    scheduler = SCHEDULERS[name]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(8)
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(first)
+    scheduler, clock = begun(name, 8, first)
     ticks = denoise(scheduler, clock, scheduler.timesteps[first:])
     assert all(tick.moves is ticks[0].moves for tick in ticks)
     assert (ticks[0].moves is not None) == known
@@ -102,32 +117,11 @@ def test_moves_of_a_run(name, known, first):
         assert [len(row) for row in ticks[0].moves] == [8 - first] * (9 - first)
 
 
-SCHEDULERS = {
-    "flow-match-euler": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-    "euler": diffusers.EulerDiscreteScheduler,
-    "unipc": lambda: diffusers.UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"),
-    "dpm++": diffusers.DPMSolverMultistepScheduler,
-    "ddim-without-step-index": diffusers.DDIMScheduler,
-    "ddpm-without-step-index": diffusers.DDPMScheduler,
-}
-
-
-def denoise(scheduler, clock, timesteps=None, *, branches: int = 1, dtype=torch.float32) -> list[Tick]:
-    """Clock readings at each transformer call of a loop, as pipelines run it."""
-    sample, ticks = torch.ones(1, 1, 4, 4), []
-    for timestep in scheduler.timesteps if timesteps is None else timesteps:
-        ticks += [clock.read(timestep.to(dtype).expand(1)) for _ in range(branches)]
-        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
-    return ticks
-
-
 @pytest.mark.parametrize("branches", [1, 2], ids=["one-branch", "two-branches"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_clock_counts_a_schedulers_steps(name, branches):
     """Every step of a pipeline's loop is read as itself, by all of its branches, with its timestep and noise level."""
-    scheduler = SCHEDULERS[name]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(8)
+    scheduler, clock = begun(name, 8)
     ticks = denoise(scheduler, clock, branches=branches)
     assert [tick.step for tick in ticks] == [step for step in range(8) for _ in range(branches)]
     sigmas = getattr(scheduler, "sigmas", scheduler.timesteps)[:8].tolist()
@@ -141,13 +135,10 @@ def test_clock_counts_a_schedulers_steps(name, branches):
 
 def test_a_run_from_the_middle_has_the_noise_levels_of_the_whole():
     """Ratios of noise to image below π / 2 are no flow's levels, also where a run has no larger ones (img2img)."""
-    scheduler = SCHEDULERS["euler"]()
-    scheduler.set_timesteps(8)
-    (first, *_) = denoise(scheduler, SchedulerClock(lambda: scheduler))
-    begin = next(step for step, sigma in enumerate(scheduler.sigmas.tolist()) if sigma < 1.0)
-    scheduler.set_timesteps(8)
-    scheduler.set_begin_index(begin)
-    tick = SchedulerClock(lambda: scheduler).read(scheduler.timesteps[begin])
+    (first, *_) = denoise(*(whole := begun("euler", 8)))
+    begin = next(step for step, sigma in enumerate(whole[0].sigmas.tolist()) if sigma < 1.0)
+    scheduler, clock = begun("euler", 8, begin)
+    tick = clock.read(scheduler.timesteps[begin])
     assert tick.sigmas == first.sigmas[begin:]
     weights = error_weights(first.sigmas)[begin:]
     assert error_weights(tick.sigmas) == pytest.approx([weight * len(weights) / sum(weights) for weight in weights])
@@ -156,9 +147,7 @@ def test_a_run_from_the_middle_has_the_noise_levels_of_the_whole():
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_new_timesteps_are_a_new_run(name):
     """A second generation, with the same timesteps in a new tensor, is another run from step 0, also after an abort."""
-    scheduler = SCHEDULERS[name]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(6)
+    scheduler, clock = begun(name, 6)
     first = denoise(scheduler, clock, scheduler.timesteps[:3])
     scheduler.set_timesteps(6)
     second = denoise(scheduler, clock)
@@ -171,8 +160,7 @@ def test_clock_follows_a_replaced_scheduler():
     holder = {"scheduler": SCHEDULERS["ddpm-without-step-index"]()}
     clock = SchedulerClock(lambda: holder["scheduler"])
     for name, steps in (("ddpm-without-step-index", 4), ("euler", 5)):
-        holder["scheduler"] = SCHEDULERS[name]()
-        holder["scheduler"].set_timesteps(steps)
+        holder["scheduler"], _ = begun(name, steps)
         ticks = denoise(holder["scheduler"], clock)
         assert [tick.step for tick in ticks] == list(range(steps))
         assert ticks[0].steps == steps
@@ -181,11 +169,7 @@ def test_clock_follows_a_replaced_scheduler():
 @pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
 def test_image_to_image_counts_from_its_first_step(name):
     """A pipeline that begins in the middle of the schedule runs the rest of it."""
-    scheduler = SCHEDULERS[name]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(10)
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(4)
+    scheduler, clock = begun(name, 10, 4)
     ticks = denoise(scheduler, clock, scheduler.timesteps[4:])
     assert [tick.step for tick in ticks] == list(range(6))
     assert ticks[0].steps == 6
@@ -201,9 +185,7 @@ def test_a_start_in_the_middle_is_found_by_a_rounded_timestep(name, dtype):
     The last step is an exception: its timestep may be at most 1, like shares of 1000.
     """
     for first in range(9):
-        scheduler = SCHEDULERS[name]()
-        clock = SchedulerClock(lambda scheduler=scheduler: scheduler)
-        scheduler.set_timesteps(10)
+        scheduler, clock = begun(name, 10)
         tick = clock.read(scheduler.timesteps[first].to(dtype).expand(1))
         assert (tick.step, tick.steps) == (0, 10 - first)
         assert list(tick.timesteps) == scheduler.timesteps[first:].tolist()
@@ -211,14 +193,12 @@ def test_a_start_in_the_middle_is_found_by_a_rounded_timestep(name, dtype):
 
 def test_timesteps_that_round_alike_are_told_apart():
     """At 200 steps neighbouring timesteps are equal in bfloat16; the step still advances."""
-    scheduler = SCHEDULERS["flow-match-euler"]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(200)
+    scheduler, clock = begun("flow-match-euler", 200)
     assert len(set(scheduler.timesteps.bfloat16().tolist())) < 200
-    assert [tick.step for tick in denoise(scheduler, clock, dtype=torch.bfloat16)] == list(range(200))
+    assert [tick.step for tick in denoise(scheduler, clock, shown=torch.Tensor.bfloat16)] == list(range(200))
 
 
-Euler, Heun = diffusers.FlowMatchEulerDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler
+Heun = diffusers.FlowMatchHeunDiscreteScheduler
 OwnHeun = type("OwnHeun", (Heun,), {"order": 1})
 TWO_CALLS = [diffusers.HeunDiscreteScheduler, Heun, OwnHeun, diffusers.KDPM2DiscreteScheduler]
 
@@ -226,17 +206,15 @@ TWO_CALLS = [diffusers.HeunDiscreteScheduler, Heun, OwnHeun, diffusers.KDPM2Disc
 @pytest.mark.parametrize("scheduler", TWO_CALLS)
 def test_scheduler_of_second_order_repeats(scheduler):
     """A scheduler that runs the transformer twice per step is found by its steps, and each call counts as a step."""
-    scheduler = scheduler()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(4)
+    scheduler, clock = begun(scheduler(), 4)
     ticks = denoise(scheduler, clock)
     assert [tick.step for tick in ticks] == list(range(len(scheduler.timesteps)))
     assert {tick.plain for tick in ticks} == {f"{type(scheduler).__name__} repeats timesteps (order 2)"}
 
 
 def plain_of(scheduler, steps: int) -> str | None:
-    scheduler.set_timesteps(steps)
-    return SchedulerClock(lambda: scheduler).read(scheduler.timesteps[0]).plain
+    scheduler, clock = begun(scheduler, steps)
+    return clock.read(scheduler.timesteps[0]).plain
 
 
 @pytest.mark.parametrize(
@@ -286,20 +264,17 @@ def test_schedulers_that_draw_all_noise_anew(scheduler):
 
 def test_noise_of_a_users_step_is_told():
     """A replaced step that adds noise is not known by its class; its outputs are forecast, with a remark."""
-    scheduler = Euler(shift=3.0)
-    scheduler.set_timesteps(20)
+    scheduler, clock = begun("flow-match-euler", 20)
     own = scheduler.step
     scheduler.step = lambda *args, **kwargs: (own(*args, **kwargs)[0] + 0.1 * torch.randn(args[0].shape),)
-    tick = SchedulerClock(lambda: scheduler).read(scheduler.timesteps[0])
+    tick = clock.read(scheduler.timesteps[0])
     assert tick.plain is None and tick.moves is not None
     assert tick.noisy.startswith("FlowMatchEulerDiscreteScheduler adds noise at every step")
 
 
 def test_call_after_the_last_step_stays_in_the_schedule():
     """The transformer may be called on its own after a run; that call has a timestep and a noise level too."""
-    scheduler = SCHEDULERS["flow-match-euler"]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(4)
+    scheduler, clock = begun("flow-match-euler", 4)
     denoise(scheduler, clock)
     tick = clock.read(500.0)
     assert 0 <= tick.step < tick.steps
@@ -307,16 +282,14 @@ def test_call_after_the_last_step_stays_in_the_schedule():
 
 def test_a_given_place_tells_steps_that_nothing_else_tells():
     """A loop that steps a copy of its scheduler leaves the pipeline's where it was; a second loop is a new run."""
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(4)
-    clock = SchedulerClock(lambda: scheduler)
+    scheduler, clock = begun(Euler(), 4)
     ticks = [clock.read(timestep, Place(step)) for _ in range(2) for step, timestep in enumerate(scheduler.timesteps)]
     assert [tick.step for tick in ticks] == [0, 1, 2, 3] * 2
     assert len({id(tick.run) for tick in ticks}) == 2 and ticks[0].run is ticks[3].run
     scheduler.set_timesteps(4)
     scheduler.set_begin_index(2)
-    begun = [clock.read(timestep, Place(step)) for step, timestep in enumerate(scheduler.timesteps[2:])]
-    assert [(tick.step, tick.steps) for tick in begun] == [(0, 2), (1, 2)]
+    ticks = [clock.read(timestep, Place(step)) for step, timestep in enumerate(scheduler.timesteps[2:])]
+    assert [(tick.step, tick.steps) for tick in ticks] == [(0, 2), (1, 2)]
 
 
 def test_a_given_place_goes_before_the_timestep():
@@ -338,9 +311,7 @@ def test_a_place_alone_is_enough():
 
 def test_timestep_of_each_token_counts_by_its_maximum():
     """Wan's ``expand_timesteps`` gives a timestep for every token, 0 where the image is given."""
-    scheduler = SCHEDULERS["ddpm-without-step-index"]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(3)
+    scheduler, clock = begun("ddpm-without-step-index", 3)
     steps = [clock.read(torch.stack([torch.zeros(()), t, torch.zeros(())])).step for t in scheduler.timesteps]
     assert steps == [0, 1, 2]
 
@@ -376,19 +347,18 @@ def test_timestep_clock_starts_again(stopped_at):
     assert first[0].run is not second[0].run
 
 
+VALUES, NUMBERS = "non-empty sequence without equal neighbours", "timesteps must be a sequence of numbers, got "
+
+
 @pytest.mark.parametrize(
-    "timesteps", [[], [3.0, 3.0, 1.0], torch.tensor([5, 2, 2])], ids=["none", "equal", "equal-last"]
+    "timesteps, message",
+    [([], VALUES), ([3.0, 3.0, 1.0], VALUES), (torch.tensor([5, 2, 2]), VALUES)]
+    + [(value, NUMBERS) for value in (50, "abc", None)],
+    ids=str,
 )
-def test_timesteps_that_tell_nothing_are_refused(timesteps):
-    """No timesteps, or equal neighbours, are an error."""
-    with pytest.raises(UnsupportedError, match="non-empty sequence without equal neighbours"):
-        TimestepClock(timesteps)
-
-
-@pytest.mark.parametrize("timesteps", [50, "abc", None], ids=str)
-def test_timesteps_that_are_no_numbers_are_refused(timesteps):
-    """A count in the place of the values, for one."""
-    with pytest.raises(UnsupportedError, match="timesteps must be a sequence of numbers, got "):
+def test_timesteps_that_tell_nothing_are_refused(timesteps, message):
+    """No timesteps, equal neighbours, or no sequence of numbers: a count in the place of the values, for one."""
+    with pytest.raises(UnsupportedError, match=message):
         TimestepClock(timesteps)
 
 
@@ -396,47 +366,29 @@ def test_timesteps_that_are_no_numbers_are_refused(timesteps):
 @pytest.mark.parametrize("rescaled", [lambda t: t / 1000, lambda t: 1 - t / 1000], ids=["share", "from-0-to-1"])
 def test_rescaled_timesteps_begin_at_the_start(rescaled, shift):
     """Under shift 1 the first, 1000 of 1000, is as large as the last of the schedule."""
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(8)
-    sample, steps = torch.ones(1, 1, 4, 4), []
-    for timestep in scheduler.timesteps:
-        steps.append(clock.read(rescaled(timestep).expand(1)).step)
-        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
-    assert steps == list(range(8))
+    ticks = denoise(*begun(Euler(shift=shift), 8), shown=rescaled)
+    assert [tick.step for tick in ticks] == list(range(8))
 
 
 @pytest.mark.parametrize("first", [3, 7], ids=["in-the-middle", "at-the-last"])
 def test_where_a_run_begins_is_confirmed(first):
     """Timesteps in a pipeline's own scale may be misleading; the scheduler's first step index corrects the start."""
-    scheduler = SCHEDULERS["flow-match-euler"]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(8)
-    astray, sample, ticks = scheduler.timesteps[first], torch.ones(1, 1, 4, 4), []
-    for timestep in scheduler.timesteps:
-        ticks.append(clock.read(astray))
-        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
+    scheduler, clock = begun("flow-match-euler", 8)
+    ticks = denoise(scheduler, clock, shown=lambda _: scheduler.timesteps[first])
     assert [tick.step for tick in ticks[1:]] == list(range(7)) and {tick.steps for tick in ticks[1:]} == {7}
     assert ticks[0].run is not ticks[1].run and {tick.run for tick in ticks[1:]} == {ticks[1].run}
 
 
 def test_a_start_that_nothing_tells_is_found_at_the_second_step():
     """In image-to-image with rescaled timesteps and no begin index, the run is the rest of the schedule."""
-    scheduler = SCHEDULERS["flow-match-euler"]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(10)
-    sample, ticks = torch.ones(1, 1, 4, 4), []
-    for timestep in scheduler.timesteps[4:]:
-        ticks.append(clock.read(timestep / 1000))
-        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
+    scheduler, clock = begun("flow-match-euler", 10)
+    ticks = denoise(scheduler, clock, scheduler.timesteps[4:], shown=lambda timestep: timestep / 1000)
     assert [(tick.step, tick.steps) for tick in ticks] == [(0, 10), *((step, 5) for step in range(5))]
 
 
 def test_steps_that_go_back_are_a_new_run():
     """A pipeline may take the same timesteps once more, as for the next part of a video."""
-    scheduler = SCHEDULERS["flow-match-euler"]()
-    clock = SchedulerClock(lambda: scheduler)
-    scheduler.set_timesteps(6)
+    scheduler, clock = begun("flow-match-euler", 6)
     runs = []
     for _ in range(2):
         scheduler.set_begin_index(0)

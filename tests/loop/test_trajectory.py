@@ -73,8 +73,12 @@ def test_only_replaced_latents_are_found(form, dtype, branches, order):
 
 
 @pytest.mark.parametrize("step", range(1, STEPS - 1))
-def test_each_step_is_compared(step):
-    assert replacements(pasted(1.0, [step])) == [step + 1]
+def test_each_step_and_each_sample_is_compared(step):
+    def edit(at, sigma, latents):
+        latents[1, :48] = pasted(1.0, [step])(at, sigma, latents)[1, :48]
+        return latents
+
+    assert replacements(pasted(1.0, [step])) == replacements(edit) == [step + 1]
 
 
 EDITS = {
@@ -91,15 +95,6 @@ def test_edits_at_every_step_are_no_replacement(edit):
 
 def test_a_paste_at_every_step_is_a_replacement_where_it_begins():
     assert replacements(pasted(0.5, range(5, STEPS))) == [6]
-
-
-def test_one_sample_of_a_batch_may_be_replaced():
-    def edit(step, sigma, latents):
-        if step == 6:
-            latents[1, :48] = line(sigma, latents.shape)[1, :48]
-        return latents
-
-    assert replacements(edit) == [7]
 
 
 def test_a_second_stream_may_be_replaced():
