@@ -69,7 +69,6 @@ def test_a_second_cache_is_diffusers_error(pipe):
 
 
 def test_a_config_that_does_not_fit_changes_nothing(pipe):
-    """Presets of other families, and configs of unknown classes, are errors."""
     left = attributes(pipe)
     with pytest.raises(UnsupportedError, match="'wan21-sparge-balanced' is for wan models"):
         pipe.transformer.enable_cache(ClosedLoopConfig("wan21-sparge-balanced"))

@@ -151,7 +151,6 @@ def test_public_names_exist():
 
 
 def test_type_checkers_see_the_public_names():
-    """The names for type checkers are the public names, from the modules of their first use."""
     seen = {module for module, at_import in imports(PACKAGE / "__init__.py") if not at_import}
     assert seen == {f"dit_accel.{home}.{name}" for name, home in dit_accel._HOMES.items()}
 
@@ -197,7 +196,6 @@ def stages(tmp_path_factory):
 
 
 def test_importing_the_package_is_quick(stages):
-    """``import dit_accel`` brings no heavy package with it."""
     heavy = {"torch", "diffusers", "transformers", "triton", "pydantic", "matplotlib"}
     assert heavy.isdisjoint(stages["package"]["loaded"])
     assert stages["package"]["seconds"] < 0.5
@@ -216,7 +214,6 @@ def test_importing_tiny_pipelines_is_light(stages):
 
 
 def test_importing_everything_leaves_no_trace(stages):
-    """Importing every module starts no GPU and writes no files."""
     assert "diffusers" in stages["all"]["loaded"]
     assert stages["cuda"] is False
     assert stages["files"] == []

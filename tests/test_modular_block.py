@@ -112,7 +112,6 @@ def test_a_new_transformer_is_accelerated(modular):
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_workflows(modular, name):
-    """The block is in each workflow, and in the blocks that choose one at each call."""
     pipe = modular(name, AccelerateBlock("turbo"))
     pictures = {"image": PIL.Image.new("RGB", (48, 64), "red"), "strength": 0.9}
     for workflow, arguments in (("text2image", {}), ("image2image", pictures)):
@@ -163,7 +162,6 @@ def test_mistakes_are_refused(modular):
 
 
 def test_saved_blocks_are_loaded(tmp_path, monkeypatch):
-    """Blocks in a repository name ours by an import."""
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "cache"))
     (tmp_path / "fast.py").write_text(

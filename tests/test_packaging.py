@@ -63,7 +63,6 @@ def _files(folder: str) -> set[str]:
 
 
 def test_wheel_holds_every_preset(wheel):
-    """configs/ of the checkout is dit_accel/presets/configs/ of the wheel, byte for byte."""
     presets = _files("configs")
     assert "balanced.yaml" in presets
     for name in presets:

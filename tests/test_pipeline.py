@@ -206,7 +206,6 @@ def test_a_pipeline_is_no_transformer(pipe):
 
 @pytest.mark.parametrize("keys", [{"level": "layer"}, TILES], ids=["layer", "tiles"])
 def test_presets_of_any_family_may_need_blocks(keys):
-    """They do what a preset of the family does."""
     flux = accelerate_pipeline(tiny_pipeline("flux"), **keys)
     named = accelerate_pipeline(tiny_pipeline("flux"), **keys, model="flux")
     assert equal_up_to_rounding(call(flux), call(named)) and flux.dit_accel.report().computed_fraction < 1.0

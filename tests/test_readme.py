@@ -52,7 +52,6 @@ def why_not(line: str) -> str | None:
 
 
 def test_shown_commands_parse():
-    """Every option and argument of a shown command exists."""
     assert len(COMMANDS) > 30
     assert {line: error for line in COMMANDS if (error := why_not(line))} == {}
 
@@ -93,12 +92,10 @@ def linked(page):
 
 
 def test_links_and_pictures_exist():
-    """No link inside the repository is broken."""
     assert [(page.name, str(path)) for page in PAGES for path in linked(page) if not path.exists()] == []
 
 
 def test_every_result_stands_on_a_page():
-    """README or docs link to every file in docs/results."""
     files = (ROOT / "docs" / "results").rglob("*")
     results = {path.resolve() for path in files if path.is_file() and path.suffix != ".md"}  # git ignores tables
     named = {path.resolve() for page in PAGES for path in linked(page)}
@@ -107,7 +104,6 @@ def test_every_result_stands_on_a_page():
 
 
 def test_contributing_names_files_that_exist():
-    """The worked examples are real files."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(r"(?<![\w/])((?:configs|dit_accel|docs|examples|scripts|tests)/[\w./]*)", text)
     assert len(paths) > 20
@@ -115,7 +111,6 @@ def test_contributing_names_files_that_exist():
 
 
 def test_every_preset_is_documented():
-    """docs/reference/presets.md names every shipped preset, in full or by its ending."""
     text = (ROOT / "docs" / "reference" / "presets.md").read_text(encoding="utf-8")
     missing = [n for n in preset_names() if n not in text and f"`-{n.rsplit('-', 1)[-1]}`" not in text]
     assert missing == []

@@ -97,7 +97,6 @@ def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset, cou
 
 @torch.no_grad()
 def test_loops_in_threads_have_steps_of_their_own():
-    """Loops of the caller's own over one transformer are distinguished by their threads."""
     pipe = tiny_pipeline("flux")
     transformer, (arguments, *_) = pipe.transformer, recorded_calls(pipe, "flux")
     timesteps = [1 - step / 20 for step in range(20)]

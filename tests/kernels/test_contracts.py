@@ -320,7 +320,6 @@ def test_slices_have_no_gradients():
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no-grad"])
 def test_no_gradient_flows(enabled):
-    """An op does not change whether gradients are enabled."""
     for op in ("attention", "norm_rope"):
         leaves = {name: x.clone().requires_grad_() for name, x in OPS[op].items() if x is Q or x is HEADS}
         with torch.set_grad_enabled(enabled):

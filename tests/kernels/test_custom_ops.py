@@ -102,7 +102,6 @@ def test_compiled_is_eager(call, fresh_compiler, monkeypatch):
 
 
 def test_every_op_has_a_case():
-    """The registered ops are the ones in the table above."""
     registered = {
         name.removeprefix("dit_accel::").split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

@@ -40,6 +40,5 @@ def test_blocks_are_text_if_they_hold_any(text, vision, text_first):
     ids=["block", "text", "vision"],
 )
 def test_impossible_layout_is_refused(arguments, complaint):
-    """The error shows the given values."""
     with pytest.raises(ShapeError, match=complaint):
         TokenLayout(**{"text": 3, "vision": 5, **arguments})

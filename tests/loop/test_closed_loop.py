@@ -123,7 +123,6 @@ def test_closed_loop_at_extreme_errors(error, interval):
 
 @pytest.mark.parametrize("errors", [(0.0, 0.012), (0.012, 0.0), (0.012, 0.0, 0.001)], ids=str)
 def test_worst_error_of_a_step_decides(errors):
-    """Branches of one step report their errors one by one; the shortest interval counts, in any order."""
     control = closed_loop(target_error=0.05)
     for branch, error in enumerate(errors):
         control.observe(5, [4, 3], 1, error, outputs=branch)
@@ -132,7 +131,6 @@ def test_worst_error_of_a_step_decides(errors):
 
 @pytest.mark.parametrize("direction", [1, -1], ids=["ascending", "descending"])
 def test_closed_loop_measures_distance_on_the_coordinate(direction):
-    """On uneven spacing the distance on the coordinate limits a forecast, not the number of steps."""
     # From step 3 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 those of
     # forecasts may add up to 5 g: 2.25, 6.25, 11.25 or all. The step behind the last one in reach computes.
     for gap, interval in ((0.45, 2), (1.25, 3), (2.25, 4), (90.0, 7)):
@@ -205,7 +203,6 @@ def test_an_output_of_another_shape_begins_anew(changed):
 
 
 def test_the_share_of_the_slope_is_that_of_all_tensors():
-    """The least squares of two tensors together."""
     output, newest = [torch.tensor([2.0]), torch.tensor([2.0, 8.0])], [torch.zeros(1), torch.ones(2)]
     linear = [torch.ones(1), torch.tensor([2.0, 3.0])]
     assert float(best_share(output, newest, linear)) == pytest.approx((2 * 1 + 1 * 1 + 7 * 2) / (1 + 1 + 4))
@@ -250,11 +247,3 @@ def test_presets_of_papers_compute_the_published_steps(name, computed):
     """The computed steps of 50 are those of TaylorSeer's published code at N = 5."""
     control = IntervalGap(load_preset(name), Course(range(50), [1.0] * 50))
     assert [step for step, letter in enumerate(modes(control)) if letter != "D"] == list(computed)
-
-
-def test_interval_ignores_errors():
-    """A fixed schedule does not depend on errors."""
-    preset = Preset.model_validate({"schedule": {"control": "interval", "warmup": 0, "interval": 4, "cooldown": 0}})
-    control = IntervalGap(preset, Course(range(8), [1.0] * 8))
-    control.observe(0, [-1.0, -2.0], 1, 100.0)
-    assert modes(control) == "UDDDUDDD"

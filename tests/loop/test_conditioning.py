@@ -80,7 +80,6 @@ def test_what_differs_at_the_second_call_may_be_a_change(values, moved):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_tensors_that_are_written_to_are_noticed(mode):
-    """A change in place counts, also of a tensor that counts no versions."""
     with mode():
         value, conditioning = prompt(), Conditioning()
         assert [conditioning.changed({"item": value}) for _ in range(3)] == [[], [], []]

@@ -117,7 +117,6 @@ def test_dispatch_continues_what_was_recorded():
 
 
 def test_forecast_runs_on_the_presets_coordinate():
-    """With coordinate sigma an output that is linear in sigma is forecast exactly."""
     loop = Loop(**{"forecast.coordinate": "sigma"})
     for step in range(6):
         call, output = loop.call(step, 1 - step / STEPS)
@@ -317,7 +316,6 @@ def test_branches_do_not_mix(contexts, later):
 
 
 def test_branches_share_the_steps_mode():
-    """In the closed loop the worst branch decides when all of them compute."""
     generator = torch.Generator().manual_seed(0)
     loop, calm = closed_loop(), closed_loop()
     for step in range(STEPS):
@@ -391,7 +389,6 @@ def test_the_error_is_that_of_the_worst_branch_tensor_and_sample(bad):
 
 
 def test_branch_without_history_computes():
-    """A branch that appears in a DISPATCH step computes, and the others are forecast as planned."""
     loop = Loop()
     loop.modes(range(3))
     assert loop.call(3)[0].mode is DISPATCH
@@ -510,7 +507,6 @@ def test_changed_mode_computes_and_is_noted():
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["exception", "interrupt"])
 def test_exception_drops_caches(error):
-    """An exception drops all records and reaches the caller."""
     loop = Loop()
     loop.modes(range(3))
     with pytest.raises(type(error)):
@@ -521,7 +517,6 @@ def test_exception_drops_caches(error):
 
 
 def test_new_run_starts_clean():
-    """A run that follows an abandoned one has the modes, outputs and report of a first run."""
     loop, fresh = closed_loop(), closed_loop()
     for step in range(7):
         loop.call(step, -5.0 * step)
@@ -561,7 +556,6 @@ def test_repeated_timesteps_compute_every_step(control):
 
 
 def test_release_frees_caches_and_keeps_the_report():
-    """After a run its tensors can be freed while its report stays readable."""
     loop = Loop()
     loop.modes(work={"first": (1.0, 1.0)})
     loop.controller.release()
@@ -614,7 +608,6 @@ def test_report_adds_up_times(monkeypatch):
 
 
 def test_latest_symbols_are_the_first_branchs():
-    """The report's symbols come from the first branch of the run and its latest UPDATE."""
     loop = Loop("flux-flashomni-paper")
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
         with calling(loop.controller, "transformer", context, step % STEPS, ()) as call:

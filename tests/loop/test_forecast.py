@@ -65,12 +65,6 @@ def test_weights_sum_to_one(method, count):
     assert math.fsum(weights) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_forecast_at_the_newest_record_is_that_record(method):
-    """Nothing is extrapolated where a value is known."""
-    assert forecast_weights(method, UNEVEN[:3], UNEVEN[0]) == pytest.approx([1.0, 0.0, 0.0])
-
-
 def test_methods_are_told_apart():
     """The name chooses the formula; reuse repeats the newest value."""
     coordinates = UNEVEN[:3]
@@ -81,7 +75,6 @@ def test_methods_are_told_apart():
 
 
 def test_history_keeps_the_newest_records():
-    """A history keeps a fixed number of values, newest first, and its order grows with them."""
     history = History(3)
     assert (len(history), history.coordinates) == (0, ())
     values = [(torch.tensor([float(i)]), torch.tensor([-float(i)])) for i in range(4)]

@@ -92,7 +92,6 @@ def test_float8_error_is_that_of_its_mantissa():
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
 def test_rows_left_out_take_no_memory(float8, offload):
-    """The kept rows are the same as without the option, and only they take memory."""
     values = torch.randn(2, 10, 4, 32, generator=torch.Generator().manual_seed(0))
     kept = Storage(float8, offload, rows=(3, 9)).keep(values)
     restored = kept.read()
@@ -141,7 +140,6 @@ def test_offload_holds_few_layers_at_a_time():
 
 
 def test_history_goes_on_in_another_form():
-    """A shorter history keeps the newest values, converted to the new form."""
     history = StoredHistory(3)
     values = [torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     for i in range(3):
@@ -305,7 +303,6 @@ def test_later_branch_converts_what_is_there(pipe):
 
 @pytest.mark.parametrize("level", ["output", "layer", "head"])
 def test_lower_order_is_that_of_the_preset(pipe, level):
-    """A budget that forces order 0 gives the same result as the preset with order 0."""
     preset = {"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level]
     forms = {} if level == "output" else {"memory.history_dtype": "float8"}
     expected, report = run(pipe, load_preset(preset, **{"forecast.order": 0}, **forms))
@@ -347,7 +344,6 @@ def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
 
 @pytest.mark.parametrize("below, noted", [(0, False), (1, True)], ids=["equal", "beyond"])
 def test_caches_may_fill_the_budget(below, noted):
-    """The budget is a limit, and memory of that size is within it."""
     tensor = torch.zeros(2**10, dtype=torch.float32)
     report = RunReport("preset", "any", ["block"], density=[[]])
     accounts = Accounts(report, (tensor.nbytes - below) / GIB)
@@ -422,7 +418,6 @@ def test_measures_that_save_nothing_are_not_taken():
 
 
 def test_no_budget_means_no_measures():
-    """Without a budget only the preset's own measures are used."""
     assert plan_memory(load_preset("flux-flashomni-paper"), [HUNYUAN_118K] * 2).measures == ()
     asked = plan_memory(load_preset("flux-flashomni-paper", **{"memory.offload": True}), [HUNYUAN_118K] * 2)
     assert asked.measures == (OFFLOAD,) and asked.host_bytes > 0
@@ -446,6 +441,5 @@ def test_no_budget_means_no_measures():
     ids=["output-dtype", "output-offload", "layer-offload", "order-0-offload", "zero", "dtype", "unknown"],
 )
 def test_memory_keys_without_effect_are_refused(preset, overrides, complaint):
-    """A key of section memory is an error where it would change nothing."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset, **overrides)

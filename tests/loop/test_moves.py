@@ -61,7 +61,6 @@ def latents_of(scheduler, outputs: torch.Tensor, first: int) -> torch.Tensor:
 @pytest.mark.parametrize("first", [0, 5], ids=["from-noise", "from-an-image"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_moves_are_the_derivatives_of_a_run(name, first):
-    """A change of an output changes the latents of a run by the change times its move."""
     moves = torch.tensor(try_out(ready(LINEAR[name](), first), first).moves, dtype=torch.float64)
     outputs = torch.randn(STEPS - first, 1, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     latents = latents_of(LINEAR[name](), outputs, first)

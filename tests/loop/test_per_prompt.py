@@ -173,7 +173,6 @@ def test_pictures_of_one_prompt_go_their_own_ways(flux):
 
 
 def test_other_batches_and_aborted_runs_leave_nothing(flux):
-    """A run equals a fresh one after a run of another batch, and after one that an exception ended."""
 
     def stop(pipe, step, timestep, tensors):
         if step == STEPS // 2:
@@ -255,7 +254,6 @@ def test_arguments_that_cannot_be_divided(argument, complaint):
 
 
 def test_rows_taken_and_joined_are_the_batch():
-    """Parts in any order of rows make the batch again."""
     batch, rows = torch.randn(5, 2), [(4, 1), (0,), (3, 2)]
     assert torch.equal(join_rows([take_rows(batch, each) for each in rows], rows), batch)
 
@@ -278,7 +276,6 @@ def test_rows_taken_and_joined_are_the_batch():
     ids=["interval", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-interval"],
 )
 def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
-    """A key without effect, or with a wrong one, is an error."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset, **overrides)
 

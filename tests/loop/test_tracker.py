@@ -76,7 +76,6 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
 
 
 def test_a_run_that_was_not_read_is_missed():
-    """A run counts as missed once its scheduler takes a step, until that or a later run is read."""
     holder = {"scheduler": Euler()}
     scheduler, clock = holder["scheduler"], SchedulerClock(lambda: holder["scheduler"])
     assert not clock.missed_run
@@ -168,7 +167,6 @@ def test_clock_follows_a_replaced_scheduler():
 
 @pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
 def test_image_to_image_counts_from_its_first_step(name):
-    """A pipeline that begins in the middle of the schedule runs the rest of it."""
     scheduler, clock = begun(name, 10, 4)
     ticks = denoise(scheduler, clock, scheduler.timesteps[4:])
     assert [tick.step for tick in ticks] == list(range(6))

@@ -98,7 +98,6 @@ def test_a_paste_at_every_step_is_a_replacement_where_it_begins():
 
 
 def test_a_second_stream_may_be_replaced():
-    """Latents of an audio output are compared too."""
     trajectory, video, audio = Trajectory(), drawn((1, 32, 8), 0), drawn((1, 16, 8), 1)
     found = []
     for step in range(6):

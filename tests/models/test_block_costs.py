@@ -134,6 +134,5 @@ def test_a_computed_step_costs_all_but_the_tiles_that_it_leaves_out(mode):
 
 @pytest.mark.parametrize(("remembered", "more"), [(0, 0), (1, 0), (3, 2)], ids=["none", "its own", "two older"])
 def test_an_update_projects_once_more_for_each_older_step(remembered, more):
-    """The UPDATE projects once more per older step for its bias, in the rows where heads are reused."""
     site = state(measured_step=4, projected=0.5, bias_coordinates=(0.9, 0.8, 0.7)[:remembered])
     assert costs_of(StepMode.UPDATE, "head", {"blocks.0": site}) == pytest.approx((100.0, 250 + 8 * 0.5 * more))

@@ -171,7 +171,6 @@ def test_compiled_decoding_stays_whole(flux):
 
 
 def test_a_component_is_copied_and_pickled_as_ever(flux):
-    """A copied component does not report its calls."""
     accelerate_pipeline(flux)
     call(flux)
     before = flux.dit_accel.report().parts

@@ -125,7 +125,6 @@ def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
 
 
 def test_every_transformer_and_block_that_was_touched_is_restored():
-    """Replaced transformers and blocks are restored too."""
     pipe, other = tiny_pipeline("wan"), tiny_pipeline("wan", seed=1)
     first, block = pipe.transformer, pipe.transformer.blocks[0]
     skip, blocks = {"policy": "sparge", "steps": "all"}, {"token_order": "hilbert"}

@@ -115,56 +115,34 @@ def test_preset_is_frozen():
         preset.schedule.interval = 2
 
 
-MISTAKES = {  # by key of a preset of level head: a value, and the error
-    "schedul.interval": (1, "unknown key .*did you mean 'schedule'.*valid keys here: .*forecast"),
-    "schedule.intervall": (1, "unknown key .*did you mean 'interval'.*valid keys here: .*cooldown"),
-    "reuse.tau": (1, "unknown key .*did you mean 'tau_q'.*valid keys here: .*degrade_below"),
-    "reuse.tau_q": (1.5, r"reuse\.tau_q: .*got 1\.5"),
-    "reuse.ramp": (0.0, r"reuse\.ramp: .*got 0\.0"),
-    "reuse.degrade_below": (2.0, r"reuse\.degrade_below: .*got 2\.0"),
-    "skip.tau_kv": (float("nan"), r"skip\.tau_kv: .*got nan"),
-    "schedule.warmup": (-1, r"schedule\.warmup: .*got -1"),
-    "schedule.interval": (2.5, r"schedule\.interval: .*got 2\.5"),
-    "forecast.order": (5, r"forecast\.order: .*got 5"),
-    "forecast.level": ("block", r"forecast\.level: .*got 'block'"),
-    "blocks.size": (96, r"blocks\.size: .*got 96"),
-    "kernels.attention": ("cudnn", r"kernels\.attention: .*got 'cudnn'"),
-}
-
-
-def test_mistakes_are_named():
-    """An unknown key is refused with the nearest valid one and the list of all, a bad value with its dotted key.
-
-    One error lists all of them.
-    """
-    for key, (value, complaint) in MISTAKES.items():
-        with pytest.raises(PresetError, match=complaint):
-            load_preset("flux-flashomni-paper", **{key: value})
-    with pytest.raises(PresetError, match=r"reuse\.tau_q: .*forecast\.ordr|forecast\.ordr.*reuse\.tau_q: "):
-        load_preset("flux-flashomni-paper", **{"reuse.tau_q": 2, "forecast.ordr": 1})
-
-
-def test_dotted_and_section_overrides_merge():
-    """Overrides change the keys they name and leave the others as the preset has them."""
-    preset = load_preset(
-        "flux-flashomni-paper", schedule={"warmup": 2}, **{"schedule.interval": 3, "reuse.tau_q": 0.25}
-    )
-    assert (preset.schedule.warmup, preset.schedule.interval, preset.schedule.cooldown) == (2, 3, 0)
-    assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 0.1)
-
-
 def test_keys_are_plain_keywords():
-    """A key that one section has alone needs no section; dotted keys and sections mean the same."""
+    """A key that one section has alone needs no section; dotted keys and sections mean the same, and merge."""
     plain = load_preset("turbo", warmup=3, order=1, target_error=0.1, budget_gib=4.0)
     dotted = {"schedule.warmup": 3, "forecast.order": 1, "schedule.target_error": 0.1, "memory.budget_gib": 4.0}
     assert plain == load_preset("turbo", **dotted)
     assert plain == load_preset("turbo", schedule={"warmup": 3}, target_error=0.1, order=1, memory={"budget_gib": 4.0})
+    assert (plain.schedule.cooldown, plain.forecast.level) == (load_preset("turbo").schedule.cooldown, "output")
     assert load_preset("wan21-sparge", layers={"a": {"tau_kv": 0.1}}).skip.at("a").tau_kv == 0.1
 
 
-@pytest.mark.parametrize(
-    "overrides, complaint",
-    [
+MISTAKES = {  # by preset: keys over it, and the error
+    "flux-flashomni-paper": [
+        ({"schedul.interval": 1}, "unknown key .*did you mean 'schedule'.*valid keys here: .*forecast"),
+        ({"schedule.intervall": 1}, "unknown key .*did you mean 'interval'.*valid keys here: .*cooldown"),
+        ({"reuse.tau": 1}, "unknown key .*did you mean 'tau_q'.*valid keys here: .*degrade_below"),
+        ({"reuse.tau_q": 1.5}, r"reuse\.tau_q: .*got 1\.5"),
+        ({"reuse.ramp": 0.0}, r"reuse\.ramp: .*got 0\.0"),
+        ({"reuse.degrade_below": 2.0}, r"reuse\.degrade_below: .*got 2\.0"),
+        ({"skip.tau_kv": float("nan")}, r"skip\.tau_kv: .*got nan"),
+        ({"schedule.warmup": -1}, r"schedule\.warmup: .*got -1"),
+        ({"schedule.interval": 2.5}, r"schedule\.interval: .*got 2\.5"),
+        ({"forecast.order": 5}, r"forecast\.order: .*got 5"),
+        ({"forecast.level": "block"}, r"forecast\.level: .*got 'block'"),
+        ({"blocks.size": 96}, r"blocks\.size: .*got 96"),
+        ({"kernels.attention": "cudnn"}, r"kernels\.attention: .*got 'cudnn'"),
+        ({"reuse.tau_q": 2, "reuse.ram": 1}, r"reuse\.tau_q: .*reuse\.ram'|reuse\.ram'.*reuse\.tau_q: "),
+    ],
+    "balanced": [
         ({"target_eror": 0.1}, r"^unknown keyword 'target_eror' \(did you mean 'target_error'\?\); valid are descript"),
         ({"shedule": {"warmup": 2}}, r"^unknown keyword 'shedule' \(did you mean 'schedule'\?\)"),
         ({"zzz": 1, "warmupp": 2}, "^unknown keyword 'zzz'; valid .*unknown keyword 'warmupp' .did you mean 'warmup'"),
@@ -199,13 +177,22 @@ def test_keys_are_plain_keywords():
         ({"schedule.control": ["adaptive"]}, "schedule.control: "),
         ({"schedule": None}, "schedule: "),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    "name, overrides, complaint",
+    [(name, *row) for name, rows in MISTAKES.items() for row in rows],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_an_override_that_means_nothing_is_an_error_with_its_remedy(overrides, complaint):
-    """Misspelt, ambiguous, out of range, of another control, or without effect. A target error may pass 1."""
+def test_an_override_that_means_nothing_is_an_error_with_its_remedy(name, overrides, complaint):
+    """Misspelt, ambiguous, out of range, of another control, or without effect: one error lists all.
+
+    An unknown key comes with the nearest valid one, a bad value with its dotted key. A target error may pass 1.
+    """
     assert load_preset("balanced", target_error=2.0).schedule.target_error == 2.0
     with pytest.raises(PresetError, match=complaint):
-        load_preset("balanced", **overrides)
+        load_preset(name, **overrides)
 
 
 def test_overrides_leave_their_arguments_alone():

@@ -84,7 +84,6 @@ def test_what_a_form_has_no_key_for_reads_as_without_effect():
 
 
 def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
-    """With a base of another policy only the caller's keys and the shared keys count."""
     base = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, residual=True)
     skip = load_preset(base, **{"skip.policy": "fg_attn", "skip.key_threshold": 0.25}).skip
     assert skip.model_fields_set == {"policy", "steps", "key_threshold"}
@@ -96,12 +95,15 @@ def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
     "first, second", [({"tau_kv": 0.05}, {"top_k": 0.3}), ({"top_k": 0.3}, {"tau_kv": 0.05})], ids=["top_k", "tau_kv"]
 )
 def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
-    """Asking for one over a base with the other means the one; asking for both is an error."""
+    """Asking for one over a base with the other means the one; asking for both is an error. So does a pattern."""
     base = wan(policy="sparge", **first)
     skip = load_preset(base, skip=second).skip
     assert skip.model_fields_set & {"tau_kv", "top_k"} == second.keys()
     with pytest.raises(PresetError, match="top_k replaces tau_kv"):
         load_preset(base, skip=first | second)
+    sliding = load_preset("exact", skip={"policy": "static", "window": 64, "steps": "all"})
+    assert load_preset(sliding, **{"skip.pattern": "causal"}).skip.window is None
+    assert load_preset(sliding, skip={"layers": {"a": {"pattern": "causal"}}}).skip.at("a").window is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,10 @@ def test_contradictions_are_named(skip, complaint):
 
 
 def test_blocks_change_what_they_name():
-    """A block takes the section's values but for its own; another policy brings no keys of the first along."""
+    """A block takes the section's values but for its own; another policy brings no keys of the first along.
+
+    It may skip alone, and memory of residuals is planned if any block keeps one.
+    """
     layers = {
         "a": {"policy": "none"},
         "b": {"tau_kv": 0.01},
@@ -143,14 +148,12 @@ def test_blocks_change_what_they_name():
     assert skip.at("c").model_fields_set == {"policy", "steps", "refresh", "key_threshold"}
     assert (skip.at("d").top_k, skip.at("d").refresh, skip.at("d").layers) == (0.4, 3, {})
     assert [variant.policy for variant in skip.variants] == ["sparge", "none", "sparge", "fg_attn", "sparge"]
-    assert skip.skips
-
-
-def test_one_block_may_skip_where_all_others_do_not():
-    """With policy none for all blocks, a single block may still have a policy."""
-    skip = wan(policy="none", layers={"a": {"policy": "sparge", "tau_kv": 0.1}}).skip
-    assert (skip.policy, skip.at("a").policy, skip.at("a").steps) == ("none", "sparge", "all")
-    assert skip.skips and not Skip().skips
+    alone = wan(policy="none", layers={"a": {"policy": "sparge", "tau_kv": 0.1}}).skip
+    assert (alone.policy, alone.at("a").policy, alone.at("a").steps) == ("none", "sparge", "all")
+    assert skip.skips and alone.skips and not Skip().skips
+    for whole, kept in ((False, {}), (True, {}), (False, {"b": {"residual": True}})):
+        section = wan(policy="sparge", refresh=4, residual=whole, layers={"a": {"residual": False}, **kept}).skip
+        assert section.keeps_residuals == bool(whole or kept)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +173,7 @@ def test_mistakes_in_a_block_name_the_block(changes, complaint):
         wan(policy="sparge", layers={"blocks.3": changes})
 
 
-def test_residuals_are_kept_if_any_block_keeps_one():
-    """Memory for them is planned by this."""
-    for whole, layers in ((False, {}), (True, {}), (False, {"b": {"residual": True}})):
-        skip = wan(policy="sparge", refresh=4, residual=whole, layers={"a": {"residual": False}, **layers}).skip
-        assert skip.keeps_residuals == bool(whole or layers)
-
-
 def test_blocks_of_a_base_merge_and_switch_policy():
-    """Overrides of blocks add to the base's; a block that switches its policy drops its earlier keys."""
     base = wan(policy="sparge", layers={"a": {"tau_kv": 0.1}, "b": {"similarity": 0.3}})
     layers = {"a": {"policy": "fg_attn"}, "c": {"tau_kv": 0.2}}
     changed = load_preset(base, **{"skip.layers": layers})
@@ -230,11 +225,3 @@ def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
     file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
     assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
     assert load_preset("wan21-sla", **{"skip.projection": "sla.safetensors"}).skip.projection == "sla.safetensors"
-
-
-def test_another_pattern_drops_the_window():
-    """An override, or a block, may ask for a pattern without a window."""
-    sliding = {"policy": "static", "window": 64, "steps": "all"}
-    preset = load_preset("exact", skip=sliding)
-    assert load_preset(preset, **{"skip.pattern": "causal"}).skip.window is None
-    assert load_preset(preset, skip={"layers": {"a": {"pattern": "causal"}}}).skip.at("a").window is None

@@ -104,7 +104,6 @@ def test_projections_can_be_all_that_learns(student, tmp_path):
 
 
 def test_a_training_ends_in_time(student, tmp_path):
-    """Within its seconds a training ends, and the rate has fallen by then."""
     transformer, calls = student
     log = fine_tune(transformer, calls, Training(steps=10_000, batch=1, rate=1e-5, seconds=1.0), tmp_path)
     assert 0 < log["steps"] < 10_000 and log["seconds"] < 60
@@ -182,7 +181,6 @@ def test_variants_train_and_are_judged(name, tmp_path):
 
 
 def test_variants_differ_in_one_part_each():
-    """Trained projections, and the initial projection of linear attention."""
     for name, variant in VARIANTS.items():
         transformer = tiny_pipeline("wan").transformer
         variant.swap_in(transformer)

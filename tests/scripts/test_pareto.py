@@ -21,7 +21,6 @@ def test_shards_hold_every_method_once():
 
 
 def test_methods_are_chosen_by_name_or_series():
-    """Unknown names are refused with the list."""
     assert [method.name for method in pareto.chosen(METHODS, ["a-2", "b"], (1, 1))] == ["a-2", "b-1", "b-2", "b-3"]
     with pytest.raises(SystemExit, match="--only names no method or series: c; there are: a, a-1"):
         pareto.chosen(METHODS, ["c"], (1, 1))

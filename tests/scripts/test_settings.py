@@ -12,7 +12,6 @@ from scripts.research.setting_lists import FAMILIES, papers, tiles
 @pytest.mark.parametrize("model", FAMILIES)
 @pytest.mark.parametrize("study", settings.STUDIES)
 def test_every_setting_is_a_preset_of_its_own(study, model):
-    """All presets load, and their names are distinct."""
     listed = list(settings.STUDIES[study](model))
     assert listed and len({(item.series, item.name) for item in listed}) == len(listed)
 

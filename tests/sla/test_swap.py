@@ -125,7 +125,6 @@ def test_a_lora_is_saved_alone_and_comes_back(name, tmp_path):
 
 
 def test_one_lora_of_two_transformers_is_refused(tmp_path):
-    """diffusers writes a LoRA of one transformer."""
     pipe = swapped("wan22")
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(UnsupportedError, match=r"got default of transformer, and transformer, transformer_2$"):

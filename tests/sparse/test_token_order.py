@@ -41,7 +41,6 @@ def spreads(blocks: torch.Tensor) -> torch.Tensor:
 
 @every_pair(name=TOKEN_ORDERS, block=(64, 128), grid=GRIDS, first_frame_apart=(False, True))
 def test_every_token_comes_once(name, block, grid, first_frame_apart):
-    """An order is a permutation, and its inverse undoes it."""
     order = token_order(name, grid, block, first_frame_apart=first_frame_apart)
     raster = torch.arange(torch.tensor(grid).prod())
     assert torch.equal(order.sort().values, raster)
@@ -52,7 +51,6 @@ def test_every_token_comes_once(name, block, grid, first_frame_apart):
 
 @pytest.mark.parametrize("name", TOKEN_ORDERS)
 def test_the_first_frame_stays_first(name):
-    """The first frame is ordered like a video of its own, and the others after it like another video."""
     first, rest = token_order(name, (1, 6, 8), 64), token_order(name, (3, 6, 8), 64)
     assert torch.equal(token_order(name, (4, 6, 8), 64, first_frame_apart=True), torch.cat([first, rest + 48]))
 

@@ -314,7 +314,6 @@ def test_other_samplers_run_plainly(patcher, sampler, reason):
 
 
 def test_an_untried_sampler_is_known_by_its_calls(flow):
-    """A sampler that fails in the trial and calls between the steps runs plainly, recognised by its calls."""
     plain, accelerated = run(flow, halfway), accelerate_model(flow)
     assert torch.equal(run(accelerated, halfway), plain)
     assert any("between steps" in note for note in report_of(accelerated).notes)
@@ -329,7 +328,6 @@ def test_runs_that_begin_in_the_middle(patcher):
 
 
 def test_a_run_after_an_interrupt_is_a_fresh_one(flow):
-    """An interrupted run does not affect the next one, and no caches stay."""
 
     def interrupted(model, x, sigmas, *others):
         euler(model, x, sigmas[: STEPS // 2], *others)
@@ -415,7 +413,6 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
 
 
 def test_errors(flow):
-    """Each error names the argument, its value, and the solution."""
     fix = r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
     with pytest.raises(UnsupportedError, match=fix):
         accelerate_model(flow, "flux-flashomni-paper")

@@ -37,7 +37,6 @@ def test_what_fails_leaves_the_file_of_before(error, raised, message, tmp_path, 
 
 
 def test_a_link_and_a_long_name_are_written_to(tmp_path):
-    """The file at the end of a link is replaced, not the link; a name may have 255 bytes."""
     long, link = tmp_path / f"{'é' * 125}.json", tmp_path / "link.json"
     link.symlink_to(long)
     write_whole(link, "after")

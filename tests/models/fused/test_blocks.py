@@ -178,7 +178,6 @@ ADAPTED = {  # layers that get a LoRA
 
 @pytest.mark.parametrize("name, layer", [(name, layer) for name, layers in ADAPTED.items() for layer in layers])
 def test_lora_keeps_its_effect(name, layer, as_on_a_gpu):
-    """Layers with an adapter are called, not read."""
     peft, pipe, plain = pytest.importorskip("peft"), tiny.copy_of(name), tiny.output(name, 2)
     torch.manual_seed(0)
     pipe.transformer.add_adapter(peft.LoraConfig(r=4, target_modules=[layer], init_lora_weights=False))
@@ -237,7 +236,6 @@ PLAIN = [
 
 @pytest.mark.parametrize(("name", "arguments"), PLAIN)
 def test_nothing_left_out_is_the_plain_result(name, arguments):
-    """With nothing reused and nothing skipped, also on computed steps, level head gives the plain result."""
     preset = preset_of(name, "head", **NOTHING_LEFT_OUT, **{"skip.steps": "all"})
     result, report = tiny.accelerated_output(name, preset, 8, **arguments)
     assert distance(result, tiny.output(name, 8, **arguments)) < 1e-5
@@ -350,7 +348,6 @@ def test_autocast_runs_densely_at_level_head():
     [*((name, preset_of(name, "head")) for name in ("flux", "wan", "wan-i2v-clip")), ("minimax-h3", "exact")],
 )
 def test_fused_projections_change_nothing(name, preset, as_on_a_gpu):
-    """``fuse_qkv_projections`` gives the same output, with slices of the fused weights."""
     pipe = tiny.copy_of(name)
     apart, _ = tiny.accelerated_output(name, preset, 6, pipe)
     pipe.transformer.fuse_qkv_projections()
@@ -385,7 +382,6 @@ def test_branches_keep_apart(name):
     ],
 )
 def test_batch_equals_single_prompts(name, level, changes):
-    """Each prompt of a batch gets the same result as alone: the other's length does not matter."""
     preset = preset_of(name, level, **changes)
 
     def run(prompts, seeds):

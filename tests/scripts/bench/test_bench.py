@@ -236,7 +236,6 @@ def test_a_missing_tile_fails():
 
 
 def test_relative_error_is_that_of_the_norms():
-    """With a relative bound, a result off by 3% has error 0.03."""
     inputs = make_inputs(SMALL, "cpu")
     out, qkv = attended(inputs)
     verdict = verify_attention(out * 1.03, qkv, inputs, relative_bound=0.05)

@@ -97,7 +97,6 @@ def test_without_text_blocks_that_receive_least_attention_are_reused(batch, head
 
 @pytest.mark.parametrize("progress, expected", [(0.0, 0.0), (0.5, 0.1), (1.0, 0.4)])
 def test_ramp_grows_from_nothing_to_the_threshold(progress, expected):
-    """``tau · progress ** power``: 0.4 with power 2."""
     assert ramped(0.4, progress, 2.0) == pytest.approx(expected)
 
 

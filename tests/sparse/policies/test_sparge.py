@@ -107,7 +107,6 @@ def test_tiles_equal_the_papers_equations(queries_and_keys, config, text, block,
 @pytest.mark.parametrize("causal", [False, True], ids=["both-ways", "causal"])
 @pytest.mark.parametrize("tokens, block", [(300, 64), (300, 128), (256, 128), (65, 64)])
 def test_a_plan_attends_to_the_pairs_of_its_tiles(queries_and_keys, tokens, block, causal):
-    """Element by element, at ragged lengths: a pair attends iff its tile computes, and comes no later if causal."""
     q, k = (x[:, 400 : 400 + tokens] for x in queries_and_keys)
     options = {"layout": TokenLayout(0, tokens, block), "causal": causal}
     config = Skip(policy="sparge", top_k=0.5, similarity=0.5)

@@ -103,7 +103,6 @@ def test_vision_lies_where_the_layout_says(name):
 
 
 def test_a_visitor_that_fails_leaves_no_hooks():
-    """An error of the visitor reaches the caller, and the pipeline is as before."""
     plain = call("flux")
 
     def visit(site, q, k, v):

@@ -145,7 +145,6 @@ def test_changed_weights_make_the_pipeline_load_again(factor):
 
 
 def test_a_method_that_fails_is_a_row_with_its_error(bench):
-    """The comparison continues after it."""
 
     @contextmanager
     def failing(subject):

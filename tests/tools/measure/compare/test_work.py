@@ -75,7 +75,6 @@ def test_a_leaf_keeps_a_forward_of_its_own():
 
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_leaves_and_report_agree_at_level_output(name):
-    """The closed loop's work, counted at the leaves, equals its report's."""
     pipe = tiny_pipeline(name)
     counter = WorkCounter(denoisers(pipe))
     with counter.calibrating():

@@ -69,7 +69,6 @@ def test_memory_bounds_the_heads_that_are_kept(raster):
 
 
 def test_tokens_lie_in_the_presets_order(raster):
-    """Records for a preset in hilbert order are those of raster order, permuted."""
     hilbert = recorded(preset(**{"blocks.token_order": "hilbert"}))
     order = token_order("hilbert", (3, 12, 10), 64)
     for block, samples in raster.samples.items():

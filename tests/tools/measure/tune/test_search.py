@@ -75,7 +75,6 @@ def test_the_best_setting_of_a_known_function_is_found(function, axes, places, m
 
 
 def test_no_more_evaluations_than_allowed():
-    """When none is left the best so far is returned."""
     for limit in (1, 2, 5):
         evaluate, asked = logged(slack_of_sum(60, 1.0, 2.0))
         found = Search([axis("a", 8, 2), axis("b", 8, 2)], evaluate, evaluations=limit).run()

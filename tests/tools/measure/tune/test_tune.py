@@ -92,7 +92,6 @@ def test_figures_are_those_of_the_pipelines_own_runs():
 
 
 def test_a_closer_target_costs_more():
-    """A smaller error needs more computed steps."""
     close = tuned(target_error=0.02)
     assert close.met and statistics.fmean(run.latent_error for run in close.held_out) <= 0.02
     assert computed_fraction(usual_result().held_out) < computed_fraction(close.held_out)
@@ -131,7 +130,6 @@ def test_layers_get_thresholds_of_their_own(tmp_path):
 
 
 def test_level_head_tunes_rows_and_intervals():
-    """A fixed interval, the share of reused rows and the tiles of FlashOmni all are axes of its search."""
     axes = axes_of(load_preset("flux-flashomni-paper"), by_layer=True)
     assert [axis.key for axis in axes] == [
         *("schedule.interval", "l1", "reuse.tau_q", "reuse.degrade_below", "forecast.order", "schedule.warmup")
