@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise, product
 from types import MethodType
 from typing import Any, NamedTuple
@@ -61,22 +61,10 @@ def try_out(scheduler: Any, first: int = 0) -> SchedulerTrial:
     """
     of_bases = [vars(cls).get("step") for cls in type(scheduler).__mro__]
     steps = [scheduler.step, *(MethodType(step, scheduler) for step in of_bases if step is not None)]
-    with _kept_random_states():
-        for step, rank in product(steps, RANKS):
-            with suppress(Exception):  # the step takes other arguments, or latents of another rank
-                return _try_out(scheduler, step, first, rank)
+    for step, rank in product(steps, RANKS):
+        with suppress(Exception):  # the step takes other arguments, or latents of another rank
+            return _try_out(scheduler, step, first, rank)
     return SchedulerTrial()
-
-
-@contextmanager
-def _kept_random_states() -> Iterator[None]:
-    numpys, pythons = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[], device_type="cpu"):
-            yield
-    finally:
-        np.random.set_state(numpys)
-        random.setstate(pythons)
 
 
 def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
@@ -117,6 +105,7 @@ def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> Scheduler
 
     Entries of zeros stay zeros under a linear scheduler. If they do not, the steps add something: a second trial
     subtracts it step by step, with another copy of the scheduler that gets zeros alone and the same random numbers.
+    Random states, which all threads share, are set only if the steps may have drawn numbers.
 
     Raises:
         Exception: the first step can't be called.
@@ -124,12 +113,20 @@ def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> Scheduler
     timesteps = scheduler.timesteps[first:].cpu()
     outputs, latents, factors = _trial(len(timesteps))
     outputs, latents = pad(outputs, (0, ZEROS)), pad(latents, (0, ZEROS))
-    course, _ = _course([_Stepper(scheduler, step, rank)], timesteps, outputs, latents)
-    noise = 0.0
-    if len(course) <= len(timesteps) or course[-1][:, -ZEROS:].any():
-        course, added = _course([_Stepper(scheduler, step, rank) for _ in range(2)], timesteps, outputs, latents)
-        noise, level = map(sum, zip((0.0, 0.0), *added, strict=True))
-        noise /= max(level, TOLERANCE)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    adds, noise = True, 0.0
+    try:
+        course, _ = _course([_Stepper(scheduler, step, rank)], timesteps, outputs, latents)
+        adds = len(course) <= len(timesteps) or bool(course[-1][:, -ZEROS:].any())
+        if adds:
+            course, added = _course([_Stepper(scheduler, step, rank) for _ in range(2)], timesteps, outputs, latents)
+            noise, level = map(sum, zip((0.0, 0.0), *added, strict=True))
+            noise /= max(level, TOLERANCE)
+    finally:
+        if adds:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
     moves = _moves_of(course, factors) if len(course) > len(timesteps) else None
     return SchedulerTrial(moves, noise if noise > TOLERANCE else 0.0)
 
@@ -151,9 +148,10 @@ def _course(
     for index, (timestep, output) in enumerate(zip(timesteps, outputs, strict=True)):
         stepped = []
         for stepper, share in zip(steppers, (1.0, 0.0), strict=False):
-            torch.default_generator.manual_seed(index)
-            np.random.seed(index)
-            random.seed(index)
+            if len(steppers) > 1:
+                torch.default_generator.manual_seed(index)
+                np.random.seed(index)
+                random.seed(index)
             try:
                 stepped.append(stepper(share * output, timestep, share * course[-1]))
             except Exception:

@@ -225,6 +225,22 @@ def test_the_scheduler_stays_as_it_is(name):
         assert torch.equal(value, before[key]) if isinstance(value, torch.Tensor) else value == before[key], key
 
 
+def test_another_thread_draws_new_numbers(monkeypatch):
+    """Steps that draw nothing neither set nor restore the random state, which all threads share."""
+    kind = diffusers.FlowMatchEulerDiscreteScheduler
+
+    def step(*args, original=kind.step, **kwargs):
+        torch.rand(1)  # as another thread may do during the step
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(kind, "step", step)
+    state = torch.get_rng_state()
+    expected = torch.rand(STEPS + 1)[-1]
+    torch.set_rng_state(state)
+    try_out(ready(kind()))
+    assert torch.rand(1) == expected
+
+
 SIGMAS = [1.0, 0.8, 0.5, 0.3, 0.0]
 
 
