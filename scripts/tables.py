@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
+    r"budgets": ("scripts.research.conditions_study.report", "budgets", ["rows"]),
     r"calls": ("scripts.bench.call_speed.table", "markdown", []),
     r"changes-under-way": ("scripts.research.changes_under_way", "table", ["rows"]),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),

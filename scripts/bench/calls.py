@@ -49,7 +49,8 @@ def main() -> int:
         rows: list[Row] = []
         facts = describe_run("cpu" if options.tiny else "cuda") | {"taken_gib": options.taken, "rows": rows}
         taken = torch.empty(int(options.taken * 2**30), dtype=torch.uint8, device="cpu" if options.tiny else "cuda")
-        document = {"runs": [*_earlier(options.output), facts]}
+        file = options.output
+        document = {"runs": [*(json.loads(file.read_text())["runs"] if file and file.exists() else []), facts]}
         for name in options.models:
             for row in time_calls(name, options, ranks):
                 rows.append(row)
@@ -99,10 +100,6 @@ def _share(pipe: Any, call: Call, ranks: int) -> Row:
     if config_of(pipe.transformer) is None and not hasattr(pipe.transformer, GROUP):
         parallelize_pipeline(pipe, **{way: ranks})
     return {"parallel": f"{way}={ranks}"}
-
-
-def _earlier(file: Path | None) -> list[Row]:
-    return json.loads(file.read_text(encoding="utf-8"))["runs"] if file is not None and file.exists() else []
 
 
 def _write(document: Row, file: Path | None) -> None:

@@ -142,7 +142,10 @@ def _read_object(picture: torch.Tensor, mask: torch.Tensor) -> SeenObject:
 
     crop = mask[top:bottom, left:right].float()
     outline = F.interpolate(crop[None, None], size=(_OUTLINE, _OUTLINE), mode="area")[0, 0] > 0.5
-    overlaps = {shape: max(_overlap(outline, other) for other in _outlines(shape)) for shape in SHAPES}
+    overlaps = {
+        shape: max(float((outline & other).sum() / (outline | other).sum()) for other in _outlines(shape))
+        for shape in SHAPES
+    }
     return SeenObject(
         x=(left + right) / 2 / READ_SIZE,
         y=(top + bottom) / 2 / READ_SIZE,
@@ -183,7 +186,3 @@ def _outlines(shape: str) -> list[torch.Tensor]:
         crop = inside[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1].float()
         outlines.append(F.interpolate(crop[None, None], size=(_OUTLINE, _OUTLINE), mode="area")[0, 0] > 0.5)
     return outlines
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first & second).sum() / (first | second).sum())

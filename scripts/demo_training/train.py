@@ -49,7 +49,10 @@ Demo = ImageDemo | VideoDemo
 def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     """Train, export, and report, all within `options.minutes`; an autoencoder may take all of it."""
     started = time.monotonic()
-    say = partial(_say, started)
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
+
     device = torch.device("cpu" if options.smoke else "cuda")
     configure_torch()
     log: Log = {
@@ -146,10 +149,6 @@ def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
         table[name] = {demo.unit: len(batch), **demo.agreement(demo.read(batch.to(pipe.device)), scenes)}
         print(f"{name:36s} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
     (results / "prompt_following.json").write_text(as_json(table))
-
-
-def _say(started: float, text: str) -> None:
-    print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
 
 
 def main() -> None:

@@ -10,18 +10,19 @@ whole batch get them one by one. Writes a JSON file after every part, and at the
     python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures
     python -m scripts.research.conditions --output docs/results/few-steps-demo-flux --models demo-flux --few-steps 4 8 \
         --prompts 64 --rivals dbcache spectrum
+    python -m scripts.research.conditions --output docs/results/budgets --few-steps 20 28 --budgets 5 6 7 8 9 10 \
+        --rivals meancache
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json
 """
 
 import argparse
 import json
 import multiprocessing
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from multiprocessing.pool import Pool, ThreadPool
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -41,7 +42,7 @@ from dit_accel.tools.measure.compare.work import WorkCounter
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from dit_accel.tools.measure.origin import describe_run
 from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
-from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
+from scripts.research.conditions_study.report import BUDGET, LEVELS, LOOP, Row, draw, tables
 from scripts.tables import as_json, write_table
 
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, in addition to the presets' own
@@ -102,16 +103,13 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
     for target in options.targets:
         put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
         yield LOOP, f"target {target:g}", put_on
-    for dtype in LINEAR_DTYPES if options.few_steps else ():
+    for steps in options.budgets:
+        yield BUDGET, f"{steps} steps", partial(accelerated, subject.pipe, "balanced", computed_steps=steps, **changes)
+    for dtype in LINEAR_DTYPES if options.few_steps and not options.budgets else ():
         yield "8 bits", f"layers in {dtype}", partial(accelerated, subject.pipe, "exact", linear={"dtype": dtype})
     for rival in options.rivals:
         for method in spread(PEERS[rival].methods(subject.steps), options.settings):
             yield method.series, method.name, partial(method.put_on, subject)
-
-
-def pool_of(processes: int) -> Pool:
-    """Start processes; with one process, use the current one."""
-    return multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else ThreadPool(1)
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -136,8 +134,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--few-steps", type=int, nargs="+", help="runs of so many steps, and layers in 8 bits, instead of the cells"
     )
+    parser.add_argument("--guidance", type=float, help="true classifier-free guidance of these runs (image models)")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[], help="numbers of computed steps to measure too")
     parser.add_argument("--processes", type=int, default=1, help="number of parallel parts")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no part starts later")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--merge", type=Path, nargs="+", help="merge these JSON files instead of measuring")
     parser.add_argument("--smoke", action="store_true", help="quick test: one prompt, few steps, small")
@@ -151,7 +150,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         options.prompts, options.targets, options.settings = 1, (), 1
         small = {"size": 64, "dtype": "float32"}
     if options.few_steps:
-        return [Cell(name, steps=steps, **small) for name in models for steps in options.few_steps]
+        return [Cell(m, steps=n, guidance=options.guidance, **small) for m in models for n in options.few_steps]
     if options.smoke:
         kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
         return [Cell(name, steps=8, **small, **kind) for name in models for kind in kinds]
@@ -165,20 +164,18 @@ def folders_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Measure as much as the time allows, each cell's settings in `PARTS` parts if there are several processes."""
+    """Measure each cell's settings, in `PARTS` parts if there are several processes."""
     diffusers.utils.logging.set_verbosity_error()
     folders = folders_of(options)
     found: dict[str, Any] = {"run": describe_run(torch.device(options.device)), "rows": []}
     found |= {"set": dict(options.set), "split": options.split}
     parts = PARTS if options.processes > 1 else 1
     work = [(cell, slice(part, None, parts), folders[cell.model], options) for cell in cells for part in range(parts)]
-    end = time.monotonic() + 60 * options.minutes
-    with pool_of(options.processes) as pool:
+    start = multiprocessing.get_context("spawn").Pool if options.processes > 1 else ThreadPool  # 1: in this process
+    with start(options.processes) as pool:
         for rows in pool.imap_unordered(measure_part, work):
             found["rows"] += rows
             options.output.with_suffix(".json").write_text(as_json(found))
-            if time.monotonic() > end:
-                break  # leaving the pool stops running parts
     return found
 
 

@@ -8,13 +8,14 @@ from scripts.research import conditions
 
 def test_cells_have_the_loop_and_its_rivals(tmp_path, monkeypatch):
     """Every row says where it was measured, how much was computed, and the PSNR of each prompt."""
-    options = ["--smoke", "--models", "demo-flux", "--rivals", "taylorseer-lite", "sea-cache", "meancache"]
+    options = ["--smoke", "--models", "demo-flux", "--budgets", "4"]
+    options += ["--rivals", "taylorseer-lite", "sea-cache", "meancache"]
     monkeypatch.setattr(sys, "argv", ["conditions.py", *options, "--output", str(tmp_path / "found")])
     conditions.main()
     found = json.loads((tmp_path / "found.json").read_text())
     series = {row["series"] for row in found["rows"]}
     rivals = {"TaylorSeer lite (diffusers)", "SeaCache", "MeanCache"}
-    assert series == {"closed loop", *rivals}
+    assert series == {"closed loop", "closed loop with a budget", *rivals}
     assert all(0 < row["computed"] <= 1.001 and len(row["psnr"]) == 1 for row in found["rows"])
     kinds = {(row["cell"]["guidance"], row["cell"]["strength"]) for row in found["rows"]}
     assert kinds == {(3.0, None), (None, 0.6)}

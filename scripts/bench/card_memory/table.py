@@ -41,7 +41,8 @@ def _lines(rows: list[Row]) -> Iterator[list[str]]:
     pairs: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if "error" not in row:
-            pairs.setdefault((*_key(row), row["card_gib"]), {})[row["run"]] = row
+            key = row["case"], tuple(row["latents"]), row["weights"], row.get("way", ""), row["card_gib"]
+            pairs.setdefault(key, {})[row["run"]] = row
     for (*_, card), pair in pairs.items():
         plain, ours = pair.get("plain", {}), pair.get("balanced", {})
         cells = [*_key_cells(ours or plain), str(card)]
@@ -63,10 +64,6 @@ def _figure(row: Row, key: str, digits: int) -> str:
     if not row.get("fits"):
         return UNFIT if row else ""
     return "" if row[key] is None else f"{row[key]:.{digits}f}"
-
-
-def _key(row: Row) -> tuple:
-    return row["case"], tuple(row["latents"]), row["weights"], row.get("way", "")
 
 
 def _key_cells(row: Row) -> list[str]:

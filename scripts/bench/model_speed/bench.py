@@ -243,15 +243,12 @@ def _medians(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 @contextmanager
 def compiled_blocks(transformer: torch.nn.Module, device: torch.device, *, fullgraph: bool = True) -> Iterator[None]:
     """Compile a transformer's blocks one by one, and undo it afterwards."""
-    transformer.compile_repeated_blocks(fullgraph=fullgraph, backend=_compiler(device))
+    backend = "inductor" if device.type == "cuda" else "eager"
+    transformer.compile_repeated_blocks(fullgraph=fullgraph, backend=backend)
     try:
         yield
     finally:
         _forget_compiled(transformer)
-
-
-def _compiler(device: torch.device) -> str:
-    return "inductor" if device.type == "cuda" else "eager"
 
 
 def _forget_compiled(transformer: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ from dit_accel.tools.media.figures import new_figure, tidy_axes
 from .cells import Cell
 
 LOOP = "closed loop"
+BUDGET = "closed loop with a budget"
 LEVELS = ("quality", "balanced", "turbo")
 FRACTIONS = (0.2, 0.25, 0.3, 0.4)
 
@@ -59,6 +60,19 @@ def every_setting(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: (row["cell"]["steps"], row["computed"])):
         figures = f"{row['computed']:.3f}", f"{mean(row['psnr']):.1f}", f"{min(row['psnr']):.1f}"
         lines.append(_row(row["cell"]["steps"], row["series"], row["name"], *figures))
+    return "\n".join(lines) + "\n"
+
+
+def budgets(rows: Sequence[Row]) -> str:
+    """Table of budgets: mean PSNR in dB, and the lead over the loop with a target error at equal computed fraction."""
+    names = list(dict.fromkeys(row["name"] for row in rows if row["series"] == BUDGET))
+    lines = [_row("cell", *names), _row(*["---"] * (len(names) + 1))]
+    for cell, in_cell in by_cell(rows).items():
+        entries = []
+        for row in (row for name in names for row in in_cell if row["name"] == name):
+            level, loop = mean(row["psnr"]), at(in_cell, row["computed"], mean)
+            entries.append(f"{level:.1f}" + ("" if loop is None else f" ({level - loop:+.1f})"))
+        lines.append(_row(cell, *entries))
     return "\n".join(lines) + "\n"
 
 
