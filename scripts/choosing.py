@@ -16,15 +16,6 @@ from scripts.bench.call_speed.table import fastest, name_of
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "guide" / "choosing.md"
 LEVELS = ("quality", "balanced", "turbo")
-RUN = "14 of 50 steps"
-IMAGE, VIDEO = "1024 × 1024", "480 × 832 × 81"
-TIMED = (  # model, size, file and row of one GPU, file and row of two GPUs, and how these share the work
-    ("flux.1-dev", IMAGE, "speed-flux", "", "parallel-images", "flux", "ulysses=2"),
-    ("qwen-image", IMAGE, "speed-qwen-image", "", "parallel-images", "qwen-image", "ulysses=2"),
-    ("flux.2-dev", IMAGE, "speed-flux2", "", "parallel", "flux2", "ulysses=2"),
-    ("hunyuanvideo", VIDEO, "parallel", "hunyuan", "parallel", "hunyuan", "ulysses=2"),
-    ("wan2.1-t2v-1.3b-diffusers", VIDEO, "parallel", "wan-1.3b", "parallel", "wan-1.3b", "branches=2"),
-)
 STAGES = ("denoising", "decoding")  # the others take less than a tenth of a second, or as long as before
 OTHERS = {
     **{"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"},
@@ -33,32 +24,14 @@ OTHERS = {
 
 
 def figures() -> str:
-    """Figures of presets on small models, and speed-ups of full-size transformers."""
+    """Figures of presets on small models."""
     lines = ["| small models | steps | `quality`: computed, PSNR dB | `balanced` | `turbo` |", "|---|---|---|---|---|"]
     for kind, form in (("images", ""), ("videos", "video-")):
         for runs in zip(*(measured(form + name) for name in LEVELS), strict=True):
             (steps,) = {run["steps"] for run in runs}
             cells = [f"{span(run['computed'], 2)}, {span(run['psnr'], 0)}" for run in runs]
             lines.append(f"| {kind} | {steps} | {' | '.join(cells)} |")
-    lines += ["", "| model | size | steps | GPUs | speed-up | over | file |", "|---|---|---|---|---|---|---|"]
-    for model, size, file, row, shared_file, shared_row, way in TIMED:
-        single = _gain(file, f"{row}, 1 device", "over_plain") if row else _gain(file, None, "speedup_over_plain")
-        shared = _gain(shared_file, f"{shared_row}, 2 devices", "over_one", two_branches="branches" in way)
-        for gpus, (gain, device), over, source in (
-            (1, single, "diffusers", file),
-            (2, shared, f"one GPU, by `{way}`", shared_file),
-        ):
-            link = f"[{source}](../results/{source}.json)"
-            lines.append(f"| {model} | {size} | 50 | {gpus} × {_card(device)} | {gain:.2f}× | {over} | {link} |")
     return "\n".join(lines)
-
-
-def _gain(file: str, of: str | None, key: str, *, two_branches: bool = False) -> tuple[float, str]:
-    """Return the speed-up of a file's run with 14 computed steps, and its device; None as ``of`` = the only model."""
-    document = _document(file)
-    run = f"{'two branches, ' * two_branches}{RUN}{' computed' if of is None else ''}"
-    (row,) = (row for row in document["rows"] if (row.get("of"), row["run"]) == (of, run))
-    return row[key], document["device"]
 
 
 def calls() -> str:
