@@ -1,14 +1,20 @@
 """Processes as forks of one that has imported what they need, which is most of the time of their start."""
 
+import faulthandler
+import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+REPOSITORY = Path(__file__).parents[1]
+LONGEST = 180  # seconds of one check of ranks
 IMPORTED = (
     "diffusers.pipelines.flux.pipeline_flux",
     "diffusers.pipelines.auto_pipeline",
@@ -32,6 +38,46 @@ def run_forked(ranks: int, run: Callable[[int], None]) -> int:
             os._exit(0)
         processes.append(process)
     return int(any(os.waitpid(process, 0)[1] for process in processes))
+
+
+def run_checks(rank: int, ranks: int, checks: Callable[[], dict[str, Callable]], backend: str = "gloo") -> None:
+    """Run checks as one of several ranks without gradients, and write their results to ``FOLDER/RANK.json``.
+
+    Args:
+        checks: returns them, by name, once the ranks have met. The command's first argument is the folder; names that
+            follow choose among them.
+    """
+    import torch
+    import torch.distributed as dist
+
+    folder, timeout, found = Path(sys.argv[1]), timedelta(seconds=LONGEST), {}
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    for name, check in checks().items():
+        faulthandler.dump_traceback_later(LONGEST, exit=True)  # a rank that waits for ever would not say where
+        try:
+            found[name] = check()
+        except Exception:
+            found[name] = {"failed": traceback.format_exc()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def results_of_ranks(module: str, ranks: int, folder: Path, *checks: str, **environment: str) -> list[dict]:
+    """Run a module of checks in a folder, and return the results of each rank, by check."""
+    command = [sys.executable, "-m", module, folder, *checks]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    output = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+    assert output.returncode == 0, output.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def on_ranks(found: list[dict], check: str, ranks: int = 2) -> list[dict]:
+    """Results of the check's ranks, none of which failed."""
+    rows = [rank[check] for rank in found[:ranks]]
+    assert not any("failed" in row for row in rows), rows
+    return rows
 
 
 @cache

@@ -3,15 +3,11 @@ Each writes its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` read
 imports take much of the time. With ``RANKS_DEVICE=cuda`` in the environment each is spawned, has a GPU of its own, and
 they use NCCL."""
 
-import faulthandler
-import json
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -31,7 +27,7 @@ from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.stages import sharing
 from dit_accel.stages.decode import FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal
-from tests.forked import run_forked
+from tests.forked import run_checks, run_forked
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
 from tests.tiny import redraw, tiny_output, tiny_pipeline
@@ -39,7 +35,6 @@ from tests.tiny import redraw, tiny_output, tiny_pipeline
 RANKS = 2
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 STEPS = 6
-LONGEST = 180  # seconds of one check
 TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
 BLOCKS = {"size": 64}
 CLIP_BLOCKS = {"size": 64, "token_order": "hilbert"}
@@ -437,25 +432,12 @@ def speed_script() -> dict:
 
 def run(rank: int) -> None:
     """Run the checks as one rank."""
-    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or [name for name in CHECKS if name != "speed_script"]
+    chosen = sys.argv[2:] or [name for name in CHECKS if name != "speed_script"]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    timeout = timedelta(seconds=LONGEST)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timeout)
-    found = {}
-    for name in chosen:
-        faulthandler.dump_traceback_later(LONGEST, exit=True)  # a rank that waits for ever would not say where
-        try:
-            found[name] = CHECKS[name]()
-        except Exception:
-            found[name] = {"failed": traceback.format_exc()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    run_checks(rank, RANKS, lambda: {name: CHECKS[name] for name in chosen}, "nccl" if DEVICE == "cuda" else "gloo")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,10 @@
 Each rank writes its results to ``FOLDER/RANK.json``; :mod:`tests.stages.test_sharing` reads them. Checks of two ranks
 leave the third out. The ranks are forked, because imports take most of the time."""
 
-import faulthandler
-import json
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -19,11 +15,10 @@ from dit_accel import accelerated, kernels
 from dit_accel.stages import decode, sharing
 from dit_accel.stages.decode import FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, layers
-from tests.forked import run_forked
+from tests.forked import run_checks, run_forked
 from tests.stages.autoencoders import autoencoder, latents
 from tests.tiny import tiny_inputs, tiny_pipeline
 
-LONGEST = 180  # seconds of one check
 SHARING = (autoencoder_kl, causal, hunyuan_image, hunyuan_video)  # pages
 RANKS = 3
 RANK = 0  # set in each process
@@ -173,25 +168,16 @@ def run(rank: int) -> None:
     """Run the checks as one rank."""
     global RANK
     RANK = rank
-    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or list(CHECKS)
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=LONGEST))
-    groups = {count: dist.new_group(list(range(count))) for count in (2, 3)}
-    found = {}
-    for name in chosen:
-        ranks, function = CHECKS[name]
-        faulthandler.dump_traceback_later(LONGEST, exit=True)
-        if ranks > RANK:
-            try:
-                with ExitStack() as small:
-                    for page in SHARING:
-                        small.enter_context(patch.object(page, "SHARED_FROM", 1))
-                    found[name] = function(groups[ranks])
-            except Exception:
-                found[name] = {"failed": traceback.format_exc()}
-    (folder / f"{RANK}.json").write_text(json.dumps(found))
+
+    def checks() -> dict[str, Callable]:
+        groups = {count: dist.new_group(list(range(count))) for count in (2, 3)}
+        chosen = {name: CHECKS[name] for name in sys.argv[2:] or CHECKS}
+        return {name: partial(check, groups[ranks]) for name, (ranks, check) in chosen.items() if rank < ranks}
+
+    with ExitStack() as small:
+        for page in SHARING:
+            small.enter_context(patch.object(page, "SHARED_FROM", 1))
+        run_checks(rank, RANKS, checks)
 
 
 if __name__ == "__main__":

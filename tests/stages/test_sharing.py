@@ -1,36 +1,21 @@
 """Decodes that ranks share equal the decode of one rank; see :mod:`tests.stages.sharing_ranks`."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dit_accel.stages.decode import FUSED
 from dit_accel.stages.sharing import LEAST_ROWS, Bands
+from tests.forked import on_ranks, results_of_ranks
 from tests.stages import ROUNDING
 
-REPOSITORY = Path(__file__).parents[2]
 FAILURES = ("first norm", "a later frame", "an image's moments", "a norm of frames")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Results of each rank, by check."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.stages.sharing_ranks", folder]
-    output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert output.returncode == 0, output.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
-
-
-def on(found, check, ranks=2):
-    """Results of the check's ranks, none of which failed."""
-    rows = [rank[check] for rank in found[:ranks]]
-    assert not any("failed" in row for row in rows), rows
-    return rows
+    return results_of_ranks("tests.stages.sharing_ranks", 3, tmp_path_factory.mktemp("ranks"))
 
 
 def shared_by(ranks):
@@ -50,7 +35,7 @@ BANDS = ("wan 2.1", "qwen-image", "hunyuan", "hunyuan in parts", "hunyuan-image"
 )
 def test_ranks_make_the_output_of_one_rank(found, check, ranks, case):
     """Every rank has all of it, bit for bit; the first decode is each rank's own, because it is compared."""
-    rows = [row[case] for row in on(found, check, ranks)]
+    rows = [row[case] for row in on_ranks(found, check, ranks)]
     for outputs, remark in zip(zip(*rows, strict=True), (FUSED, shared_by(ranks)), strict=True):
         assert {item["remark"] for item in outputs} == {remark}
         assert max(item["error"] for item in outputs) < ROUNDING
@@ -60,7 +45,7 @@ def test_ranks_make_the_output_of_one_rank(found, check, ranks, case):
 @pytest.mark.parametrize("case", FAILURES)
 def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
     """No rank waits for it; it decodes by its own code, and later decodes are not shared."""
-    well, failed = (row[case] for row in on(found, "failure_in_rows"))
+    well, failed = (row[case] for row in on_ranks(found, "failure_in_rows"))
     assert max(well["errors"] + failed["errors"]) < ROUNDING
     assert well["remarks"] == [FUSED, FUSED]
     assert "out of luck" in failed["remarks"][0] and failed["remarks"][1] == FUSED
@@ -68,12 +53,12 @@ def test_ranks_decode_again_if_one_fails_in_its_rows(found, case):
 
 @pytest.mark.parametrize("case", ["images", "tiles"])
 def test_ranks_with_other_latents_or_tiles_decode_their_own(found, case):
-    for row in on(found, "differences"):
+    for row in on_ranks(found, "differences"):
         assert all(item["remark"] == FUSED and item["error"] < ROUNDING for item in row[case])
 
 
 def test_all_decode_by_themselves_if_one_cannot_share(found):
-    well, other = (row["decodes"] for row in on(found, "one_that_cannot"))
+    well, other = (row["decodes"] for row in on_ranks(found, "one_that_cannot"))
     assert [item["remark"] for item in well] == [FUSED] * 2
     assert all("mid_block has hooks" in item["remark"] for item in other)
 
@@ -81,7 +66,7 @@ def test_all_decode_by_themselves_if_one_cannot_share(found):
 @pytest.mark.parametrize("case", ["latents", "without"])
 def test_a_rank_that_wants_latents_keeps_no_other_waiting(found, case):
     """With or without an autoencoder. The others decode by themselves."""
-    frames, latents = (row[case] for row in on(found, "pipelines"))
+    frames, latents = (row[case] for row in on_ranks(found, "pipelines"))
     assert frames == FUSED and latents is None
 
 
