@@ -246,11 +246,7 @@ PLACES = ("block", "callback", "text_encoder_2", "block", "decoder")
 @pytest.mark.parametrize(
     ("change", "place", "thread"),
     [
-        *zip(
-            CHANGES,
-            itertools.cycle(["block", "callback", "text_encoder_2", "block", "decoder"]),
-            itertools.repeat("other"),
-        ),
+        *zip(CHANGES, itertools.cycle(PLACES), itertools.repeat("other")),
         ("restore", "callback", "other"),
         *(("restore", place, "own") for place in ("block", "callback")),
         ("accelerate", "block", "own"),

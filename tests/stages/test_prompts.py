@@ -1,6 +1,7 @@
 """Kept embeddings equal the encoder's bit for bit, and a change of anything that counts makes new ones."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -153,11 +154,6 @@ def _doubled(encoder):
     return {name: 2 * weight for name, weight in encoder.state_dict().items() if "ids" not in name}
 
 
-def _replace_the_forward(encoder):
-    forward = encoder.forward
-    encoder.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-
-
 def _set_in_mlp(name, make):
     def change(encoder):
         mlp = encoder.encoder.layers[0].mlp
@@ -184,7 +180,7 @@ CHANGES = {  # and why no output of the changed encoder is kept
     "train a part": (_last(lambda part: part.train()), TRAINING),
     "hook": (lambda encoder: encoder.register_forward_hook(lambda *_: None), HOOKED),
     "hook a part": (_last(lambda part: part.register_forward_pre_hook(lambda *_: None)), HOOKED),
-    "forward": (_replace_the_forward, FORWARD),
+    "forward": (lambda encoder: setattr(encoder, "forward", functools.partial(encoder.forward)), FORWARD),
     "wrap a layer": (_set_in_mlp("fc1", Doubled), "Doubled is not code of a known package"),
     "lose a weight": (
         lambda encoder: setattr(encoder, "unused", nn.Linear(1, 1, device="meta").eval()),

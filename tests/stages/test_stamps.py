@@ -40,15 +40,14 @@ def _quantize(encoder):
     quantize_(encoder, Int8WeightOnlyConfig())
 
 
-def _cast(encoder):
-    apply_layerwise_casting(encoder, torch.float8_e4m3fn, torch.float32)
+FORMS = {
+    "quantised": _quantize,
+    "cast": lambda encoder: apply_layerwise_casting(encoder, torch.float8_e4m3fn, torch.float32),
+    "offloaded": lambda encoder: apply_group_offloading(encoder, CPU, CPU, offload_type="leaf_level"),
+}
 
 
-def _offload_groups(encoder):
-    apply_group_offloading(encoder, CPU, CPU, offload_type="leaf_level")
-
-
-@pytest.mark.parametrize("form", [_quantize, _cast, _offload_groups], ids=lambda form: form.__name__.strip("_"))
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_other_forms_of_weights_have_stamps(form, encoder):
     """A run changes none, and a written weight does."""
     form(encoder)
