@@ -195,30 +195,20 @@ def stages(tmp_path_factory):
     return report
 
 
-def test_importing_the_package_is_quick(stages):
-    heavy = {"torch", "diffusers", "transformers", "triton", "pydantic", "matplotlib"}
-    assert heavy.isdisjoint(stages["package"]["loaded"])
+LIGHT = {  # by stage: packages that it must not load
+    "package": {"torch", "diffusers", "transformers", "triton", "pydantic", "matplotlib"},
+    "kernels": {"triton", "diffusers", "transformers"},
+    "tiny": {"diffusers", "transformers", "peft"},  # both load on first use
+    "all": {"matplotlib", "imageio", "imageio_ffmpeg", "gradio"},  # functions import extras
+}
+
+
+def test_imports_are_light_and_leave_no_trace(stages):
+    """``import dit_accel.kernels`` needs torch and compiles nothing; all modules together write no file."""
+    assert {
+        stage: packages.intersection(stages[stage]["loaded"]) for stage, packages in LIGHT.items()
+    } == dict.fromkeys(LIGHT, set())
     assert stages["package"]["seconds"] < 0.5
-
-
-def test_importing_kernels_compiles_nothing(stages):
-    """``import dit_accel.kernels`` needs torch, and neither Triton nor diffusers."""
-    loaded = stages["kernels"]["loaded"]
-    assert "torch" in loaded and not any("_triton" in name for name in loaded if name.startswith("dit_accel"))
-    assert {"triton", "diffusers", "transformers"}.isdisjoint(loaded)
-
-
-def test_importing_tiny_pipelines_is_light(stages):
-    """``tests.tiny`` may be imported where diffusers and transformers are not wanted: both load on first use."""
-    assert {"diffusers", "transformers", "peft"}.isdisjoint(stages["tiny"]["loaded"])
-
-
-def test_importing_everything_leaves_no_trace(stages):
-    assert "diffusers" in stages["all"]["loaded"]
-    assert stages["cuda"] is False
-    assert stages["files"] == []
-
-
-def test_importing_everything_needs_no_extra(stages):
-    """Functions that plot, write videos or open the app import their package; importing a module does not."""
-    assert {"matplotlib", "imageio", "imageio_ffmpeg", "gradio"}.isdisjoint(stages["all"]["loaded"])
+    assert "torch" in stages["kernels"]["loaded"] and "diffusers" in stages["all"]["loaded"]
+    assert not any("_triton" in name for name in stages["kernels"]["loaded"] if name.startswith("dit_accel"))
+    assert stages["cuda"] is False and stages["files"] == []

@@ -108,14 +108,6 @@ def test_a_run_and_its_decisions_are_logged(caplog, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_dispatch_continues_what_was_recorded():
-    """A forecast of order 1 continues an output that is linear in the step; one of order 0 repeats it."""
-    for order in (0, 1):
-        loop = Loop(**{"forecast.order": order})
-        outputs = [loop.call(step, 3.0 * step)[1] for step in range(STEPS)]
-        assert outputs[5].unique().tolist() == [3.0 * (5 if order else 2)]
-
-
 def test_forecast_runs_on_the_presets_coordinate():
     loop = Loop(**{"forecast.coordinate": "sigma"})
     for step in range(6):

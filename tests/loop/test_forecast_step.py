@@ -77,14 +77,13 @@ def forecasts(calls):
     return [each for mode, each in calls[1] if mode == "dispatch"]
 
 
-def test_a_forecast_step_takes_few_calls(forecasts):
-    """Python overhead does not grow with the number of blocks."""
+def test_a_forecast_step_takes_few_calls_and_crosses_few_files(forecasts):
+    """Python overhead does not grow with the number of blocks, and somebody who follows a forecast step reads few files.
+
+    Its functions are not far inside one another.
+    """
     assert len(forecasts) > 5
     assert max(each.counts.total() for each in forecasts) <= MOST_CALLS
-
-
-def test_a_forecast_step_crosses_few_files(forecasts):
-    """Somebody who follows a forecast step reads few files, and finds its functions not far inside one another."""
     assert len({file for file, _ in forecasts[0].own}) <= MOST_FILES
     assert max(each.depth for each in forecasts) <= MOST_DEPTH
 

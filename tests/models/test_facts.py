@@ -343,14 +343,6 @@ def test_settings_of_a_block_hold_for_both_of_its_attentions():
     assert {item.layer for item in report.attentions if item.density < 1} == {"transformer_blocks.1"}
 
 
-@pytest.mark.parametrize("name, level", [("sd3", "head"), ("framepack", "layer")])
-def test_what_facts_can_not_do_is_refused(name, level):
-    """Level head needs hand-written blocks, and unknown models have no layers to forecast."""
-    preset = load_preset("flux-flashomni-paper" if level == "head" else "flux-taylorseer")
-    with pytest.raises(UnsupportedError, match="is for flux models"):
-        accelerate_pipeline(pipeline(name), preset)
-
-
 @torch.no_grad()
 def test_attention_under_a_mask_of_the_users_is_left_alone():
     """A mask in `joint_attention_kwargs` keeps its effect, and the report says that the block is dense."""

@@ -32,17 +32,13 @@ def test_lengths_are_those_of_the_call(mode):
         assert masks.lengths(mask).lengths == (5, 4) and not masks.lengths(mask).leading
 
 
-def test_an_empty_prompt_has_a_token():
-    """Attention without any key would give NaN."""
+def test_gaps_count_up_to_the_last_token_and_an_empty_prompt_has_one():
+    """The model reads as many tokens as the mask has ones, and attention without any key would give NaN."""
+    found = TextMasks().lengths(torch.tensor([[1, 0, 0, 1, 0, 0]]))
+    assert (found.lengths, found.end, found.leading) == ((2,), 4, False)
     found = TextMasks().lengths(mask_of(0, 4))
     assert found.lengths == (1, 4) and found.counts.tolist() == [1, 4] and found.leading
     assert TextMasks().lengths(mask_of(0)).end == 1
-
-
-def test_gaps_count_up_to_the_last_token():
-    """The model reads as many tokens as the mask has ones; tokens after the last one are not needed."""
-    found = TextMasks().lengths(torch.tensor([[1, 0, 0, 1, 0, 0]]))
-    assert (found.lengths, found.end, found.leading) == ((2,), 4, False)
 
 
 def test_lengths_of_some_samples_are_theirs():

@@ -5,7 +5,7 @@ import torch
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.sparse.policies.flashomni import ramped, row_bits
+from dit_accel.sparse.policies.flashomni import row_bits
 
 BLOCK = 64
 TEXT_FIRST = TokenLayout(100, 700, BLOCK)  # 13 blocks, of which 2 are text
@@ -93,11 +93,6 @@ def test_without_text_blocks_that_receive_least_attention_are_reused(batch, head
         for h in range(heads):
             expected = reused_by_received_mass(probabilities[b, h].double(), tau)
             assert set((~rows[b, h]).nonzero().flatten().tolist()) == expected
-
-
-@pytest.mark.parametrize("progress, expected", [(0.0, 0.0), (0.5, 0.1), (1.0, 0.4)])
-def test_ramp_grows_from_nothing_to_the_threshold(progress, expected):
-    assert ramped(0.4, progress, 2.0) == pytest.approx(expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
