@@ -87,6 +87,14 @@ def run(tmp_path, monkeypatch):
     return invoke
 
 
+@pytest.fixture
+def pipe():
+    """A tiny FLUX pipeline of the test's own."""
+    from tests.tiny import tiny_pipeline
+
+    return tiny_pipeline("flux")
+
+
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
     """Folders of saved tiny pipelines, by their names."""

@@ -25,11 +25,6 @@ GUIDED = {
 }
 
 
-@pytest.fixture
-def pipe():
-    return tiny_pipeline("flux")
-
-
 def call(pipe, name="flux", **overrides):
     return tiny_output(pipe, name, steps=STEPS, **overrides)
 

@@ -31,11 +31,6 @@ FLUX_PRESETS = [pytest.param(p, id=i) for p, i in ((CLOSED_LOOP, "output"), (LAY
 FIRST_CALLS: dict[str, torch.Tensor] = {}  # of `fresh`
 
 
-@pytest.fixture
-def pipe():
-    return tiny_pipeline("flux")
-
-
 def call(pipe, name="flux", steps=STEPS, **overrides):
     return tiny_output(pipe, name, steps=steps, **overrides)
 

@@ -4,7 +4,6 @@ import torch
 
 from dit_accel import accelerate_transformer
 from tests.models.test_transformer import recorded_calls
-from tests.tiny import tiny_pipeline
 
 STEPS = 12
 TIMES = torch.linspace(1, 1 / STEPS, STEPS)
@@ -12,9 +11,8 @@ SPREAD = 0.3  # standard deviation of a step's noise, for a step of length 1
 
 
 @torch.no_grad()
-def test_densities_change_in_forecast_steps_alone():
+def test_densities_change_in_forecast_steps_alone(pipe):
     """There the velocity errs by less than the next computed step measures for a forecast from further away."""
-    pipe = tiny_pipeline("flux")
     transformer, (arguments, *_) = pipe.transformer, recorded_calls(pipe, "flux")
 
     def velocity(x, step):

@@ -96,8 +96,7 @@ def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset, cou
 
 
 @torch.no_grad()
-def test_loops_in_threads_have_steps_of_their_own():
-    pipe = tiny_pipeline("flux")
+def test_loops_in_threads_have_steps_of_their_own(pipe):
     transformer, (arguments, *_) = pipe.transformer, recorded_calls(pipe, "flux")
     timesteps = [1 - step / 20 for step in range(20)]
 
@@ -115,9 +114,8 @@ def test_loops_in_threads_have_steps_of_their_own():
 
 
 @pytest.mark.parametrize("accelerated, restored", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_any_of_several_pipelines_restores_all(accelerated, restored):
+def test_any_of_several_pipelines_restores_all(pipe, accelerated, restored):
     """Whichever pipeline is accelerated or restored, the plain bits are back on both, and nothing is left on either."""
-    pipe = tiny_pipeline("flux")
     other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
     other.set_progress_bar_config(disable=True)
     pipes = pipe, other
@@ -133,9 +131,8 @@ def test_any_of_several_pipelines_restores_all(accelerated, restored):
     assert [set(vars(item)) for item in (*pipes, pipe.transformer, pipe.vae)] == left
 
 
-def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
+def test_pipelines_that_were_both_accelerated_carry_one_acceleration(pipe):
     """The latest preset applies to both, each has a report of its runs, and one restore removes it from both."""
-    pipe = tiny_pipeline("flux")
     twin = twin_of(pipe)
     plain = [run_of(item, "flux", 0)() for item in (pipe, twin)]
     accelerate_pipeline(pipe, "exact")
@@ -147,9 +144,8 @@ def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
     assert all(equal([run_of(item, "flux", 0)() for item in (pipe, twin)], plain))
 
 
-def test_a_pipeline_made_later_reports_its_own_runs():
+def test_a_pipeline_made_later_reports_its_own_runs(pipe):
     """It has the acceleration of its transformer, and may replace its preset for both."""
-    pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, "turbo")
     other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
     other.set_progress_bar_config(disable=True)
@@ -178,9 +174,8 @@ def test_sharing_a_part_never_leaves_another_part_plain():
 
 
 @pytest.mark.parametrize("first", ["copy", "original"])
-def test_a_shallow_copy_is_left_as_the_original_was(first):
+def test_a_shallow_copy_is_left_as_the_original_was(pipe, first):
     """Restoring a copy removes everything inherited from an accelerated original, before or after it is restored."""
-    pipe = tiny_pipeline("flux")
     plain, left = call(pipe), set(vars(pipe))
     accelerate_pipeline(pipe, CLOSED_LOOP)
     twin = copy.copy(pipe)

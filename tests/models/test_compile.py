@@ -47,11 +47,6 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def pipe():
-    return tiny_pipeline("flux")
-
-
 # Graphs: one per kind of block, and one more where FLUX's first single block reads the double blocks' outputs.
 @pytest.mark.parametrize(("name", "graphs"), [("flux", (2, 3)), ("wan", (1, 1))])
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):

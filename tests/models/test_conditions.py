@@ -88,9 +88,8 @@ def test_scales_of_a_pipeline_and_of_its_guider_are_conditions():
     }
 
 
-def test_an_adapter_that_is_loaded_under_way_is_noticed_and_then_read():
+def test_an_adapter_that_is_loaded_under_way_is_noticed_and_then_read(pipe):
     """Its strength is one of the conditions from then on."""
-    pipe = tiny_pipeline("flux")
     conditions = Conditions(pipe.transformer)
     found = [conditions.of({}, None, None)["adapters"]]
     CHANGES["adapter-scale"].prepare(pipe)
@@ -101,9 +100,8 @@ def test_an_adapter_that_is_loaded_under_way_is_noticed_and_then_read():
     assert len(set(found)) == 3
 
 
-def test_a_strength_in_a_tensor_is_noticed():
+def test_a_strength_in_a_tensor_is_noticed(pipe):
     """Adapters that are made ready to be swapped under a compiled model have their strengths in tensors."""
-    pipe = tiny_pipeline("flux")
     CHANGES["adapter-scale"].prepare(pipe)
     CHANGES["adapter-scale"].begin(pipe)
     layers = [item for item in pipe.transformer.modules() if hasattr(item, "merged_adapters")]

@@ -67,9 +67,8 @@ def moved_by_step(pipe, moved):
         ("after", "leaf_level", True),
     ],
 )
-def test_a_forecast_step_moves_no_weights(moved, order, kind, streamed):
+def test_a_forecast_step_moves_no_weights(pipe, moved, order, kind, streamed):
     """Also if offload is enabled after the acceleration, as loading a LoRA does: its hooks are above ours then."""
-    pipe = tiny_pipeline("flux")
     if order == "before":
         offload(pipe, kind, streamed=streamed)
     accelerate_pipeline(pipe, EVERY_THIRD)
@@ -83,9 +82,8 @@ def test_a_forecast_step_moves_no_weights(moved, order, kind, streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["at-once", "streamed"])
-def test_blocks_that_are_offloaded_already_are_replaced_and_prefetched(moved, streamed):
+def test_blocks_that_are_offloaded_already_are_replaced_and_prefetched(pipe, moved, streamed):
     """Their weights move before our hooks run, which replace the blocks, and streams see the order of all blocks."""
-    pipe = tiny_pipeline("flux")
     offload(pipe, "block_level", streamed=streamed)
     plain = tiny_output(tiny_pipeline("flux"), "flux", steps=STEPS)
     accelerate_pipeline(pipe, "flux-taylorseer", schedule={"interval": 2})

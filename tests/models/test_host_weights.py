@@ -105,9 +105,8 @@ def test_moving_a_transformer_leaves_the_weights_on_the_host(name):
     assert all(item.device == META for item in pipe.transformer.parameters())
 
 
-def test_weights_leave_the_device_one_by_one(moves):
+def test_weights_leave_the_device_one_by_one(pipe, moves):
     """Weights that are on the device already go to the host, and return to the same device."""
-    pipe = tiny_pipeline("flux")
     pipe.transformer.to("meta")
     on_host(pipe)
     layers = [*linears_of(pipe).layers.values()]
@@ -236,8 +235,7 @@ def fail_at(monkeypatch, layer, to, error):
     monkeypatch.setattr(HostWeight, "_move", move)
 
 
-def test_a_failed_acceleration_leaves_nothing(monkeypatch):
-    pipe = tiny_pipeline("flux")
+def test_a_failed_acceleration_leaves_nothing(pipe, monkeypatch):
     state, before = attributes(pipe), result(pipe)
     with monkeypatch.context() as patched:
         fail_at(patched, pipe.transformer.transformer_blocks[1].attn.to_k, CPU, KeyboardInterrupt())
@@ -247,9 +245,8 @@ def test_a_failed_acceleration_leaves_nothing(monkeypatch):
     assert torch.equal(result(pipe), before)
 
 
-def test_weights_that_do_not_fit_on_the_device_all_stay_on_the_host(monkeypatch):
+def test_weights_that_do_not_fit_on_the_device_all_stay_on_the_host(pipe, monkeypatch):
     """Everything else is restored; the pipeline can move to the host or be accelerated again."""
-    pipe = tiny_pipeline("flux")
     state = attributes(pipe)
     on_host(pipe)
     layers = [*linears_of(pipe).layers.values()]
@@ -300,9 +297,8 @@ def test_a_merged_lora_takes_effect(rounded):
     assert not torch.equal(result(pipe), before) and rounded
 
 
-def test_offload_of_whole_models_moves_everything_else():
+def test_offload_of_whole_models_moves_everything_else(pipe):
     """accelerate moves the transformer for each run; weights in 8 bits are made again, as the others are uploaded."""
-    pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, "exact", **{"linear.dtype": "int8"})
     expected = result(pipe)
     on_host(pipe)
@@ -329,8 +325,7 @@ def test_weights_that_are_offloaded_later_are_left_alone(kind):
     assert equal_up_to_rounding(result(restore_pipeline(pipe)), result(tiny_pipeline("flux")))
 
 
-def test_what_moves_weights_of_its_own_is_refused():
-    pipe = tiny_pipeline("flux")
+def test_what_moves_weights_of_its_own_is_refused(pipe):
     with pytest.raises(PresetError, match="weights has no effect without a dtype"):
         accelerate_pipeline(pipe, "exact", **{"linear.weights": "host"})
     apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)

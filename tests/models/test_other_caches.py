@@ -64,11 +64,6 @@ def bare(self, *args, **kwargs):
     return OWN(self, *args, **kwargs)
 
 
-@pytest.fixture
-def pipe():
-    return tiny_pipeline("flux")
-
-
 def refused(cache, way_off):
     return pytest.raises(
         UnsupportedError, match=rf"pipe\.transformer .* has {cache} on it.* remove that one with {way_off}"

@@ -153,8 +153,7 @@ def test_excluded_layers_run_as_they_are():
     assert not any(name.startswith("single_") or name.endswith(("to_q", "to_k", "to_v")) for name in names)
 
 
-def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
-    pipe = tiny_pipeline("flux")
+def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone(pipe):
     with pytest.raises(UnsupportedError, match="every plain linear layer is excluded or offloaded"):
         accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*"]})
     with pytest.raises(UnsupportedError, match=r"names '\*\.to_outt', which matches no layer; layers are .*to_out"):

@@ -71,9 +71,8 @@ def test_gradients_are_those_of_the_plain_transformer(name, preset):
     assert report.computed_fraction < 1 and GRADIENTS not in report.notes
 
 
-def test_gradients_of_inputs_alone():
+def test_gradients_of_inputs_alone(pipe):
     """A frozen transformer has them too; if no gradient is needed the loop continues as under no_grad."""
-    pipe = tiny_pipeline("flux")
     calls = recorded_calls(pipe, "flux")
     pipe.transformer.requires_grad_(False)
     accelerate_transformer(pipe.transformer, "turbo", [call["timestep"] for call in calls])

@@ -115,9 +115,8 @@ def test_families_and_branches_are_known_inside_of_a_wrapper(name):
     assert pipe.dit_accel.family == family != "any"
 
 
-def test_a_wrapper_can_be_passed_instead_of_its_transformer():
+def test_a_wrapper_can_be_passed_instead_of_its_transformer(pipe):
     """To accelerate_transformer and report; two wrappers around one transformer have one acceleration."""
-    pipe = tiny_pipeline("flux")
     expected = call(accelerate_pipeline(pipe))
     restore_pipeline(pipe).transformer = Wrapper(pipe.transformer)
     acceleration = accelerate_transformer(pipe.transformer)
@@ -145,15 +144,13 @@ class Both(nn.Module):
     ],
     ids=["several", "none", "compiled outside"],
 )
-def test_a_wrapper_that_is_refused_names_the_way(wrap, message):
-    pipe = tiny_pipeline("flux")
+def test_a_wrapper_that_is_refused_names_the_way(pipe, wrap, message):
     pipe.transformer = wrap(pipe.transformer)
     with pytest.raises(UnsupportedError, match=message):
         accelerate_pipeline(pipe)
     assert not hasattr(pipe, "dit_accel")
 
 
-def test_only_wrappers_are_looked_into():
+def test_only_wrappers_are_looked_into(pipe):
     """Text encoders take any arguments too; a transformer's own submodules are no transformers of the pipeline."""
-    pipe = tiny_pipeline("flux")
     assert denoisers(pipe) == {"transformer": pipe.transformer}

@@ -56,9 +56,8 @@ def test_recorded_calls_can_be_made_again(name):
     assert not pipe.transformer._forward_hooks
 
 
-def test_a_share_of_each_batch_is_kept():
+def test_a_share_of_each_batch_is_kept(pipe):
     """One of two samples is kept, and it can be made again."""
-    pipe = tiny_pipeline("flux")
     everything, half = record(pipe, "flux"), record(pipe, "flux", share=0.5)
     assert 2 * len(half) == len(everything)
     assert error_of(pipe.transformer, half) < 1e-8

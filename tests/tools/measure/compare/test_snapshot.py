@@ -3,15 +3,14 @@
 import types
 
 from dit_accel.tools.measure.compare.snapshot import Snapshot
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output
 
 
-def test_everything_that_was_put_on_comes_off():
+def test_everything_that_was_put_on_comes_off(pipe):
     """New and changed attributes of modules, of classes and of the pipeline; removed ones come back.
 
     A plain run leaves nothing.
     """
-    pipe = tiny_pipeline("flux")
     pipe.transformer.mark = "here"
     tiny_output(pipe, "flux", steps=2)
     snapshot = Snapshot(pipe)

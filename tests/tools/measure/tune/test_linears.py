@@ -6,7 +6,7 @@ from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.presets import Linear
 from dit_accel.tools.measure.tune import tune
 from dit_accel.tools.measure.tune.linears import Kind, LinearTap, excluded, work_left
-from tests.tiny import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output
 
 KINDS = [Kind("a.*", 0.03, 0.5), Kind("b.*", 0.01, 0.25), Kind("c.*", 0.005, 0.25)]
 
@@ -17,9 +17,8 @@ def test_kinds_under_the_bound_run_in_8_bits():
         assert work_left(KINDS, bound) == work
 
 
-def test_kinds_are_measured_on_a_plain_run():
+def test_kinds_are_measured_on_a_plain_run(pipe):
     """Each error is the layer's own, patterns are valid in a preset, and no hook stays."""
-    pipe = tiny_pipeline("flux")
     tap = LinearTap(pipe, Linear(dtype="int8", exclude=["*.to_k"]))
     with tap:
         tiny_output(pipe, "flux", steps=2)
@@ -33,9 +32,8 @@ def test_kinds_are_measured_on_a_plain_run():
     accelerate_pipeline(pipe, "exact", linear={"dtype": "int8", "exclude": patterns[1:]})
 
 
-def test_a_tuning_excludes_what_its_target_does_not_bear():
+def test_a_tuning_excludes_what_its_target_does_not_bear(pipe):
     """A loose target allows all layers in 8 bits, a strict one some or none; the cost counts layers in 8 bits."""
-    pipe = tiny_pipeline("flux")
     call = {"num_inference_steps": 3, "height": 32, "width": 32, "guidance_scale": 3.5}
     request = {"prompts": ["a fox", "a hill"], "arguments": call, "evaluations": 8}
     exact = load_preset("exact", linear={"dtype": "int8"})
