@@ -26,9 +26,12 @@ def list_command(
 ) -> None:
     """List presets with their computed fraction and PSNR on small models at 50 steps."""
     from dit_accel.presets import load_preset, measured, preset_names
-    from dit_accel.tools.advise.identify import identify
 
-    identity = None if model is None else identify(model)
+    identity = None
+    if model is not None:
+        from dit_accel.tools.advise.identify import identify
+
+        identity = identify(model)
     typer.echo(ROW.format("name", "model", "computed", "PSNR dB"))
     for name in preset_names():
         preset = load_preset(name)
@@ -40,7 +43,8 @@ def list_command(
             typer.echo(ROW.format(name, preset.model, *figures))
             typer.echo(f"  {preset.description}")
     typer.echo(
-        "Figures are from small models. One preset: dit-accel presets show NAME.\nWhich to use: dit-accel recommend",
+        "Figures are from small models. One preset: dit-accel presets show NAME.\n"
+        f"Which to use: dit-accel recommend --model {model or 'MODEL'}",
         err=True,
     )
 

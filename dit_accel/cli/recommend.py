@@ -29,9 +29,6 @@ def command(options: RecommendOptions) -> None:
 
     dit-accel recommend --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --gpu a100 --height 480 --width 832 --frames 81
     """
-    from rich.console import Console
-    from rich.table import Column, Table
-
     from dit_accel.tools.advise.recommend import recommend
 
     found = recommend(
@@ -46,16 +43,11 @@ def command(options: RecommendOptions) -> None:
         distilled=options.distilled,
         gpus=options.gpus,
     )
-    console = Console()
-    table = Table(Column("preset", no_wrap=True), "use it as", box=None, pad_edge=False)
-    for choice in found.choices:
-        table.add_row(*choice)
-    console.out(f"{found.model.name}: {found.model.title}\n", highlight=False)
-    console.print(table)
-    typer.echo()
-    for note in found.notes:
-        console.out(f"- {note}", highlight=False)
-    typer.echo(f"\n{found.python}\n{found.shell}".rstrip())
+    typer.echo(f"{found.model.name}: {found.model.title}\n")
+    for preset, use in (("preset", "use it as"), *found.choices):
+        typer.echo(f"{preset:<10}{use}")
+    notes = "\n".join(f"- {note}" for note in found.notes)
+    typer.echo(f"\n{notes}\n\n{found.python}\n{found.shell}".rstrip())
 
 
 def _present_gpu() -> str | None:

@@ -48,7 +48,6 @@ class SampledModel:
         self._controller: Controller | None = None  # of the latest run
 
     def report(self) -> RunReport | None:
-        """Return the report of the latest run; None before the first."""
         return None if self._controller is None else self._controller.read_report()
 
     def sample(self, executor: Any, guider: Any, sigmas: torch.Tensor, extra_args: Any, *others: Any) -> torch.Tensor:
@@ -174,8 +173,6 @@ def _outlook(
 
 
 class _TriedModel:
-    """Replacement for ComfyUI's model in a trial run of a sampler."""
-
     def __init__(self, inner_model: Any, model: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
         self.inner_model = inner_model  # the run's guider, from which samplers read the type of the model
         self._model = model
@@ -215,7 +212,6 @@ def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides:
 
 
 def output_presets() -> list[str]:
-    """Return the names of shipped presets that work with any model."""
     return [name for name in preset_names() if _is_for_outputs(load_preset(name))]
 
 

@@ -15,7 +15,6 @@ _ASSETS = Path(__file__).parent / "assets"
 
 
 def demo_names() -> list[str]:
-    """Return the sorted names of the installed demo models."""
     return sorted(_demos())
 
 

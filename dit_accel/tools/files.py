@@ -56,7 +56,6 @@ def why_not_written(error: OSError, path: Path | str) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as :func:`whole_file`."""
     with whole_file(path) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
 

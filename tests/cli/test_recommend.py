@@ -15,9 +15,9 @@ def test_recommend_prints_presets_notes_and_lines(run):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert any(line.startswith("balanced") and "first choice" in line for line in lines)
-    assert "docs/guide/choosing.md" in result.stdout and "the RTX 4090 has little memory" in result.stdout
-    assert lines[-2].startswith("result = pipe(")
-    compile("\n".join(lines[-4:-1]), "lines of Python", "exec")
+    assert "docs/guide/choosing.md" in result.stdout and "The RTX 4090 has 23" in result.stdout
+    assert lines[-2].startswith("result = pipe(") and "pipe.enable_model_cpu_offload()" in lines
+    compile("\n".join(lines[lines.index("import torch") : -1]), "lines of Python", "exec")
     words = shlex.split(lines[-1])[1:]
     command = typer.main.get_command(app).commands[words.pop(0)]
     command.make_context("generate", words)
@@ -26,19 +26,19 @@ def test_recommend_prints_presets_notes_and_lines(run):
 def test_loras_pass_into_both_lines(run):
     """--lora and its weight are in the command; Python loads the same file with the same weight."""
     result = run("recommend", "--model", "Tongyi-MAI/Z-Image-Turbo", "--lora", "owner/name/style.safetensors:0.8")
-    *_, loads, weighs, _, _, shell = result.stdout.splitlines()
+    *_, loads, weighs, _, _, _, shell = result.stdout.splitlines()
     assert loads == 'pipe.load_lora_weights("owner/name", adapter_name="lora-0", weight_name="style.safetensors")'
     assert weighs == 'pipe.set_adapters(["lora-0"], [0.8])'
     assert shell.endswith("--steps 8 --guidance 0 --lora owner/name/style.safetensors:0.8")
 
 
 def test_gpu_that_is_there_is_the_default(run, monkeypatch):
-    """Without --gpu the card's own name decides; an unlisted card needs no options."""
+    """Without --gpu the card's own name decides; an unlisted card gets no options."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cards = {
         "NVIDIA H200": "",
-        "NVIDIA GeForce RTX 4090": "the RTX 4090 has",
-        "NVIDIA A100-SXM4-40GB": "the A100 of 40 GB has",
+        "NVIDIA GeForce RTX 4090": "The RTX 4090 has",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "The RTX 4070 Ti Super has",
         "NVIDIA GeForce RTX 4090 Laptop GPU": "",
         "NVIDIA RTX 6000 Ada Generation": "",
     }

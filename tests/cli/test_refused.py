@@ -131,7 +131,7 @@ AT_ONCE = {
     ],
     "recommend": [
         ("--model nothing", "model must be an id such as"),
-        ("--model flux --gpu voodoo2", "gpu must be one of t4, v100, 3060"),
+        ("--model flux --gpu voodoo2", "gpu must be one of t4, v100, 2080-ti"),
         ("--model stabilityai/stable-diffusion-xl-base-1.0", "which denoises with a UNet"),
     ],
     "presets": [

@@ -1,50 +1,43 @@
-"""Find the family of a model from its name, folder or id, without loading or downloading it."""
+"""Find the family of a model from its name, folder or id, without loading or downloading it.
 
-from __future__ import annotations
+``models.json`` has the known ids, and parts of names: of distilled models, of models with a UNet, of pipelines with
+further inputs (the first part decides), and of repositories that diffusers can't load.
+"""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dit_accel.errors import UnsupportedError, shown
+from dit_accel.models.families import FAMILIES
+from dit_accel.models.families.family import Family
 from dit_accel.presets import Preset
 from dit_accel.presets.loading import PLAIN
 from dit_accel.tools.demo import demo_names, demo_path
 
-if TYPE_CHECKING:
-    from dit_accel.models.families.family import Family
-
-DISTILLED = ("turbo", "lightning", "hyper", "lightx2v", "distill")  # parts of ids; family files have more
-WITH_UNET = (  # parts of names of models that denoise with a UNet
-    *("sdxl", "stablediffusionxl", "stablediffusionv1", "stablediffusion2", "stablediffusionv2", "sdturbo", "ssd1b"),
-    *("stablevideodiffusion", "playgroundv2", "animatediff", "animagine", "juggernautxl", "realvisxl", "dreamshaper"),
-    *("kandinsky2", "kandinsky3", "kolors", "stablecascade", "wuerstchen", "deepfloyd", "audioldm", "musicldm"),
-    *("ifixl", "latentconsistency"),
-)
-SEPARATORS = {ord(sign): None for sign in "-_. "}
-SHORTEST_WORD = 4  # letters of a class name that a model's bare name may begin with
-_UNET = "model must be a diffusion transformer, got {}, which denoises with a UNet; a UNet can't be accelerated"
+TABLE = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+_FAMILIES = {family.name: family for family in FAMILIES}
+IDS = [*TABLE["uncounted"], *(name for row in TABLE["models"] for name in row["ids"])]
 
 
 @dataclass(frozen=True)
 class Identity:
     """Facts about a model from its name or folder."""
 
-    name: str  # as given by the caller
+    name: str  # as given by the caller, or the id of a known name without its owner
     family: str  # in presets; `any` for an unknown family
     is_video: bool
     is_distilled: bool = False  # for few steps, as its name says
     is_loadable: bool = True  # False for a family's name and an id without its owner
     steps: int | None = None  # that the model is distilled for, if its name says so
+    folder: Path | None = None  # of the pipeline, on this machine
 
     @property
     def facts(self) -> Family | None:
-        """Facts of the family; None for an unknown family."""
-        return _families().get(self.family)
+        return _FAMILIES.get(self.family)
 
     @property
     def title(self) -> str:
@@ -52,8 +45,13 @@ class Identity:
 
     @property
     def is_modular(self) -> bool:
-        """Return True if the family's models have modular pipelines alone."""
         return self.facts is not None and self.facts.is_modular
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Inputs, besides a prompt, without which the model's pipeline does not run."""
+        name = "" if self.facts is None else self.name.lower().rstrip("/").rsplit("/", 1)[-1]
+        return next((tuple(inputs) for part, inputs in TABLE["inputs"].items() if part in name), ())
 
     def takes(self, preset: Preset) -> bool:
         """Return True if a shipped preset suits the model: video presets for videos, others for images."""
@@ -65,81 +63,93 @@ class Identity:
 def identify(model: str) -> Identity:
     """Find the family of a model: a family's name, a demo model, a folder of a diffusers pipeline, or an id on the Hub.
 
-    An id of a known family may lack its owner, such as ``qwen-image``. Other names, and models with a UNet, are an
-    UnsupportedError.
+    An id of a known family may lack its owner, such as ``qwen-image``. Other names, misspelt ids, repositories that
+    diffusers can't load, and models with a UNet are an UnsupportedError.
     """
     if not isinstance(model, str):
         raise UnsupportedError(f"model must be a name, a folder or an id, got {shown(model)}")
-    families = _families()
-    if model in ("any", *families):
+    if model in ("any", *_FAMILIES):
         return Identity(model, model, _makes_videos(model), is_loadable=False)
-    squeezed = model.lower().translate(SEPARATORS)
-    is_distilled, steps = _distillation(squeezed)
-    folder = demo_path(model) or Path(model)
-    if not folder.exists() and any(word in squeezed for word in WITH_UNET):
-        raise UnsupportedError(_UNET.format(shown(model)))
-    if (index := folder / "model_index.json").is_file():
-        values = json.loads(index.read_text(encoding="utf-8")).values()  # components are pairs of library and class
-        classes = [pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str)]
-        if any("UNet" in name for name in classes):
-            raise UnsupportedError(_UNET.format(shown(model)))
-        family = next((name for name, family in families.items() if family.model in classes), "any")
-        is_video = _makes_videos(family) or any("Video" in name for name in classes)
-        return Identity(model, family, is_video, is_distilled, steps=steps)
+    squeezed, folder = squeeze(model), demo_path(model) or Path(model)
+    is_distilled, steps = distillation(model)
+    classes = _classes(folder)
+    if any("UNet" in name for name in classes) or _has(TABLE["with_unet"], "" if folder.exists() else squeezed):
+        raise UnsupportedError(
+            f"model must be a diffusion transformer, got {shown(model)}, which denoises with a UNet; a UNet can't be "
+            "accelerated"
+        )
+    if classes:
+        family = next((name for name, family in _FAMILIES.items() if family.model in classes), "any")
+        is_video = _makes_videos(family, *map(squeeze, classes))
+        return Identity(model, family, is_video, is_distilled, steps=steps, folder=folder)
+    if not folder.exists():
+        _require_loadable(model)
+        model = next((name for name in IDS if squeeze(name).endswith(f"/{squeezed}")), model)
     words = {
         word: name
-        for name, family in families.items()
+        for name, family in _FAMILIES.items()
         for word in (*family.words, *family.distilled)
         if word in squeezed
     }
     has_owner = model.count("/") == 1
     is_bare = "/" not in model and not model.startswith("demo-")
-    of_class = "" if words else _class_of(squeezed.rpartition("/")[2])
-    if folder.exists() or not (has_owner or (is_bare and (words or of_class))):
+    if folder.exists() or not (has_owner or (is_bare and words)):
+        known = [*demo_names(), *_FAMILIES]
+        near = [name for name in known if len(squeezed) > 2 and squeezed in squeeze(name)]
+        near = near or [name for name in known if get_close_matches(squeezed, [squeeze(name)], cutoff=0.7)]
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
-            f"({', '.join(demo_names())}) or a family ({', '.join([*families, 'any'])}), got {shown(model)}"
-            + _meant(squeezed, [*demo_names(), *families])
+            f"({', '.join(demo_names())}) or a family ({', '.join([*_FAMILIES, 'any'])}), got {shown(model)}"
+            + (f"; did you mean {' or '.join(near)}?" if near else "")
         )
     # The longest word wins; for equal lengths the last family, which is the most specific.
     family = words[max(reversed(words), key=len)] if words else "any"
-    is_video = _makes_videos(family) or "video" in squeezed or "Transformer3D" in of_class
-    return Identity(model, family, is_video, is_distilled, is_loadable=has_owner, steps=steps)
+    return Identity(model, family, _makes_videos(family, squeezed), is_distilled, is_loadable=has_owner, steps=steps)
 
 
-@cache
-def _families() -> dict[str, Family]:
-    """Return the families by name; imported on first use, because they import torch."""
-    from dit_accel.models.families import FAMILIES
-
-    return {family.name: family for family in FAMILIES}
+def squeeze(name: str) -> str:
+    return re.sub(r"[-_. ]", "", name.lower())
 
 
-def _makes_videos(name: str) -> bool:
-    return (family := _families().get(name)) is not None and family.makes == "videos"
+def distillation(name: str) -> tuple[bool, int | None]:
+    """Return True if the name of a model or LoRA says that it is distilled, and for how many steps if it says that."""
+    squeezed = squeeze(name)
+    steps = {word: count for family in FAMILIES for word, count in family.distilled.items()}
+    bases = [word for family in FAMILIES for word in family.words if word in squeezed]
+    found = [word for word in (*steps, *TABLE["distilled"]) if word in squeezed and not _has([word], *bases)]
+    named = re.search(r"(?<![\d.])(\d{1,2})[-_ ]?steps?", name.lower())
+    return (True, int(named[1]) if named else steps.get(max(found, key=len))) if found else (False, None)
 
 
-def _distillation(squeezed: str) -> tuple[bool, int | None]:
-    """Return True if a name says that the model is distilled, and the number of steps if the name determines it."""
-    families = _families().values()
-    steps = {word: count for family in families for word, count in family.distilled.items()}
-    bases = [word for family in families for word in family.words if word in squeezed]
-    found = [word for word in (*steps, *DISTILLED) if word in squeezed and not any(word in base for base in bases)]
-    return (True, steps.get(max(found, key=len))) if found else (False, None)
+def _makes_videos(family: str, *names: str) -> bool:
+    makes = "both" if family == "any" else _FAMILIES[family].makes
+    return makes == "videos" or (makes == "both" and _has(TABLE["videos"], *names))
 
 
-def _class_of(squeezed: str) -> str:
-    """Return diffusers' transformer class whose name a model's name begins with, such as auraflow; empty = none."""
-    import diffusers
-
-    names = {name.partition("Transformer")[0].lower(): name for name in dir(diffusers) if "Transformer" in name}
-    words = [word for word in names if len(word) >= SHORTEST_WORD and word != "prior" and squeezed.startswith(word)]
-    return names[max(words, key=len)] if words else ""
+def _has(parts: Iterable[str], *names: str) -> bool:
+    return any(part in name for part in parts for name in names)
 
 
-def _meant(squeezed: str, names: Sequence[str]) -> str:
-    """Return a question with the names that look like a misspelt or shortened one, or nothing."""
-    plain = {name: name.translate(SEPARATORS) for name in names}
-    near = get_close_matches(squeezed, plain.values(), n=3, cutoff=0.7)
-    found = [name for name, bare in plain.items() if bare in near or (len(squeezed) > 2 and squeezed in bare)]
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+def _classes(folder: Path) -> list[str]:
+    """Return the classes of the components of a pipeline's folder; empty for another folder."""
+    if not (index := folder / "model_index.json").is_file():
+        return []
+    values = json.loads(index.read_text(encoding="utf-8")).values()  # components are pairs of library and class
+    return [pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str)]
+
+
+def _require_loadable(model: str) -> None:
+    """Raise for an id in a format that diffusers can't load, and for a known id with a mistake in its letters."""
+    owner, _, bare = model.rpartition("/")
+    squeezed, known = squeeze(bare), {squeeze(name.partition("/")[2]): name for name in IDS}
+    for pattern, advice in TABLE["other_formats"].items():
+        if re.search(pattern, model.lower()):
+            cores = {name.replace("diffusers", ""): name for name in known}
+            longer = sorted((core for core in cores if core.startswith(squeezed)), key=len)
+            within = sorted((core for core in cores if re.search(core + r"(?!\d)", squeezed)), key=len, reverse=True)
+            base = "".join(f", {known[cores[core]]}" for core in (longer or within)[:1])
+            raise UnsupportedError(f"model must be in diffusers' format, got {shown(model)}, which {advice}{base}")
+    numbered = [name for name in known if re.sub(r"\D", "", name) == re.sub(r"\D", "", squeezed)]
+    near = get_close_matches(squeezed, numbered, n=1, cutoff=0.85)
+    if near and squeezed not in known and owner.lower() in ("", *(name.partition("/")[0].lower() for name in IDS)):
+        raise UnsupportedError(f"model must be a known id, got {shown(model)}; did you mean {known[near[0]]}?")

@@ -2,103 +2,90 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dit_accel.tools.advise.identify import Identity
-from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
+from dit_accel.tools.advise.memory import WAYS, Placement, row_of
+from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.files import repository_and_file
 
-INPUTS = {  # required inputs of a pipeline, by a part of the model's name; the first part that fits decides
-    "animate": ("image", "pose_video", "face_video"),
-    "flf2v": ("image", "last_image"),
-    "fill": ("image", "mask_image"),
-    "canny": ("control_image",),
-    "depth": ("control_image",),
-    "ti2v": (),
-    **dict.fromkeys(("i2v", "i2i", "edit", "kontext", "layered", "refiner"), ("image",)),
-}
-IMAGE = "image.png"
 OPTIONS = {"num_inference_steps": "--steps", "guidance_scale": "--guidance"}  # other options have the argument's name
 
 
-def inputs_of(model: Identity) -> tuple[str, ...]:
-    """Return the inputs, besides a prompt, without which the model's pipeline does not run."""
-    name = model.name.lower().rstrip("/").rsplit("/", 1)[-1]
-    return () if model.facts is None else next((INPUTS[part] for part in INPUTS if part in name), ())
+@dataclass(frozen=True)
+class Lines:
+    """A call of a pipeline, as lines of Python and of shell."""
+
+    model: Identity
+    preset: str
+    call: Mapping[str, Any]  # without inputs
+    plan: Placement
+    loras: Mapping[str, float]
+    device: str
+    sharing: str | None  # of the call by `gpus`
+    gpus: int
+
+    def python(self) -> str:
+        model, row = self.model, row_of(self.model)
+        kind, dtype = ("Modular", "") if model.is_modular else ("Diffusion", ", dtype=torch.bfloat16")
+        parts = "".join(f", {name}={name}" for name in row.get("parts", []))
+        source = _literal(str(model.folder or self._source))
+        lines = ["import torch", "import diffusers", "import dit_accel", *row.get("before", [])]
+        lines.append(f"pipe = diffusers.{kind}Pipeline.from_pretrained({source}{parts}{dtype})")
+        lines += ["pipe.load_components(dtype=torch.bfloat16)"] if model.is_modular else []
+        adapters = [f"lora-{index}" for index in range(len(self.loras))]
+        for adapter, lora in zip(adapters, self.loras, strict=True):
+            place, file = repository_and_file(lora)
+            rest = "" if file is None else f", weight_name={_literal(file)}"
+            lines.append(f"pipe.load_lora_weights({_literal(place)}, adapter_name={_literal(adapter)}{rest})")
+        lines += [f"pipe.set_adapters({json.dumps(adapters)}, {list(self.loras.values())})"] if adapters else []
+        lines.append(WAYS[self.plan.way]["python"].format(self.device))
+        lines += ["pipe.vae.enable_tiling()"] if self.plan.in_tiles else []
+        lines.append(f'dit_accel.accelerate_pipeline(pipe, "{self.preset}")')
+        lines += [f"dit_accel.parallelize_pipeline(pipe, {self.sharing})"] if self.sharing else []
+        for name in model.inputs:
+            loader = "load_video" if "video" in name else "load_image"
+            lines.append(f'{name} = diffusers.utils.{loader}("{_file(name)}")')
+        values = {**self.call, **(demo_arguments(model.folder) if model.folder else {}), **self.call}
+        arguments = [f"{name}={name}" for name in model.inputs]
+        arguments += [f"{name}={_literal(value)}" for name, value in values.items()]
+        return "\n".join([*lines, f"result = pipe({', '.join(arguments)})"])
+
+    def shell(self) -> str:
+        """Return the command; empty if no command can run the model."""
+        if self.why_no_shell():
+            return ""
+        words = ["dit-accel", "generate", "--compare"]
+        if self.sharing:
+            words = ["torchrun", "--nproc-per-node", str(self.gpus), "-m", "dit_accel", "generate"]
+            words += ["--parallel", self.sharing]
+        words += ["--model", self._source, "--preset", self.preset]
+        words += [word for name in self.model.inputs for word in (f"--{name}", _file(name))]
+        for name, value in self.call.items():
+            words.append(OPTIONS.get(name, f"--{name.replace('_', '-')}"))
+            words.append(f"{value:g}" if isinstance(value, float) else str(value))
+        for lora, weight in self.loras.items():
+            words += ["--lora", lora if weight == 1 else f"{lora}:{weight:g}"]
+        return shlex.join([*words, *WAYS[self.plan.way]["options"]])
+
+    def why_no_shell(self) -> str | None:
+        """Return why `dit-accel generate` can't run the model, or None."""
+        if self.model.is_modular:
+            return "diffusers has this model as a modular pipeline, which dit-accel generate can't load"
+        others = [name for name in (*self.model.inputs, *row_of(self.model).get("parts", [])) if name != "image"]
+        if others:
+            return f"dit-accel generate takes no {others[0]}"
+        return "dit-accel generate does not decode in tiles" if self.plan.in_tiles else None
+
+    @property
+    def _source(self) -> str:
+        return self.model.name if self.model.is_loadable else "MODEL"
 
 
-def call_of(
-    model: Identity, *, steps: int | None, size: tuple[int | None, int | None, int | None], few: bool
-) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call, without prompt and inputs.
-
-    ``size`` is height, width and number of frames; a model distilled for few steps runs without guidance.
-    """
-    height, width, frames = size
-    if "pose_video" in inputs_of(model):
-        frames = None  # as many as the pose video has
-    counts = {"num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
-    call: dict[str, Any] = {name: count for name, count in counts.items() if count is not None}
-    if (facts := model.facts) is None:
-        return call
-    if not few:
-        return call | dict(facts.guided)
-    return call if facts.unguided is None else call | {"guidance_scale": facts.unguided}
-
-
-def python_lines(
-    model: Identity, preset: str, call: Mapping[str, Any], way: str | None, loras: Mapping[str, float]
-) -> str:
-    """Return lines that accelerate a loaded pipeline ``pipe`` and call it."""
-    names = ["accelerate_pipeline", *(["parallelize_pipeline"] if way else [])]
-    lines = [f"from dit_accel import {', '.join(names)}"]
-    adapters = [f"lora-{index}" for index in range(len(loras))]
-    for adapter, source in zip(adapters, loras, strict=True):
-        place, file = repository_and_file(source)
-        rest = "" if file is None else f", weight_name={_literal(file)}"
-        lines.append(f"pipe.load_lora_weights({_literal(place)}, adapter_name={_literal(adapter)}{rest})")
-    if loras:
-        lines.append(f"pipe.set_adapters({json.dumps(adapters)}, {list(loras.values())})")
-    lines.append(f'accelerate_pipeline(pipe, "{preset}")')
-    if way:
-        lines.append(f"parallelize_pipeline(pipe, {way.replace(',', ', ')})")
-    folder = demo_path(model.name)
-    values = {"prompt": _prompt(model), **(demo_arguments(folder) if folder else {}), **call}
-    arguments = [f"{name}={name}" for name in inputs_of(model)]
-    arguments += [f"{name}={_literal(value)}" for name, value in values.items()]
-    return "\n".join([*lines, f"result = pipe({', '.join(arguments)})"])
-
-
-def shell_line(
-    model: Identity,
-    preset: str,
-    call: Mapping[str, Any],
-    way: str | None,
-    loras: Mapping[str, float],
-    *,
-    gpus: int,
-    options: Sequence[str],
-) -> str:
-    """Return the command that loads the pipeline and calls it; empty if no command can."""
-    inputs = inputs_of(model)
-    if set(inputs) - {"image"} or model.is_modular:
-        return ""
-    words = ["dit-accel", "generate", "--compare"]
-    if way:
-        words = ["torchrun", "--nproc-per-node", str(gpus), "-m", "dit_accel", "generate", "--parallel", way]
-    words += ["--model", model.name if model.is_loadable else "MODEL", "--prompt", _prompt(model), "--preset", preset]
-    words += [word for name in inputs for word in (f"--{name}", IMAGE)]
-    for name, value in call.items():
-        words.append(OPTIONS.get(name, f"--{name.replace('_', '-')}"))
-        words.append(f"{value:g}" if isinstance(value, float) else str(value))
-    for source, weight in loras.items():
-        words += ["--lora", source if weight == 1 else f"{source}:{weight:g}"]
-    return shlex.join([*words, *options])
-
-
-def _prompt(model: Identity) -> str:
-    return tuning_prompts(model.name)[0] if demo_path(model.name) else "a fox"
+def _file(name: str) -> str:
+    return f"{name}.mp4" if "video" in name else f"{name}.png"
 
 
 def _literal(value: Any) -> str:

@@ -1,59 +1,36 @@
 """Recommend a preset and a command for a model, GPU and number of steps."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
-from dit_accel.presets import load_preset, preset_names
-from dit_accel.tools.advise.cards import CARDS, FLOAT8_SINCE, Card, known_card
-from dit_accel.tools.advise.identify import Identity, identify
-from dit_accel.tools.advise.lines import IMAGE, call_of, inputs_of, python_lines, shell_line
-from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.advise.cards import CARDS, Card, known_card
+from dit_accel.tools.advise.identify import TABLE, Identity, distillation, identify
+from dit_accel.tools.advise.lines import Lines
+from dit_accel.tools.advise.memory import RESERVED, WAYS, Footprint, Placement, count
+from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
 
-LONG_CLIP = 13_312  # tokens of the longest video of a trained model that tiles were measured on
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
-MEASURED = (
-    "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosing.md, What was measured. For your model, use "
-    "--compare."
-)
-QUANTIZED = 0.65  # of the peak memory, at most: weights are most of it, and quantisation halves them
-
-
-class Peak(NamedTuple):
-    """Peak memory of a plain transformer in bf16, which decides on ``--offload``."""
-
-    family: str
-    part: str  # of the ids of the family's models that have this peak
-    transformers: int  # in a pipeline
-    gib: float  # of one transformer
-    source: str  # file in docs/results with the measurement
-
-
-PEAKS = tuple(Peak(**row) for row in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))
-
-
-class Choice(NamedTuple):
-    """A preset for ``accelerate_pipeline``, and when to use it."""
-
-    preset: str
-    use: str
+ARGUMENTS = {"steps": "num_inference_steps", "frames": "num_frames"}  # of a pipeline
+MEASURED = "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosing.md; for your model, use --compare."
+UNCOUNTED = "The sizes of this model are not known, so its memory is not counted; its folder after --model has them."
+ANY = "The presets run on any transformer that takes a timestep (docs/reference/transformers.md), but not on a UNet."
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Presets, the recommended one first, and lines to copy; ``shell`` is empty if no command can run the pipeline."""
+    """Presets and lines to copy."""
 
     model: Identity
-    choices: tuple[Choice, ...]
+    choices: list[tuple[str, str]]  # presets, the recommended one first, and when to use them
     notes: tuple[str, ...]
-    python: str
-    shell: str
+    python: str = ""  # empty if the pipeline does not fit the GPU
+    shell: str = ""  # empty if no command can run the pipeline
+    gib: float | None = None  # peak of the GPU's memory, by count; None = unknown
 
 
 def recommend(
@@ -74,122 +51,92 @@ def recommend(
     Args:
         model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
         gpu: name of a GPU, such as ``rtx4090`` or ``h100``; None = unknown GPU.
-        steps: number of steps; None = the number in a distilled model's name, or the pipeline's default.
+        steps: number of steps; None = the number in the name of a distilled model or LoRA, or the pipeline's default.
         height, width: in pixels.
         loras: weights of LoRAs, by folder, file or id on the Hub.
         quantized, distilled: True if the model's own weights are quantised, or if it is distilled for few steps.
         gpus: number of GPUs that share one image or video.
 
     Raises:
-        UnsupportedError: ``model`` or ``gpu`` is unknown, or a number is below 1.
+        UnsupportedError: ``model`` or ``gpu`` is unknown, diffusers can't load the model, or a number is below 1.
     """
     counts = {"steps": steps, "height": height, "width": width, "frames": frames}
     require_counts(gpus=gpus, **{name: count for name, count in counts.items() if count is not None})
-    name = None if gpu is None else known_card(gpu)
-    if gpu is not None and name is None:
+    card = None if gpu is None else CARDS.get(known_card(gpu) or "")
+    if gpu is not None and card is None:
         raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
-    card = None if name is None else CARDS[name]
     identity = identify(model)
     makes_images = not identity.is_video and identity.facts is not None and identity.facts.makes == "images"
     if (frames or 1) > 1 and (makes_images or re.search("[ti]2i", identity.name.lower())):
         raise UnsupportedError(f"frames must be left out: {identity.title} makes images, got frames={frames}")
-    few = distilled or identity.is_distilled
-    steps = steps or identity.steps or _default_steps(identity, few=few)
-    size = (height, width, frames)
-    choices = _choices(identity, size, steps)
-    way, on_sharing = _shared(identity, gpus, few=few)
-    options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
-    call, preset = call_of(identity, steps=steps, size=size, few=few), choices[0].preset
-    shell = shell_line(identity, preset, call, way, loras, gpus=gpus, options=options)
-    notes = (MEASURED, *_on_steps(steps, few=few), *on_sharing, *on_memory, *_on_model(identity, card, shell))
-    return Recommendation(identity, choices, notes, python_lines(identity, preset, call, way, loras), shell)
+    names = [(identity.is_distilled, identity.steps), *map(distillation, loras)]
+    few = distilled or any(is_distilled for is_distilled, _ in names)
+    steps = steps or next((number for _, number in names if number), None) or _default_steps(identity, few=few)
+    memory = count(identity, (height, width, frames), few=few, quantized=quantized)
+    plan, on_memory = _planned(memory, card)
+    sharing, on_sharing = _shared(identity, gpus, plan, few=few)
+    choices = TABLE["choices_for_few_steps" if steps is not None and steps <= NOTHING_TO_SKIP else "choices"]
+    notes = (MEASURED, *_on_steps(steps, few=few), *on_sharing, on_memory)
+    if card is not None and (card.capability or (0, 0)) < (8, 0):
+        notes += (f"Fused kernels don't run on the {card.title}, so steps are computed by plain torch.",)
+    if plan is None:
+        return Recommendation(identity, choices, notes)
+    call, device = _call(identity, counts | {"steps": steps}, few=few), card.device if card else "cuda"
+    lines = Lines(identity, choices[0][0], call, plan, loras, device, sharing, gpus)
+    return Recommendation(identity, choices, notes + _on_lines(lines), lines.python(), lines.shell(), plan.gib)
 
 
 def _default_steps(model: Identity, *, few: bool) -> int | None:
     """Return the number of steps that a demo model or the pipeline has by default; None = unknown."""
     if folder := demo_path(model.name):
         return demo_arguments(folder).get("num_inference_steps")
-    return None if few or model.facts is None or set(inputs_of(model)) - {"image"} else model.facts.steps
+    return None if few or model.facts is None or set(model.inputs) - {"image"} else model.facts.steps
 
 
-def _choices(model: Identity, size: tuple[int | None, ...], steps: int | None) -> tuple[Choice, ...]:
-    if steps is not None and steps <= NOTHING_TO_SKIP:
-        return (
-            Choice("exact", "first choice: computes every step, with fused kernels"),
-            Choice("turbo", "may leave out a step; details change"),
-        )
-    choices = (
-        Choice("balanced", "first choice"),
-        Choice("quality", "closer to the plain result"),
-        Choice("turbo", "faster; small details may change"),
-    )
-    height, width, frames = (side or 0 for side in size)
-    if not model.is_video or ((frames - 1) // 4 + 1) * (height // 16) * (width // 16) < LONG_CLIP:
-        return choices
-    for preset in map(load_preset, preset_names()):
-        if preset.model == model.family and preset.schedule.measures and preset.skip.policy == "sparge":
-            return (*choices, Choice(preset.name, "for long videos, if turbo is too slow"))
-    return choices
+def _call(model: Identity, counts: Mapping[str, int | None], *, few: bool) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call; a model distilled for few steps runs without guidance."""
+    without = "frames" if "pose_video" in model.inputs else ""  # as many as the pose video has
+    call: dict[str, Any] = {"prompt": tuning_prompts(model.name)[0] if demo_path(model.name) else "a fox"}
+    call |= {ARGUMENTS.get(name, name): counts[name] for name in counts if counts[name] and name != without}
+    if model.facts is None:
+        return call
+    off = {} if model.facts.unguided is None else {"guidance_scale": model.facts.unguided}
+    return call | (off if few else dict(model.facts.guided))
 
 
 def _on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
-    rest = "--set linear.dtype=int8 makes computed steps faster (docs/guide/choosing.md, Few steps)."
-    if steps <= NOTHING_TO_SKIP:
-        return [f"Of {steps} steps there is none to forecast without loss: {rest}"]
-    if steps <= FEW_STEPS:
-        return [f"Most or all of {steps} steps are computed, so forecasts save little: {rest}"]
-    return []
+    faster = "--set linear.dtype=int8 makes computed steps faster (docs/guide/choosing.md)"
+    return [f"With {steps} steps forecasts save little: {faster}."] if steps <= FEW_STEPS else []
 
 
-def _on_model(model: Identity, card: Card | None, shell: str) -> list[str]:
-    notes, inputs = [], inputs_of(model)
-    if card is not None and card.capability < (8, 0):
-        notes.append("Fused kernels need compute capability 8.0, so computed steps run without them.")
-    if model.family == "any":
-        notes.append(
-            "These presets run on any transformer that takes a timestep (docs/reference/transformers.md lists tested "
-            "ones), but not on a UNet."
-        )
-    if not model.is_loadable:
-        notes.append("Replace MODEL by the model's id on the Hub, or its folder.")
-    if model.is_modular:
-        notes.append("diffusers has this model as a modular pipeline, which dit-accel generate can't load: use Python.")
-    elif inputs:
-        notes.append(
-            f"Replace {IMAGE} by your image." if shell else f"dit-accel generate takes no {inputs[-1]}, so use Python."
-        )
-    return notes
+def _on_lines(lines: Lines) -> tuple[str, ...]:
+    model, why = lines.model, lines.why_no_shell()
+    notes = [ANY] if model.family == "any" else []
+    notes += [] if model.is_loadable else ["Replace MODEL by the model's id on the Hub, or its folder."]
+    notes += [f"Use Python: {why}."] if why else []
+    return (*notes, *([f"Replace {' and '.join(model.inputs)} by your files."] if model.inputs else []))
 
 
-def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: bool) -> tuple[list[str], list[str]]:
-    """Return options that make a pipeline fit its GPU, and notes on them."""
-    if card is None or quantized:
-        return [], []
-    peaks, name = [peak for peak in PEAKS if peak.family == model.family], model.name.lower()
-    peak = next((peak for peak in peaks if peak.part in name), None)
-    if peak is None and not model.is_loadable and len({peak.gib for peak in peaks}) == 1:
-        peak = peaks[0]  # of a family's name, whose measured models all have the same
-    if is_shared or peak is None:
-        return [], ["Memory was not measured for this setup; if it does not fit, use --offload or --quantize."]
-    if peak.transformers * peak.gib <= card.memory_gib / 2:
-        return [], []
-    options, parts = ["--offload", "model"], "Keep the pipeline's other models in host memory while one runs"
-    why = f"the {card.title} has little memory for this transformer (docs/results/{peak.source}.json)"
-    if peak.gib <= card.memory_gib:
-        return options, [f"{parts}: {why}."]
-    if QUANTIZED * peak.gib <= card.memory_gib:
-        kind = "float8" if card.capability >= FLOAT8_SINCE else "int8"
-        return ["--quantize", kind, *options], [f"{parts}, and quantise it: {why}."]
-    page = "docs/guide/troubleshooting.md, Out of memory"
-    return ["--offload", "group"], [
-        f"Keep its blocks in host memory while others run: {why}. Forecast steps upload nothing ({page})."
-    ]
+def _planned(memory: Footprint | None, card: Card | None) -> tuple[Placement | None, str]:
+    """Return how the pipeline fits the card, all of it if that is unknown, and a note; None = it does not fit."""
+    if memory is None:
+        return Placement(), UNCOUNTED
+    counted = f"Memory by count, in GiB of bf16: {memory}."
+    if memory.counted_as:
+        counted = f"The name does not say the size, so {memory.counted_as} is counted. {counted}"
+    if card is None or card.memory_gib is None:
+        return Placement(), f"{counted} Your GPU's memory is not known." if card else counted
+    counted = f"{counted} The {card.title} has {card.memory_gib - RESERVED:g}"
+    if (plan := memory.plan(card)) is None:
+        return None, f"{counted}, which is too little even with offloading: use another GPU, or a smaller size."
+    tiles = "; decoding at this size fits in tiles alone" if plan.in_tiles else ""
+    return plan, f"{counted}, so {WAYS[plan.way]['reason']}{tiles}."
 
 
-def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[str]]:
+def _shared(model: Identity, gpus: int, plan: Placement | None, *, few: bool) -> tuple[str | None, list[str]]:
     """Return how GPUs share an image or video, and notes; models distilled for few steps have no second branch."""
     page = "docs/guide/scaling.md"
     if gpus == 1:
@@ -197,10 +144,12 @@ def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[
     sharing = () if model.facts is None else model.facts.sharing
     if "ulysses" not in sharing:
         return None, [f"This model's tokens can't be split, so the command is for one GPU; see branches=2 in {page}."]
+    if plan is not None and plan.way != "whole":
+        return None, [f"Each GPU would hold the whole pipeline, which does not fit, so the lines are for one ({page})."]
     branches = 2 if "branches" in sharing and gpus % 2 == 0 and not few else 1
     ways = {"ulysses": gpus // branches, "branches": branches}
     way = ",".join(f"{name}={count}" for name, count in ways.items() if count > 1)
-    notes = [f"Each GPU holds the whole pipeline ({page})."]
+    notes = [f"Each GPU holds the whole pipeline, and in Python joins a process group first ({page})."]
     if ways["ulysses"] > 1:
         notes.append(f"It is fastest if the numbers of tokens and attention heads divide by {ways['ulysses']}.")
     return way, notes

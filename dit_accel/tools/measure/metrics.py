@@ -99,12 +99,10 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
 
 
 def clip_ssim(a: ImageLike, b: ImageLike) -> float:
-    """Mean :func:`ssim` over the frames of two videos."""
     return mean_over_frames(ssim, a, b)
 
 
 def mean_over_frames(metric: Callable[[ImageLike, ImageLike], float], a: ImageLike, b: ImageLike) -> float:
-    """Mean of a metric of single images over the frames of two videos."""
     first, second = _same_shape(a, b)
     return float(np.mean([metric(*frames) for frames in zip(first, second, strict=True)]))
 

@@ -43,7 +43,6 @@ def _version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Return the first line of a command's output, or None if it can't run."""
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):

@@ -40,7 +40,6 @@ def speedup(plain: Sequence[float], fast: Sequence[float]) -> Spread:
 
 
 def disturbed(what: str, width: float) -> str:
-    """Return the warning about disturbed times, with advice."""
     return (
         f"{what} were disturbed: speed-ups of repeats differ by up to {width:.0%}. Stop other programs on this "
         "machine, or raise --repeats."

@@ -44,7 +44,6 @@ class Output:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of the whole call by stage."""
         text = sum(seconds for name, seconds in self.parts.items() if name.startswith("text_encoder"))
         decoding = sum(seconds for name, seconds in self.parts.items() if name.endswith((".decoder", "vocoder")))
         stages = {"text encoding": text, "denoising": self.denoising_seconds, "decoding": decoding}
@@ -120,7 +119,6 @@ def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None =
 
 @contextmanager
 def removed_after(handles: Iterable[Any]) -> Iterator[None]:
-    """Remove hooks, by their handles, after the ``with`` block."""
     try:
         yield
     finally:
@@ -139,7 +137,6 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
-        """Time inside the calls."""
         return sum(read() for read in self._inside)
 
     @property

@@ -220,7 +220,6 @@ def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, 
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Create an empty figure of this size in inches, rendered by Agg."""
     require_extra("matplotlib", "a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -231,7 +230,6 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def tidy_axes(axes: Axes, grid: str | None = None) -> None:
-    """Remove lines without information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=GREY, labelcolor="black")

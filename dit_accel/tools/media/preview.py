@@ -46,11 +46,9 @@ class Previewer:
 
     @property
     def has_learned(self) -> bool:
-        """True if there is a map, so that :meth:`image` returns images."""
         return self._weights is not None
 
     def forget_latents(self) -> None:
-        """Free the latents of the latest run."""
         self._before = self.latents = None
 
     def learn(self, result: Image.Image | np.ndarray) -> None:

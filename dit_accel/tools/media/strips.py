@@ -56,7 +56,6 @@ def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) ->
 
 
 def stacked(rows: Sequence[Image.Image]) -> Image.Image:
-    """RGB images of one size below each other."""
     return Image.fromarray(np.concatenate([np.asarray(row) for row in rows]))
 
 

@@ -51,7 +51,6 @@ def timeline(title: str, steps: Sequence[tuple[str, float | None]], total: int) 
 
 
 def _level(error: float) -> float:
-    """Return the height of an error in the drawing, from above."""
     least, greatest = DECADES
     decade = min(max(math.log10(error), least), greatest) if error > 0 else least
     return MARGIN + (HEIGHT - 2 * MARGIN) * (greatest - decade) / (greatest - least)

@@ -4,9 +4,10 @@ from scripts.checks.changes.mutant import Mutant, table
 
 # fmt: off
 MUTANTS: list[Mutant] = table({
+    "dit_accel/tools/advise/memory.py": [
+        ("encoders-take-nothing", "memory includes text encoders", "tests/tools/advise/test_recommend.py",
+         "sum((*self.transformers, *self.texts))", "sum(self.transformers)")],
     "dit_accel/tools/advise/recommend.py": [
-        ("a-square-video", "a video's length counts both sides", "tests/tools/advise/test_recommend.py",
-         "* (height // 16) * (width // 16)", "* (height // 16) * (height // 16)"),
         ("branches-of-three-gpus", "an odd number of GPUs shares no branches", "tests/tools/advise/test_recommend.py",
          "and gpus % 2 == 0 and not few", "and not few")],
     "dit_accel/tools/media/preview.py": [

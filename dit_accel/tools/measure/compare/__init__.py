@@ -14,25 +14,14 @@ from typing import Any
 from dit_accel.tools.measure.compare.caches import CACHES
 from dit_accel.tools.measure.compare.dbcache import DBCACHES
 from dit_accel.tools.measure.compare.forecasters import FORECASTERS
-from dit_accel.tools.measure.compare.methods import Method, Subject, of_preset, our_methods
+from dit_accel.tools.measure.compare.methods import Method, of_preset, our_methods
 from dit_accel.tools.measure.compare.runs import Bench, Prompt
 from dit_accel.tools.measure.compare.sheet import Sheet
 from dit_accel.tools.measure.compare.solvers import FEWER_STEPS
 from dit_accel.tools.measure.compare.sweep import Sweep
 
-__all__ = [
-    "PEERS",
-    "Bench",
-    "Method",
-    "Prompt",
-    "Sheet",
-    "Subject",
-    "Sweep",
-    "of_preset",
-    "our_methods",
-    "peer_methods",
-    "spread",
-]
+__all__ = ["PEERS", "Bench", "Method", "Prompt", "Sheet", "Sweep"]
+__all__ += ["of_preset", "our_methods", "peer_methods", "spread"]
 
 # Methods that users of diffusers can run instead.
 PEERS = {**CACHES, **FORECASTERS, **DBCACHES, **FEWER_STEPS}

@@ -55,7 +55,6 @@ class Peer:
     why_not: Callable[[Any], str | None] = lambda pipe: None  # reason why it can't run on a pipeline, or None
 
     def methods(self, steps: int) -> list[Method]:
-        """Return its settings for a number of steps."""
         settings = self.settings(steps) if callable(self.settings) else self.settings
         return [Method(self.series, self.name.format(*values), self._with(values)) for values in settings]
 
@@ -91,8 +90,6 @@ def _series(preset: Preset) -> str:
 
 
 def of_preset(series: str, name: str, preset: Preset) -> Method:
-    """Make a method from a preset."""
-
     @contextmanager
     def put_on(subject: Subject) -> Iterator[dict[str, Any]]:
         with accelerated(subject.pipe, preset):

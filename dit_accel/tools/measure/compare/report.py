@@ -71,7 +71,6 @@ def _best_at(frontiers: Iterable[Sequence[tuple[float, float]]], fraction: float
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with results."""
     return [row for row in rows if "error" not in row]
 
 

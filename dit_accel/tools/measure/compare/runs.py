@@ -53,7 +53,6 @@ class _Trace:
     distance: float = 0.0  # largest difference of plain steps
 
     def times(self) -> dict[str, Any]:
-        """Return the times as columns of a row."""
         return {
             "seconds": statistics.median(self.seconds),
             "seconds_each": self.seconds,

@@ -97,8 +97,6 @@ class WorkCounter:
 
 
 class _AttentionMeter(TorchFunctionMode):
-    """Mode that reports the FLOPs of every attention that torch computes."""
-
     def __init__(self, report: Callable[[int], None]) -> None:
         super().__init__()
         self._report = report

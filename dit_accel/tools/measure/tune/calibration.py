@@ -45,7 +45,6 @@ class Candidate:
         return self.changes.get("pv_threshold") is not None
 
     def refines(self, other: Candidate) -> bool:
-        """Return True if it only adds a pv_threshold to the other candidate."""
         return self.skips_values and {**self.changes, "pv_threshold": None} == other.changes
 
 
@@ -79,7 +78,6 @@ class Recorder:
         self._blocks: list[str] = []
 
     def tap(self, pipe: Any, prompt: int) -> AttentionTap:
-        """Return the tap for the plain run of one prompt."""
         tap = AttentionTap(pipe, self._visit, block=self._preset.blocks.size)
         self._wanted, self._blocks = set(self._chosen[prompt]), tap.blocks
         self._seen: set[tuple[str, int]] = set()
@@ -113,7 +111,6 @@ class Recorder:
 
 
 def measure(recorder: Recorder, preset: Preset, device: torch.device) -> Iterator[tuple[str, list[Candidate]]]:
-    """Yield each recorded block with its candidates."""
     for block, samples in recorder.samples.items():
         yield block, _candidates(block, samples, preset, device)
 
@@ -141,7 +138,6 @@ def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None
 
 
 def layers_of(chosen: dict[str, Candidate | None]) -> dict[str, dict[str, Any]]:
-    """Format the choice as ``skip.layers``."""
     return {block: {"policy": "none"} if best is None else dict(best.changes) for block, best in chosen.items()}
 
 
@@ -168,7 +164,6 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
 
 
 def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
-    """Yield changes to a block's section, in rows of rising sparsity."""
     policy = policy_of(config)
     thresholds = policy.thresholds(config)
     *slow, fast = thresholds.items() if thresholds else [(None, (None,))]
@@ -181,8 +176,6 @@ def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Measured:
-    """Samples of one block with their dense outputs, on the device."""
-
     def __init__(self, block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> None:
         self._preset = preset
         config = preset.skip.at(block)

@@ -51,7 +51,6 @@ class LinearTap:
             handle.remove()
 
     def kinds(self) -> list[Kind]:
-        """Return the measured kinds, by descending error."""
         work: dict[str, int] = defaultdict(int)
         for name, layer in self._layers:
             work[_pattern(name)] += layer.weight.numel()
@@ -75,7 +74,6 @@ class LinearTap:
 
 
 def excluded(kinds: Sequence[Kind], bound: float) -> list[str]:
-    """Return the patterns of kinds with an error above ``bound``."""
     return [kind.pattern for kind in kinds if kind.error > bound]
 
 

@@ -101,7 +101,6 @@ def conformal(values: Sequence[float], coverage: float, *, is_lower: bool = True
 
 
 def computed_fraction(figures: Sequence[Figures]) -> float:
-    """Return the mean over runs."""
     return statistics.fmean(run.computed_fraction for run in figures)
 
 
@@ -130,7 +129,6 @@ class TuneResult:
     circumstances: dict[str, str]  # pipeline, device and versions of the measurement
 
     def figures(self) -> dict[str, str]:
-        """Return the results on the held-out prompts as text."""
         psnrs, errors = [run.psnr for run in self.held_out], [run.latent_error for run in self.held_out]
         return {
             "computed fraction": f"{computed_fraction(self.held_out):.3f}",

@@ -51,7 +51,6 @@ class FigureStore:
         self._save()
 
     def get(self, name: str) -> Any:
-        """Return the JSON value of this name, or None."""
         return self._values.get(name)
 
     def put(self, name: str, value: Any) -> None:
@@ -59,7 +58,6 @@ class FigureStore:
         self._save()
 
     def get_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of this name on the CPU, or None."""
         file = self._folder and self._folder / f"{name}.safetensors"
         return load_file(file) if file and file.is_file() else None
 
@@ -100,7 +98,6 @@ class MeasuredRuns:
         return known
 
     def figures(self, preset: Preset, indices: Iterable[int]) -> list[Figures]:
-        """Return the results of the preset's runs on these prompts."""
         return [self._measured(preset, index) for index in indices]
 
     def _measured(self, preset: Preset, index: int) -> Figures:

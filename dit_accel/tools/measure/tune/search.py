@@ -46,7 +46,6 @@ class Search:
         self._scores: dict[tuple[int, ...], Score] = {}
 
     def setting(self, places: tuple[int, ...]) -> Setting:
-        """Return the values at these indices of the axes."""
         return {axis.key: axis.values[place] for axis, place in zip(self._axes, places, strict=True)}
 
     def run(self) -> Found:

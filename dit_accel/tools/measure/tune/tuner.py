@@ -181,7 +181,6 @@ class _Tuner:
         )
 
     def _calibrate(self, runs: MeasuredRuns, store: FigureStore, phase: _Phase) -> None:
-        """Measure the thresholds of single layers on plain runs of the tuning prompts."""
         if (stored := store.get("layers")) is None:
             recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
             for index in range(len(self.tuning)):
@@ -257,7 +256,6 @@ class _Tuner:
         return str(transformer.dtype).removeprefix("torch.")
 
     def _request(self) -> dict[str, Any]:
-        """Return all settings that affect the results."""
         return {
             "version": __version__,
             "pipeline": self._name,
@@ -275,8 +273,6 @@ class _Tuner:
 
 @dataclass
 class _Phase:
-    """Reports the progress of a tuning to a callback."""
-
     progress: Progress | None
     expected: int  # maximum number of runs, unless the search is tightened
     name: str = "plain runs"
@@ -292,6 +288,5 @@ class _Phase:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of an image or a tensor among a call's arguments."""
     data = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
     return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,137 @@
+"""Count the memory that a pipeline takes on a GPU, by component, and choose what waits in host memory.
+
+The parameters of published models stand in ``models.json``, in billions; those of a local pipeline are read from its
+files. The peaks of autoencoders are rows of ``docs/results/decoding.json``.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dit_accel.tools.advise.cards import Card
+from dit_accel.tools.advise.identify import TABLE, Identity, squeeze
+from dit_accel.tools.demo import demo_arguments
+
+WAYS = TABLE["ways"]  # the fastest first: options of the command, line of Python, and reason to print
+BILLION = 2e9 / 2**30  # GiB of a billion parameters in bf16
+RESERVED = 1.0  # GiB of a card for driver, context, loaded kernels, and gaps between tensors
+STREAMS = 24  # tensors [tokens, width] that a plain step holds, at most (speed-flux2-klein-4b.json)
+TEXT = 512  # tokens
+DECODING = 1.1  # of the measured peak of an autoencoder, for latents and prompts in a whole call
+STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
+TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
+PROMPT = 0.5  # GiB of the features of a prompt
+LAYER = 2.5 + PROMPT  # GiB of the embedding of a text encoder, at most
+
+
+class Placement(NamedTuple):
+    """Way to run a pipeline on a card."""
+
+    way: str = "whole"  # in WAYS
+    in_tiles: bool = False  # the autoencoder decodes in tiles
+    gib: float | None = None  # peak by count; None = unknown
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """GiB of the components of a pipeline in bf16, and of the tensors of a step and of decoding."""
+
+    transformers: tuple[float, ...]
+    texts: tuple[float, ...]  # text encoders, and other components
+    autoencoder: float
+    step: float
+    decoding: tuple[float, ...]  # in one piece, and in tiles; empty = was not measured
+    size: str
+    counted_as: str  # id of the counted model if the name does not say the size
+
+    def needed(self, way: str, decoding: float) -> float:
+        """Return the peak in GiB; ``way`` is one of WAYS."""
+        largest, decoding_alone = max(self.transformers), self.autoencoder + decoding
+        if way == "whole":
+            return sum((*self.transformers, *self.texts)) + self.autoencoder + max(self.step, decoding, PROMPT)
+        if way == "model":
+            return max(largest + self.step, *(text + PROMPT for text in self.texts), decoding_alone)
+        return max(TWO_BLOCKS * largest + self.step, LAYER, decoding_alone)
+
+    def plan(self, card: Card) -> Placement | None:
+        """Return the fastest plan that fits a card; None = no plan does. Decoding is in tiles if it never fits."""
+        if card.memory_gib is None:
+            return Placement()
+        for in_tiles, decoding in enumerate(self.decoding or (0.0,)):
+            for way in WAYS:
+                if (gib := self.needed(way, decoding)) <= card.memory_gib - RESERVED:
+                    return Placement(way, bool(in_tiles), gib)
+        return None
+
+    def __str__(self) -> str:
+        decoding = f"decoding {self.decoding[0]:.1f}" if self.decoding else "decoding was not measured"
+        return (
+            f"transformer {sum(self.transformers):.1f}, text encoders {sum(self.texts):.1f}, autoencoder "
+            f"{self.autoencoder:.1f}, a step of {self.size} {self.step:.1f}, {decoding}"
+        )
+
+
+def row_of(model: Identity) -> Mapping[str, Any]:
+    """Return the row of a model in ``models.json``, or of its family's largest; empty = its family is not there."""
+    rows = [row for row in TABLE["models"] if row["family"] == model.family and model.name not in TABLE["uncounted"]]
+    rows.sort(key=lambda row: sum(row["transformers"]))
+    return max(reversed(rows), key=lambda row: len(row["part"]) * (row["part"] in squeeze(model.name)), default={})
+
+
+def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized: bool) -> Footprint | None:
+    """Count the memory of a call of ``size``: height, width, frames; None = the model's sizes are not known."""
+    row = dict(row_of(model))
+    if model.folder is not None:
+        row = {"size": (1024, 1024, 1), "calls": 2} | row | _sizes_of_files(model.folder)
+    if not row.get("width"):
+        return None
+    trained = demo_arguments(model.folder) if model.folder else {}
+    defaults = map(trained.get, ("height", "width", "num_frames"), row["size"])
+    height, width, frames = (side or default for side, default in zip(size, defaults, strict=True))
+    side, per_token = row.get("token", (16, 4))
+    tokens = math.ceil(height / side) * math.ceil(width / side) * ((frames - 1) // per_token + 1)
+    tokens *= 2 if "image" in model.inputs and not model.is_video else 1  # references are tokens too
+    calls = 1 if few else row.get("calls", 1)  # in one batch; few steps run without guidance
+    kind = TABLE["autoencoders"].get(row["vae"], {})
+    rows, columns, clip = kind.get("size", (1, 1, 1))
+    share = height * width / (rows * columns) * (frames / clip if clip else 1)  # 0: one frame after another
+    return Footprint(
+        tuple((STORED if quantized else 1) * BILLION * billions for billions in row["transformers"]),
+        tuple(BILLION * TABLE["texts"].get(text, text) for text in row["texts"]),
+        BILLION * row.get("vae_billions", kind.get("billions", 0.0)),
+        STREAMS * calls * (tokens + TEXT) * row["width"] * BILLION / 1e9,
+        tuple(DECODING * share * kind[name] for name in ("gib", "tiled_gib") if name in kind),
+        f"{height} x {width}" + (f" x {frames} frames" if frames > 1 else ""),
+        "" if model.folder or row["part"] in squeeze(model.name) else row["ids"][0],
+    )
+
+
+def _sizes_of_files(folder: Path) -> dict[str, Any]:
+    """Return the sizes of a pipeline's files, as a row has them; no width if the files do not say all sizes."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    configs = {path.parent.name: path for path in sorted(folder.glob("*/config.json")) if path.parent.name in index}
+    billions = {name: _billions(path.parent) for name, path in configs.items()}
+    transformers = [name for name in configs if name.startswith("transformer")]
+    config = json.loads(configs[transformers[0]].read_text(encoding="utf-8")) if transformers else {}
+    width = (config.get("num_attention_heads") or 0) * (config.get("attention_head_dim") or 0)
+    return {
+        "width": all(billions.values()) and (width or config.get("hidden_size") or config.get("dim")),
+        "transformers": [billions.pop(name) for name in transformers],
+        "vae": index.get("vae", ["", ""])[1],
+        "vae_billions": billions.pop("vae", 0.0),
+        "texts": list(billions.values()),
+    }
+
+
+def _billions(folder: Path) -> float:
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            slices = map(tensors.get_slice, tensors.keys())
+            total += sum(math.prod(item.get_shape()) for item in slices)
+    return total / 1e9
