@@ -21,6 +21,7 @@ RESERVED = 1.0  # GiB of a card for driver, context, loaded kernels, and gaps be
 STREAMS = 24  # tensors [tokens, width] that a plain step holds, at most (speed-flux2-klein-4b.json)
 TEXT = 512  # tokens
 DECODING = 1.1  # of the measured peak of an autoencoder, for latents and prompts in a whole call
+RESULTS = 4 * 6 / 2**30  # GiB per pixel of the copies of a result that tiles are joined in
 STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
 TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
 PROMPT = 0.5  # GiB of the features of a prompt
@@ -43,7 +44,7 @@ class Footprint:
     texts: tuple[float, ...]  # text encoders, and other components
     autoencoder: float
     step: float
-    decoding: tuple[float, ...]  # in one piece, and in tiles; empty = was not measured
+    decoding: tuple[float, float]  # in one piece, and in tiles; 0 = unknown, infinite if tiles are known
     size: str
     counted_as: str  # id of the counted model if the name does not say the size
 
@@ -60,18 +61,18 @@ class Footprint:
         """Return the fastest plan that fits a card; None = no plan does. Decoding is in tiles if it never fits."""
         if card.memory_gib is None:
             return Placement()
-        for in_tiles, decoding in enumerate(self.decoding or (0.0,)):
+        for in_tiles, decoding in enumerate(self.decoding):
             for way in WAYS:
                 if (gib := self.needed(way, decoding)) <= card.memory_gib - RESERVED:
                     return Placement(way, bool(in_tiles), gib)
         return None
 
     def __str__(self) -> str:
-        decoding = f"decoding {self.decoding[0]:.1f}" if self.decoding else "decoding was not measured"
-        return (
-            f"transformer {sum(self.transformers):.1f}, text encoders {sum(self.texts):.1f}, autoencoder "
-            f"{self.autoencoder:.1f}, a step of {self.size} {self.step:.1f}, {decoding}"
-        )
+        parts = {"transformer": sum(self.transformers), "text encoders": sum(self.texts)}
+        parts |= {"autoencoder": self.autoencoder, f"a step of {self.size}": self.step}
+        parts |= zip(("decoding", "decoding in tiles"), self.decoding, strict=True)
+        known = {name: f"{gib:.1f}" if 0 < gib < math.inf else "unknown" for name, gib in parts.items()}
+        return ", ".join(f"{name} {gib}" for name, gib in known.items())
 
 
 def row_of(model: Identity) -> Mapping[str, Any]:
@@ -97,13 +98,15 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
     calls = 1 if few else row.get("calls", 1)  # in one batch; few steps run without guidance
     kind = TABLE["autoencoders"].get(row["vae"], {})
     rows, columns, clip = kind.get("size", (1, 1, 1))
+    tiled = kind.get("tiled_gib", 0.0)
+    whole = kind.get("gib", math.inf if tiled else 0.0)
     share = height * width / (rows * columns) * (frames / clip if clip else 1)  # 0: one frame after another
     return Footprint(
         tuple((STORED if quantized else 1) * BILLION * billions for billions in row["transformers"]),
         tuple(BILLION * TABLE["texts"].get(text, text) for text in row["texts"]),
         BILLION * row.get("vae_billions", kind.get("billions", 0.0)),
         STREAMS * calls * (tokens + TEXT) * row["width"] * BILLION / 1e9,
-        tuple(DECODING * share * kind[name] for name in ("gib", "tiled_gib") if name in kind),
+        (DECODING * share * whole, tiled and DECODING * tiled * frames / clip + RESULTS * height * width * frames),
         f"{height} x {width}" + (f" x {frames} frames" if frames > 1 else ""),
         "" if model.folder or row["part"] in squeeze(model.name) else row["ids"][0],
     )
@@ -111,16 +114,15 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
 
 def _sizes_of_files(folder: Path) -> dict[str, Any]:
     """Return the sizes of a pipeline's files, as a row has them; no width if the files do not say all sizes."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    configs = {path.parent.name: path for path in sorted(folder.glob("*/config.json")) if path.parent.name in index}
-    billions = {name: _billions(path.parent) for name, path in configs.items()}
+    configs = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/config.json")}
+    billions = {name: _billions(folder / name) for name in configs}
     transformers = [name for name in configs if name.startswith("transformer")]
-    config = json.loads(configs[transformers[0]].read_text(encoding="utf-8")) if transformers else {}
+    config = configs[transformers[0]] if transformers else {}
     width = (config.get("num_attention_heads") or 0) * (config.get("attention_head_dim") or 0)
     return {
         "width": all(billions.values()) and (width or config.get("hidden_size") or config.get("dim")),
         "transformers": [billions.pop(name) for name in transformers],
-        "vae": index.get("vae", ["", ""])[1],
+        "vae": configs.get("vae", {}).get("_class_name"),
         "vae_billions": billions.pop("vae", 0.0),
         "texts": list(billions.values()),
     }

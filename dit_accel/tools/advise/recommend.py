@@ -132,7 +132,7 @@ def _planned(memory: Footprint | None, card: Card | None) -> tuple[Placement | N
     counted = f"{counted} The {card.title} has {card.memory_gib - RESERVED:g}"
     if (plan := memory.plan(card)) is None:
         return None, f"{counted}, which is too little even with offloading: use another GPU, or a smaller size."
-    tiles = "; decoding at this size fits in tiles alone" if plan.in_tiles else ""
+    tiles = "; the autoencoder decodes in tiles" if plan.in_tiles else ""
     return plan, f"{counted}, so {WAYS[plan.way]['reason']}{tiles}."
 
 

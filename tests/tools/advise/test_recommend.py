@@ -195,7 +195,7 @@ def test_counts_of_calls_are_not_below_measured_peaks():
     rows = results("decoding")["rows"]
     peaks = {row["decoded"]: row["diffusers"]["gib"] for row in rows if "decoded" in row and row["dtype"] == "bf16"}
     for kind in (kind for kind in TABLE["autoencoders"].values() if "row" in kind):
-        assert kind["gib"] == pytest.approx(peaks[kind["row"]], abs=2e-3)
+        assert kind.get("gib", kind.get("tiled_gib")) == pytest.approx(peaks[kind["row"]], abs=2e-3)
     tiled = TABLE["autoencoders"]["AutoencoderKLHunyuanVideo"]["tiled_gib"]
     assert tiled == pytest.approx(peaks["HunyuanVideo in tiles, the same"], abs=2e-3)
 
@@ -254,6 +254,8 @@ TO_GPU = 'pipe.to("cuda")'
         ("wan2.2", {"gpu": "5090"}, "so Wan-AI/Wan2.2-T2V-A14B-Diffusers is counted", TO_GPU),
         ("hunyuanvideo-community/HunyuanVideo", {"gpu": "h100"}, "pipe.vae.enable_tiling()", "sparge"),
         ("hunyuanvideo-community/HunyuanVideo", {"gpu": "h100", "frames": 61}, "--num-frames 61", "enable_tiling"),
+        ("hunyuanvideo-1.5", {"gpu": "4090"}, "decoding unknown, decoding in tiles", "--compare --model"),
+        ("CogVideoX-5b", {"gpu": "3060"}, "decodes in tiles", "--compare --model"),
         ("black-forest-labs/FLUX.1-schnell", {}, "--steps 4", "--guidance 3"),
         ("Tongyi-MAI/Z-Image-Turbo", {}, "--guidance 0", "No number"),
         ("someone/FLUX.1-Turbo", {}, "add --steps", "--steps 4"),

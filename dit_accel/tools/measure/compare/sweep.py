@@ -29,7 +29,6 @@ class Sweep:
         return self.document["results"]
 
     def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str]) -> None:
-        """Record the origin, the plain run and the unavailable methods of this process."""
         plain = {"repeats": bench.repeatable, **bench.unavailable}
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
         self._save()
