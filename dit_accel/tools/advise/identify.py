@@ -150,6 +150,6 @@ def _require_loadable(model: str) -> None:
             base = "".join(f", {known[cores[core]]}" for core in (longer or within)[:1])
             raise UnsupportedError(f"model must be in diffusers' format, got {shown(model)}, which {advice}{base}")
     numbered = [name for name in known if re.sub(r"\D", "", name) == re.sub(r"\D", "", squeezed)]
-    near = get_close_matches(squeezed, numbered, n=1, cutoff=0.85)
+    near = get_close_matches(squeezed, numbered, n=1, cutoff=1 - 1.01 / len(squeezed))  # one wrong letter, or a swap
     if near and squeezed not in known and owner.lower() in ("", *(name.partition("/")[0].lower() for name in IDS)):
         raise UnsupportedError(f"model must be a known id, got {shown(model)}; did you mean {known[near[0]]}?")

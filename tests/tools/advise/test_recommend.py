@@ -19,7 +19,7 @@ from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset
 from dit_accel.tools.advise.cards import CARDS, known_card
-from dit_accel.tools.advise.identify import IDS, TABLE, identify
+from dit_accel.tools.advise.identify import TABLE, identify
 from dit_accel.tools.advise.memory import BILLION, RESERVED, count
 from dit_accel.tools.advise.recommend import Recommendation, recommend
 from dit_accel.tools.demo import demo_path
@@ -62,6 +62,7 @@ MODELS = {
     "meituan-longcat/LongCat-Image-Edit": ("longcat_image", False, "LongCatImageEdit", 50),
     "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers": ("kandinsky5", False, "Kandinsky5T2I", 50),
     "kandinskylab/Kandinsky-5.0-T2V-Lite-distilled16steps-5s-Diffusers": ("kandinsky5", True, "Kandinsky5T2V", 16),
+    "kandinskylab/Kandinsky-5.0-T2V-Lite-pretrain-5s-Diffusers": ("kandinsky5", False, "Kandinsky5T2V", 50),
     "kandinskylab/Kandinsky-5.0-I2V-Pro-sft-5s-Diffusers": ("kandinsky5", False, "Kandinsky5I2V", 50),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("wan", False, "Wan", 50),
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": ("wan", False, "WanImageToVideo", 50),
@@ -204,7 +205,7 @@ def test_counts_of_calls_are_not_below_measured_peaks():
 def test_no_line_runs_out_of_memory_by_its_own_count(gpu):
     """A line is printed if the peak fits the card, with the same offload in Python as in the shell, or is unknown."""
     card = CARDS[known_card(gpu)]
-    for model in [*MODELS, *IDS]:
+    for model in MODELS:
         found = recommend(model, gpu=gpu)
         text = printed(found)
         if not found.python:
@@ -315,8 +316,8 @@ def test_bad_arguments_are_printed(wrong):
         "tencent/HunyuanVideo-1.5": "that format, hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "tencent/HunyuanImage-3.0": "has no pipeline in diffusers: use HunyuanImage 2.1",
         "Wan-AI/Wan2.1-T2V-14B": "that format, Wan-AI/Wan2.1-T2V-14B-Diffusers",
-        "lightx2v/Qwen-Image-Lightning": "is a LoRA: name it with --lora, and as the model its base, Qwen/Qwen-Image",
-        "Wan2.2-Lightning": "is a LoRA: .* its base",
+        "lightx2v/Qwen-Image-Lightning": "has LoRAs: name one with --lora, and as the model its base, Qwen/Qwen-Image",
+        "Wan2.2-Lightning": "has LoRAs: .* its base",
     }.items(),
 )
 def test_models_that_cannot_load_get_advice(model, advice):
