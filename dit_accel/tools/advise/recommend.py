@@ -108,7 +108,7 @@ def _on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
-    faster = "--set linear.dtype=int8 makes computed steps faster (docs/guide/choosing.md)"
+    faster = "--set linear.dtype=int8 makes steps faster, in more memory (docs/guide/choosing.md)"
     return [f"With {steps} steps forecasts save little: {faster}."] if steps <= FEW_STEPS else []
 
 
