@@ -22,7 +22,6 @@ class BlockCosts:
         self._examples = {self._kinds[name]: block for name, block in blocks.items()}
 
     def of(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens) -> dict[str, BlockWork]:
-        """FLOPs of each block in a plain call with these arguments; one object for each kind of block."""
         examples = self._examples.items()
         works = {kind: self._family.block_work(transformer, arguments, tokens, example) for kind, example in examples}
         return {name: works[kind] for name, kind in self._kinds.items()}

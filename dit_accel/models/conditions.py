@@ -45,7 +45,6 @@ class Conditions:
         self._latest: dict[str, tuple] = {}  # keys of adapters and weights at the latest call
 
     def of(self, arguments: dict[str, Any], pipeline: Any, net: nn.Module | None) -> dict[str, Any]:
-        """Return the conditions of a call by name."""
         items = leaves(arguments, LATENTS_AND_TIME)
         for owner in (pipeline, getattr(pipeline, "guider", None)):
             for name, value in getattr(owner, "__dict__", {}).items():

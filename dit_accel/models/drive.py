@@ -129,5 +129,4 @@ def _check_family(preset: Preset, driver: TransformerDriver) -> None:
 
 
 def _families_at(level: str) -> str:
-    """Return the names of the families that a level runs on."""
     return ", ".join(family.name for family in FAMILIES if level != "head" or family.fused == "head")

@@ -18,7 +18,7 @@ from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of, latents_of
-from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled, lift_offload
+from dit_accel.models.hooks import ATTENTION_HOOK, OFFLOAD_HOOKS, ORDER_HOOK, Hook, is_compiled, lift_others
 from dit_accel.models.kernel_limits import EveryRow, can_fuse_kernels, why_no_kernels, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
@@ -55,7 +55,6 @@ class CallFacts:
     grid: Grid | None = None  # of the vision tokens, if blocks get them in the preset's order
 
     def of_rows(self, rows: Sequence[int]) -> CallFacts:
-        """Facts of a call for some samples of the batch."""
         return self if self.text is None else replace(self, text=self.text.of_rows(rows))
 
 
@@ -95,7 +94,6 @@ class FamilyDriver(TransformerDriver):
 
     @property
     def facts(self) -> CallFacts:
-        """Facts of the call in progress."""
         call = self.session.call
         return NO_CALL if call is None or call.blocks.facts is None else call.blocks.facts
 
@@ -138,7 +136,7 @@ class FamilyDriver(TransformerDriver):
             if self._hand_written is not None:
                 self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
                 if len(block._diffusers_hook.hooks) > 1:
-                    lift_offload(block)
+                    lift_others(block, *OFFLOAD_HOOKS)
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():
@@ -223,7 +221,6 @@ class FamilyDriver(TransformerDriver):
         return self.works_inside or (device.type != "cpu" and self.compiled is None)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
-        """Return True if blocks with features like ``x`` run through fused kernels."""
         _, head_dim = self.family.heads(self.transformer)
         return can_fuse_kernels(x, head_dim)
 
@@ -291,7 +288,6 @@ class CaughtAttention:
         self._sample = 0  # next sample, if the model attends to each sample separately
 
     def fall_back(self, reason: str) -> None:
-        """Report that the model's own attention ran."""
         self._driver.session.run.report.fall_back(self._facts.site, reason)
 
     def tokens(self) -> Tokens | None:

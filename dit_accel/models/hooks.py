@@ -48,14 +48,8 @@ class Hook(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Repair a chain that has changed; diffusers calls this before it chooses a forward, even if it is broken."""
-        if not torch.compiler.is_compiling():
-            registry = vars(module).get("_diffusers_hook")  # None: another thread has removed all hooks
-            if registry is not None and self.chain != [
-                type(module).forward,
-                *registry._hook_order,
-                *map(FORWARDS, registry._fn_refs),
-            ]:
-                mend_chain(module)
+        if not torch.compiler.is_compiling() and self.chain != _chain(module):
+            mend_chain(module)
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -146,18 +140,12 @@ def split_above(module: torch.nn.Module) -> Any:
     return next((hook for hook in hooks_above(module).values() if type(hook).__name__ == SPLIT_HOOK), None)
 
 
-def lift_split(module: torch.nn.Module) -> None:
-    """Split calls among ranks before they reach our hook on a module, which replaces its forward."""
-    for name, hook in [*module._diffusers_hook.hooks.items()]:
-        if type(hook).__name__ == SPLIT_HOOK:
-            lift_hook(module, name)
-
-
-def lift_offload(module: torch.nn.Module) -> None:
-    """Let group offload move a module's weights before a call reaches our hook, which replaces the module's forward."""
-    for name in OFFLOAD_HOOKS:
-        if name in module._diffusers_hook.hooks:
-            lift_hook(module, name)
+def lift_others(module: torch.nn.Module, *kinds: str) -> None:
+    """Let hooks of these names or classes, which split a call or move weights, run before ours on a module."""
+    for kind in kinds:
+        for name, hook in [*module._diffusers_hook.hooks.items()]:
+            if kind in (name, type(hook).__name__):
+                lift_hook(module, name)
 
 
 def before_splits(model: torch.nn.Module, watch: Callable[[torch.Tensor, int], None]) -> None:
@@ -272,12 +260,10 @@ def runs_known_code(module: torch.nn.Module) -> bool:
 
 
 def is_known_class(cls: type, packages: Collection[str] = KNOWN) -> bool:
-    """Return True if a class is defined in a known package."""
     return cls.__module__.partition(".")[0] in packages
 
 
 def is_known(function: Callable, packages: Collection[str] = KNOWN) -> bool:
-    """Return True if a function is code of a known package."""
     return module_of(function).partition(".")[0] in packages
 
 

@@ -82,7 +82,6 @@ class Runs:
         return getattr(self._in_thread, "latest", self._newest)
 
     def all(self) -> list[Controller]:
-        """Return the controllers of all callers."""
         with self._table:
             return [*self._of_pipelines.values(), *self._of_threads.values()]
 

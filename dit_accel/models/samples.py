@@ -150,7 +150,6 @@ class TextLengths:
         return self if end == self.end else replace(self, end=end)
 
     def of_rows(self, rows: Sequence[int]) -> TextLengths:
-        """Return the lengths of some samples."""
         if len(self.lengths) == 1:
             return self
         lengths = tuple(self.lengths[row] for row in rows)

@@ -25,9 +25,10 @@ from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import (
     HOOK_NAME,
     LINEAR_HOOK,
+    SPLIT_HOOK,
     Hook,
     find_hook,
-    lift_split,
+    lift_others,
     parameter_names,
     register_hook,
     remove_hook,
@@ -111,7 +112,7 @@ class TransformerDriver:
         register_hook(module, hook, name)
         self._hooked.append((module, name))
         if module is not self.transformer and len(module._diffusers_hook.hooks) > 1:
-            lift_split(module)
+            lift_others(module, SPLIT_HOOK)
 
     @property
     def is_attached(self) -> bool:
@@ -128,7 +129,6 @@ class TransformerDriver:
             self.linears.free()
 
     def return_weights(self) -> None:
-        """Move weights that wait on the host back to the device."""
         if self.linears is not None:
             self.linears.on_host.give_all_back()
 

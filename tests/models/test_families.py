@@ -100,8 +100,7 @@ def test_a_family_is_a_page_and_a_line(tmp_path):
     families = tmp_path / "dit_accel" / "models" / "families"
     (families / "toy.py").write_text(TOY, encoding="utf-8")
     table = (families / "__init__.py").read_text(encoding="utf-8")
-    table = table.replace("    sd3,\n", "    sd3,\n    toy,\n").replace("chroma.FAMILY)", "chroma.FAMILY, toy.FAMILY)")
-    (families / "__init__.py").write_text(table, encoding="utf-8")
+    (families / "__init__.py").write_text(table.replace('"chroma", ', '"chroma", "toy", '), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
     command = [sys.executable, "-c", SCRIPT]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

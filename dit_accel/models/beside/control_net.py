@@ -130,7 +130,6 @@ class ControlNetHook(Hook):
 
 
 def control_net(pipe: Any) -> torch.nn.Module | None:
-    """Return a pipeline's ControlNet, or None if it has none."""
     net = getattr(pipe, CONTROL_NET, None)
     return net if isinstance(net, torch.nn.Module) else None
 
@@ -154,7 +153,6 @@ def watch_net(net: torch.nn.Module, *, defers: bool) -> Callable[[], None]:
 
 
 def hook_of(net: torch.nn.Module | None) -> ControlNetHook | None:
-    """Return our hook on a ControlNet, or None."""
     hook = None if net is None else find_hook(net)
     return hook if isinstance(hook, ControlNetHook) else None
 

@@ -105,7 +105,6 @@ def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | N
 
 
 def place_of_definition(function: Callable) -> str:
-    """Name of a function and the place of its definition."""
     code = getattr(function, "__code__", None)
     return repr(function) if code is None else f"{code.co_qualname} of {code.co_filename}:{code.co_firstlineno}"
 

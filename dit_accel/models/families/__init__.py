@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
-from dit_accel.models.families import (
-    chroma,
-    cogvideox,
-    ernie_image,
-    flux,
-    flux2,
-    flux3,
-    glm_image,
-    helios,
-    hidream,
-    hunyuan_image,
-    hunyuan_video,
-    hunyuan_video15,
-    kandinsky5,
-    krea2,
-    longcat_image,
-    ltx,
-    ltx2,
-    lumina2,
-    minimax_h3,
-    mochi,
-    prx,
-    qwen_image,
-    qwen_image_21,
-    sd3,
-    wan,
-    wan_relatives,
-    z_image,
-)
 from dit_accel.models.families.family import Family
 
 if TYPE_CHECKING:
     import torch
 
-FAMILIES: tuple[Family, ...] = (
-    *(flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY, flux2.FAMILY, z_image.FAMILY),
-    *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
-    *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
-    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
-    *(longcat_image.FAMILY, hunyuan_image.FAMILY, krea2.FAMILY, qwen_image_21.FAMILY, ernie_image.FAMILY),
-    *(flux3.FAMILY, helios.FAMILY, glm_image.FAMILY, minimax_h3.FAMILY),
+PAGES = (  # modules of this package, each with its family or families
+    *("flux", "hunyuan_video", "wan", "sd3", "qwen_image", "flux2", "z_image", "hunyuan_video15", "ltx", "ltx2"),
+    *("cogvideox", "wan_relatives", "hidream", "lumina2", "kandinsky5", "mochi", "prx", "chroma", "longcat_image"),
+    *("hunyuan_image", "krea2", "qwen_image_21", "ernie_image", "flux3", "helios", "glm_image", "minimax_h3"),
 )
+_found = [vars(import_module(f"{__name__}.{page}")) for page in PAGES]
+FAMILIES: tuple[Family, ...] = tuple(item for page in _found for item in page.get("FAMILIES") or [page["FAMILY"]])
 
 
 def known_family(transformer: torch.nn.Module) -> Family | None:

@@ -5,23 +5,14 @@ hides no padding, so attention stays dense. A bool mask hides padding: encode th
 bool.
 """
 
-from dataclasses import replace
-
-from torch import nn
-
-from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, packed_tokens
-
-
-def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    return replace(packed_tokens(transformer, arguments), padding="mask")
-
+from dit_accel.models.families.family import Family, Stack, masked_tokens
 
 FAMILY = Family(
     name="chroma",
     title="Chroma",
     model="ChromaTransformer2DModel",
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1)),
-    tokens=tokens,
+    tokens=masked_tokens,
     parts=("attn", "ff", "ff_context", "proj_out"),
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
     words=("chroma1",),

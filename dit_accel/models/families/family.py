@@ -45,7 +45,6 @@ class Tokens:
     text_asks: bool = True  # False: text has keys and no queries
 
     def seen(self, text: bool) -> Tokens:
-        """Return the tokens of an attention that sees the text too, or does not."""
         return self if text else replace(self, text=0)
 
     def of_attention(self, queries: int, keys: int) -> Tokens | None:
@@ -57,7 +56,6 @@ class Tokens:
         return replace(self, text=text) if is_short else self
 
     def layout(self, block: int) -> TokenLayout:
-        """Return the layout of an attention over these tokens, in blocks of ``block`` tokens."""
         return TokenLayout(self.text, self.vision, block, text_first=self.text_first)
 
 
@@ -230,7 +228,6 @@ class Family:
         return {part: module for part, module in found.items() if part not in feeding}, [*feeding.values()]
 
     def block_work(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-        """FLOPs of a block."""
         if self.work is not None:
             return self.work(Load(transformer, arguments, tokens), block)
         width, batch, joint = math.prod(self.heads(transformer)), batch_of(arguments), tokens.text + tokens.vision
@@ -300,7 +297,6 @@ def timestep_names(names: Collection[str]) -> list[str]:
 
 
 def batch_of(arguments: Arguments) -> int:
-    """Number of samples in a call."""
     return len(next(arguments[name] for name in LATENTS if name in arguments))
 
 
@@ -317,6 +313,11 @@ def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].shape[1])
 
 
+def masked_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """Tokens of :func:`packed_tokens`, with padding in the text that a mask marks."""
+    return replace(packed_tokens(transformer, arguments), padding="mask")
+
+
 def image_tokens(transformer: nn.Module, arguments: Arguments) -> int:
     """Number of patches of latents ``[B, C, H, W]``."""
     return math.prod(side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
@@ -329,5 +330,4 @@ def heads_of_width(transformer: nn.Module) -> tuple[int, int]:
 
 
 def width_of(transformer: nn.Module) -> int:
-    """Features of a token inside the blocks."""
     return transformer.config.num_attention_heads * transformer.config.attention_head_dim

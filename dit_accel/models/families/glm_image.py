@@ -15,7 +15,6 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def kept_keys(arguments: Arguments) -> int:
-    """Number of keys of given images that each attention of the call reads."""
     caches = arguments.get("kv_caches")
     reads = caches is not None and caches[0].mode == "read"
     return max((keys.shape[1] for keys in caches[0].k_caches), default=0) if reads else 0

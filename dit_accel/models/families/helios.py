@@ -13,7 +13,6 @@ SCALES = {"short": 1, "mid": 2, "long": 4}  # of the patches of the history
 
 
 def part_tokens(transformer: nn.Module, arguments: Arguments) -> int:
-    """Number of tokens of this part of the video."""
     return patches(arguments["hidden_states"].shape[2:], transformer.config.patch_size)
 
 

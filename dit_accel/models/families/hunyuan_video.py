@@ -26,12 +26,10 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def cut(arguments: Arguments, lengths: TextLengths) -> tuple[Arguments, TextLengths]:
-    """Cut the padding behind the longest prompt off."""
     return arguments | {name: arguments[name][:, : lengths.end] for name in ("encoder_hidden_states", MASK)}, lengths
 
 
 def replaces_first_frame(transformer: nn.Module) -> bool:
-    """Return True if the given image replaces the first frame."""
     return transformer.config.image_condition_type == "token_replace"
 
 

@@ -9,14 +9,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, packed_tokens, width_of
+from dit_accel.models.families.family import Arguments, Family, Stack, masked_tokens, width_of
 from dit_accel.models.samples import TextLengths
 
 MASK = "encoder_attention_mask"
-
-
-def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    return replace(packed_tokens(transformer, arguments), padding="mask")
 
 
 def cut(arguments: Arguments, lengths: TextLengths) -> tuple[Arguments, TextLengths]:
@@ -44,7 +40,7 @@ FAMILY = Family(
     title="Krea 2",
     model="Krea2Transformer2DModel",
     stacks=(Stack("transformer_blocks", joint=True),),
-    tokens=tokens,
+    tokens=masked_tokens,
     mlp=mlp,
     parts=("attn", "ff"),
     text_mask=MASK,

@@ -28,7 +28,6 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:
-    """FLOPs of projections, attention and the gated MLP; of the image alone once the others' keys are in the cache."""
     width, batch, vision = load.width, load.batch, load.tokens.vision
     text = 0 if load.arguments.get("kv_cache_mode") == "cached" else load.tokens.text
     matrix = 2 * batch * width**2

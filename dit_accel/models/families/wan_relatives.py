@@ -62,3 +62,4 @@ SKYREELS_V2 = replace(
     frames_per_second=lambda _: 24.0,
     words=("skyreelsv2",),
 )
+FAMILIES = (VACE, ANIMATE, SKYREELS_V2)

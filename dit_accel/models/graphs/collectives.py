@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class Collective:
         return Collective(self.operation, *pytree.tree_map_only(torch.Tensor, alias, (self.arguments, self.output)))
 
     def run(self) -> None:
-        """Send, receive and fill the output."""
         if self.operation is OPERATIONS.all_to_all_single.default:
             sent, counts_received, counts_sent, group = self.arguments
             group = _resolve_process_group(group) if isinstance(group, str) else group
@@ -72,21 +72,11 @@ class CutAtCollectives(TorchDispatchMode):
         return output
 
 
-class _Memory:
-    """GPU memory in CUDA's array interface, without ownership."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (storage.nbytes(),),
-            "data": (storage.data_ptr(), False),
-        }
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same GPU memory that does not own it."""
     if tensor.device.type != "cuda":
         return tensor
-    memory = torch.as_tensor(_Memory(tensor.untyped_storage()), device=tensor.device)
+    storage = tensor.untyped_storage()
+    form = {"version": 3, "typestr": "|u1", "shape": (storage.nbytes(),), "data": (storage.data_ptr(), False)}
+    memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=form), device=tensor.device)
     return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -27,7 +27,6 @@ PARALLEL_HOOKS = ("ContextParallelSplitHook", "ContextParallelGatherHook")  # di
 
 
 def why_not_preset(preset: Preset) -> str | None:
-    """Return why a preset's steps can't be captured, or None."""
     if any(variant.refresh > 1 for variant in preset.skip.variants):
         return "masks are kept from step to step (skip.refresh)"
     if any(variant.probe_blocks for variant in preset.skip.variants):

@@ -104,7 +104,6 @@ class Exchange:
         self._received = None if is_arranged else inverse_order(arranged).to(device)
 
     def divides(self, heads: int) -> bool:
-        """Return True if every rank gets the same number of heads."""
         return heads % self._ranks == 0
 
     def to_heads(self, *tensors: torch.Tensor, arranged: bool = True) -> tuple[torch.Tensor, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations  # a torch without distributed has no ProcessGroup
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,8 +77,12 @@ def _share_tokens(transformer: torch.nn.Module, ulysses: int, mesh: dist.DeviceM
     divides_heads = getattr(transformer.config, "num_attention_heads", ulysses) % ulysses == 0
     config = ContextParallelConfig(ulysses_degree=ulysses, mesh=mesh, ulysses_anything=not divides_heads)
     plan = split_plan(transformer, known_family(transformer))
-    with _countable_devices():
+    count = torch.accelerator.device_count
+    torch.accelerator.device_count = lambda: max(1, count())  # diffusers divides by it, on CPUs too
+    try:
         transformer.enable_parallelism(config=config, cp_plan=plan)
+    finally:
+        torch.accelerator.device_count = count
     if divides_heads:
         _allow_any_size(transformer, ulysses)
 
@@ -99,14 +101,3 @@ def _allow_any_size(transformer: torch.nn.Module, ulysses: int) -> None:
 
     transformer.register_forward_pre_hook(begin)
     before_splits(transformer, watch)
-
-
-@contextmanager
-def _countable_devices() -> Iterator[None]:
-    """Make torch count at least one accelerator, because diffusers divides by their number on CPUs too."""
-    count = torch.accelerator.device_count
-    torch.accelerator.device_count = lambda: max(1, count())
-    try:
-        yield
-    finally:
-        torch.accelerator.device_count = count
