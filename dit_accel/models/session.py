@@ -103,6 +103,8 @@ class Session:
             self.run.abort()
             raise
         self.run.end(call)
+        if driver.graphs is not None and call.is_in_last_step:
+            driver.graphs.give_way(call.branch.name)
         return output
 
     def _describe(self, context: Any, timestep: Any, arguments: dict[str, Any]) -> TransformerCall:
@@ -198,7 +200,6 @@ class Session:
         return output
 
     def release(self) -> None:
-        """Free memory of a finished run."""
         self.run.release()
         self.driver.release()
         self.is_first = True

@@ -93,7 +93,7 @@ class TransformerDriver:
         if self.linears is not None:
             for layer in self.linears.layers.values():
                 self.hook(layer, LinearHook(self.linears), LINEAR_HOOK)
-            self.linears.on_host.attach()
+            self.linears.attach()
 
     def inherit(self, earlier: TransformerDriver) -> None:
         """Take over weights that wait on the host from an earlier driver of the same transformer."""
@@ -138,6 +138,8 @@ class TransformerDriver:
         self.foreign.release()
         if self.net is not None and (hook := hook_of(self.net())) is not None:
             hook.release()
+        if self.graphs is not None:
+            self.graphs.give_way()
         if self.linears is not None and not self.graphs:  # None, or empty
             self.linears.release()
 

@@ -238,7 +238,7 @@ class Kernels(Section):
     graphs: Literal["auto", "always", "never"] = "auto"
     """Level output, on a GPU. always: computed steps are captured as CUDA graphs and replayed, which removes Python
     overhead; if capture is not possible, they run without graphs, and the report says why. auto: the same if the GPU
-    waits for the host, a quarter of its memory is free, and all code is torch's, diffusers' and peft's."""
+    waits for the host, its memory holds a step, and all code is torch's, diffusers' and peft's."""
 
 
 class Linear(Section):
@@ -249,8 +249,9 @@ class Linear(Section):
     error of int8 is a third of float8's (e4m3); float8 needs an RTX 4090, H100 or later."""
     exclude: list[str] = Field(default_factory=list, examples=[["*.to_out.0"]])
     """Layers that are not rounded, by their names in the transformer; `*` matches anything: `*.to_out.0`."""
-    weights: Literal["device", "host"] = "device"
-    """Place of the original weights. host: only rounded weights are on the device, and stay there between runs."""
+    weights: Literal["auto", "device", "host"] = "auto"
+    """Place of the original weights. host: only rounded weights are on the device, and stay there between runs. auto:
+    host, if a run begins on a GPU of which rounded weights would leave less than a quarter free."""
 
 
 class Memory(Section):

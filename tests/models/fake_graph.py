@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_accel.kernels import custom_ops
+from dit_accel.models.free_memory import GIB, FreeMemory
 from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph
 
 
@@ -35,7 +36,8 @@ class RecordedGraph(CudaGraph):
     captures = replays = parts = 0
     refuses: Exception | None = None  # raised where a capture begins
     fails: Exception | None = None  # raised at its end
-    trial = CaptureTrial(None, lambda: 0.9, lambda: 1.0)  # result of every watched call
+    trial = CaptureTrial(None, lambda: 0.9, lambda: 1.0, peak=GIB)  # result of every watched call
+    free = 100 * GIB
 
     def __init__(self, device, pool):
         super().__init__(device, pool)
@@ -48,6 +50,10 @@ class RecordedGraph(CudaGraph):
     @staticmethod
     def new_pool():
         return Pool()
+
+    @classmethod
+    def memory(cls, device):
+        return FreeMemory(cls.free, 100 * GIB)
 
     @classmethod
     def watch(cls, function, device):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dit_accel.loop import timing
-from dit_accel.models.graphs import cuda_graph
+from dit_accel.models.free_memory import GIB, FreeMemory
 from dit_accel.models.graphs.cuda_graph import SYNCHRONIZES, CaptureTrial, CudaGraph
 
 CPU = torch.device("cpu")
+FREE = FreeMemory(99 * GIB, 99 * GIB)
 
 
 def wait():
@@ -37,7 +38,8 @@ def modes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(timing, "gpu_stopwatch", lambda device: timing.stopwatch())
-    monkeypatch.setattr(cuda_graph, "_room", lambda device: 0.5)
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     return found
 
 
@@ -51,7 +53,9 @@ def test_a_wait_is_found_where_it_is(modes):
         with pytest.raises(ZeroDivisionError):
             CudaGraph.watch(lambda: 1 / 0, CPU)
         assert warnings.filters == filters
-    assert output == 7 and "test_cuda_graph.py, line" in trial.why_not("always") and modes == ["warn", 0, "warn", 0]
+    assert (
+        output == 7 and "test_cuda_graph.py, line" in trial.why_not("always", FREE) and modes == ["warn", 0, "warn", 0]
+    )
     assert len(shown) == 1 and trial.is_complete
 
 
@@ -117,5 +121,5 @@ def test_only_a_capture_hides_that_a_graph_is_empty(monkeypatch):
 def test_steps_on_several_gpus_are_captured_from_a_smaller_share_of_launches():
     """There a GPU's time includes waiting for the other hosts."""
     trials = [CaptureTrial(None, lambda share=share: share, lambda: 1.0) for share in (0.6, 0.4)]
-    assert [trial.why_not("auto", is_shared=True) is None for trial in trials] == [True, False]
-    assert trials[0].why_not("auto") is not None
+    assert [trial.why_not("auto", FREE, is_shared=True) is None for trial in trials] == [True, False]
+    assert trials[0].why_not("auto", FREE) is not None

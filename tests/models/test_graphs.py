@@ -17,11 +17,12 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.models import transformer
+from dit_accel.models.free_memory import GIB
 from dit_accel.models.graphs import step_graphs
 from dit_accel.models.graphs.cuda_graph import CaptureTrial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
-from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, Announcement, StepGraphs
+from dit_accel.models.graphs.step_graphs import CROWDED, MOST_GRAPHS, REFUSED, Announcement, StepGraphs
 from dit_accel.models.hooks import stateless
 from tests.models.fake_graph import RecordedGraph
 from tests.models.test_transformer import recorded_calls
@@ -512,22 +513,22 @@ def test_calls_under_what_can_not_be_captured(graph, mode, reason):
 
 WAITS = "the host waits for the GPU in model.py, line 7"
 BOUND = "the step is not launch-bound: launches take 300 ms of 1000 ms"
-FULL = "10% of the GPU's memory is free, and graphs keep a step's activations"
-TRIALS = {  # option, measured launches, wait and room, and why nothing is captured
-    "host-bound": ("auto", 0.9, None, 1.0, None),
-    "gpu-bound": ("auto", 0.3, None, 1.0, BOUND),
-    "gpu-bound-always": ("always", 0.3, None, 1.0, None),
-    "no-room": ("auto", 1.0, None, 0.1, FULL),
-    "no-room-always": ("always", 1.0, None, 0.1, None),
-    "waits": ("auto", 1.0, "model.py, line 7", 1.0, WAITS),
-    "waits-always": ("always", 1.0, "model.py, line 7", 1.0, WAITS),
+FULL = "a graph of the step takes 1.5 GiB, and 1.0 GiB of the GPU are free"
+TRIALS = {  # option, measured launches, wait and GiB free, and why nothing is captured
+    "host-bound": ("auto", 0.9, None, 99, None),
+    "gpu-bound": ("auto", 0.3, None, 99, BOUND),
+    "gpu-bound-always": ("always", 0.3, None, 99, None),
+    "no-room": ("auto", 1.0, None, 1, FULL),
+    "no-room-always": ("always", 1.0, None, 1, None),
+    "waits": ("auto", 1.0, "model.py, line 7", 99, WAITS),
+    "waits-always": ("always", 1.0, "model.py, line 7", 99, WAITS),
 }
 
 
-@pytest.mark.parametrize(("wanted", "launched", "waits", "room", "reason"), TRIALS.values(), ids=TRIALS)
-def test_steps_are_captured_where_it_helps(graph, wanted, launched, waits, room, reason):
-    """Launch-bound steps if memory is left for decoding; `always` overrides all but a capture that would fail."""
-    graph.trial = CaptureTrial(waits, lambda: launched, lambda: 1.0, room)
+@pytest.mark.parametrize(("wanted", "launched", "waits", "free", "reason"), TRIALS.values(), ids=TRIALS)
+def test_steps_are_captured_where_it_helps(graph, wanted, launched, waits, free, reason):
+    """Launch-bound steps if their memory is free; `always` overrides all but a capture that would fail."""
+    graph.trial, graph.free = CaptureTrial(waits, lambda: launched, lambda: 1.0, GIB), free * GIB
     pipe = accelerated("flux", "exact", wanted)
     output, report = tiny_output(pipe, "flux", steps=5), pipe.dit_accel.report()
     assert graph.captures == (reason is None)
@@ -535,6 +536,46 @@ def test_steps_are_captured_where_it_helps(graph, wanted, launched, waits, room,
     assert report.notes == [f"{REFUSED}: {reason}"] * is_noted and report.not_captured == (None if is_noted else reason)
     assert ("no CUDA graphs" in str(report)) == (reason is not None and not is_noted)
     assert torch.equal(output, tiny_output(restore_pipeline(pipe), "flux", steps=5))
+
+
+def test_graphs_leave_short_memory_to_decoding(graph):
+    """They are freed after the last step, each branch's by itself, and captured again by the next run's first step."""
+    graph.free = 2 * GIB
+    plain, pipe = tiny_pipeline("wan"), None
+    pipe = accelerated("wan", "exact", "auto", same_weights(plain))
+    kept, expected = find_driver(pipe).graphs, tiny_output(plain, "wan", steps=4)
+    held = []
+    pipe.transformer.register_forward_hook(stateless(lambda *_: held.append(len(kept))))
+    assert torch.equal(tiny_output(pipe, "wan", steps=4), expected)
+    assert held == [0, 0, 0, 0, 1, 2, 1, 0] and graph.captures == 2
+    assert torch.equal(tiny_output(pipe, "wan", steps=4), expected)
+    assert held[8:] == [1, 2, 2, 2, 2, 2, 1, 0] and (graph.captures, graph.replays) == (4, 12)
+    tiny_output(pipe, "wan", steps=1)
+    assert graph.captures == 4  # for one step it would not be used again
+    graph.free = 99 * GIB
+    tiny_output(pipe, "wan", steps=2)
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("is_same", [False, True], ids=["another-transformer", "the-same"])
+def test_other_computed_calls_take_short_memory_from_graphs(graph, monkeypatch, is_same):
+    """Graphs are captured again, unless calls of the same transformer can't be captured."""
+    graph.free = 2 * GIB
+    pipe, other = accelerated("flux", "exact", "auto"), accelerated("flux", "exact", "auto")
+    kept, held = find_driver(pipe).graphs, []
+    refusals = [None, None, None, "autocast"] if is_same else []
+    monkeypatch.setattr(step_graphs, "why_not_call", lambda *_: refusals.pop(0) if refusals else None)
+
+    def look(*_):
+        held.append(len(kept))
+        if held == [0, 0, 1] and not is_same:
+            tiny_output(other, "flux", steps=1)
+            held.append(len(kept))
+
+    pipe.transformer.register_forward_hook(stateless(look))
+    tiny_output(pipe, "flux", steps=6)
+    assert held == ([0, 0, 1, 0, 0, 0] if is_same else [0, 0, 1, 0, 1, 1, 0])
+    assert pipe.dit_accel.report().not_captured == (CROWDED if is_same else None)
 
 
 @pytest.mark.parametrize(("wanted", "notes"), [("always", [f"{REFUSED}: computes on cpu"]), ("auto", [])])

@@ -12,9 +12,10 @@ from torch import nn
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.models import transformer
-from dit_accel.models.beside import host_weights
+from dit_accel.models.beside import host_weights, quantized_linears
 from dit_accel.models.beside.host_weights import HostWeight
 from dit_accel.models.beside.quantized_linears import LEAST_ROWS, QuantizedLinears
+from dit_accel.models.free_memory import FreeMemory
 from dit_accel.models.graphs.limits import why_not_module
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from tests.models.fake_graph import RecordedGraph
@@ -323,6 +324,33 @@ def test_weights_that_are_offloaded_later_are_left_alone(kind):
     assert (output - expected).norm() < 0.05 * expected.norm()
     assert not linears_of(pipe).on_host and not any("_apply" in vars(module) for module in pipe.transformer.modules())
     assert equal_up_to_rounding(result(restore_pipeline(pipe)), result(tiny_pipeline("flux")))
+
+
+CARDS = {  # bytes free on the GPU and the host per parameter of the layers, and whether their weights wait on the host
+    "both-have-room": (2, 8, False),
+    "a-short-gpu": (1.1, 8, True),
+    "both-short": (1.1, 4, False),
+}
+
+
+@pytest.mark.parametrize("graphs", ["never", "always"])
+@pytest.mark.parametrize("gpu, host, waits", CARDS.values(), ids=CARDS)
+def test_weights_go_to_the_host_where_memory_is_short(monkeypatch, pipe, gpu, host, waits, graphs):
+    """Before a run rounds them, and they stay there under later presets."""
+    counted = type("CountedGraph", (RecordedGraph,), {})
+    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
+    monkeypatch.setattr(quantized_linears, "MEASURED", ("cpu",))
+    auto = {"linear.dtype": "int8", "linear.weights": "auto", "kernels.graphs": graphs}
+    expected = result(on_host(pipe, **{"kernels.graphs": graphs}), steps=4)
+    layers = linears_of(accelerate_pipeline(restore_pipeline(pipe), "exact", **auto)).layers.values()
+    count = sum(layer.weight.numel() for layer in layers)
+    for name, free in (("read_memory", gpu), ("read_host_memory", host)):
+        memory = FreeMemory(int(free * count), int(free * count))
+        monkeypatch.setattr(quantized_linears, name, lambda *_, memory=memory: memory)
+    assert torch.equal(result(pipe, steps=4), expected) and bool(linears_of(pipe).on_host) == waits
+    assert any("on the host" in note for note in pipe.dit_accel.report().notes) == waits
+    accelerate_pipeline(pipe, "balanced", **auto)
+    assert bool(linears_of(pipe).on_host) == waits
 
 
 def test_what_moves_weights_of_its_own_is_refused(pipe):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from dit_accel.loop.conditioning import version_of
+from dit_accel.models.free_memory import is_short, read_host_memory
 
 HOST = torch.device("cpu")
 SAMPLES = 512  # values of a tensor that are compared; merging an adapter changes nearly all values
@@ -32,21 +34,18 @@ class HostWeight:
         vars(self.layer).setdefault("_apply", self._apply)  # `to`, `cuda`, `half` and so on of all parents call it
         self._move(HOST)
 
-    def give_back(self) -> None:
-        """Move the weight to its layer's device, unless accelerate moves it now, and leave nothing on the layer."""
+    def leave(self, device: torch.device) -> None:
+        """Move the weight to a device, unless accelerate moves it now, and leave nothing on the layer."""
         if not hasattr(self.layer, "_hf_hook"):
-            self._move(self.device)
-        vars(self.layer).pop("_apply", None)
-
-    def leave(self) -> None:
-        """Move the weight to the host, and leave nothing on the layer."""
-        self._move(HOST)
+            self._move(device)
         vars(self.layer).pop("_apply", None)
 
     def _move(self, device: torch.device) -> None:
         weight = self.layer.weight
-        if weight.device != device:
-            weight.data = weight.data.to(device)
+        if weight.device == device:
+            return
+        with torch.inference_mode(False):  # under which a call may run: later, the weight may be trained
+            weight.data = _on_host(weight.data) if device == HOST else weight.data.to(device)
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,11 +92,13 @@ class HostWeights:
         chosen = {*self._layers}
         others = (module for module in self._transformer.modules() if module not in chosen)
         around = next((item.device for module in others for item in module.parameters(recurse=False)), HOST)
-        for layer in self._layers:
-            if layer not in self._weights and layer not in self._needed:
-                device = layer.weight.device
-                self._weights[layer] = HostWeight(layer, around if device == HOST else device, self._moved)
+        new = [layer for layer in self._layers if layer not in self._weights and layer not in self._needed]
+        for layer in new:
+            device = layer.weight.device
+            self._weights[layer] = HostWeight(layer, around if device == HOST else device, self._moved)
         self.collect()
+        if new:
+            torch.cuda.empty_cache()  # otherwise rounded weights would take parts of their segments
 
     def collect(self) -> None:
         """Move weights to the host that were replaced since, and adapters on these layers to the layers' device."""
@@ -119,7 +120,7 @@ class HostWeights:
         """Move a layer's weight to the layer's device for good; return True if it was on the host."""
         if layer not in self._weights:
             return False
-        self._weights[layer].give_back()
+        self._weights[layer].leave(self._weights[layer].device)
         del self._weights[layer]
         self._needed.add(layer)
         return True
@@ -128,14 +129,23 @@ class HostWeights:
         """Move all weights to the layers' devices; if that fails, they all stay on the host."""
         try:
             for held in self._weights.values():
-                held.give_back()
+                held.leave(held.device)
         except BaseException as error:
             for held in self._weights.values():
-                held.leave()
+                held.leave(HOST)
             error.add_note(STAY)
             raise
         finally:
             self._weights.clear()
+            getattr(torch._C, "_host_emptyCache", int)()  # pinned memory
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to pinned memory, which returns to the GPU faster, unless the host's memory is short or can't be pinned."""
+    if tensor.is_cuda and not is_short(read_host_memory(), 2 * tensor.nbytes):  # it rounds up to 2^n
+        with suppress(RuntimeError):
+            return torch.empty_like(tensor, device=HOST, pin_memory=True).copy_(tensor)
+    return tensor.to(HOST)
 
 
 def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
@@ -148,7 +158,6 @@ def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
 
 
 def is_same_state(state: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
-    """Return True if two results of :func:`state_of` are equal."""
     pairs = zip(state, other, strict=True)
     return all(before[:2] == now[:2] and torch.equal(before[2], now[2]) for before, now in pairs)
 

@@ -1,7 +1,7 @@
 """Time computed calls with 8-bit layers and with unchanged layers, and keep the faster.
 
 Layers in 8 bits take more launches: the input is rounded first. A CUDA graph hides that. Calls that can't be captured,
-for example because memory is short, may be slower than without 8 bits: a step of Qwen-Image, which has 840 layers in
+for example under hooks, may be slower than without 8 bits: a step of Qwen-Image, which has 840 layers in
 8 bits, takes about 0.3 s instead of 0.17 on one H100.
 """
 
@@ -15,14 +15,15 @@ from dit_accel.loop.timing import Stopwatch, stopwatch_on
 
 SLOWER = 1.05  # ratio of times above which layers stay unchanged; timings of equal steps differ by less
 TIMED = ("cuda",)  # types of devices on which calls are timed
-TRIES = 2  # timed calls of either kind; the first of them loads kernels
+IN_8_BITS = 3  # timed calls; the first loads kernels, and the third replays a graph if one can be captured
+UNCHANGED = 2  # timed calls; the first loads kernels
 
 
 class LinearTrial:
     """Decide for each kind of call whether its layers run in 8 bits.
 
-    The first two calls of a kind run in 8 bits, the next two unchanged, each timed, which waits for the GPU. Nothing is
-    decided on a CPU or with a call that replays a graph: those stay in 8 bits.
+    The first three calls of a kind run in 8 bits, the next two unchanged, each timed, which waits for the GPU. Calls on
+    a CPU, and calls that replay a graph, stay in 8 bits.
     """
 
     def __init__(self, stopwatch: Callable[[torch.device], Stopwatch] = stopwatch_on) -> None:
@@ -32,27 +33,24 @@ class LinearTrial:
 
     def is_timing(self, kind: Hashable) -> bool:
         """Return True if the next call of this kind is timed with unchanged layers."""
-        return kind not in self._slower and len(self._seconds.get(kind, ())) >= TRIES
+        return kind not in self._slower and len(self._seconds.get(kind, ())) >= IN_8_BITS
 
     def slower(self, kind: Hashable) -> tuple[float, float] | None:
         """Return the seconds of a call in 8 bits and of one without, if 8 bits are slower."""
         return self._slower.get(kind)
 
     def run(self, kind: Hashable, device: torch.device, report: RunReport, compute: Callable[[], Any]) -> Any:
-        """Run a computed call, and time it if its kind is undecided."""
         if kind in self._slower or device.type not in TIMED:
             return compute()
         replayed, stop = report.replayed, self._stopwatch(device)
         output = compute()
-        if report.replayed != replayed:
-            self._slower[kind] = None
-            return output
         seconds = self._seconds.setdefault(kind, [])
         seconds.append(stop()())
-        plain = seconds[TRIES:]
-        if plain:
-            pair = seconds[TRIES - 1], plain[-1]
+        if report.replayed != replayed:
+            self._slower[kind] = None
+        elif len(seconds) > IN_8_BITS:
+            pair = seconds[IN_8_BITS - 1], seconds[-1]
             is_slower = pair[0] > SLOWER * pair[1]
-            if is_slower or len(plain) == TRIES:
+            if is_slower or len(seconds) == IN_8_BITS + UNCHANGED:
                 self._slower[kind] = pair if is_slower else None
         return output

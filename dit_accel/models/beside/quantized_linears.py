@@ -30,6 +30,7 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.loop.report import RunReport
 from dit_accel.models.beside.host_weights import HostWeights, is_same_state, state_of
 from dit_accel.models.beside.linear_trial import LinearTrial
+from dit_accel.models.free_memory import is_short, read_host_memory, read_memory
 from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 
@@ -38,6 +39,7 @@ NEEDED = (
     "weights on the device"
 )
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
+MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
@@ -84,7 +86,6 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
 
 
 def example_names(layers: Iterable[str]) -> str:
-    """Names of one layer of each kind."""
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in layers}
     return ", ".join(sorted(kinds.values()))
 
@@ -115,8 +116,8 @@ class QuantizedLinears:
                 f"linear.dtype {self.dtype!r} finds no layer to round: in the blocks of {type(transformer).__name__} "
                 "every plain linear layer is excluded or offloaded"
             )
-        on_host = section.weights == "host"
-        if on_host and any(find_hook(module, OFFLOAD_HOOK) for module in transformer.modules()):
+        self._place = section.weights
+        if self._place == "host" and any(find_hook(module, OFFLOAD_HOOK) for module in transformer.modules()):
             raise UnsupportedError(
                 f"linear.weights 'host' keeps weights on the host, and group offload of {type(transformer).__name__} "
                 "moves them to the GPU: leave one of them out"
@@ -130,7 +131,7 @@ class QuantizedLinears:
         self._remarked: object = None  # the run whose report says that layers stay unchanged
         self._kind: Hashable = None  # of the call in progress
         self.is_resting = False  # the call in progress leaves all layers unchanged
-        self.on_host = HostWeights(transformer, self.layers.values() if on_host else (), self._leave)
+        self.on_host = HostWeights(transformer, () if self._place == "device" else self.layers.values(), self._leave)
         self._ready: dict[nn.Linear, Rounded] = {}  # rounded for the first call, which joins some
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
         self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # device of these layers at their first call
@@ -144,6 +145,11 @@ class QuantizedLinears:
             if layers in earlier._weights and all(layer in self.on_host for layer in layers):
                 self._weights[layers], self._states[layers] = earlier._weights[layers], state
                 self._together[layers] = earlier._together[layers]
+
+    def attach(self) -> None:
+        """Move the weights to the host, if they wait there by the preset, or have so far."""
+        if self._place == "host" or self.on_host:
+            self.on_host.attach()
 
     def begin(self, run: RunReport, kind: Hashable) -> None:
         """Prepare a call of a kind, which decides its time: round the weights again if a new run has begun."""
@@ -191,17 +197,26 @@ class QuantizedLinears:
 
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
-        modules = self._transformer.modules() if self.on_host else ()
-        if any(is_compiled(module) or find_hook(module, OFFLOAD_HOOK) for module in modules):
-            for layer in [*self.on_host]:
-                self.need_weight(layer)
-        self.on_host.collect()
+        if self.on_host or self._is_short():
+            if any(is_compiled(module) or find_hook(module, OFFLOAD_HOOK) for module in self._transformer.modules()):
+                for layer in [*self.on_host]:
+                    self.need_weight(layer)
+            else:
+                self.on_host.attach()
         used = {layer for layers in self._together for layer in layers}
         unused = (layer for layer in self.on_host if layer not in used)
         self._ready = {layer: self._round(layer, self.on_host.device_of(layer)) for layer in unused}
 
+    def _is_short(self) -> bool:
+        """Return True if weights must leave a GPU whose memory rounded ones would fill, and the host has room."""
+        weights = [layer.weight for layer in self.layers.values()]
+        if self._place != "auto" or self._weights or weights[0].device.type not in MEASURED:
+            return False
+        taken = sum(weight.nbytes for weight in weights)
+        rounded = taken // weights[0].itemsize
+        return is_short(read_memory(weights[0].device), rounded) and not is_short(read_host_memory(), taken)
+
     def end_call(self) -> None:
-        """Free the latest input."""
         self._rows = None
 
     def release(self) -> None:
@@ -212,7 +227,6 @@ class QuantizedLinears:
                 del self._weights[layers]
 
     def free(self) -> None:
-        """Free all rounded weights."""
         self._run = None
         for kept in (self._ready, self._weights, self._together, self._states):
             kept.clear()

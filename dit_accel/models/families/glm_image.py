@@ -21,7 +21,6 @@ def kept_keys(arguments: Arguments) -> int:
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:
-    """FLOPs of projections, attention to the joint sequence and kept keys, and the MLP."""
     projection = 2 * load.batch * load.joint * load.width**2
     pairs = 4 * load.batch * load.joint * (load.joint + kept_keys(load.arguments)) * load.width
     return load.one_attention("attn1", pairs, projection, (2 + 8) * projection)

@@ -14,7 +14,6 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:
-    """FLOPs of the image's queries, output and gated MLP, and of both keys and values."""
     config, batch, vision = load.transformer.config, load.batch, load.tokens.vision
     width = config.hidden_size
     projection = 2 * batch * vision * width**2

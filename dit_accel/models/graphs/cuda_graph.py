@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from dit_accel.loop import timing
+from dit_accel.models.free_memory import FreeMemory, read_memory, why_no_graph
 
 if TYPE_CHECKING:
     from dit_accel.models.graphs.collectives import Collective
 
 LAUNCHES = 0.8  # share of a step's time spent in launches from which the step is launch-bound and captured
 SHARED_LAUNCHES = 0.5  # the same share with several ranks, where a step includes waiting for other ranks
-ROOM = 0.25  # share of the GPU's memory to leave free: graphs keep a step's activations, and decoding needs memory
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,18 @@ class CaptureTrial:
     waits: str | None  # code line in which the host waited for the GPU
     launched: Callable[[], float]  # returns the seconds that the host took
     took: Callable[[], float]  # returns the seconds that the GPU took, from start to end
-    room: float = 1.0  # free share of the GPU's memory after the step
+    peak: int = 0  # bytes of the GPU that the step took at its peak, above what was allocated at its start
     is_complete: bool = True  # False = waits may have been missed, so the next step is measured again
 
-    def why_not(self, wanted: str, *, is_shared: bool = False) -> str | None:
+    def why_not(self, wanted: str, memory: FreeMemory, *, is_shared: bool = False) -> str | None:
         """Return why steps are not captured if `kernels.graphs` is ``wanted``, or None; ``is_shared`` by devices."""
         if self.waits is not None:
             return f"the host waits for the GPU in {self.waits}"
         if wanted == "always":
             return None
-        if self.room < ROOM:
-            return f"{self.room:.0%} of the GPU's memory is free, and graphs keep a step's activations"
         launched, took = self.launched(), self.took()
         if launched >= (SHARED_LAUNCHES if is_shared else LAUNCHES) * took:
-            return None
+            return why_no_graph(memory, self.peak)
         return f"the step is not launch-bound: launches take {1000 * launched:.0f} ms of {1000 * took:.0f} ms"
 
 
@@ -139,6 +137,8 @@ class CudaGraph:
         self._parts: list[Callable[[], None]] = []
         self._capturing: Any = None
 
+    memory = staticmethod(read_memory)
+
     @staticmethod
     def why_not(device: torch.device) -> str | None:
         """Return why nothing can be captured on a device now, or None."""
@@ -157,12 +157,15 @@ class CudaGraph:
 
         Waits for the GPU make a capture fail, which corrupts random generators (and, before PyTorch 2.12, memory).
         """
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         with Waits() as waits:
             of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()
             output = function()
             launched, took = of_host(), of_gpu()
         where = next(iter(waits.places), None)
-        return output, CaptureTrial(where, launched, took, _room(device), waits.is_complete)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return output, CaptureTrial(where, launched, took, peak, waits.is_complete)
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Capture ``function`` and return its result; its tensors are uninitialised until :meth:`replay` fills them.
@@ -170,10 +173,15 @@ class CudaGraph:
         Raises:
             UnsupportedError: the function communicates by other means than functional collectives.
         """
+        cutting: AbstractContextManager = nullcontext()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from dit_accel.models.graphs.collectives import CutAtCollectives  # fails in torch built without collectives
+
+            cutting = CutAtCollectives(self._cut)
         with _ALONE, self._aside():
             self._begin()
             try:
-                with self._cutting():
+                with cutting:
                     return function()
             finally:
                 self._end()
@@ -187,13 +195,6 @@ class CudaGraph:
                 yield
             finally:
                 torch.cuda.set_stream(current)
-
-    def _cutting(self) -> AbstractContextManager:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return nullcontext()
-        from dit_accel.models.graphs.collectives import CutAtCollectives  # fails in torch built without collectives
-
-        return CutAtCollectives(self._cut)
 
     def _cut(self, collective: Collective) -> None:
         self._end()
@@ -217,12 +218,6 @@ class CudaGraph:
     def replay(self) -> None:
         for part in self._parts:
             part()
-
-
-def _room(device: torch.device) -> float:
-    """Free share of a GPU's memory; memory that PyTorch caches for the next step's activations is not free."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free / total
 
 
 @cache

@@ -35,7 +35,6 @@ def why_not_preset(preset: Preset) -> str | None:
 
 
 def why_not_call(call: Call, leaves: Sequence) -> str | None:
-    """Return why a call with these arguments can't be captured, or None."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     unknown = (leaf for leaf in leaves if type(leaf) not in PLAIN_TENSORS and not isinstance(leaf, VALUES))
     others = {type(leaf).__name__ for leaf in unknown}

@@ -7,10 +7,11 @@ replayed, and outputs are copied out. Decisions of the loop, forecasts and measu
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -22,6 +23,7 @@ from dit_accel.kernels.kept import capturing
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import BlockCall, Call
 from dit_accel.loop.torch_modes import kernel_settings
+from dit_accel.models.free_memory import is_short
 from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph, Turns
 from dit_accel.models.graphs.limits import (
     why_not_call,
@@ -36,6 +38,8 @@ from dit_accel.models.parallel.context_parallel import exchanges_sizes, parallel
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with skipped tiles, and twice as many to spare
 NEW = object()  # marks the first call of a kind
 REFUSED = "computed steps not captured as CUDA graphs"
+CROWDED = "other computed steps need the memory of their graph"
+CONTROLLED = "memory is short, and the ControlNet needs it in each step"
 UNEVEN = "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
 
 
@@ -89,10 +93,17 @@ class Captured:
     announcement: Announcement
     fallbacks: list[dict[str, str]]  # entries of the report for the call
     held: Any  # keeps alive everything that the graph reads by address
+    trial: CaptureTrial | None = None  # of a graph on loan: to capture by again
 
 
 class StepGraphs:
-    """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run."""
+    """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run.
+
+    If memory is short, graphs are on loan: they are freed after the last step, before the decoding, and before computed
+    calls of any transformer that are not replayed. Later steps capture them again.
+    """
+
+    _all: ClassVar[weakref.WeakSet["StepGraphs"]] = weakref.WeakSet()
 
     def __init__(self, driver: Any, graph: type[CudaGraph] = CudaGraph) -> None:
         self._driver = driver
@@ -106,6 +117,7 @@ class StepGraphs:
         self._changes = 0  # of the model in that run
         self._refusals = WeakIdKeyDictionary()  # by report of a run: why nothing is captured in it
         self.clear()
+        self._all.add(self)
 
     def __len__(self) -> int:
         return sum(isinstance(kept, Captured) for kept in self._kept.values())
@@ -118,6 +130,14 @@ class StepGraphs:
             self._kept: dict[tuple, Captured | CaptureTrial | str | None] = {}
             self._pool: Any = None
             self._state: ModelState | None = None
+
+    def give_way(self, *of: Any, reason: str | None = None) -> None:
+        """Free graphs on loan, of a branch or on a device; with a reason, such calls are not captured again."""
+        with self._lock:
+            lent = {key: item.trial for key, item in self._kept.items() if isinstance(item, Captured) and item.trial}
+            if freed := {key: reason or trial for key, trial in lent.items() if not of or of[0] in key}:
+                self._turns.end()
+                self._kept |= freed
 
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a computed call of the transformer's own forward, from a graph if there is one."""
@@ -134,10 +154,12 @@ class StepGraphs:
             if isinstance(kept, (CaptureTrial, Captured)):
                 with self._turns.turn(self._device(leaves)):
                     if isinstance(kept, CaptureTrial):
-                        reason = kept.why_not(self._wanted, is_shared=parallel_degree(self._driver.transformer) > 1)
-                        kept = self._kept[key] = reason or self._capture(original, call, leaves, structure)
+                        kept = self._kept[key] = self._try(kept, original, call, leaves, structure)
                     if isinstance(kept, Captured):
                         return self._replay(kept, leaves)
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        for graphs in [*self._all]:
+            graphs.give_way(*devices, reason=CROWDED if graphs is self and isinstance(kept, str) else None)
         if kept is None:
             output, trial = self._graph.watch(compute, self._device(leaves))
             with self._lock:
@@ -167,6 +189,22 @@ class StepGraphs:
             self._driver.session.run.report.fall_back(**entry)
         self._driver.announce(*captured.announcement.copied())
         return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
+
+    def _try(
+        self, trial: CaptureTrial, original: Callable, call: Call, leaves: list, structure: Any
+    ) -> Captured | CaptureTrial | str:
+        """Capture a new graph, or return why not, or the trial if a later call may be captured."""
+        memory = self._graph.memory(self._device(leaves))
+        reason = trial.why_not(self._wanted, memory, is_shared=parallel_degree(self._driver.transformer) > 1)
+        is_lent = self._wanted == "auto" and is_short(memory, trial.peak)
+        if is_lent and self._driver.net is not None:
+            reason = reason or CONTROLLED
+        if is_lent and reason is None and call.is_in_last_step:  # the graph would be freed at once
+            return trial
+        kept = reason or self._capture(original, call, leaves, structure)
+        if is_lent and isinstance(kept, Captured):
+            kept.trial = trial
+        return kept
 
     def _capture(self, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
         """Capture a new graph, or return why it failed; then no further capture is tried."""

@@ -1,0 +1,51 @@
+"""Rules that decide by free memory, with the numbers of cards; and what is read where."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from dit_accel.models import free_memory
+from dit_accel.models.free_memory import GIB, FreeMemory, is_short, read_host_memory, read_memory, why_no_graph
+
+CARDS = {  # GiB free, in all and of a step's activations; graph fits, and other work must wait for its memory
+    "a-quarter-stays-free": (30, 80, 2, True, False),
+    "15%-free": (12, 80, 2, True, True),
+    "a-small-card": (3, 24, 2, True, True),
+    "as-much-as-the-eager-step": (2.5, 24, 2, False, True),
+    "two-percent-more": (2.55, 24, 2, True, True),
+    "nothing-free": (0, 24, 0, False, True),
+}
+
+
+@pytest.mark.parametrize("free, total, peak, fits, waits", CARDS.values(), ids=CARDS)
+def test_a_graph_fits_where_its_eager_step_and_half_a_gib_do(free, total, peak, fits, waits):
+    memory, taken = FreeMemory(int(free * GIB), total * GIB), peak * GIB
+    assert (why_no_graph(memory, taken) is None, is_short(memory, taken)) == (fits, waits)
+
+
+def test_the_reason_has_both_amounts():
+    reason = why_no_graph(FreeMemory(2 * GIB, 24 * GIB), 3 * GIB)
+    assert reason == "a graph of the step takes 3.6 GiB, and 2.0 GiB of the GPU are free"
+
+
+@pytest.mark.parametrize("share, free", [(1.0, 30 + 9), (0.5, 40 - 25 + 9)], ids=["whole", "half"])
+def test_memory_that_pytorch_caches_is_free(monkeypatch, share, free):
+    """But for parts of segments that are in use; a process may be limited to a share of the GPU."""
+    stats = {"reserved_bytes": 25, "allocated_bytes": 15, "inactive_split_bytes": 1}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share, raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: {f"{name}.all.current": stats[name] for name in stats}
+    )
+    assert read_memory(torch.device("cuda")) == (free, int(80 * share))
+
+
+@pytest.mark.parametrize("limit, expected", [("50\n", (20, 50)), ("max\n", (60, 100)), (None, (60, 100))])
+def test_a_container_may_limit_the_host(monkeypatch, tmp_path, limit, expected):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=60, total=100))
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit), (tmp_path / "memory.current").write_text("30\n")
+    assert read_host_memory() == expected
