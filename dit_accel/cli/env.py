@@ -29,19 +29,15 @@ def command(
 ) -> None:
     """Print versions, devices, and which kernel backends work here."""
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
     import torch
 
     import dit_accel
     from dit_accel.kernels.backends import backend_status
+    from dit_accel.tools.measure.origin import version_of
 
     rows = {"dit-accel": dit_accel.__version__, "python": f"{platform.python_version()} on {platform.platform()}"}
-    for package in PACKAGES:
-        try:
-            rows[package] = version(package)
-        except PackageNotFoundError:
-            rows[package] = "not installed"
+    rows |= {package: version_of(package) or "not installed" for package in PACKAGES}
     rows["CUDA"] = torch.version.cuda or "not in this build of torch"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

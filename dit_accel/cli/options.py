@@ -196,11 +196,6 @@ class RunOptions(SizeOptions, LoadingOptions):
         return name, with_projections(name, overrides, loading.loras), loading
 
 
-def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
-    """Parse ``["target_error=0.1", …]`` into keyword arguments of ``load_preset``; values are YAML."""
-    return _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", settings)
-
-
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:
     """Parse ``["max_sequence_length=256", …]`` into arguments of a pipeline's call; values are YAML."""
     return _parse_pairs("call", "NAME=VALUE, e.g. max_sequence_length=256", arguments)
@@ -231,7 +226,8 @@ def named_preset(
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset
 
-    name, overrides = name or model_preset(model), parse_overrides(settings)
+    name = name or model_preset(model)
+    overrides = _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", settings)
     if name == "none" and refusal:
         raise ArgumentError("preset", refusal)
     if name != "none":

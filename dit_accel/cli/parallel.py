@@ -74,16 +74,11 @@ def run_to_end(app: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
     code = code if isinstance(code, int) else int(code is not None)
     if code == 0:
-        _part()
+        import torch.distributed as dist
+
+        if dist.is_initialized():  # other processes' devices may still read from this one
+            dist.barrier()
+            dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _part() -> None:
-    """Wait for the other processes, whose devices may still read from this one."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

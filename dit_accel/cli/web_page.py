@@ -63,7 +63,15 @@ class Page:
             gr.Markdown(FACE, elem_id="face")
             with gr.Row(elem_id="layout"):
                 with gr.Column(elem_id="ask"):
-                    self._lay_out_prompt(first)
+                    self._prompt = gr.Textbox(
+                        first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT
+                    )
+                    self._note = gr.Markdown(visible=False, elem_id="note")
+                    with gr.Row(elem_id="examples"):
+                        self._buttons = [gr.Button(text, size="sm") for text in first.examples]
+                    with gr.Row():
+                        self._begin = gr.Button("Generate both", variant="primary", scale=2, min_width=150)
+                        self._cancel = gr.Button("Cancel", scale=1, min_width=80)
                 with gr.Column(elem_id="results"):
                     self._lay_out_results()
                 with gr.Column(elem_id="settings"):
@@ -78,17 +86,6 @@ class Page:
                 elem_id="gallery",
             )
             self._connect()
-
-    def _lay_out_prompt(self, first: Fields) -> None:
-        import gradio as gr
-
-        self._prompt = gr.Textbox(first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT)
-        self._note = gr.Markdown(visible=False, elem_id="note")
-        with gr.Row(elem_id="examples"):
-            self._buttons = [gr.Button(text, size="sm") for text in first.examples]
-        with gr.Row():
-            self._begin = gr.Button("Generate both", variant="primary", scale=2, min_width=150)
-            self._cancel = gr.Button("Cancel", scale=1, min_width=80)
 
     def _lay_out_results(self) -> None:
         import gradio as gr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import inspect
 import math
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, default_preset, load_preset, preset_names
 from dit_accel.presets.loading import PLAIN
+from dit_accel.serving.estimates import call_number
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.playground import Comparison, ComparisonRun
 from dit_accel.tools.advise.identify import identify
@@ -110,14 +110,9 @@ def _presets(family: str) -> Iterator[tuple[str, str]]:
 def _own_numbers(model: str, pipe: Any) -> dict[str, int | None]:
     folder = demo_path(model)
     numbers = demo_arguments(folder) if folder else {}
-    if pipe is not None:
-        parameters = inspect.signature(pipe.__call__).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        numbers = {name: default for name, default in defaults.items() if isinstance(default, int)} | numbers
-        sample, scale = (getattr(pipe, name, None) for name in ("default_sample_size", "vae_scale_factor"))
-        if isinstance(sample, int) and isinstance(scale, int):
-            numbers = {name: sample * scale for name in ("height", "width") if name in parameters} | numbers
-    return {field: numbers.get(argument) for field, argument in NUMBERS.items()}
+    if pipe is None:
+        return {field: numbers.get(argument) for field, argument in NUMBERS.items()}
+    return {field: call_number(pipe, numbers, argument) for field, argument in NUMBERS.items()}
 
 
 def status(run: ComparisonRun) -> str:

@@ -57,7 +57,7 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
 
     transformers = list(denoisers(pipe).values())
     names = ("height", "width", "num_inference_steps", "num_frames", "num_images_per_prompt")
-    height, width, steps, frames, images = (_number(pipe, arguments, name) for name in names)
+    height, width, steps, frames, images = (call_number(pipe, arguments, name) for name in names)
     if not transformers or not height or not width:
         return None
     frames, images, config = frames or 1, images or 1, transformers[0].config
@@ -80,7 +80,8 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
     return Estimate(size, max(needed), (steps or 1) * images * (2.0 * weights * tokens + attention))
 
 
-def _number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
+def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
+    """Return a whole number of a pipeline's call, or else its default; None if it has none."""
     if (value := arguments.get(name)) is not None:
         return value if isinstance(value, int) else None
     parameter = inspect.signature(pipe.__call__).parameters.get(name)

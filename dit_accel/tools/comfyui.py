@@ -129,7 +129,14 @@ class _Described(Description):
         return ModelSize(output=latents.numel(), itemsize=latents.element_size(), batch=len(latents))
 
     def conditions(self) -> dict[str, Any]:
-        return _conditions(self.apply_model, self.arguments["c"])
+        conditions = self.arguments["c"]
+        items = leaves(conditions, without=("transformer_options", "control"))
+        items["control"] = conditions.get("control") is not None  # its residuals differ at every step
+        # The patcher of the model, of which apply_model is a method, has hooks such as LoRAs with keyframes.
+        patcher = getattr(getattr(self.apply_model, "__self__", None), "current_patcher", None)
+        hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
+        items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)
+        return items
 
 
 def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tuple[torch.Tensor, ...]:
@@ -139,17 +146,6 @@ def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tu
     """
     sizes = [math.prod(shape[1:]) for shape in shapes or ()]
     return packed.split(sizes, dim=-1) if sum(sizes) == packed.shape[-1] else (packed,)
-
-
-def _conditions(apply_model: Apply, conditions: dict[str, Any]) -> dict[str, Any]:
-    """Collect a call's conditions by name: tensors and numbers, whether a ControlNet is active, strengths of hooks."""
-    items = leaves(conditions, without=("transformer_options", "control"))
-    items["control"] = conditions.get("control") is not None  # its residuals differ at every step
-    # The patcher of the model, of which apply_model is a method, has hooks such as LoRAs with keyframes.
-    patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
-    hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
-    items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)
-    return items
 
 
 def _outlook(

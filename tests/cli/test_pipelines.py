@@ -11,7 +11,7 @@ from huggingface_hub import errors as hub
 
 from dit_accel import cli, errors
 from dit_accel.cli import env, options
-from dit_accel.cli.options import named_preset, parse_overrides
+from dit_accel.cli.options import named_preset, parse_call
 from dit_accel.errors import ArgumentError, DitAccelError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
@@ -219,9 +219,9 @@ def test_env_tells_what_a_bug_report_needs(run, monkeypatch):
     assert rows["no-such-package"] == "not installed" and rows.keys() >= {"gradio", "ray", "peft", "matplotlib"}
 
 
-def test_values_of_set_may_hold_anything():
+def test_values_of_pairs_may_hold_anything():
     """The first `=` ends the key, and spaces around it are no part of it."""
-    assert parse_overrides([" order = 2", "name=a=b", "skip.layers={a: 1}", "x="]) == {
+    assert parse_call([" order = 2", "name=a=b", "skip.layers={a: 1}", "x="]) == {
         "order": 2,
         "name": "a=b",
         "skip.layers": {"a": 1},

@@ -23,7 +23,7 @@ def describe_run(device: str | torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        **{package: _version(package) for package in ("triton", "flash-attn-4", "diffusers", "cache-dit")},
+        **{package: version_of(package) for package in ("triton", "flash-attn-4", "diffusers", "cache-dit")},
         # DIT_ACCEL_COMMIT names the commit if the tree has no git history or another one.
         "commit": os.environ.get("DIT_ACCEL_COMMIT") or commit_of(CHECKOUT) or "unknown",
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
@@ -35,7 +35,8 @@ def commit_of(checkout: Path) -> str | None:
     return _output("git", "-C", str(checkout), "rev-parse", "HEAD") if (checkout / ".git").exists() else None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -71,7 +72,7 @@ class Previewer:
         small = image.convert("RGB").resize((columns * PIXELS, rows * PIXELS), Image.Resampling.BOX)
         colours = torch.from_numpy(np.array(small)).float().view(rows, PIXELS, columns, PIXELS, 3)
         target = colours.transpose(1, 2).reshape(rows * columns, -1)
-        inputs = _with_one(tokens)
+        inputs = functional.pad(tokens.flatten(0, 1), (0, 1), value=1.0)
         gram = inputs.T @ inputs
         weights = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram)), inputs.T @ target)
         missed = (inputs @ weights - target).square().mean() / target.var(0).mean().clamp_min(1e-6)
@@ -93,7 +94,8 @@ class Previewer:
         if tokens is None or tokens.shape[2] + 1 != len(self._weights):
             return None
         rows, columns, _ = tokens.shape
-        colours = (_with_one(tokens) @ self._weights).clamp(0, 255).view(rows, columns, PIXELS, PIXELS, 3)
+        inputs = functional.pad(tokens.flatten(0, 1), (0, 1), value=1.0)
+        colours = (inputs @ self._weights).clamp(0, 255).view(rows, columns, PIXELS, PIXELS, 3)
         pixels = colours.transpose(1, 2).reshape(rows * PIXELS, columns * PIXELS, 3)
         return Image.fromarray(pixels.byte().numpy()).resize(self._size, Image.Resampling.BICUBIC)
 
@@ -160,11 +162,6 @@ def _latent_channels(pipe: Any) -> int | None:
             if isinstance(channels := getattr(config, key, None), int):
                 return channels
     return None
-
-
-def _with_one(tokens: torch.Tensor) -> torch.Tensor:
-    rows = tokens.reshape(-1, tokens.shape[-1])
-    return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
 
 
 def _sigmas(pipe: Any, index: int) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ import ast
 import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -46,25 +46,19 @@ def _cache(
     arguments: Callable[..., dict[str, Any]],
     *,
     series: str | None = None,
-    by_branch: bool = False,
-    needs_steps: bool = False,
+    within: Callable[[Subject], AbstractContextManager[None]] = nullcontext,
 ) -> Peer:
     """Make a method from a cache of diffusers, the name of whose configuration class is ``cache`` and ``Config``.
 
-    ``arguments`` returns the configuration's arguments for a subject and a setting's values. ``by_branch`` gives each
-    branch a state, for caches that keep one for all; ``needs_steps`` adds step and sigma to the cache context.
+    ``arguments`` returns the configuration's arguments for a subject and a setting's values. ``within`` is a further
+    context of the runs, entered once the cache is enabled.
     """
     config = f"{cache}Config"
 
     @contextmanager
     def put_on(subject: Subject, *setting: Any) -> Iterator[dict[str, Any]]:
-        with ExitStack() as stack:
-            if needs_steps:
-                stack.enter_context(_with_steps(subject))
-            make = getattr(diffusers, config)
-            stack.enter_context(_enabled(subject.pipe, lambda: make(**arguments(subject, *setting))))
-            if by_branch:
-                stack.enter_context(_state_by_branch(subject))
+        make = getattr(diffusers, config)
+        with _enabled(subject.pipe, lambda: make(**arguments(subject, *setting))), within(subject):
             yield {}
 
     def why_not(pipe: Any) -> str | None:
@@ -161,31 +155,6 @@ def _steps_left(subject: Subject) -> int:
     return subject.steps - (subject.pipe.scheduler.step_index or 0)
 
 
-CACHES = {
-    # Forecasts attentions, the default. Its own patterns don't match Wan's attentions; these do.
-    "taylorseer": _taylorseer(
-        "", "attention", [(3, 1, 2), (3, 1, 4), (3, 1, 8), (3, 2, 4), (8, 1, 6)], cache_identifiers=_ATTENTIONS
-    ),
-    # Forecasts attentions and MLPs, as the paper does.
-    "taylorseer-layers": _taylorseer(
-        " per layer", "layers", _TAYLOR_SETTINGS, cache_identifiers=_LAYERS, skip_predict_identifiers=_IDLE_LAYERS
-    ),
-    # Forecasts the transformer's output; no block runs.
-    "taylorseer-lite": _taylorseer(" lite", "lite", _TAYLOR_SETTINGS, use_lite_mode=True),
-    "first-block-cache": _cache(
-        "FirstBlockCache",
-        "FirstBlockCache {:g}",
-        [(threshold,) for threshold in (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5)],
-        lambda _, threshold: {"threshold": threshold},
-    ),
-    "mag-cache": _cache("MagCache", "MagCache {:g} K={} R={:g}", _MAG_SETTINGS, _mag),
-    # Only diffusers' Wan pipeline passes step and sigma; for others they are added to the cache context here.
-    "sea-cache": _cache("SeaCache", "SeaCache {:g} K={}", _SEA_SETTINGS, _sea, needs_steps=True),
-    "pab": _cache("PyramidAttentionBroadcast", "PAB W={} N={}", _INTERVALS, _pab, by_branch=True),
-    "faster-cache": _cache("FasterCache", "FasterCache W={} N={}", _INTERVALS, _faster, by_branch=True),
-}
-
-
 @contextmanager
 def _enabled(pipe: Any, config: Callable[[], Any]) -> Iterator[None]:
     transformers = denoisers(pipe).values()
@@ -238,3 +207,28 @@ def _state_by_branch(subject: Subject) -> AbstractContextManager[None]:
 
         handles.append(transformer.register_forward_pre_hook(take_turn))
     return removed_after(handles)
+
+
+CACHES = {
+    # Forecasts attentions, the default. Its own patterns don't match Wan's attentions; these do.
+    "taylorseer": _taylorseer(
+        "", "attention", [(3, 1, 2), (3, 1, 4), (3, 1, 8), (3, 2, 4), (8, 1, 6)], cache_identifiers=_ATTENTIONS
+    ),
+    # Forecasts attentions and MLPs, as the paper does.
+    "taylorseer-layers": _taylorseer(
+        " per layer", "layers", _TAYLOR_SETTINGS, cache_identifiers=_LAYERS, skip_predict_identifiers=_IDLE_LAYERS
+    ),
+    # Forecasts the transformer's output; no block runs.
+    "taylorseer-lite": _taylorseer(" lite", "lite", _TAYLOR_SETTINGS, use_lite_mode=True),
+    "first-block-cache": _cache(
+        "FirstBlockCache",
+        "FirstBlockCache {:g}",
+        [(threshold,) for threshold in (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5)],
+        lambda _, threshold: {"threshold": threshold},
+    ),
+    "mag-cache": _cache("MagCache", "MagCache {:g} K={} R={:g}", _MAG_SETTINGS, _mag),
+    # Only diffusers' Wan pipeline passes step and sigma; for others they are added to the cache context here.
+    "sea-cache": _cache("SeaCache", "SeaCache {:g} K={}", _SEA_SETTINGS, _sea, within=_with_steps),
+    "pab": _cache("PyramidAttentionBroadcast", "PAB W={} N={}", _INTERVALS, _pab, within=_state_by_branch),
+    "faster-cache": _cache("FasterCache", "FasterCache W={} N={}", _INTERVALS, _faster, within=_state_by_branch),
+}

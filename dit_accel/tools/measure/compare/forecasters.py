@@ -84,7 +84,7 @@ def differences(at: Sequence[int], order: int) -> np.ndarray:
     return found
 
 
-def hicache(records: Sequence[Record], step: int, *, order: int, scale: float) -> torch.Tensor:
+def hicache(records: Sequence[Record], step: int, order: int, scale: float) -> torch.Tensor:
     """HiCache: TaylorSeer with Hermite polynomials, ``sⁿ Hₙ(s k)``, instead of the powers ``kⁿ``.
 
     k is the distance from the last computed step, and s, here ``scale``, the paper's sigma in (0, 1).
@@ -226,16 +226,13 @@ def _rival(
 
 
 def _plan_spectrum(subject: Subject, interval: int, growth: float, blend: float) -> Plan:
-    steps = subject.steps
-    return Plan(widening(interval, growth, steps), partial(spectrum, steps=steps, blend=blend))
+    return Plan(widening(interval, growth, subject.steps), partial(spectrum, steps=subject.steps, blend=blend))
 
 
-def _plan_hicache(subject: Subject, warmup: int, order: int, interval: int, scale: float) -> Plan:
-    return _plan_interval(subject, warmup, interval, partial(hicache, order=order, scale=scale))
-
-
-def _plan_interval(subject: Subject, warmup: int, interval: int, forecast: Callable[..., torch.Tensor]) -> Plan:
-    return Plan(every(interval, warmup, subject.steps), forecast)
+def _plan_interval(
+    subject: Subject, warmup: int, interval: int, *values: float, forecast: Callable[..., torch.Tensor]
+) -> Plan:
+    return Plan(every(interval, warmup, subject.steps), lambda records, step: forecast(records, step, *values))
 
 
 def _plan_meancache(subject: Subject, share: float, moves: str) -> Plan:
@@ -268,15 +265,15 @@ _SPECTRUM += [(2, 3.0, 0.5), (2, 3.0, 1.0)]
 # Maximum share of computed steps, and the steps that the mean velocity moves.
 _MEANCACHE = [(0.2, "skipped"), (0.25, "skipped"), (0.3, "skipped"), (0.3, "whole"), (0.35, "whole"), (0.4, "whole")]
 _MEANCACHE += [(0.5, "whole")]
-# Warm-up, order, interval and scale; warm-up and interval.
-_HICACHE = [(3, 2, 2, 0.7), (3, 2, 3, 0.7), (3, 2, 4, 0.7), (3, 2, 5, 0.7), (3, 1, 6, 0.7)]
-_HICACHE += [(3, 2, 4, 0.5), (3, 2, 6, 0.5), (3, 2, 7, 0.5)]
+# Warm-up, interval, order and scale; warm-up and interval.
+_HICACHE = [(3, 2, 2, 0.7), (3, 3, 2, 0.7), (3, 4, 2, 0.7), (3, 5, 2, 0.7), (3, 6, 1, 0.7)]
+_HICACHE += [(3, 4, 2, 0.5), (3, 6, 2, 0.5), (3, 7, 2, 0.5)]
 _INTERVALS = [(3, 2), (3, 3), (3, 4), (3, 5), (3, 6), (3, 7), (8, 4)]
 
 FORECASTERS = {
     "spectrum": _rival("Spectrum", "N={} a={} w={}", _SPECTRUM, _plan_spectrum),
     "meancache": _rival("MeanCache", "B={} {}", _MEANCACHE, _plan_meancache, _without_sigmas),
-    "hicache": _rival("HiCache", "W={} D={} N={} s={}", _HICACHE, _plan_hicache),
+    "hicache": _rival("HiCache", "W={0} D={2} N={1} s={3}", _HICACHE, partial(_plan_interval, forecast=hicache)),
     "foca": _rival("FoCa", "W={} N={}", _INTERVALS, partial(_plan_interval, forecast=foca)),
     "dmd": _rival("DMD", "W={} N={}", _INTERVALS, partial(_plan_interval, forecast=dmd)),
 }

@@ -8,6 +8,7 @@ these, sees the remaining work of any method. The FLOPs of an attention are adde
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -86,7 +87,7 @@ class WorkCounter:
         leaves = list(self._leaves.items())
         replaced = [vars(leaf).get("forward") for _, leaf in leaves]  # layerwise casting, offload
         for name, leaf in leaves:
-            leaf.forward = _seen(name, leaf.forward, see)
+            leaf.forward = partial(_seen, name, leaf.forward, see)
         try:
             yield
         finally:
@@ -108,13 +109,10 @@ class _AttentionMeter(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _seen(name: str, plain: Callable[..., Any], see: See) -> Callable[..., Any]:
-    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-        output = plain(x, *args, **kwargs)
-        see(name, x, output)
-        return output
-
-    return forward
+def _seen(name: str, plain: Callable[..., Any], see: See, x: Any, *args: Any, **kwargs: Any) -> Any:
+    output = plain(x, *args, **kwargs)
+    see(name, x, output)
+    return output
 
 
 def _blocks(transformer: nn.Module) -> dict[str, nn.Module]:

@@ -190,25 +190,21 @@ class _Measured:
     def candidate(self, config: Skip, changes: dict[str, Any]) -> Candidate:
         changed = Skip.model_validate({**config.model_dump(exclude_unset=True, exclude={"layers"}), **changes})
         errors, sparsities, policy = [], [], policy_of(changed)
+        preset, section = self._preset, changed
         for sample, q, k, v, dense in self._samples:
             site = sample.site
-            tiles = plan(q, k, self._at(changed, sample.progress), layout=site.layout, kv_len=site.kv_len)
-            kernels = self._preset.kernels
+            if preset.forecast.level == "head":  # where thresholds grow over the run
+                section = policy.ramped(changed, flashomni.ramped(1.0, sample.progress, preset.reuse.ramp))
+            tiles = plan(q, k, section, layout=site.layout, kv_len=site.kv_len)
             output = attention(
                 *(q, k, v, tiles),
                 kv_len=site.kv_len,
                 pv_threshold=policy.options(changed).get("pv_threshold"),
-                qk_dtype=kernels.qk_dtype,
-                backend=kernels.attention,
+                qk_dtype=preset.kernels.qk_dtype,
+                backend=preset.kernels.attention,
             )
             projection = None if self._projection is None else self._projection.to(q)
             policy.add(output, q, k, v, tiles, changed, projection=projection, kv_len=site.kv_len)
             errors.append(((output.float() - dense).abs().sum() / dense.abs().sum()).item())
             sparsities.append(left_out(tiles))
         return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
-
-    def _at(self, config: Skip, progress: float) -> Skip:
-        """Return the section at this point of a run: at level head its thresholds grow."""
-        if self._preset.forecast.level != "head":
-            return config
-        return policy_of(config).ramped(config, flashomni.ramped(1.0, progress, self._preset.reuse.ramp))

@@ -147,7 +147,13 @@ class TuneResult:
         if not self.met:
             verdict = f"MISSES its target, {self.target}: the closest setting that dit-accel tune found."
         lines = [f"# {verdict}", *(f"# {key:{width}}  {value}" for key, value in facts.items())]
-        text = "\n".join(lines) + "\n" + yaml.safe_dump(self._values(path), sort_keys=False, allow_unicode=True)
+        values = self.preset.effective()
+        if self.base is not None:
+            base = str(self.base)
+            if isinstance(self.base, Path) or base.endswith((".yaml", ".yml")):
+                base = os.path.relpath(self.base, path.resolve().parent)
+            values = {"base": base, "description": self.changes["description"], **nested(self.changes)}
+        text = "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         write_whole(path, text)
 
     def plot(self, path: str | Path) -> None:
@@ -193,11 +199,3 @@ class TuneResult:
         axes.set_title(f"Layers: {skipping} of {len(self.curves)} leave tiles out", loc="left")
         if len(self.curves) <= MOST_LABELS:
             axes.legend(frameon=False, loc="best", fontsize=7)
-
-    def _values(self, path: Path) -> dict[str, Any]:
-        if self.base is None:
-            return self.preset.effective()
-        base = str(self.base)
-        if isinstance(self.base, Path) or base.endswith((".yaml", ".yml")):
-            base = os.path.relpath(self.base, path.resolve().parent)
-        return {"base": base, "description": self.changes["description"], **nested(self.changes)}

@@ -4,7 +4,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,12 @@ class FigureStore:
             self._values = read_results(self._file, request, **kind)
         self._save()
 
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
-
-    def put(self, name: str, value: Any) -> None:
-        self._values[name] = value
-        self._save()
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return the stored value of a name; without one, measure and store it."""
+        if name not in self._values:
+            self._values[name] = measure()
+            self._save()
+        return self._values[name]
 
     def get_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
         file = self._folder and self._folder / f"{name}.safetensors"
@@ -98,29 +99,22 @@ class MeasuredRuns:
         return known
 
     def figures(self, preset: Preset, indices: Iterable[int]) -> list[Figures]:
-        return [self._measured(preset, index) for index in indices]
-
-    def _measured(self, preset: Preset, index: int) -> Figures:
-        known = self.store.get("runs") or {}
         values = preset.model_dump(mode="json", exclude={"description"})
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-        key = f"{digest} {index}"
-        if key not in known:
-            plain = self.plain(index)
-            with accelerated(self.pipe, preset):
-                fast = self._call(index)
-                acceleration = self.pipe.dit_accel
-                report, symbols = acceleration.report(), acceleration.symbols()
-            sparsity = sum(left_out(lower(plan)) for plan in symbols.values()) / len(report.layers)
-            figures = Figures(
-                psnr=min(psnr(fast["frames"], plain["frames"]), IDENTICAL),
-                latent_error=latent_error(fast["latents"], plain["latents"]),
-                computed_fraction=report.computed_fraction,
-                tile_sparsity=sparsity,
-            )
-            known[key] = asdict(figures)
-            self.store.put("runs", known)
-        return Figures(**known[key])
+        runs = {f"run {digest} {index}": partial(self._measured, preset, index) for index in indices}
+        return [Figures(**self.store.once(name, run)) for name, run in runs.items()]
+
+    def _measured(self, preset: Preset, index: int) -> dict[str, float]:
+        plain = self.plain(index)
+        with accelerated(self.pipe, preset):
+            fast = self._call(index)
+            report, symbols = self.pipe.dit_accel.report(), self.pipe.dit_accel.symbols()
+        return {
+            "psnr": min(psnr(fast["frames"], plain["frames"]), IDENTICAL),
+            "latent_error": latent_error(fast["latents"], plain["latents"]),
+            "computed_fraction": report.computed_fraction,
+            "tile_sparsity": sum(left_out(lower(plan)) for plan in symbols.values()) / len(report.layers),
+        }
 
     def _call(self, index: int) -> dict[str, torch.Tensor]:
         self.begin()

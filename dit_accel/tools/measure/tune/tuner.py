@@ -13,6 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,10 @@ class _Tuner:
         phase = _Phase(progress, 2 * len(prompts) + evaluations * count)
         runs = MeasuredRuns(self.pipe, self.arguments, prompts, self.seed, store, phase.begin_run)
         if self.by_layer:
-            self._calibrate(runs, store, phase)
+            rows_of = store.once("layers", partial(self._calibrate, runs, phase))
+            self.curves = {block: [calibration.Candidate(**row) for row in rows] for block, rows in rows_of.items()}
         if self.preset.linear.dtype is not None:
-            self._measure_linears(runs, store)
+            self.linears = [Kind(**row) for row in store.once("linears", partial(self._measure_linears, runs))]
         for index in range(len(prompts)):
             runs.plain(index)
 
@@ -180,26 +182,21 @@ class _Tuner:
             },
         )
 
-    def _calibrate(self, runs: MeasuredRuns, store: FigureStore, phase: _Phase) -> None:
-        if (stored := store.get("layers")) is None:
-            recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
-            for index in range(len(self.tuning)):
-                runs.plain(index, recorder.tap(self.pipe, index))
-            recorder.require_every_block()
-            stored = {}
-            for block, candidates in calibration.measure(recorder, self.preset, self.pipe._execution_device):
-                stored[block] = [asdict(candidate) for candidate in candidates]
-                phase.report(f"layer {len(stored)} of {len(recorder.samples)}")
-            store.put("layers", stored)
-        self.curves = {block: [calibration.Candidate(**row) for row in rows] for block, rows in stored.items()}
+    def _calibrate(self, runs: MeasuredRuns, phase: _Phase) -> dict[str, list[dict[str, Any]]]:
+        recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
+        for index in range(len(self.tuning)):
+            runs.plain(index, recorder.tap(self.pipe, index))
+        recorder.require_every_block()
+        measured = {}
+        for block, candidates in calibration.measure(recorder, self.preset, self.pipe._execution_device):
+            measured[block] = [asdict(candidate) for candidate in candidates]
+            phase.report(f"layer {len(measured)} of {len(recorder.samples)}")
+        return measured
 
-    def _measure_linears(self, runs: MeasuredRuns, store: FigureStore) -> None:
-        if (stored := store.get("linears")) is None:
-            tap = LinearTap(self.pipe, self.preset.linear)
-            runs.plain(0, tap)
-            stored = [asdict(kind) for kind in tap.kinds()]
-            store.put("linears", stored)
-        self.linears = [Kind(**row) for row in stored]
+    def _measure_linears(self, runs: MeasuredRuns) -> list[dict[str, Any]]:
+        tap = LinearTap(self.pipe, self.preset.linear)
+        runs.plain(0, tap)
+        return [asdict(kind) for kind in tap.kinds()]
 
     def _cost(self, figures: list[Figures], setting: Setting) -> float:
         """Return the computed fraction, with half the cost for layers in 8 bits."""
