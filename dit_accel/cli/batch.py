@@ -84,9 +84,8 @@ def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> s
     finished = set()
     latest = {row["index"]: row for row in _rows(folder / MANIFEST) if "error" not in row}
     for index, settings in wanted.items():
-        if index not in latest:
+        if (row := latest.get(index)) is None:
             continue
-        row = latest[index]
         known = {key: value for key, value in row.items() if key not in RESULTS}
         changed = difference_of(known, settings)
         if changed and not force:

@@ -23,7 +23,8 @@ from dit_accel.tools.measure.repeats import REPEATS
 
 # Generous bounds, which catch typing mistakes before any work.
 MOST_STEPS = 10_000
-FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 pixels are one token in most models
+MOST_PIXELS = 16_384  # of a side
+SIDE = {"min": 16, "max": MOST_PIXELS, "show_default": "the pipeline's"}  # 16 pixels are one token in most models
 MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
@@ -73,10 +74,6 @@ def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any],
     return expand
 
 
-def side_option() -> Any:
-    return option("In pixels.", min=FEWEST_PIXELS, max=MOST_PIXELS, show_default="the pipeline's")
-
-
 def repeats_option() -> Any:
     return option(
         "Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.",
@@ -91,8 +88,8 @@ class SizeOptions:
     """Numeric arguments of the pipeline's call."""
 
     steps: int | None = option("Denoising steps.", min=1, max=MOST_STEPS, show_default="the pipeline's")
-    height: int | None = side_option()
-    width: int | None = side_option()
+    height: int | None = option("In pixels.", **SIDE)
+    width: int | None = option("In pixels.", **SIDE)
     num_frames: int | None = option(
         "Number of frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's"
     )
@@ -190,8 +187,19 @@ class RunOptions(SizeOptions, LoadingOptions):
     quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
 
     def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:
-        """Return the preset's name and overrides (see :func:`named_preset`), and how to load the pipeline."""
-        name, overrides = named_preset(self.preset, self.model, self.overrides, refusal)
+        """Return the name of the preset, or else of the model's own, if any; its overrides; and how to load the model.
+
+        All are checked here, before the model loads; ``refusal`` says why the command can't run with ``none``.
+        """
+        from dit_accel.models.presets import load_preset
+        from dit_accel.presets import default_preset
+
+        name = self.preset or model_preset(self.model)
+        overrides = _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", self.overrides)
+        if name == "none" and refusal:
+            raise ArgumentError("preset", refusal)
+        if name != "none":
+            load_preset(default_preset(name, is_video=False), **overrides)
         loading = self.loading()
         return name, with_projections(name, overrides, loading.loras), loading
 
@@ -214,22 +222,3 @@ def _parse_pairs(field: str, form: str, texts: list[str] | None) -> dict[str, An
         except PresetError as error:
             raise ArgumentError(field, f"the value in {shown(text)} is {error}") from None
     return pairs
-
-
-def named_preset(
-    name: str | None, model: str, settings: list[str] | None, refusal: str = ""
-) -> tuple[str | None, dict[str, Any]]:
-    """Return the name of the requested preset, or of the model's own preset, if any; and the overrides.
-
-    Both are checked here, before the model loads; ``refusal`` says why the command can't run with ``none``.
-    """
-    from dit_accel.models.presets import load_preset
-    from dit_accel.presets import default_preset
-
-    name = name or model_preset(model)
-    overrides = _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", settings)
-    if name == "none" and refusal:
-        raise ArgumentError("preset", refusal)
-    if name != "none":
-        load_preset(default_preset(name, is_video=False), **overrides)
-    return name, overrides

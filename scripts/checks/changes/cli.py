@@ -53,7 +53,8 @@ MUTANTS: list[Mutant] = table({
          "if not equals or not key.strip():", "if not equals:"),
         ("preset-is-checked-late", "a misspelt preset raises before a model is loaded",
          "tests/cli/test_refused.py",
-         '    if name != "none":\n        load_preset(default_preset(name, is_video=False), **overrides)\n', "")],
+         '        if name != "none":\n            load_preset(default_preset(name, is_video=False), **overrides)\n',
+         "")],
     "dit_accel/cli/inspect.py": [
         ("one-latent-frame-short", "symbols are plotted over their own frame", "tests/cli/test_inspect.py",
          "frames = (len(result) - 1) // factor + 1", "frames = len(result) // factor"),
