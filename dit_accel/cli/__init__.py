@@ -114,6 +114,5 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the ``dit-accel`` script."""
     silence_libraries()
     run_to_end(app)

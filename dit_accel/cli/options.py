@@ -6,7 +6,7 @@ Each command derives a dataclass ``Options`` from one of these and takes it as i
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 
 from dit_accel.errors import ArgumentError, PresetError, shown
 from dit_accel.serving.loading import Loading
-from dit_accel.serving.loras import parse_loras, with_projections
+from dit_accel.serving.loras import parse_loras
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.measure.repeats import REPEATS
@@ -29,6 +29,12 @@ MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PROJECTED = {  # keys of a preset, by the arguments of a fine-tuning
+    "critical": "skip.critical",
+    "negligible": "skip.negligible",
+    "feature_map": "skip.feature_map",
+    "block": "blocks.size",
+}
 
 
 def option_of(field: str) -> str:
@@ -85,8 +91,6 @@ def repeats_option() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
-    """Numeric arguments of the pipeline's call."""
-
     steps: int | None = option("Denoising steps.", min=1, max=MOST_STEPS, show_default="the pipeline's")
     height: int | None = option("In pixels.", **SIDE)
     width: int | None = option("In pixels.", **SIDE)
@@ -101,8 +105,6 @@ class SizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:
-    """The pipeline, its device and its weights."""
-
     model: str = option(
         "Folder of a diffusers pipeline, model id on the Hugging Face Hub, or name of a demo model.",
         "--model",
@@ -166,8 +168,6 @@ def require_engine(engine: Literal["process", "ray"], actors: int | None, device
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(SizeOptions, LoadingOptions):
-    """A pipeline, its preset and the arguments of its call."""
-
     preset: str | None = preset_option("; `none` runs the plain pipeline")
     overrides: list[str] | None = option(
         "Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
@@ -202,6 +202,22 @@ class RunOptions(SizeOptions, LoadingOptions):
             load_preset(default_preset(name, is_video=False), **overrides)
         loading = self.loading()
         return name, with_projections(name, overrides, loading.loras), loading
+
+
+def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
+    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
+    from dit_accel.models.presets import load_preset
+    from dit_accel.presets import default_preset
+    from dit_accel.sparse.projections import PROJECTIONS, trained_with
+
+    files = [file for file in (Path(source) / PROJECTIONS for source in loras) if file.is_file()]
+    if not files or preset == "none":
+        return overrides
+    skip = load_preset(default_preset(preset, is_video=False), **overrides).skip
+    if skip.policy != "sla" or skip.projection is not None:
+        return overrides
+    trained = {PROJECTED[name]: value for name, value in trained_with(files[0]).items()}
+    return {"skip.projection": str(files[0]), **trained, **overrides}
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:

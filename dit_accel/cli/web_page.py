@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_accel.cli import web_texts
 from dit_accel.errors import DitAccelError
@@ -17,9 +17,6 @@ from dit_accel.presets import Preset
 from dit_accel.presets.loading import DEFAULT
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playground, Wish
-
-if TYPE_CHECKING:
-    import gradio
 
 DOCS = "https://github.com/dit-accel/dit-accel/blob/main/docs"
 FACE = f"""# dit-accel
@@ -184,10 +181,8 @@ class Page:
                     yield changes
                 else:
                     preview = run.preview
-                    label = (
-                        "Plain; the accelerated side follows" if "plain" in run.outputs else "Plain, a coarse preview"
-                    )
-                    shown = _update(value=preview, label=label, visible=True)
+                    state = "; the accelerated side follows" if "plain" in run.outputs else ", a coarse preview"
+                    shown = _update(value=preview, label=f"Plain{state}", visible=True)
                     hidden = _update(visible=False)
                     yield changes | {self._preview: shown, self._slider: hidden, self._video: hidden}
         except Exception as error:
@@ -226,7 +221,6 @@ class Page:
         return changes | numbers | texts | dict(zip(self._buttons, fields.examples, strict=True))
 
     def suit_preset(self, preset: str, name: str) -> dict[Any, Any]:
-        """Show the description and the target error of another preset."""
         try:
             fields = self._fields(name)
         except DitAccelError as error:
@@ -249,7 +243,7 @@ class Page:
         return web_texts.fields_of(name, self._playground.pipe(name))
 
 
-def _number(field: str, first: web_texts.Fields) -> gradio.Number:
+def _number(field: str, first: web_texts.Fields) -> Any:
     import gradio as gr
 
     visible = field != "num_frames" or first.is_video

@@ -44,8 +44,6 @@ EXACT = "exact"  # computes all steps, to check an installation
 
 @dataclass(frozen=True)
 class Fields:
-    """Values that suit a model."""
-
     examples: list[str]  # prompts
     presets: list[tuple[str, str]]  # labels and names
     is_video: bool
@@ -116,7 +114,6 @@ def _own_numbers(model: str, pipe: Any) -> dict[str, int | None]:
 
 
 def status(run: ComparisonRun) -> str:
-    """Return the activity of a run, or its result."""
     end = run.comparison
     if end is None:
         return f"{run.activity[:1].upper()}{html.escape(run.activity[1:])} …"

@@ -47,12 +47,10 @@ class VllmOmniWorker:
     model_runner: Any  # of vLLM-Omni's worker
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then accelerate it."""
         super().load_model(*args, **kwargs)
         accelerate_pipeline(self._diffusers_pipeline(), os.environ.get(PRESET) or None)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute a request, and log the report of its run."""
         output = super().execute_model(*args, **kwargs)
         logger.info("%s", self._diffusers_pipeline().dit_accel.report())
         return output

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loading:
-    """Options for a pipeline's device and weights."""
-
     device: str | None = None  # None = the GPU if there is one
     dtype: str | None = None  # None = bfloat16 on a GPU, else float32
     offload: str = "none"  # or the unit of weights that moves to the GPU when it runs: model, group, sequential

@@ -91,8 +91,6 @@ class Comparison:
 
 @dataclass(eq=False)
 class ComparisonRun:
-    """State of a comparison, which grows while it runs."""
-
     wish: Wish
     activity: str = ""
     steps: dict[Side, list[tuple[str, float | None]]] = field(default_factory=dict)  # mode and forecast error
@@ -159,7 +157,6 @@ class Playground:
         yield run
 
     def close(self) -> None:
-        """End all runs after their current step."""
         for run in list(self._runs):
             run.stop()
 

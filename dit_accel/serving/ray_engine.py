@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.dispatcher import Dispatcher, Step, Task
@@ -22,9 +24,6 @@ from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ATTEMPTS = 3  # for each line, and in a row for loading the pipeline on a device
 
@@ -160,7 +159,6 @@ class RayEngine:
         return jobs if attempts[job.index] < ATTEMPTS else []
 
     def _note(self, text: str) -> None:
-        """Print a problem once, even if all workers report it."""
         if text not in self._notes:
             self._notes.add(text)
             self._console.out(f"note: {text}", highlight=False)

@@ -137,7 +137,6 @@ class RemoteWorker:
             self._process.end()
 
     def _follow(self, tell: Callable[..., None]) -> list[Made]:
-        """Answer the steps of a run until it ends."""
         while not isinstance(event := self._receive(self._patience), list):
             try:
                 tell(*event)

@@ -41,8 +41,6 @@ class Served:
 
 
 class RequestError(Exception):
-    """Error of a request, with OpenAI's fields and an HTTP status."""
-
     def __init__(
         self,
         message: str,
@@ -61,7 +59,6 @@ class RequestError(Exception):
 
 
 def answered(error: BaseException, limits: Limits) -> RequestError:
-    """Return the answer to an error of a request's run."""
     match error:
         case RequestError():
             return error
@@ -81,7 +78,6 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
 
 
 def explained(error: Any, kind: type[BaseModel]) -> RequestError:
-    """Return the answer to a failed validation."""
     param = shortened(str(error["loc"][0])) if error["loc"] else None
     match error["type"]:
         case "extra_forbidden":

@@ -33,7 +33,6 @@ def _is_form(request: Request) -> bool:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a body of up to ``most`` bytes."""
     body = bytearray()
     too_long = RequestError(f"the body must have at most {most:,} bytes", code="body_too_large", status=413)
     declared = request.headers.get("content-length", "0")

@@ -68,6 +68,7 @@ class PromptRequest(BaseModel):
             message = f"model {shown(self.model)} does not exist; this server has {served.model}"
             raise RequestError(message, "model", "model_not_found", 404)
         require_at_most("steps", self.steps or 1, limits.steps)
+        require_at_most("computed_steps", self.computed_steps or 1, self.steps or limits.steps)
         for side in self.sides:
             if side is not None and (side % SIDE_UNIT or not SIDE_UNIT <= side <= limits.side):
                 rule = f"sides of {SIDE_UNIT} to {limits.side:,} pixels, multiples of {SIDE_UNIT}"
@@ -83,7 +84,6 @@ class PromptRequest(BaseModel):
         return width, height
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a job, with a seed."""
         width, height = self.sides
         settings = {
             "prompt": self.prompt,
@@ -120,7 +120,6 @@ class ImageRequest(PromptRequest):
         return self
 
     def notes(self) -> list[str]:
-        """Return notes on fields that are accepted without their effect."""
         unused = [name for name in WITHOUT_EFFECT if getattr(self, name, None) not in (None, "auto")]
         notes = [f"{name} has no effect on this server; steps and preset decide on time and quality" for name in unused]
         if self.response_format == "url":

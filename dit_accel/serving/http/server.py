@@ -60,8 +60,9 @@ class ImageServer:
                 raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
             wanted = await received(request, kind, self.served)
             task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), SUFFIXES[wanted.output_format])
+            task.deadline = wanted.max_seconds
             self.dispatcher.add(task)
-        except (RequestError, Busy, Cancelled) as error:
+        except (ArgumentError, RequestError, Busy, Cancelled) as error:
             raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
@@ -131,6 +132,7 @@ class ImageServer:
             "preset": "none" if task.preset is None else task.preset.name,
             "computed_fraction": result.computed_fraction,
             "seconds": result.stages,
+            "contract": result.contract,
         }
 
     async def models(self) -> dict[str, Any]:
@@ -138,7 +140,6 @@ class ImageServer:
         return {"object": "list", "data": [{"id": self.served.model, **facts}]}
 
     async def health(self) -> JSONResponse:
-        """Return status 200 while the server accepts requests."""
         reason = self.dispatcher.failure or ("shutting down" if self.dispatcher.is_closed else None)
         state = {"status": reason or "ok", "waiting": self.dispatcher.waiting, "running": self.dispatcher.running}
         return JSONResponse(state, 503 if reason else 200)
