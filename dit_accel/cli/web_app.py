@@ -2,8 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
-
-from rich.console import Console
+from pathlib import Path
 
 from dit_accel.cli.options import LOOPBACK, LoadingOptions, option, takes_options
 from dit_accel.errors import ArgumentError, shortened
@@ -13,42 +12,6 @@ from dit_accel.tools.demo import demo_names
 from dit_accel.tools.extras import require_extra
 
 THEME = {"primary_hue": "blue", "neutral_hue": "slate", "font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}
-# On a phone the results come before the settings; on a wide screen they are at the right of prompt and settings.
-CSS = """
-#face h1 { margin: 0; }
-#face a { white-space: nowrap; }
-#layout {
-  display: grid; align-items: start; gap: var(--layout-gap);
-  grid-template: "ask results" auto "settings results" 1fr / minmax(300px, 2fr) minmax(0, 3fr);
-}
-#layout > * { min-width: 0 !important; }
-#ask { grid-area: ask; gap: 8px; } #results { grid-area: results; } #settings { grid-area: settings; }
-#note { max-height: 6em; overflow: auto; font-size: 0.85em; }
-#examples { gap: 6px; }
-#examples button { min-width: 0; justify-content: flex-start; text-align: left; font-weight: 400; white-space: normal; }
-#results th, #results td { padding: 3px 10px; overflow-wrap: normal; word-break: normal; }
-#gallery .grid-wrap { height: auto; max-height: none; min-height: 0; padding-top: 36px; }
-#gallery .grid-container { grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); }
-#gallery .caption-label {
-  max-width: 100%; white-space: normal; display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 3;
-  padding-bottom: 0;
-}
-#gallery .caption { max-width: 100%; white-space: normal; }
-.steps p { display: flex; flex-wrap: wrap; gap: 0 12px; margin: 8px 0 4px; }
-.steps > div { position: relative; padding-left: 44px; }
-.steps svg { display: block; width: 100%; height: 100px; }
-.steps small { position: absolute; left: 0; top: 0; width: 38px; text-align: right; }
-.steps small + small { top: auto; bottom: 0; }
-@media (max-width: 768px) {
-  #layout { grid-template: "ask" "results" "settings" / minmax(0, 1fr); }
-  #face { font-size: 0.9em; }
-  #examples { flex-direction: column; gap: 4px; }
-  #examples button { display: block; max-width: 100%; padding: 2px 8px; }
-  #examples button { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; }
-  #results table { font-size: 0.85em; }
-  #results th, #results td { padding: 3px 6px; }
-}
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +31,8 @@ def command(options: AppOptions) -> None:
 
     dit-accel app --model black-forest-labs/FLUX.1-dev --port 8000
     """
+    from rich.console import Console
+
     require_extra("gradio", "dit-accel app")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio: no telemetry, no check for newer versions
     import gradio as gr
@@ -96,7 +61,7 @@ def command(options: AppOptions) -> None:
             share=options.share,
             quiet=True,
             ssr_mode=False,
-            css=CSS,
+            css_paths=Path(__file__).with_suffix(".css"),
             theme=gr.themes.Default(**THEME),
             footer_links=["api", "settings"],
             prevent_thread_lock=True,

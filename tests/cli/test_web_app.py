@@ -65,7 +65,7 @@ def site(asked):
     """The page on a free port, with its playground."""
     import gradio as gr
 
-    from dit_accel.cli.web_app import CSS, THEME
+    from dit_accel.cli.web_app import THEME
     from dit_accel.cli.web_page import Page
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def site(asked):
         shared.load("flux")
         page = Page(shared, "flux", ["flux", "wan"], any_model=False).blocks
         where = {"server_port": free_port(), "prevent_thread_lock": True, "quiet": True, "ssr_mode": False}
-        launched = page.launch(**where, css=CSS, theme=gr.themes.Default(**THEME))
+        launched = page.launch(**where, theme=gr.themes.Default(**THEME))
         yield SimpleNamespace(url=launched[1], playground=shared, asked_at_start=set(asked))
         page.close(verbose=False)
         shared.close()
