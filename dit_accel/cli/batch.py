@@ -12,18 +12,20 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError, BatchError, shortened
 from dit_accel.serving.engine import Failure
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import Job, batches
-from dit_accel.serving.ray_engine import RayEngine
-from dit_accel.serving.worker import Worker
 from dit_accel.tools.files import difference_of, explained_writing, write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dit_accel.serving.ray_engine import RayEngine
+    from dit_accel.serving.worker import Worker
 
 MANIFEST = "manifest.jsonl"
 RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # keys of a manifest line; all others are settings
@@ -78,12 +80,12 @@ def run_jobs(
 
 
 def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:
-    """Return the indices of lines whose file matches their latest row in the manifest."""
     finished = set()
     latest = {row["index"]: row for row in _rows(folder / MANIFEST) if "error" not in row}
     for index, settings in wanted.items():
-        if (row := latest.get(index)) is None:
+        if index not in latest:
             continue
+        row = latest[index]
         known = {key: value for key, value in row.items() if key not in RESULTS}
         changed = difference_of(known, settings)
         if changed and not force:
@@ -99,7 +101,6 @@ def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> s
 
 
 def _rows(manifest: Path) -> list[dict[str, Any]]:
-    """Return the manifest's rows; skip lines that are not rows."""
     rows = []
     for line in manifest.read_bytes().splitlines() if manifest.is_file() else ():
         try:

@@ -52,7 +52,6 @@ def command(
 
 
 def _check() -> Iterator[str]:
-    """Yield a line about a call on each device and in each dtype, plain and accelerated."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -97,6 +97,5 @@ def schema_command(
 
 
 def span(values: tuple[float, float], digits: int) -> str:
-    """Format a range, or one number if both ends look the same."""
     least, most = (f"{value:.{digits}f}" for value in values)
     return least if least == most else f"{least} to {most}"

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
 from dit_accel.tools.steps import StepBar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
 
 LINE_EVERY = 60.0  # seconds between lines where no bar can be shown, e.g. in a file
 
@@ -20,7 +23,7 @@ LINE_EVERY = 60.0  # seconds between lines where no bar can be shown, e.g. in a 
 class Progress:
     """One bar for many runs, or ``lines`` now and then. The time left is estimated from the pace so far."""
 
-    def __init__(self, bar: Any, begun: str, unit: str, *, lines: bool = False) -> None:
+    def __init__(self, bar: Bar, begun: str, unit: str, *, lines: bool = False) -> None:
         self._bar = bar
         self._task = bar.add_task(begun, total=None, step="", left="")
         self._what, self._unit, self._lines = begun, unit, lines
@@ -30,7 +33,6 @@ class Progress:
         self._told_at = time.monotonic()
 
     def expect(self, total: float, done: float) -> None:
-        """Set the number of units, and how many of them are complete."""
         if self._pace_from is None:
             self._pace_from = time.monotonic(), done
         self._total, self._done, self._of_run = total, done, 0.0
@@ -42,13 +44,11 @@ class Progress:
         self._tell("")
 
     def watch(self, pipe: Any) -> Any:
-        """Show the pipeline's steps here instead of in its own bar; return the pipeline."""
         pipe.progress_bar = partial(StepBar, self._step)
         return pipe
 
     @property
     def left(self) -> float | None:
-        """Seconds left; None before the first unit is done."""
         if self._pace_from is None or self._total is None:
             return None
         started, before = self._pace_from
@@ -71,7 +71,6 @@ class Progress:
 
 @contextmanager
 def progress_bar(console: Console, begun: str, unit: str) -> Iterator[Progress]:
-    """Show a bar on the console while the ``with`` block runs; silent if the console is quiet."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 

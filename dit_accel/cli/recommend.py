@@ -51,7 +51,6 @@ def command(options: RecommendOptions) -> None:
 
 
 def _present_gpu() -> str | None:
-    """Return the known name of this machine's GPU; None = another GPU, or none."""
     import torch
 
     from dit_accel.tools.advise.cards import known_card

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-
 from dit_accel.cli.options import (
     LOOPBACK,
     MOST_FRAMES,
@@ -31,6 +29,8 @@ from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dit_accel.serving.http.api import Limits
 
 SHORTEST_KEY = 16  # characters
@@ -104,6 +104,8 @@ def command(options: ServeOptions) -> None:
 
     curl localhost:8000/v1/images/generations -d '{"prompt": "a yellow ring", "preset": "turbo", "seed": 7}'
     """
+    from rich.console import Console
+
     for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
     from dit_accel.serving.dispatcher import Dispatcher
@@ -182,7 +184,6 @@ def _name(model: str) -> str:
 
 
 def read_keys(path: Path | None) -> list[str]:
-    """Read the keys of a file; messages don't show them."""
     from dit_accel.presets.reading import read_text
 
     if path is None:

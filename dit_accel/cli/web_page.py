@@ -9,14 +9,27 @@ import html
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli import web_texts
+from dit_accel.cli.web_texts import (
+    LABELS,
+    NUMBERS,
+    Fields,
+    fields_of,
+    in_the_pages_words,
+    preset_of,
+    target_of,
+    words_note,
+)
 from dit_accel.errors import DitAccelError
 from dit_accel.presets import Preset
 from dit_accel.presets.loading import DEFAULT
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playground, Wish
+
+if TYPE_CHECKING:
+    import gradio
 
 DOCS = "https://github.com/dit-accel/dit-accel/blob/main/docs"
 FACE = f"""# dit-accel
@@ -51,7 +64,7 @@ class Page:
             with gr.Row(elem_id="layout"):
                 with gr.Column(elem_id="ask"):
                     self._prompt = gr.Textbox(
-                        first.examples[0], label=web_texts.LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT
+                        first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT
                     )
                     self._note = gr.Markdown(visible=False, elem_id="note")
                     with gr.Row(elem_id="examples"):
@@ -86,25 +99,25 @@ class Page:
         self._figures = gr.Markdown()
         self._timelines = gr.HTML()
 
-    def _lay_out_settings(self, first: web_texts.Fields, model: str, any_model: bool) -> None:
+    def _lay_out_settings(self, first: Fields, model: str, any_model: bool) -> None:
         import gradio as gr
 
-        settings = web_texts.preset_of(DEFAULT, is_video=first.is_video)
+        settings = preset_of(DEFAULT, is_video=first.is_video)
         self._model = gr.Dropdown(
             self._models,
             value=model,
-            label=web_texts.LABELS["model"],
+            label=LABELS["model"],
             info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
             allow_custom_value=any_model,
         )
         self._preset = gr.Dropdown(
-            first.presets, value=DEFAULT, label=web_texts.LABELS["preset"], info=_described(settings), elem_id="preset"
+            first.presets, value=DEFAULT, label=LABELS["preset"], info=_described(settings), elem_id="preset"
         )
         self._own_target = gr.Checkbox(True, label="The preset's own target_error")
         self._target = gr.Slider(
             0.01,
             1,
-            value=web_texts.target_of(settings),
+            value=target_of(settings),
             step=0.01,
             label="target_error",
             info="Lower is closer to plain, higher is faster.",
@@ -112,7 +125,7 @@ class Page:
         )
         with gr.Row():
             self._numbers = {"steps": _number("steps", first)}
-            self._seed = gr.Number(0, label=web_texts.LABELS["seed"], min_width=90)
+            self._seed = gr.Number(0, label=LABELS["seed"], min_width=90)
         with gr.Row():
             self._numbers |= {field: _number(field, first) for field in ("height", "width", "num_frames")}
 
@@ -161,10 +174,10 @@ class Page:
         num_frames: float | None,
         history: list[tuple[Any, str]],
     ) -> Iterator[dict[Any, Any]]:
-        """Run a comparison, and yield the changed components of the page; the API has the names of these arguments."""
         import gradio as gr
 
-        numbers = map(_whole, (seed or 0, steps, height, width, num_frames))
+        boxes = (seed or 0, steps, height, width, num_frames)
+        numbers = (int(value) if isinstance(value, float) and value.is_integer() else value for value in boxes)
         wish = Wish(prompt, model, preset, None if own_target else target, *numbers)
         preview = None
         try:
@@ -181,8 +194,10 @@ class Page:
                     yield changes
                 else:
                     preview = run.preview
-                    state = "; the accelerated side follows" if "plain" in run.outputs else ", a coarse preview"
-                    shown = _update(value=preview, label=f"Plain{state}", visible=True)
+                    label = (
+                        "Plain; the accelerated side follows" if "plain" in run.outputs else "Plain, a coarse preview"
+                    )
+                    shown = _update(value=preview, label=label, visible=True)
                     hidden = _update(visible=False)
                     yield changes | {self._preview: shown, self._slider: hidden, self._video: hidden}
         except Exception as error:
@@ -202,7 +217,6 @@ class Page:
         }
 
     def suit_model(self, name: str, prompt: str, preset: str) -> dict[Any, Any]:
-        """Show the values of another model; a prompt of the visitor's stays."""
         try:
             if name not in self._models:
                 resolve_model(name)
@@ -225,8 +239,8 @@ class Page:
             fields = self._fields(name)
         except DitAccelError as error:
             return {self._status: f"**Failed.** {_as_text(error)}"}
-        settings = web_texts.preset_of(preset, is_video=fields.is_video)
-        value = web_texts.target_of(settings)
+        settings = preset_of(preset, is_video=fields.is_video)
+        value = target_of(settings)
         return {
             self._preset: _update(info=_described(settings)),
             self._own_target: _update(visible=value is not None, value=True),
@@ -234,21 +248,19 @@ class Page:
         }
 
     def fill_numbers(self, name: str, *values: float | None) -> list[float | None]:
-        """Fill empty numbers, once a model is loaded that was not known before."""
-        numbers = {} if self._playground.pipe(name) is None else self._fields(name).numbers
-        fields = zip(web_texts.NUMBERS, values, strict=True)
-        return [numbers.get(field) if value is None else value for field, value in fields]
+        numbers = dict.fromkeys(NUMBERS) if self._playground.pipe(name) is None else self._fields(name).numbers
+        return [numbers[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
 
-    def _fields(self, name: str) -> web_texts.Fields:
-        return web_texts.fields_of(name, self._playground.pipe(name))
+    def _fields(self, name: str) -> Fields:
+        return fields_of(name, self._playground.pipe(name))
 
 
-def _number(field: str, first: web_texts.Fields) -> Any:
+def _number(field: str, first: Fields) -> gradio.Number:
     import gradio as gr
 
     visible = field != "num_frames" or first.is_video
     return gr.Number(
-        first.numbers[field], label=web_texts.LABELS[field], placeholder="model's own", min_width=90, visible=visible
+        first.numbers[field], label=LABELS[field], placeholder="model's own", min_width=90, visible=visible
     )
 
 
@@ -259,25 +271,19 @@ def _update(**changes: Any) -> dict[str, Any]:
 
 
 def _cancelled(status: str) -> str:
-    """Return the status after a click on Cancel; that of a run that has ended stays."""
     return "Cancelled." if status.endswith("…") else status
 
 
 def _noted(name: str, prompt: str) -> Any:
-    text = web_texts.words_note(name, prompt)
+    text = words_note(name, prompt)
     return _update(value=text, visible=bool(text))
 
 
 def _as_text(error: Exception) -> str:
     """Return an error's message as HTML; it may contain what a visitor entered."""
-    return html.escape(web_texts.in_the_pages_words(error), quote=False)
-
-
-def _whole(value: float | None) -> float | None:
-    """Return a whole number as an int, and any other value unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return html.escape(in_the_pages_words(error), quote=False)
 
 
 def _described(preset: Preset) -> str:
-    fixed = "" if web_texts.target_of(preset) is not None else "; it has no target_error"
+    fixed = "" if target_of(preset) is not None else "; it has no target_error"
     return f"{preset.description[0].upper()}{preset.description[1:]}{fixed}."

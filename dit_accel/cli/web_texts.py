@@ -72,7 +72,6 @@ def target_of(preset: Preset) -> float | None:
 
 
 def words_note(model: str, prompt: str) -> str:
-    """Return a note with the words that a demo model does and does not know; empty if it knows all."""
     unknown, known = unknown_words(model, prompt)
     return f"{model} does not know **{', '.join(unknown)}**. It knows: {', '.join(known)}." if unknown else ""
 
@@ -125,7 +124,6 @@ def status(run: ComparisonRun) -> str:
 
 
 def figures(run: ComparisonRun) -> str:
-    """Return a table with the seconds of each stage; empty before the end."""
     end = run.comparison
     if end is None:
         return ""
@@ -143,19 +141,16 @@ def figures(run: ComparisonRun) -> str:
 
 
 def timelines(run: ComparisonRun) -> str:
-    """Return timelines of both sides as HTML, with an explanation; empty before the first step."""
     drawn = [timeline(side.capitalize(), steps, run.total) for side, steps in run.steps.items() if steps]
     return "".join([*drawn, f"<p>{EXPLANATION}</p>"] if drawn else [])
 
 
 def images(run: ComparisonRun) -> tuple[Image.Image, Image.Image]:
-    """Return the plain and the accelerated image of a finished run; of videos, their middle frames."""
     plain, fast = map(run.medium.still, _results(run))
     return plain, fast
 
 
 def video(run: ComparisonRun, folder: Path) -> str | None:
-    """Write both videos side by side with the accelerated sound, and return the file; None for images."""
     from dit_accel.tools.media.strips import comparison_clip
 
     end = run.comparison

@@ -29,11 +29,9 @@ class Made:
     stages: dict[str, float] = field(default_factory=dict)  # seconds of the whole call
     shape: tuple[int, int, int] | None = None  # frames, height and width of a video; None = image
     note: str | None = None  # on a size that the pipeline rounded
-    contract: dict[str, Any] = field(default_factory=dict)  # what a request's run kept of it
 
     @property
     def computed_fraction(self) -> float:
-        """Share of the FLOPs that ran; 1 if nothing was accelerated."""
         return (self.report or {}).get("computed_fraction") or 1.0
 
 
@@ -45,7 +43,6 @@ class VideoForm:
     frames_unit: int
 
     def frames(self, seconds: float, fps: float | None = None) -> int:
-        """Return the number of frames that the pipeline can make, nearest to a duration."""
         return 1 + self.frames_unit * round(seconds * (fps or self.fps) / self.frames_unit)
 
 
@@ -71,7 +68,6 @@ class DefectError(Exception):
 
 
 def made_alone(batch: Sequence[Job], error: BaseException) -> str:
-    """Return a note that the jobs of a batch run one at a time, with the reason."""
     lines = ", ".join(str(job.index + 1) for job in batch)
     return f"lines {lines} run one at a time, because one call failed: {reason_of(error)}"
 

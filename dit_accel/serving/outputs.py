@@ -28,7 +28,6 @@ def require_plot(path: Path, field: str, *, force: bool) -> None:
 
 
 def require_distinct(outputs: Iterable[tuple[str, Path]]) -> None:
-    """Check that no two options write the same file; ``outputs`` are pairs of field and file."""
     fields: dict[str, str] = {}
     for field, path in outputs:
         other = fields.setdefault(os.path.realpath(path), field)
@@ -45,7 +44,6 @@ def make_folder(folder: Path, field: str) -> None:
 
 
 def _problem(path: Path, force: bool) -> str | None:
-    """Return the reason why a file can't be written, or None; raise the system's error if it rejects the name."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         return "is a folder; give the name of a file"

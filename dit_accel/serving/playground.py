@@ -49,8 +49,6 @@ REFRESH = 0.2  # seconds between states, which are few enough not to slow down t
 
 @dataclass(frozen=True)
 class Wish:
-    """Request for one comparison; None = the model's own preset or value."""
-
     prompt: str
     model: str
     preset: str | None = None
@@ -91,6 +89,8 @@ class Comparison:
 
 @dataclass(eq=False)
 class ComparisonRun:
+    """State of a comparison, which grows while it runs."""
+
     wish: Wish
     activity: str = ""
     steps: dict[Side, list[tuple[str, float | None]]] = field(default_factory=dict)  # mode and forecast error
@@ -103,7 +103,6 @@ class ComparisonRun:
     _stop: Event = field(default_factory=Event)
 
     def change(self, **values: Any) -> None:
-        """Set fields; raise :class:`Cancelled` in a cancelled run."""
         if self._stop.is_set():
             raise Cancelled
         vars(self).update(values)
@@ -124,7 +123,6 @@ class Playground:
         self._warm: set[tuple[Any, ...]] = set()  # forms of earlier calls
 
     def load(self, model: str) -> Worker:
-        """Load a model, and keep it until another is requested. Don't call this during a run."""
         if self._worker is None or model != self._model:
             self._model = self._worker = None
             self._warm.clear()
@@ -135,7 +133,6 @@ class Playground:
         return self._worker
 
     def pipe(self, model: str) -> Any:
-        """Return the pipeline of a model; None = it is not loaded."""
         worker = self._worker  # another run may replace it
         return worker.pipe if worker is not None and model == self._model else None
 

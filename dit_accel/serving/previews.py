@@ -24,7 +24,6 @@ class Previews:
         self._by_size: dict[tuple[int | None, int | None], Previewer] = {}
 
     def previewer(self, job: Job) -> Previewer | None:
-        """Return the previewer of a job's size; None if the pipeline takes none."""
         from dit_accel.tools.media.preview import Previewer, takes_previews
 
         if not takes_previews(self._pipe):
@@ -36,7 +35,6 @@ class Previews:
         return previewer
 
     def of(self, job: Job, suffix: str) -> JobPreviews | None:
-        """Return the previews of a job's run; None if there are none to draw and nothing to learn."""
         previewer, count = self.previewer(job), job.settings.get(PARTIAL_IMAGES, 0)
         is_used = previewer is not None and (count or not previewer.has_learned)
         return JobPreviews(previewer, count, suffix) if is_used else None
@@ -51,8 +49,6 @@ class JobPreviews:
         self._drawn: list[bytes] = []  # not passed on yet
 
     def telling(self, tell: Callable[..., None]) -> Callable[[int, int], None]:
-        """Return a function that passes a step on to ``tell``, and the file of a partial image drawn after it."""
-
         def step(done: int, steps: int) -> None:
             drawn, self._drawn, self._steps = self._drawn, [], steps
             tell(done, steps, *drawn)

@@ -13,7 +13,6 @@ TALKATIVE = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao")
 
 
 def silence_libraries() -> None:
-    """Hide warnings that torchao and torchvision give about themselves when they are imported."""
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     # By module, or by file for warnings of the compiler. Python's own options, such as -W error, come first.
@@ -21,12 +20,10 @@ def silence_libraries() -> None:
 
 
 def ranks() -> int:
-    """Return the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def leads() -> bool:
-    """Return True for the process that writes files and shows progress."""
     return int(os.environ.get("RANK", 0)) == 0
 
 

@@ -21,8 +21,7 @@ KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed a
     "guidance": (int, float),
 }
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
-# Settings of a job that are no arguments: number of partial images, and seconds until its end and after its steps.
-PARTIAL_IMAGES, DEADLINE = "partial-images", "deadline"
+PARTIAL_IMAGES = "partial-images"  # setting of a job that is not an argument: number of partial images
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Job:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Settings that must be equal for jobs to share one call."""
         return {key: None if key in OWN else value for key, value in self.settings.items()}
 
     def name(self, suffix: str) -> str:

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from threading import Thread
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, shortened
 from dit_accel.serving.engine import reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import serve_jobs
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ def joined_cluster(setup: Setup, actors: int | None, console: Console) -> Iterat
 
 
 def connect(console: Console) -> None:
-    """Join the cluster that Ray finds, or start one on this machine."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "")

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.dispatcher import Dispatcher, Step, Task
@@ -25,12 +23,14 @@ from dit_accel.serving.prompts import Job
 from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 ATTEMPTS = 3  # for each line, and in a row for loading the pipeline on a device
 
 
 @contextmanager
 def ray_engine(setup: Setup, actors: int | None, console: Console) -> Iterator[RayEngine]:
-    """Start actors that load the pipeline; raise the error of the last one if none can load it."""
     with joined_cluster(setup, actors, console) as (setup, count, needs):
         start = partial(RayActor, needs)
         workers = [RemoteWorker(setup, None, start, attempts=1) for _ in range(min(count, len(setup.jobs)))]
@@ -132,7 +132,6 @@ class RayEngine:
                 return
 
     def _lose(self, error: Exception) -> None:
-        """Go on without a worker that can't load the pipeline; raise its error if it was the last one."""
         self._left -= 1
         if self._left:
             self._note(f"an actor can't load the pipeline: {reason_of(error)}")

@@ -88,7 +88,6 @@ class RemoteWorker:
         self._process = start(setup)
 
     def wait(self, patience: float | None = None) -> Loaded:
-        """Wait until the pipeline is loaded; raise ``TimeoutError`` after ``patience`` seconds."""
         try:
             return self._receive(patience)
         except EOFError:
@@ -154,7 +153,6 @@ class RemoteWorker:
 
 
 def serve_jobs(link: Connection, setup: Setup) -> None:
-    """Load the pipeline and run jobs until the server closes the connection."""
     silence_libraries()
 
     def tell(*step: Any) -> None:

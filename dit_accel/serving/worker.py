@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,12 +12,11 @@ from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
-from dit_accel.serving.estimates import first_whole
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.processes import ranks
-from dit_accel.serving.prompts import DEADLINE, OWN, PARTIAL_IMAGES, Job
+from dit_accel.serving.prompts import OWN, PARTIAL_IMAGES, Job
 from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
@@ -50,11 +48,11 @@ class Worker:
 
     @property
     def video_form(self) -> VideoForm | None:
-        """Form of this pipeline's videos; None = it makes images."""
         if not isinstance(self.medium, Clips):
             return None
-        unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        return VideoForm(self.medium.fps, unit or 1)
+        names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+        units = (getattr(self.pipe, name, None) for name in names)
+        return VideoForm(self.medium.fps, next(filter(None, units), 1))
 
     @property
     def loaded(self) -> Loaded:
@@ -66,10 +64,7 @@ class Worker:
         ``tell`` is called with the number of finished steps and of all steps, and with the file of a partial image if
         there is one. An exception from it ends the call.
         """
-        started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
         self.use(preset)
-        if limits is not None:
-            self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
         has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
         previews = self.previews.of(jobs[0], suffix) if has_previews else None
         try:
@@ -181,7 +176,7 @@ class Worker:
         if self._guider is not None:
             self.pipe.guider = self._guider
         options = {"fps": self._setup.fps, **batch[0].settings}
-        options = {key: value for key, value in options.items() if key not in ("seed", PARTIAL_IMAGES, DEADLINE)}
+        options = {key: value for key, value in options.items() if key not in ("seed", PARTIAL_IMAGES)}
         if len(batch) > 1:
             options |= {key: [job.settings[key] for job in batch] for key in OWN if key in options}
         return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **options}, self._setup.call)

@@ -32,8 +32,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Served:
-    """The model of a server, by the name that clients use."""
-
     model: str
     preset: Preset | None  # of requests that name none; None = plain
     limits: Limits

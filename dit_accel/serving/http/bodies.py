@@ -72,8 +72,6 @@ class _WholeForm(MultiPartParser):
 
 
 async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:
-    """Read a form of up to ``most`` bytes; return its names and values, bytes for files."""
-
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield await read_body(request, most)
 

@@ -69,7 +69,6 @@ class Connection(H11Protocol):
 
 
 def configured(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration, which logs errors but nothing that clients send."""
     loggers = LOGGING_CONFIG["loggers"] | {"python_multipart": {"level": "ERROR"}}  # it warns of each broken form
     return uvicorn.Config(
         app,

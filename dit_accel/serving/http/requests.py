@@ -68,7 +68,6 @@ class PromptRequest(BaseModel):
             message = f"model {shown(self.model)} does not exist; this server has {served.model}"
             raise RequestError(message, "model", "model_not_found", 404)
         require_at_most("steps", self.steps or 1, limits.steps)
-        require_at_most("computed_steps", self.computed_steps or 1, self.steps or limits.steps)
         for side in self.sides:
             if side is not None and (side % SIDE_UNIT or not SIDE_UNIT <= side <= limits.side):
                 rule = f"sides of {SIDE_UNIT} to {limits.side:,} pixels, multiples of {SIDE_UNIT}"
@@ -77,7 +76,6 @@ class PromptRequest(BaseModel):
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """Width and height in pixels; None = the model's."""
         if self.size == "auto":
             return None, None
         width, height = map(int, self.size.split("x"))
@@ -127,13 +125,11 @@ class ImageRequest(PromptRequest):
         return notes
 
     def jobs(self) -> list[Job]:
-        """Return a job for each image, with consecutive seeds."""
         settings = self.settings() | ({PARTIAL_IMAGES: self.partial_images} if self.partial_images else {})
         return [Job(index, {**settings, "seed": settings["seed"] + index}) for index in range(self.n)]
 
 
 def _few(files: Any, info: ValidationInfo) -> Any:
-    """Limit the number of files before any is decoded."""
     most = info.context.limits.images
     if isinstance(files, list) and len(files) > most:
         message = f"image must be given at most {most} times, got {len(files)}"
@@ -219,7 +215,6 @@ class VideoRequest(PromptRequest):
         return Job(0, self.settings() | settings)
 
     def frames(self, form: VideoForm) -> int | None:
-        """Return the number of frames; None = the model's."""
         return self.num_frames if self.seconds is None else form.frames(self.seconds, self.fps)
 
 
@@ -227,7 +222,6 @@ AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 
 def read(body: bytes | Fields, kind: type[AnyRequest], served: Served) -> AnyRequest:
-    """Parse and check a JSON body, or the fields of a form or a query; raise ``RequestError``."""
     try:
         if isinstance(body, bytes):
             return kind.model_validate_json(body, context=served)

@@ -54,15 +54,13 @@ class ImageServer:
         return await self._answer(request, EditRequest)
 
     async def _answer(self, request: Request, kind: type[ImageRequest]) -> Response:
-        """Run a request: one JSON answer, or server-sent events with ``stream``."""
         try:
             if self.served.form is not None:
                 raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
             wanted = await received(request, kind, self.served)
             task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), SUFFIXES[wanted.output_format])
-            task.deadline = wanted.max_seconds
             self.dispatcher.add(task)
-        except (ArgumentError, RequestError, Busy, Cancelled) as error:
+        except (RequestError, Busy, Cancelled) as error:
             raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
@@ -77,7 +75,6 @@ class ImageServer:
         return JSONResponse(answer | _notes(wanted, results))
 
     async def _events(self, request: Request, wanted: ImageRequest, task: AwaitedTask) -> AsyncIterator[str]:
-        """Yield an event for each step, each partial image and each image, or for the error."""
         results: list[Made] = []
         common = {"output_format": wanted.output_format}
         partials: Counter[int] = Counter()  # partial images by job
@@ -132,7 +129,6 @@ class ImageServer:
             "preset": "none" if task.preset is None else task.preset.name,
             "computed_fraction": result.computed_fraction,
             "seconds": result.stages,
-            "contract": result.contract,
         }
 
     async def models(self) -> dict[str, Any]:
@@ -171,7 +167,6 @@ def build_app(
     hosts: Collection[str] = (),
     videos: VideoStore | None = None,
 ) -> FastAPI:
-    """Return the ASGI application; keys and hosts are those of :class:`~dit_accel.serving.http.access.Access`."""
     metrics = Metrics(dispatcher, served.limits)
     server, video_server = ImageServer(dispatcher, served, metrics), VideoServer(dispatcher, served, metrics, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -204,7 +199,6 @@ def build_app(
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, which refuses connections until a server listens."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(kind, socket.SOCK_STREAM)

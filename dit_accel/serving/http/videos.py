@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Lock, RLock, Thread
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -26,6 +26,9 @@ from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.metrics import Metrics
 from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
 
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
+
 SUFFIX = ".mp4"
 SWEEP = 60.0  # seconds between deletions of old videos that no request asks for
 CHUNK = 2**18  # bytes of a file that is sent
@@ -37,10 +40,17 @@ class VideoJob(Task):
     ``owner`` is the index of the API key that requested it, None without keys.
     """
 
-    def __init__(self, request: VideoRequest, served: Served, owner: int | None, file: Path, metrics: Metrics) -> None:
-        form, preset = served.form, requested_preset(request, served)
+    def __init__(
+        self,
+        request: VideoRequest,
+        served: Served,
+        preset: Preset | None,
+        owner: int | None,
+        file: Path,
+        metrics: Metrics,
+    ) -> None:
+        form = served.form
         super().__init__([request.job(form)], preset, SUFFIX)
-        self.deadline = request.max_seconds
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
         self.bytes = 0  # of its file, once it is completed
@@ -68,7 +78,6 @@ class VideoJob(Task):
             return {"id": self.id, "object": "video", **state, **self._facts}
 
     def open(self) -> BinaryIO:
-        """Open the video; raise ``RequestError`` if it is not completed, or was deleted meanwhile."""
         with self._lock:
             if self.status != "completed":
                 message = f"the video is {self.status}; its content exists once its status is completed"
@@ -126,7 +135,6 @@ class VideoJob(Task):
             "num_frames": frames,
             "computed_fraction": result.computed_fraction,
             "stage_seconds": result.stages,
-            "contract": result.contract,
         } | ({"notes": [result.note]} if result.note else {})
         self._progress, self.bytes = 100, len(result.data)
         self._end("completed")
@@ -158,7 +166,6 @@ class VideoStore:
         self._folder.cleanup()
 
     def new_file(self) -> Path:
-        """Return a path that no other job has; no part of it comes from a client."""
         return Path(self._folder.name) / f"{next(self._numbers):08}{SUFFIX}"
 
     def add(self, job: VideoJob) -> None:
@@ -167,7 +174,6 @@ class VideoStore:
             self._jobs[job.id] = job
 
     def get(self, video_id: str, owner: int | None, param: str = "video_id") -> VideoJob:
-        """Return a job; raise ``RequestError`` if there is none, or another key requested it."""
         with self._lock:
             self._drop_old()
             job = self._jobs.get(video_id)
@@ -176,7 +182,6 @@ class VideoStore:
         return job
 
     def delete(self, video_id: str, owner: int | None) -> None:
-        """Cancel or delete a job; raise as :meth:`get`."""
         job = self.get(video_id, owner)
         with self._lock:
             self._jobs.pop(video_id, None)
@@ -211,8 +216,6 @@ class VideoStore:
 
 
 class ListQuery(BaseModel):
-    """Parameters of ``GET /v1/videos``; ``after`` is the id of the last video of the page before."""
-
     model_config = ConfigDict(extra="forbid")
     limit: int = Field(20, ge=1, le=100)
     after: str | None = None
@@ -225,8 +228,6 @@ class ContentQuery(BaseModel):
 
 
 class VideoServer:
-    """Handlers of the routes; each answers with an error if there is no store, since the model makes images."""
-
     def __init__(self, dispatcher: Dispatcher, served: Served, metrics: Metrics, videos: VideoStore | None) -> None:
         self._dispatcher, self._served, self._metrics, self._store = dispatcher, served, metrics, videos
 
@@ -241,9 +242,10 @@ class VideoServer:
         try:
             store = self._videos()
             wanted = await received(request, VideoRequest, self._served)
-            job = VideoJob(wanted, self._served, request.state.owner, store.new_file(), self._metrics)
+            preset = requested_preset(wanted, self._served)
+            job = VideoJob(wanted, self._served, preset, request.state.owner, store.new_file(), self._metrics)
             self._dispatcher.add(job)
-        except (ArgumentError, RequestError, Busy, Cancelled) as error:
+        except (RequestError, Busy, Cancelled) as error:
             raise self._metrics.counted(error) from None
         store.add(job)
         return JSONResponse(job.to_json())
@@ -269,7 +271,6 @@ class VideoServer:
         return _VideoFile(job.open(), f"{job.id}.mp4")
 
     async def delete(self, video_id: str, request: Request) -> JSONResponse:
-        """Cancel a job that waits or runs, and delete it."""
         self._videos().delete(video_id, request.state.owner)
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
