@@ -14,7 +14,6 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.loop.budget import Deadline
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
@@ -122,10 +121,6 @@ class Acceleration:
             report.note(remark)
         return report
 
-    def end_next_run(self, pipe: Any, started: float, seconds: float, after: float) -> None:
-        """Let a pipeline's next run with ``max_seconds`` have a :class:`Deadline` of its own."""
-        self._runs.of(pipe).deadline = Deadline(seconds, started, after)
-
     def symbols(self) -> dict[str, SparseSymbols]:
         """Return the latest symbols of the last run's first branch, by block; empty if attention was dense."""
         return dict(self._runs.latest.last_symbols)
@@ -204,11 +199,13 @@ def _alive(references: Sequence[weakref.ref[Any]]) -> list[Any]:
 
 
 def makes_video(pipe: Any) -> bool:
-    """Return True if a pipeline makes videos: its family does, or its call takes ``num_frames`` or ``video``."""
+    """Return True if a pipeline makes videos: its family does, or its call or blocks name frames or videos."""
     if getattr(pipeline_family(pipe), "makes", None) == "videos":
         return True
-    named = inspect.signature(pipe).parameters if callable(pipe) else {}
-    return "num_frames" in named or "video" in named
+    named = set(inspect.signature(pipe).parameters if callable(pipe) else ())
+    if (blocks := getattr(pipe, "blocks", None)) is not None:
+        named |= {*blocks.input_names, *blocks.output_names}
+    return not named.isdisjoint(("num_frames", "video", "videos"))
 
 
 def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Preset:

@@ -27,14 +27,15 @@ LAYERS = [
     {"models"},
     {"stages"},
     {"sla", "pipeline"},
-    {"cache_config", "modular_block"},
+    {"cache_config", "modular_block", "modular_call"},
     {"tools"},
     {"serving"},
     {"cli"},
     {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-MAY_IMPORT_DIFFUSERS = {"models", "stages", "pipeline", "cache_config", "modular_block", "cli", "serving", "tools"}
+MAY_IMPORT_DIFFUSERS = {"models", "stages", "pipeline", "cli", "serving", "tools"}
+MAY_IMPORT_DIFFUSERS |= {"cache_config", "modular_block", "modular_call"}
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "kernels"}
 

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from dit_accel.cli.options import RunOptions, option, parse_call, repeats_option, takes_options
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.input_images import read_image
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.outputs import require_writable
-from dit_accel.serving.pipelines import call_arguments, read_image
+from dit_accel.serving.pipelines import call_arguments
 from dit_accel.serving.prompts import read_prompts
 from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dit_accel.tools.measure.compare import Bench, Method, Sweep
 
 LEVELS = ("quality", "balanced", "turbo")
@@ -66,6 +67,8 @@ def command(options: CompareOptions) -> None:
 
     dit-accel compare --model black-forest-labs/FLUX.1-dev --prompts mine.txt --peers first-block-cache,dbcache
     """
+    from rich.console import Console
+
     from dit_accel.tools.measure.compare import Bench, Prompt, Sheet, Sweep
     from dit_accel.tools.measure.origin import describe_run
 
@@ -112,7 +115,6 @@ def command(options: CompareOptions) -> None:
 
 
 def _require_output(stem: Path, force: bool) -> None:
-    """Check that all output files can be written; a resumed comparison replaces its own files."""
     if not stem.name:
         raise ArgumentError("output", f"{stem} is a folder; give the stem of files in it")
     document, *others = (
@@ -134,7 +136,6 @@ def _texts(options: CompareOptions) -> list[str]:
 
 
 def _presets(listed: str | None) -> list[str]:
-    """Parse the names of presets, and report a misspelt one before the model loads."""
     from dit_accel.models.presets import load_preset
 
     presets = _names(listed)
@@ -150,7 +151,6 @@ def _names(listed: str | None) -> list[str]:
 
 
 def _peers(listed: str) -> list[str] | None:
-    """Parse the names of other methods; None = all."""
     from dit_accel.tools.measure.compare import PEERS
 
     if listed in ("all", "none"):
@@ -164,7 +164,6 @@ def _peers(listed: str) -> list[str] | None:
 def _methods(
     bench: Bench, presets: list[str], model: str, peers: list[str] | None, settings: int
 ) -> tuple[list[Method], dict[str, str]]:
-    """Return the methods to compare, and reasons why other methods can't run, by name."""
     from dit_accel.pipeline import preset_for
     from dit_accel.tools.measure.compare import our_methods, peer_methods, spread
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from dit_accel.cli.progress import progress_bar
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.media import Clips, Pictures, quality
@@ -18,6 +16,8 @@ from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.measure.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
     from dit_accel.tools.measure.timing import Output
@@ -47,7 +47,6 @@ class Sides:
 
     @property
     def speedup(self) -> Spread | None:
-        """Speed-up of the denoising loop; None unless both sides ran."""
         return speedup(self.plain.repeats, self.fast.repeats) if self.plain and self.fast else None
 
     def remarks(self) -> list[str]:
@@ -69,8 +68,9 @@ def both_sides(
     with accelerated(pipe, preset):
         pass  # raises now, before a plain run of minutes, if the preset does not fit the pipeline
     compiles = pipe._execution_device.type == "cuda"
-    stops = "callback_on_step_end" in inspect.signature(pipe.__call__).parameters
-    steps = PLAIN_STEPS if stops and not whole else None
+    takes = inspect.signature(pipe.__call__).parameters.keys()
+    few = dict.fromkeys({"num_inference_steps"} & takes, 2)  # the minimum that every schedule accepts
+    steps = PLAIN_STEPS if "callback_on_step_end" in takes and not whole else None
     with progress_bar(console, "warm-up", "runs") as progress:
         progress.watch(pipe)
 
@@ -84,7 +84,7 @@ def both_sides(
                 denoise(pipe, arguments, seed, steps)
             side.repeats.append(clock.loop_seconds * side.output.calls / clock.calls)
 
-        call("warm-up", share=0.0, num_inference_steps=2)  # the minimum that every schedule accepts
+        call("warm-up", share=0.0, **few)
         progress.expect(1 + compiles + repeats + (repeats - 1) * (steps is None), done=0)
         plain = Side.of(call("plain"))
         with accelerated(pipe, preset):
@@ -101,7 +101,6 @@ def both_sides(
 
 
 def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:
-    """Write the output, and the comparison if both sides ran; return the paths in this order."""
     written = []
     plain, fast = sides.plain, sides.fast
     side = fast or plain
@@ -115,20 +114,22 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
 
 
 def summary_of(sides: Sides) -> dict[str, Any]:
-    """Collect the values that --json writes about the run."""
     plain, fast, report = sides.plain, sides.fast, sides.report
     figures: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
         figures = quality(plain.output.results, fast.output.results) | _sound_quality(plain.output, fast.output)
-    for name, side in (("plain", plain), ("accelerated", fast)):
-        figures[f"{name}_seconds"] = side and side.seconds
-        figures[f"{name}_seconds_each"] = side and side.repeats
-        figures[f"{name}_call_seconds"] = side and side.output.seconds
-        figures[f"{name}_stages"] = side and side.output.stages
     return {
-        **figures,
+        "plain_seconds": plain and plain.seconds,
+        "plain_seconds_each": plain and plain.repeats,
+        "accelerated_seconds": fast and fast.seconds,
+        "accelerated_seconds_each": fast and fast.repeats,
         "speedup": sides.speedup and sides.speedup.median,
         "speedup_spread": sides.speedup and [sides.speedup.least, sides.speedup.most],
+        "plain_call_seconds": plain and plain.output.seconds,
+        "accelerated_call_seconds": fast and fast.output.seconds,
+        "plain_stages": plain and plain.output.stages,
+        "accelerated_stages": fast and fast.output.stages,
+        **figures,
         "computed_fraction": (report and report.computed_fraction) or 1.0,
         "report": report.to_json() if report else None,
     }

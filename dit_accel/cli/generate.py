@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-
 from dit_accel.cli.batch import run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides, print_summary, summary_of, write_results
 from dit_accel.cli.options import (
@@ -28,9 +26,10 @@ from dit_accel.cli.options import (
 from dit_accel.cli.parallel import parse_degrees
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.estimates import long_run_note
+from dit_accel.serving.input_images import read_image
 from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, size_note, unused
 from dit_accel.serving.outputs import make_folder, require_distinct, require_plot, require_writable
-from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, read_image, start_pipeline, timed_call
+from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import read_jobs
 from dit_accel.serving.ray_engine import ray_engine
@@ -40,6 +39,8 @@ from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dit_accel.presets import Preset
 
 
@@ -123,6 +124,8 @@ def command(options: GenerateOptions) -> None:
 
     dit-accel generate --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a fox runs" --output fox.mp4 --compare
     """
+    from rich.console import Console
+
     _require_consistent(options)
     if not leads():  # the first process writes and prints
         options = replace(options, output=None, plot=None, json_path=None, quiet=True)
@@ -207,7 +210,6 @@ def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> Non
 
 
 def _files(options: GenerateOptions, medium: Pictures | Clips) -> list[Path]:
-    """Return the file of each image, after checking that all can be written."""
     count = options.num_images or 1
     files = numbered(options.output or medium.default_output, count)
     if options.output is None and not options.force:
@@ -264,7 +266,6 @@ def _write(
 
 
 def _note_unknown_words(console: Console, model: str, prompt: str) -> None:
-    """Print words of the prompt that a demo model was not trained on."""
     unknown, known = unknown_words(model, prompt)
     if unknown:
         words = ", ".join(map(repr, unknown[:8])) + (", …" if len(unknown) > 8 else "")

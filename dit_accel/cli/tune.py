@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError, BatchError
 from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.input_images import read_image
 from dit_accel.serving.loading import load_pipeline
 from dit_accel.serving.outputs import require_writable
-from dit_accel.serving.pipelines import call_arguments, read_image
+from dit_accel.serving.pipelines import call_arguments
 from dit_accel.serving.prompts import read_prompts
 from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dit_accel.tools.measure.tune import TuneResult
 
 
@@ -57,6 +58,8 @@ def command(options: TuneOptions) -> None:
 
     dit-accel tune --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --preset wan21-sparge --target-psnr 30 --output mine.yaml
     """
+    from rich.console import Console
+
     from dit_accel.pipeline import preset_for
     from dit_accel.presets.keywords import nested
     from dit_accel.tools.measure.tune import Target, split_prompts, tune
@@ -106,7 +109,6 @@ def command(options: TuneOptions) -> None:
 
 
 def _require_output(options: TuneOptions, plot: Path, state: Path) -> None:
-    """Check that the preset and its plot can be written; a resumed tuning replaces its own files."""
     output = options.output
     if output.suffix not in (".yaml", ".yml"):
         raise ArgumentError("output", f"{output} must end in .yaml: the output is a preset")

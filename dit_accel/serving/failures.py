@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dit_accel.errors import ArgumentError, OutOfMemoryError, UnsupportedError, headline, shortened
 
 # Functions of diffusers that check a user's arguments.
-CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess", "cropped_pos_embed"}
+CHECKS = {"check_inputs", "retrieve_timesteps", "preprocess", "cropped_pos_embed", "get_block_state"}
 
 
 @contextlib.contextmanager
@@ -20,7 +20,8 @@ def explained_failures(pipeline: type) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         call = getattr(inspect.unwrap(pipeline.__call__), "__code__", None)
-        is_own_check = isinstance(error, ValueError) and frames[-1] is call
+        is_block = frames[-1].co_name == "__call__" and "modular_pipelines" in frames[-1].co_filename
+        is_own_check = isinstance(error, ValueError) and (frames[-1] is call or is_block)
         if not is_own_check and not CHECKS & {frame.co_name for frame in frames}:
             raise
         raise UnsupportedError(f"{pipeline.__name__} rejects its arguments: {error}") from None

@@ -1,15 +1,55 @@
-"""Input images and masks as pipelines take them: upright, 8 bits.
+"""Input images, masks and videos as pipelines take them: upright, 8 bits.
 
 Every command and route that reads an image converts it here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.errors import ArgumentError, shortened
 
 if TYPE_CHECKING:
     from PIL import Image
+
+FILES = ("image", "images", "mask", "video", "videos")  # ends of the names of arguments that are read from files
+VIDEOS = (".mp4", ".gif", ".mov", ".webm", ".mkv", ".avi")
+
+
+def read_image(path: Path | None) -> Any:
+    return None if path is None else _read("image", path, as_image)
+
+
+def read_input(name: str, value: Any) -> Any:
+    """Read the files that an argument of a call names: images, masks, or videos as lists of frames.
+
+    Any other value is returned as it is.
+    """
+    if isinstance(value, list):
+        return [read_input(name, item) for item in value]
+    is_file = isinstance(value, str) and name.endswith(FILES)
+    return _read("call", Path(value).expanduser(), as_mask if "mask" in name else as_image) if is_file else value
+
+
+def _read(field: str, path: Path, convert: Callable[[Image.Image], Image.Image]) -> Any:
+    from diffusers.utils import load_video
+    from PIL import Image
+
+    name = shortened(str(path))
+    try:
+        path.stat()  # load_video would open an address
+        if field == "call" and path.suffix.lower() in VIDEOS:
+            return [convert(frame) for frame in load_video(str(path))]
+        with Image.open(path) as image:
+            return convert(image)
+    except FileNotFoundError:
+        raise ArgumentError(field, f"{name} does not exist") from None
+    except Exception as error:  # decoders raise errors of any type for broken files
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(field, f"{name} can't be read as an image: {shortened(str(reason))}") from None
 
 
 def as_image(image: Image.Image) -> Image.Image:

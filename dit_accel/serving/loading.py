@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+
+INDICES = ("model_index.json", "modular_model_index.json")  # of a standard and of a modular pipeline
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,6 @@ class Loading:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Settings that change the output, by the names of the options."""
         values = {"lora": dict(self.loras), "quantize": self.quantize}
         return {name: value for name, value in values.items() if value}
 
@@ -68,22 +70,36 @@ def load_pipeline(
         diffusers.utils.logging.set_verbosity_error()
     with explained_memory(), console.status(f"loading {model}"):
         with explained_loading("model", model):
-            pipe = diffusers.DiffusionPipeline.from_pretrained(source, **dtype_argument(precision))
+            pipe = _from_pretrained(source, **dtype_argument(precision))
         load_loras(pipe, how.loras)
         if how.quantize is not None:
             _quantize(pipe, how.quantize, place)
-        if how.offload == "model":
-            pipe.enable_model_cpu_offload(device=place)
-        elif how.offload == "group":
+        if how.offload == "group":
             _offload_groups(pipe, place)
-        elif how.offload == "sequential":
-            pipe.enable_sequential_cpu_offload(device=place)
+        elif how.offload != "none":
+            offload = getattr(pipe, f"enable_{how.offload}_cpu_offload", None)
+            if offload is None:
+                raise ArgumentError("offload", f"must be group for {type(pipe).__name__}, got {how.offload}")
+            offload(device=place)
         else:
             if before_move is not None:
                 before_move(pipe)
             pipe.to(place)
     pipe.set_progress_bar_config(disable=console.quiet)
     return pipe
+
+
+def _from_pretrained(source: str, **dtype: torch.dtype) -> Any:
+    """Load the standard pipeline of a folder or repository, or its modular one if there is no other."""
+    import diffusers
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    if not os.path.isdir(source) or os.path.isfile(os.path.join(source, INDICES[0])):
+        with contextlib.suppress(RemoteEntryNotFoundError):  # the repository has no standard pipeline
+            return diffusers.DiffusionPipeline.from_pretrained(source, **dtype)
+    from dit_accel.modular_call import load_modular
+
+    return load_modular(source, **dtype)
 
 
 def _require_float8(place: torch.device, precision: torch.dtype) -> None:
@@ -153,9 +169,9 @@ def resolve_model(model: str) -> str:
 
 
 def _require_index(folder: Path) -> None:
-    file = folder / "model_index.json"
-    if not file.is_file():
-        raise ArgumentError("model", f"{folder} is not a diffusers pipeline: model_index.json is missing")
+    file = next((path for name in INDICES if (path := folder / name).is_file()), None)
+    if file is None:
+        raise ArgumentError("model", f"{folder} is not a diffusers pipeline: {' or '.join(INDICES)} is missing")
     try:
         index = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -29,12 +29,13 @@ SAMPLING_RATES = (  # components that make sound, and the key of their configura
     ("vocoder", "output_sampling_rate"),  # LTX-2, whose audio_vae has the lower rate of the spectrograms
     ("sound_tokenizer", "sampling_rate"),  # Cosmos 3
     ("audio_vae", "sample_rate"),  # Kandinsky 6
+    ("audio_vae", "sampling_rate"),  # MiniMax-H3
 )
 
 
 def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     """Check, without the model, that an image, a video or a folder of frames can be written to ``path``."""
-    from dit_accel.tools.media.video import FILE_SUFFIXES, is_folder_of_frames
+    from dit_accel.tools.media.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
 
     if is_folder_of_frames(path):
         return
@@ -44,7 +45,10 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
         raise ArgumentError(
             "output", f"{name} must end in .png, .jpg or .webp, or for video in {' or '.join(FILE_SUFFIXES)}"
         )
-    (Clips(USUAL_FRAMES_A_SECOND) if is_clip else Pictures()).require_output(path, compare=compare, force=force)
+    for file in _with_comparison(path, compare):
+        require_writable(file, "output", force=force)
+    if is_clip:
+        require_codec(path, "--output")
 
 
 def _is_written_by_pillow(suffix: str) -> bool:
@@ -59,8 +63,6 @@ def _is_written_by_pillow(suffix: str) -> bool:
 
 
 class Pictures:
-    """Output of an image pipeline: PIL images."""
-
     default_output = Path("output.png")
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
@@ -126,7 +128,6 @@ class Clips:
             require_writable(file, "output", force=force)
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
-        """Return the files of an output, and of its comparison; gifs and folders may have a .wav file each."""
         return [*_with_comparison(path, compare), *self._others(path, compare)]
 
     def _others(self, path: Path, compare: bool) -> list[Path]:
@@ -148,11 +149,13 @@ class Clips:
         from dit_accel.tools.media.video import Sound, is_folder_of_frames, sound_file, write_clip
 
         folder = is_folder_of_frames(path) if folder is None else folder
-        track = {} if sound is None or self.sampling_rate is None else {"sound": Sound(sound, self.sampling_rate)}
-        if sound is not None and not track:
+        if sound is not None and self.sampling_rate is None:
             warnings.warn("dit-accel: sound is left out, because its sampling rate is unknown", stacklevel=2)
-        write_clip(clip, path, self.fps, folder=folder, **track)
-        return [path, *filter(None, [track and sound_file(path, folder=folder)])]
+        if sound is None or self.sampling_rate is None:
+            write_clip(clip, path, self.fps, folder=folder)
+            return [path]
+        write_clip(clip, path, self.fps, folder=folder, sound=Sound(sound, self.sampling_rate))
+        return [path, *filter(None, [sound_file(path, folder=folder)])]
 
     def write_comparison(
         self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path, sounds: Sounds = (None, None)
@@ -191,7 +194,8 @@ def sampling_rate(pipe: Any) -> int | None:
 
 def _makes_sound_alone(pipe: Any) -> bool:
     call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
-    return call is not None and "AudioPipelineOutput" in call.co_names
+    is_audio = call is not None and "AudioPipelineOutput" in call.co_names
+    return is_audio or getattr(pipe, "makes_sound_alone", False)
 
 
 def size_note(asked: Mapping[str, Any], result: Any) -> str | None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.estimates import require_memory
 from dit_accel.serving.failures import explained_failures
-from dit_accel.serving.input_images import as_image
+from dit_accel.serving.input_images import read_input
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.media import Clips, Pictures, medium_of, sampling_rate
 from dit_accel.serving.processes import join
@@ -80,7 +79,6 @@ def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips
 
 
 def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
-    """Accelerate the pipeline if there is a preset, and name its progress bar."""
     from dit_accel import accelerate_pipeline
 
     if preset is not None:
@@ -126,7 +124,7 @@ def call_arguments(
             raise ArgumentError(name.replace("-", "_"), f"{type(pipe).__name__} takes no {key}")
         arguments[key] = value
     _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in values})
-    arguments |= others
+    arguments |= {name: read_input(name, value) for name, value in others.items()}
     if "negative-prompt" in values and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
     if "guidance" in values and not true_guidance and _ignores_guidance(pipe):
@@ -134,10 +132,21 @@ def call_arguments(
             "guidance",
             f"this {type(pipe).__name__} has no guidance embedding; add a negative prompt to run a second branch",
         )
-    if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-        raise ArgumentError("image", f"{type(pipe).__name__} needs an input image; give one")
+    _require_inputs(type(pipe).__name__, parameters, arguments)
     require_memory(pipe, arguments)
     return arguments
+
+
+def _require_inputs(pipeline: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+    """Check that no argument is missing but the prompt, which may follow."""
+    for name, parameter in parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if not is_needed or name in arguments or name == "prompt":
+            continue
+        if name == "image":
+            raise ArgumentError("image", f"{pipeline} needs an input image; give one")
+        rule = f"--call {name}=VALUE of generate and serve gives it, as a file if it is an image or a video"
+        raise ArgumentError("call", f"{pipeline} needs {name}: {rule}")
 
 
 def _require_known(
@@ -160,23 +169,6 @@ def _require_known(
         default = parameters[name].default if name in parameters else None
         if isinstance(default, int | float) and isinstance(value, str | dict):
             raise ArgumentError("call", f"{name} must be a number or a bool, such as {default}, got {shown(value)}")
-
-
-def read_image(path: Path | None) -> Image.Image | None:
-    """Read an RGB image from a file."""
-    from PIL import Image
-
-    if path is None:
-        return None
-    name = shortened(str(path))
-    try:
-        with Image.open(path) as image:
-            return as_image(image)
-    except FileNotFoundError:
-        raise ArgumentError("image", f"{name} does not exist") from None
-    except Exception as error:  # decoders raise errors of any type for broken files
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError("image", f"{name} can't be read as an image: {shortened(str(reason))}") from None
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:

@@ -11,7 +11,7 @@ from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import Limits, RequestError, Served
 from dit_accel.serving.http.requests import EditRequest
 from dit_accel.serving.http.requests import read as read_fields
-from dit_accel.serving.pipelines import read_image
+from dit_accel.serving.input_images import read_image
 from tests.pairs import every_pair
 
 SERVED = Served("m", None, Limits(), VideoForm(8, 4))

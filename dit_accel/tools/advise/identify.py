@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+import diffusers
 
 from dit_accel.errors import UnsupportedError, shown
 from dit_accel.models.families import FAMILIES
@@ -45,7 +48,8 @@ class Identity:
 
     @property
     def is_modular(self) -> bool:
-        return self.facts is not None and self.facts.is_modular
+        by_family = self.facts is not None and self.facts.is_modular
+        return by_family if self.folder is None else not (self.folder / "model_index.json").is_file()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -72,7 +76,9 @@ def identify(model: str) -> Identity:
         return Identity(model, model, _makes_videos(model), is_loadable=False)
     squeezed, folder = squeeze(model), demo_path(model) or Path(model)
     is_distilled, steps = distillation(model)
-    classes = _classes(folder)
+    index = _index(folder)
+    components = [item for item in index.values() if isinstance(item, list) and len(item) in (2, 3)]
+    classes = [item[1] for item in components if isinstance(item[1], str)]  # after its library
     if any("UNet" in name for name in classes) or _has(TABLE["with_unet"], "" if folder.exists() else squeezed):
         raise UnsupportedError(
             f"model must be a diffusion transformer, got {shown(model)}, which denoises with a UNet; a UNet can't be "
@@ -80,7 +86,8 @@ def identify(model: str) -> Identity:
         )
     if classes:
         family = next((name for name, family in _FAMILIES.items() if family.model in classes), "any")
-        is_video = _makes_videos(family, *map(squeeze, classes))
+        blocks = getattr(diffusers, index.get("_blocks_class_name", ""), None)
+        is_video = _makes_videos(family, *(blocks().output_names if blocks else map(squeeze, classes)))
         return Identity(model, family, is_video, is_distilled, steps=steps, folder=folder)
     if not folder.exists():
         _require_loadable(model)
@@ -130,12 +137,9 @@ def _has(parts: Iterable[str], *names: str) -> bool:
     return any(part in name for part in parts for name in names)
 
 
-def _classes(folder: Path) -> list[str]:
-    """Return the classes of the components of a pipeline's folder; empty for another folder."""
-    if not (index := folder / "model_index.json").is_file():
-        return []
-    values = json.loads(index.read_text(encoding="utf-8")).values()  # components are pairs of library and class
-    return [pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str)]
+def _index(folder: Path) -> dict[str, Any]:
+    files = [folder / name for name in ("model_index.json", "modular_model_index.json")]
+    return next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
 
 
 def _require_loadable(model: str) -> None:

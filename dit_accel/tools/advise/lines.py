@@ -54,7 +54,6 @@ class Lines:
         return "\n".join([*lines, f"result = pipe({', '.join(arguments)})"])
 
     def shell(self) -> str:
-        """Return the command; empty if no command can run the model."""
         if self.why_no_shell():
             return ""
         words = ["dit-accel", "generate", "--compare"]
@@ -62,7 +61,8 @@ class Lines:
             words = ["torchrun", "--nproc-per-node", str(self.gpus), "-m", "dit_accel", "generate"]
             words += ["--parallel", self.sharing]
         words += ["--model", self._source, "--preset", self.preset]
-        words += [word for name in self.model.inputs for word in (f"--{name}", _file(name))]
+        for name in self.model.inputs:
+            words += ["--image", _file(name)] if name == "image" else ["--call", f"{name}={_file(name)}"]
         for name, value in self.call.items():
             words.append(OPTIONS.get(name, f"--{name.replace('_', '-')}"))
             words.append(f"{value:g}" if isinstance(value, float) else str(value))
@@ -71,12 +71,8 @@ class Lines:
         return shlex.join([*words, *WAYS[self.plan.way]["options"]])
 
     def why_no_shell(self) -> str | None:
-        """Return why `dit-accel generate` can't run the model, or None."""
-        if self.model.is_modular:
-            return "diffusers has this model as a modular pipeline, which dit-accel generate can't load"
-        others = [name for name in (*self.model.inputs, *row_of(self.model).get("parts", [])) if name != "image"]
-        if others:
-            return f"dit-accel generate takes no {others[0]}"
+        for part in row_of(self.model).get("parts", []):
+            return f"dit-accel generate takes no {part}"
         return "dit-accel generate does not decode in tiles" if self.plan.in_tiles else None
 
     @property
