@@ -14,6 +14,7 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.loop.budget import Deadline
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import Clock, PlaceClock, SchedulerClock, TimestepClock, keeps_timesteps
@@ -120,6 +121,10 @@ class Acceleration:
         if parts.device.type == "cuda" and not is_fused and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
         return report
+
+    def end_next_run(self, pipe: Any, started: float, seconds: float, after: float) -> None:
+        """Let a pipeline's next run with ``max_seconds`` have a :class:`Deadline` of its own."""
+        self._runs.of(pipe).deadline = Deadline(seconds, started, after)
 
     def symbols(self) -> dict[str, SparseSymbols]:
         """Return the latest symbols of the last run's first branch, by block; empty if attention was dense."""

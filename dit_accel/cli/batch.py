@@ -12,20 +12,18 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError, BatchError, shortened
 from dit_accel.serving.engine import Failure
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import Job, batches
+from dit_accel.serving.ray_engine import RayEngine
+from dit_accel.serving.worker import Worker
 from dit_accel.tools.files import difference_of, explained_writing, write_whole
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dit_accel.serving.ray_engine import RayEngine
-    from dit_accel.serving.worker import Worker
 
 MANIFEST = "manifest.jsonl"
 RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # keys of a manifest line; all others are settings
@@ -83,9 +81,8 @@ def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> s
     finished = set()
     latest = {row["index"]: row for row in _rows(folder / MANIFEST) if "error" not in row}
     for index, settings in wanted.items():
-        if index not in latest:
+        if (row := latest.get(index)) is None:
             continue
-        row = latest[index]
         known = {key: value for key, value in row.items() if key not in RESULTS}
         changed = difference_of(known, settings)
         if changed and not force:

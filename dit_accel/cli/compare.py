@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from dit_accel.cli.options import RunOptions, option, parse_call, repeats_option, takes_options
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError
@@ -20,8 +22,6 @@ from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dit_accel.tools.measure.compare import Bench, Method, Sweep
 
 LEVELS = ("quality", "balanced", "turbo")
@@ -67,8 +67,6 @@ def command(options: CompareOptions) -> None:
 
     dit-accel compare --model black-forest-labs/FLUX.1-dev --prompts mine.txt --peers first-block-cache,dbcache
     """
-    from rich.console import Console
-
     from dit_accel.tools.measure.compare import Bench, Prompt, Sheet, Sweep
     from dit_accel.tools.measure.origin import describe_run
 

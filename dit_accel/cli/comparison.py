@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from dit_accel.cli.progress import progress_bar
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.media import Clips, Pictures, quality
@@ -16,8 +18,6 @@ from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.measure.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
     from dit_accel.tools.measure.timing import Output
@@ -118,18 +118,15 @@ def summary_of(sides: Sides) -> dict[str, Any]:
     figures: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
         figures = quality(plain.output.results, fast.output.results) | _sound_quality(plain.output, fast.output)
+    for name, side in (("plain", plain), ("accelerated", fast)):
+        figures[f"{name}_seconds"] = side and side.seconds
+        figures[f"{name}_seconds_each"] = side and side.repeats
+        figures[f"{name}_call_seconds"] = side and side.output.seconds
+        figures[f"{name}_stages"] = side and side.output.stages
     return {
-        "plain_seconds": plain and plain.seconds,
-        "plain_seconds_each": plain and plain.repeats,
-        "accelerated_seconds": fast and fast.seconds,
-        "accelerated_seconds_each": fast and fast.repeats,
+        **figures,
         "speedup": sides.speedup and sides.speedup.median,
         "speedup_spread": sides.speedup and [sides.speedup.least, sides.speedup.most],
-        "plain_call_seconds": plain and plain.output.seconds,
-        "accelerated_call_seconds": fast and fast.output.seconds,
-        "plain_stages": plain and plain.output.stages,
-        "accelerated_stages": fast and fast.output.stages,
-        **figures,
         "computed_fraction": (report and report.computed_fraction) or 1.0,
         "report": report.to_json() if report else None,
     }

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+
 from dit_accel.cli.batch import run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides, print_summary, summary_of, write_results
 from dit_accel.cli.options import (
@@ -39,8 +41,6 @@ from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dit_accel.presets import Preset
 
 
@@ -124,8 +124,6 @@ def command(options: GenerateOptions) -> None:
 
     dit-accel generate --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a fox runs" --output fox.mp4 --compare
     """
-    from rich.console import Console
-
     _require_consistent(options)
     if not leads():  # the first process writes and prints
         options = replace(options, output=None, plot=None, json_path=None, quiet=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.errors import ArgumentError, ShapeError, shown
@@ -17,11 +19,6 @@ from dit_accel.serving.pipelines import call_arguments, timed_call
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import write_whole
-
-if TYPE_CHECKING:
-    import numpy as np
-    from PIL import Image
-    from rich.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,6 @@ def command(options: InspectOptions) -> None:
     Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
     layer and step), report.json and, for presets of level head, symbols-LAYER.png (for videos, of the middle frame).
     """
-    from rich.console import Console
-
     from dit_accel import accelerate_pipeline
     from dit_accel.pipeline import preset_for
     from dit_accel.tools.media.figures import density_figure, timeline_figure
@@ -92,9 +87,7 @@ def _require_symbols(pipe: Any, layer: str) -> None:
         raise ArgumentError("layer", f"no symbols for layer {shown(layer)}; {valid}")
 
 
-def _draw_symbols(
-    pipe: Any, result: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console
-) -> None:
+def _draw_symbols(pipe: Any, result: Any, layer: str | None, output: Path, console: Console) -> None:
     from dit_accel.tools.media.figures import symbol_map
 
     symbols = pipe.dit_accel.symbols()
@@ -114,7 +107,8 @@ def _draw_symbols(
         console.out(f"wrote {path}", highlight=False)
 
 
-def _middle(pipe: Any, result: Image.Image | np.ndarray) -> tuple[Image.Image, int, int]:
+def _middle(pipe: Any, result: Any) -> tuple[Any, int, int]:
+    """Return an image or a video's middle frame, the index of its latent frame, and the number of latent frames."""
     from PIL import Image
 
     if isinstance(result, Image.Image):

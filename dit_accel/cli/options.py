@@ -6,7 +6,7 @@ Each command derives a dataclass ``Options`` from one of these and takes it as i
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -16,18 +16,25 @@ import typer
 
 from dit_accel.errors import ArgumentError, PresetError, shown
 from dit_accel.serving.loading import Loading
-from dit_accel.serving.loras import parse_loras, with_projections
+from dit_accel.serving.loras import parse_loras
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.measure.repeats import REPEATS
 
 # Generous bounds, which catch typing mistakes before any work.
 MOST_STEPS = 10_000
-FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 pixels are one token in most models
+MOST_PIXELS = 16_384  # of a side
+SIDE = {"min": 16, "max": MOST_PIXELS, "show_default": "the pipeline's"}  # 16 pixels are one token in most models
 MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PROJECTED = {  # keys of a preset, by the arguments of a fine-tuning
+    "critical": "skip.critical",
+    "negligible": "skip.negligible",
+    "feature_map": "skip.feature_map",
+    "block": "blocks.size",
+}
 
 
 def option_of(field: str) -> str:
@@ -72,10 +79,6 @@ def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any],
     return expand
 
 
-def side_option() -> Any:
-    return option("In pixels.", min=FEWEST_PIXELS, max=MOST_PIXELS, show_default="the pipeline's")
-
-
 def repeats_option() -> Any:
     return option(
         "Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.",
@@ -88,8 +91,8 @@ def repeats_option() -> Any:
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
     steps: int | None = option("Denoising steps.", min=1, max=MOST_STEPS, show_default="the pipeline's")
-    height: int | None = side_option()
-    width: int | None = side_option()
+    height: int | None = option("In pixels.", **SIDE)
+    width: int | None = option("In pixels.", **SIDE)
     num_frames: int | None = option(
         "Number of frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's"
     )
@@ -181,10 +184,37 @@ class RunOptions(SizeOptions, LoadingOptions):
     quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
 
     def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:
-        """Return the preset's name and overrides (see :func:`named_preset`), and how to load the pipeline."""
-        name, overrides = named_preset(self.preset, self.model, self.overrides, refusal)
+        """Return the name of the preset, or else of the model's own, if any; its overrides; and how to load the model.
+
+        All are checked here, before the model loads; ``refusal`` says why the command can't run with ``none``.
+        """
+        from dit_accel.models.presets import load_preset
+        from dit_accel.presets import default_preset
+
+        name = self.preset or model_preset(self.model)
+        overrides = _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", self.overrides)
+        if name == "none" and refusal:
+            raise ArgumentError("preset", refusal)
+        if name != "none":
+            load_preset(default_preset(name, is_video=False), **overrides)
         loading = self.loading()
         return name, with_projections(name, overrides, loading.loras), loading
+
+
+def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
+    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
+    from dit_accel.models.presets import load_preset
+    from dit_accel.presets import default_preset
+    from dit_accel.sparse.projections import PROJECTIONS, trained_with
+
+    files = [file for file in (Path(source) / PROJECTIONS for source in loras) if file.is_file()]
+    if not files or preset == "none":
+        return overrides
+    skip = load_preset(default_preset(preset, is_video=False), **overrides).skip
+    if skip.policy != "sla" or skip.projection is not None:
+        return overrides
+    trained = {PROJECTED[name]: value for name, value in trained_with(files[0]).items()}
+    return {"skip.projection": str(files[0]), **trained, **overrides}
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:
@@ -204,22 +234,3 @@ def _parse_pairs(field: str, form: str, texts: list[str] | None) -> dict[str, An
         except PresetError as error:
             raise ArgumentError(field, f"the value in {shown(text)} is {error}") from None
     return pairs
-
-
-def named_preset(
-    name: str | None, model: str, settings: list[str] | None, refusal: str = ""
-) -> tuple[str | None, dict[str, Any]]:
-    """Return the name of the requested preset, or of the model's own preset, if any; and the overrides.
-
-    Both are checked here, before the model loads; ``refusal`` says why the command can't run with ``none``.
-    """
-    from dit_accel.models.presets import load_preset
-    from dit_accel.presets import default_preset
-
-    name = name or model_preset(model)
-    overrides = _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", settings)
-    if name == "none" and refusal:
-        raise ArgumentError("preset", refusal)
-    if name != "none":
-        load_preset(default_preset(name, is_video=False), **overrides)
-    return name, overrides

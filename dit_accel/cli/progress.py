@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
 from dit_accel.tools.steps import StepBar
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as Bar
 
 LINE_EVERY = 60.0  # seconds between lines where no bar can be shown, e.g. in a file
 
@@ -23,7 +20,7 @@ LINE_EVERY = 60.0  # seconds between lines where no bar can be shown, e.g. in a 
 class Progress:
     """One bar for many runs, or ``lines`` now and then. The time left is estimated from the pace so far."""
 
-    def __init__(self, bar: Bar, begun: str, unit: str, *, lines: bool = False) -> None:
+    def __init__(self, bar: Any, begun: str, unit: str, *, lines: bool = False) -> None:
         self._bar = bar
         self._task = bar.add_task(begun, total=None, step="", left="")
         self._what, self._unit, self._lines = begun, unit, lines

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+
 from dit_accel.cli.options import (
     LOOPBACK,
     MOST_FRAMES,
@@ -29,8 +31,6 @@ from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dit_accel.serving.http.api import Limits
 
 SHORTEST_KEY = 16  # characters
@@ -104,8 +104,6 @@ def command(options: ServeOptions) -> None:
 
     curl localhost:8000/v1/images/generations -d '{"prompt": "a yellow ring", "preset": "turbo", "seed": 7}'
     """
-    from rich.console import Console
-
     for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require_extra(package, "dit-accel serve")
     from dit_accel.serving.dispatcher import Dispatcher

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from dit_accel.cli.options import RunOptions, option, parse_call, preset_option, takes_options
 from dit_accel.cli.progress import progress_bar
 from dit_accel.errors import ArgumentError, BatchError
@@ -20,8 +22,6 @@ from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dit_accel.tools.measure.tune import TuneResult
 
 
@@ -58,8 +58,6 @@ def command(options: TuneOptions) -> None:
 
     dit-accel tune --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --preset wan21-sparge --target-psnr 30 --output mine.yaml
     """
-    from rich.console import Console
-
     from dit_accel.pipeline import preset_for
     from dit_accel.presets.keywords import nested
     from dit_accel.tools.measure.tune import Target, split_prompts, tune

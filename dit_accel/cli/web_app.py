@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from dit_accel.cli.options import LOOPBACK, LoadingOptions, option, takes_options
 from dit_accel.errors import ArgumentError, shortened
 from dit_accel.serving.pipelines import Setup
@@ -31,8 +33,6 @@ def command(options: AppOptions) -> None:
 
     dit-accel app --model black-forest-labs/FLUX.1-dev --port 8000
     """
-    from rich.console import Console
-
     require_extra("gradio", "dit-accel app")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio: no telemetry, no check for newer versions
     import gradio as gr

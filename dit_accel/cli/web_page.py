@@ -9,27 +9,14 @@ import html
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_accel.cli import web_texts
-from dit_accel.cli.web_texts import (
-    LABELS,
-    NUMBERS,
-    Fields,
-    fields_of,
-    in_the_pages_words,
-    preset_of,
-    target_of,
-    words_note,
-)
 from dit_accel.errors import DitAccelError
 from dit_accel.presets import Preset
 from dit_accel.presets.loading import DEFAULT
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playground, Wish
-
-if TYPE_CHECKING:
-    import gradio
 
 DOCS = "https://github.com/dit-accel/dit-accel/blob/main/docs"
 FACE = f"""# dit-accel
@@ -64,7 +51,7 @@ class Page:
             with gr.Row(elem_id="layout"):
                 with gr.Column(elem_id="ask"):
                     self._prompt = gr.Textbox(
-                        first.examples[0], label=LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT
+                        first.examples[0], label=web_texts.LABELS["prompt"], lines=2, max_length=LONGEST_PROMPT
                     )
                     self._note = gr.Markdown(visible=False, elem_id="note")
                     with gr.Row(elem_id="examples"):
@@ -99,25 +86,25 @@ class Page:
         self._figures = gr.Markdown()
         self._timelines = gr.HTML()
 
-    def _lay_out_settings(self, first: Fields, model: str, any_model: bool) -> None:
+    def _lay_out_settings(self, first: web_texts.Fields, model: str, any_model: bool) -> None:
         import gradio as gr
 
-        settings = preset_of(DEFAULT, is_video=first.is_video)
+        settings = web_texts.preset_of(DEFAULT, is_video=first.is_video)
         self._model = gr.Dropdown(
             self._models,
             value=model,
-            label=LABELS["model"],
+            label=web_texts.LABELS["model"],
             info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
             allow_custom_value=any_model,
         )
         self._preset = gr.Dropdown(
-            first.presets, value=DEFAULT, label=LABELS["preset"], info=_described(settings), elem_id="preset"
+            first.presets, value=DEFAULT, label=web_texts.LABELS["preset"], info=_described(settings), elem_id="preset"
         )
         self._own_target = gr.Checkbox(True, label="The preset's own target_error")
         self._target = gr.Slider(
             0.01,
             1,
-            value=target_of(settings),
+            value=web_texts.target_of(settings),
             step=0.01,
             label="target_error",
             info="Lower is closer to plain, higher is faster.",
@@ -125,7 +112,7 @@ class Page:
         )
         with gr.Row():
             self._numbers = {"steps": _number("steps", first)}
-            self._seed = gr.Number(0, label=LABELS["seed"], min_width=90)
+            self._seed = gr.Number(0, label=web_texts.LABELS["seed"], min_width=90)
         with gr.Row():
             self._numbers |= {field: _number(field, first) for field in ("height", "width", "num_frames")}
 
@@ -194,10 +181,8 @@ class Page:
                     yield changes
                 else:
                     preview = run.preview
-                    label = (
-                        "Plain; the accelerated side follows" if "plain" in run.outputs else "Plain, a coarse preview"
-                    )
-                    shown = _update(value=preview, label=label, visible=True)
+                    state = "; the accelerated side follows" if "plain" in run.outputs else ", a coarse preview"
+                    shown = _update(value=preview, label=f"Plain{state}", visible=True)
                     hidden = _update(visible=False)
                     yield changes | {self._preview: shown, self._slider: hidden, self._video: hidden}
         except Exception as error:
@@ -239,8 +224,8 @@ class Page:
             fields = self._fields(name)
         except DitAccelError as error:
             return {self._status: f"**Failed.** {_as_text(error)}"}
-        settings = preset_of(preset, is_video=fields.is_video)
-        value = target_of(settings)
+        settings = web_texts.preset_of(preset, is_video=fields.is_video)
+        value = web_texts.target_of(settings)
         return {
             self._preset: _update(info=_described(settings)),
             self._own_target: _update(visible=value is not None, value=True),
@@ -248,19 +233,21 @@ class Page:
         }
 
     def fill_numbers(self, name: str, *values: float | None) -> list[float | None]:
-        numbers = dict.fromkeys(NUMBERS) if self._playground.pipe(name) is None else self._fields(name).numbers
-        return [numbers[field] if value is None else value for field, value in zip(NUMBERS, values, strict=True)]
+        """Fill empty numbers, once a model is loaded that was not known before."""
+        numbers = {} if self._playground.pipe(name) is None else self._fields(name).numbers
+        fields = zip(web_texts.NUMBERS, values, strict=True)
+        return [numbers.get(field) if value is None else value for field, value in fields]
 
-    def _fields(self, name: str) -> Fields:
-        return fields_of(name, self._playground.pipe(name))
+    def _fields(self, name: str) -> web_texts.Fields:
+        return web_texts.fields_of(name, self._playground.pipe(name))
 
 
-def _number(field: str, first: Fields) -> gradio.Number:
+def _number(field: str, first: web_texts.Fields) -> Any:
     import gradio as gr
 
     visible = field != "num_frames" or first.is_video
     return gr.Number(
-        first.numbers[field], label=LABELS[field], placeholder="model's own", min_width=90, visible=visible
+        first.numbers[field], label=web_texts.LABELS[field], placeholder="model's own", min_width=90, visible=visible
     )
 
 
@@ -275,15 +262,15 @@ def _cancelled(status: str) -> str:
 
 
 def _noted(name: str, prompt: str) -> Any:
-    text = words_note(name, prompt)
+    text = web_texts.words_note(name, prompt)
     return _update(value=text, visible=bool(text))
 
 
 def _as_text(error: Exception) -> str:
     """Return an error's message as HTML; it may contain what a visitor entered."""
-    return html.escape(in_the_pages_words(error), quote=False)
+    return html.escape(web_texts.in_the_pages_words(error), quote=False)
 
 
 def _described(preset: Preset) -> str:
-    fixed = "" if target_of(preset) is not None else "; it has no target_error"
+    fixed = "" if web_texts.target_of(preset) is not None else "; it has no target_error"
     return f"{preset.description[0].upper()}{preset.description[1:]}{fixed}."

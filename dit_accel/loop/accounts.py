@@ -108,7 +108,6 @@ class Accounts:
 
 
 def _most(mode: str, other: StepMode) -> str:
-    """Return the mode that computes more."""
     return max(StepMode(mode), other, key=MODES_BY_WORK.index).value
 
 

@@ -59,7 +59,7 @@ class Branches:
     def allow(self, left: int) -> None:
         """Let so many more steps compute, with a rule that has a budget."""
         for gap in self._gaps.values():
-            gap.left = left
+            gap.left = min(left, gap.most - gap.spent)
 
     def settle(self) -> None:
         """Observe the outputs that come from another device, in the order of the calls."""
@@ -74,7 +74,6 @@ class Branches:
         self._called.clear()
 
     def all(self) -> list[BranchState]:
-        """Return the branches that have records."""
         return list(self._states.values())
 
     def of(self, call: Description, items: Mapping[str, Any], *, plain: bool) -> tuple[BranchState, int]:
@@ -158,6 +157,7 @@ class Branches:
         loops = []
         for place, rows in enumerate(samples):
             gap = self._gaps.setdefault(place, self._gap(self._preset, self.course))
+            gap.note = self._report.note
             courses = {FIRST: self.course, **self.course.further}
             by_output = {name: self._loop(gap, memory.order, rows, course) for name, course in courses.items()}
             loops.append(LoopPerOutput(by_output) if self.course.further else by_output[FIRST])

@@ -12,6 +12,7 @@ from typing import Any
 from dit_accel.loop.closed_loop import Course, Gap
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
+from dit_accel.presets.sections import CUT
 
 # Fitted to 6,000 runs of five models with 12 to 100 steps: a bound θ over N steps computes 2.5 + 1.15 · (θ / N)^(−0.4)
 # of very many steps, and 1.5 more with guidance. Once x of the run is over, 0.27 + 0.66 · x of them have computed.
@@ -22,22 +23,22 @@ START, RATE = 0.27, 0.66
 
 
 class BudgetGap(Gap):
-    """Compute a number of steps, or as many as fit into the time."""
-
-    left: int
+    """Compute a number of steps, or as many as fit into the time, but no more than ``target_psnr`` needs."""
 
     def __init__(self, preset: Preset, course: Course) -> None:
         super().__init__(preset, course)
         self._steps = len(course.coordinates)
-        self.left = preset.schedule.computed_steps or self._steps
-        self.spent = 0
+        self.left = self.most = preset.schedule.computed_steps or self._steps
+        self._floor = 0.0 if preset.schedule.target_psnr is None else self.target_error
         self._charged = self._planned = -1  # latest step that was counted, and from which the rest was planned
 
     def decide_mode(self, step: int) -> StepMode:
         mode = super().decide_mode(step)
-        if mode is StepMode.DISPATCH and self.left >= self._steps - step:
+        if mode is StepMode.DISPATCH and self.left >= self._steps - step and not self._floor:
             mode = StepMode.UPDATE
         if self.left <= 0:
+            if self._floor and mode is not StepMode.DISPATCH:
+                self.note(CUT)
             mode = StepMode.DISPATCH
         if mode is not StepMode.DISPATCH and step != self._charged:
             self.left, self.spent, self._charged = self.left - 1, self.spent + 1, step
@@ -54,10 +55,16 @@ class BudgetGap(Gap):
         to_come = 1 - START - RATE * (step + 0.5) / self._steps  # share of the steps that compute
         affordable = usual_bound((self.left + 0.5) / to_come, self._steps)
         over = (step + 1) / self._steps
-        self.target_error, self._planned = usual ** (1 - over) * affordable**over, step
+        bound = usual ** (1 - over) * affordable**over
+        if self._floor and (self.left >= self._steps - step - 1 or bound <= self._floor):
+            bound = self._floor
+        elif self._floor:
+            self.note(CUT)
+        self.target_error, self._planned = bound, step
 
     def _most(self, step: int, latest: int) -> int:
-        return max(super()._most(step, latest), math.ceil((self._steps - step) / (self.left + 1)))
+        needed = math.ceil((self._steps - step) / (self.left + 1))
+        return max(super()._most(step, latest), 0 if self._floor else needed)
 
 
 def usual_bound(computed: float, steps: int) -> float:
@@ -83,7 +90,6 @@ class Deadline:
         self._steps = 0  # since the latest computed one
 
     def begin_step(self) -> None:
-        """Note that a step begins."""
         if self._spent:
             self._cost, self._spent, self._steps = min(self._cost, self._spent), 0.0, 0
         self._begun, self._steps = time.perf_counter(), self._steps + 1

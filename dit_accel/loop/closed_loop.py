@@ -78,7 +78,8 @@ class Course:
 class Gap:
     """Decide when some samples compute next, in all branches of one transformer."""
 
-    left: int | None = None  # steps that may still compute; None = as many as need to
+    left = most = spent = 0  # steps that a budget leaves, has in all, and has spent
+    note: Callable[[str], None] = staticmethod(lambda remark: None)  # adds a remark to the report
 
     def __init__(self, preset: Preset, course: Course) -> None:
         self.preset = preset

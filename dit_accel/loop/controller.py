@@ -55,6 +55,7 @@ class Controller:
         self._layers: dict[str, list[str]] = {}
         schedule = preset.schedule
         self.parts.keeps_previous = schedule.max_seconds is not None
+        self.deadline: Deadline | None = None  # of the next run, instead of one by ``max_seconds``
         self._deadline: Deadline | None = None
         self._standing = [] if schedule.target_psnr is None else [CALIBRATED.format(schedule)]  # notes on every run
         self.reset()
@@ -104,7 +105,6 @@ class Controller:
 
     @property
     def may_forecast(self) -> bool:
-        """Return True if later steps of the run may be forecast."""
         return self._forecasts and self._why_plain is None
 
     def compute_all(self, remark: str) -> None:
@@ -271,7 +271,8 @@ class Controller:
             self.reset()
             self.branches.course = _course_of(tick, forecast.coordinate)
             if (limit := self.preset.schedule.max_seconds) is not None:
-                self._deadline = Deadline(limit, *self.parts.bounds(list(self._layers)))
+                self._deadline = self.deadline or Deadline(limit, *self.parts.bounds(list(self._layers)))
+                self.deadline = None
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if self._forecasts and tick.plain is not None:
                 self.compute_all(f"every step computed: {tick.plain}")

@@ -131,7 +131,6 @@ class History:
         self.coordinates = (coordinate, *self.coordinates)[: self._length]
 
     def clear(self) -> None:
-        """Drop all values."""
         self.records = self.coordinates = ()
 
     def shorten(self, length: int) -> None:

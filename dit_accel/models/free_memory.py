@@ -24,6 +24,8 @@ def read_memory(device: torch.device) -> FreeMemory:
     """Read a GPU's memory, up to ``set_per_process_memory_fraction``, and release what PyTorch caches."""
     torch.cuda.empty_cache()  # as every capture does
     free, total = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_allocator_backend() == "pluggable":  # which counts no memory
+        return FreeMemory(free, total)
     share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)  # since PyTorch 2.8
     stats = torch.cuda.memory_stats(device)
     reserved, allocated = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]

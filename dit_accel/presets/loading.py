@@ -13,7 +13,7 @@ from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.section import section_in
-from dit_accel.presets.sections import TARGETS, Schedule
+from dit_accel.presets.sections import TARGETS, Schedule, clashing
 from dit_accel.presets.skip import drop_foreign_keys
 
 DEFAULT = "balanced"
@@ -24,7 +24,6 @@ EQUIVALENT = {"kernels": {"attention", "gemm", "graphs"}}  # keys of them that d
 
 
 def _config_directory() -> Path:
-    """Return the folder of presets: inside the installed package, or next to it in a checkout."""
     installed = Path(__file__).parent / "configs"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
@@ -65,9 +64,8 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         name, values = path.stem, _read(path, seen=())
     else:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
-    both = [key for key in TARGETS if key in {name.rpartition(".")[2] for name in overrides}]
-    if len(both) > 1:
-        raise PresetError(f"{both[0]} and {both[1]} both choose the computed steps: give one of them, not both")
+    if clash := clashing(*(key for key in TARGETS if key in {name.rpartition(".")[2] for name in overrides})):
+        raise PresetError(f"{clash}: give one of them, not both")
     _apply(values, nested(overrides))
     if "name" in values:
         raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; the file name is the preset's name")

@@ -48,7 +48,6 @@ class Formed(Section):
 
     @classmethod
     def is_formed(cls) -> bool:
-        """Return True if this class is a section, and False if it is one of its forms."""
         return "forms" in vars(cls)
 
     @classmethod

@@ -10,7 +10,15 @@ from dit_accel.presets.section import MOST_STEPS, Formed, Section, any_form
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 TARGETS = ("target_error", "target_psnr", "computed_steps", "max_seconds")  # the computed steps follow from one of them
+CUT = "max_seconds was too short to keep the target_error of target_psnr"  # note of a report
 Calibrated = Annotated[tuple[Positive, Positive], Strict(False)]  # a target_error and a PSNR; YAML has lists
+
+
+def clashing(*keys: str) -> str | None:
+    """Return why keys of TARGETS can't go together, or None; a PSNR or a number of steps may have a time limit."""
+    first, second = (*keys, None, None)[:2]
+    fits = second is None or (second == "max_seconds" and first != "target_error")
+    return None if fits else f"{first} and {second} both choose the computed steps"
 
 
 def _no_number(value: Any) -> Any:
@@ -62,8 +70,8 @@ class AdaptiveSchedule(Schedule):
     largest. null = as many as `target_error` needs."""
     max_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False, examples=[1.2])
     """Seconds of a pipeline's call, text encoding and decoding included, instead of a bound on errors: as many steps
-    compute as fit. The first three steps always compute. The time of decoding is that of the call before. null = as
-    long as `target_error` needs."""
+    compute as fit, with `target_psnr` or `computed_steps` no more than these need. The first three steps always
+    compute. The time of decoding is that of the call before. null = as long as `target_error` needs."""
     calibration: list[Calibrated] = Field(default_factory=list, examples=[[[0.1, 35.0]]])
     """Pairs of a `target_error` and the PSNR in dB that 90% of the prompts reached with it. The shipped ones are the
     lowest of several small models; `dit-accel tune --coverage 0.9` writes those of your model."""
@@ -89,9 +97,8 @@ class AdaptiveSchedule(Schedule):
 
     @model_validator(mode="after")
     def _is_reachable(self) -> AdaptiveSchedule:
-        both = [key for key in TARGETS[1:] if getattr(self, key) is not None]
-        if len(both) > 1:
-            raise ValueError(f"{both[0]} and {both[1]} both choose the computed steps: set one of them to null")
+        if clash := clashing(*(key for key in TARGETS[1:] if getattr(self, key) is not None)):
+            raise ValueError(f"{clash}: set one of them to null")
         if self.max_seconds is not None and self.per_prompt:
             raise ValueError("max_seconds is the time of a whole batch: remove per_prompt, or set computed_steps")
         most = max((psnr for _, psnr in self.calibration), default=None)

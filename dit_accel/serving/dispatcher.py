@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError, DitAccelError
+from dit_accel.errors import ArgumentError, BatchError, DitAccelError
 from dit_accel.serving.engine import Cancelled, Made
-from dit_accel.serving.prompts import Job
+from dit_accel.serving.prompts import DEADLINE, Job
 from dit_accel.serving.remote_worker import RemoteWorker
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_SECONDS = 1.0  # that all threads have to end; one that restarts its worker goes on
+ALWAYS = 3  # steps that compute whatever the deadline
+KEPT = 256  # sizes whose times are kept
 
 
 class Busy(Exception):
@@ -54,6 +57,7 @@ class Task:
     """
 
     is_one_call = False  # True: all jobs share a call
+    deadline: float | None = None  # seconds from its creation to its last result
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
@@ -103,11 +107,75 @@ class AwaitedTask(Task):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
+class Times:
+    """Fewest seconds of runs so far, and of their ends after the last step, by preset and size."""
+
+    def __init__(self) -> None:
+        self._fewest: dict[tuple[Any, ...], tuple[float, float]] = {}
+
+    def take(self, task: Task, job: Job, result: Made, seconds: float) -> None:
+        """Note a run; with fewer computed steps it takes the time of the others less."""
+        steps = result.report["steps"] if result.report else []
+        computed = sorted(step["seconds"] for step in steps if step["mode"] != "dispatch")
+        end = seconds - result.seconds - result.stages.get("text encoding", 0.0)
+        before = self._fewest.pop(key := _key(task, job), (math.inf, math.inf))
+        self._fewest[key] = min(before[0], seconds - sum(computed[ALWAYS:])), min(before[1], end)
+        for oldest in list(self._fewest)[:-KEPT]:
+            self._fewest.pop(oldest, None)
+
+    def limited(self, task: Task, jobs: Sequence[Job], calls: int, *, begins: bool = True) -> Sequence[Job]:
+        """Return the jobs of the next of so many calls, with the time that the task's deadline leaves for it.
+
+        A task that begins may raise an error with the nearest deadline if even the fewest computed steps take longer:
+        ``ArgumentError``, or ``Busy`` if the queue took the time. Unknown sizes are tried.
+        """
+        if (limit := task.deadline) is None:
+            return jobs
+        unknown = 0.0, max((end for _, end in list(self._fewest.values())), default=0.0)
+        fewest, end = self._fewest.get(_key(task, jobs[0]), unknown)
+        waited, needed = time.monotonic() - task.created, calls * fewest
+        if begins and needed > limit:
+            raise ArgumentError("max_seconds", f"must be at least {needed:.3g} for this model and size, got {limit:g}")
+        if begins and waited + needed > limit:
+            reason = f"{waited:.3g} of max_seconds {limit:g} are over and a run takes {needed:.3g}"
+            raise Busy(f"{reason}, so the nearest deadline is {waited + needed:.3g}", 1)
+        left = {DEADLINE: ((limit - waited) / calls, end)}
+        return [replace(job, settings=job.settings | left) for job in jobs]
+
+
+def contract_of(task: Task, result: Made, begun: float) -> dict[str, Any]:
+    """Return what a run that has just ended kept of its task's contract, and the term that decided its steps."""
+    from dit_accel.presets.sections import CUT
+
+    now, report = time.monotonic(), result.report
+    facts: dict[str, Any] = {"queue_seconds": begun - task.created, "run_seconds": now - begun, "decided_by": "preset"}
+    if task.preset is None or report is None:
+        return facts
+    schedule, steps = task.preset.schedule, len(report["steps"])
+    computed = steps - report["steps_by_mode"].get("dispatch", 0)
+    facts |= {"steps": steps, "computed_steps": computed, "expected_psnr": report.get("expected_psnr")}
+    budget, is_cut = min(schedule.computed_steps or steps, steps), CUT in report["notes"]
+    if task.deadline is not None:
+        facts["deadline_met"] = now - task.created <= task.deadline
+        is_cut |= schedule.target_psnr is None and (computed < budget or schedule.computed_steps is None)
+    if schedule.target_psnr is not None:
+        facts["floor_met"] = not is_cut
+    is_spent = schedule.computed_steps and computed == budget
+    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": is_spent, "preset": True}
+    return facts | {"decided_by": next(term for term, decides in terms.items() if decides)}
+
+
+def _key(task: Task, job: Job) -> tuple[Any, ...]:
+    size = (job.settings.get(name) for name in ("height", "width", "num-frames", "steps"))
+    return task.preset and task.preset.name, *size
+
+
 class Dispatcher:
     """Queue with a thread for each worker; at most ``most`` tasks wait."""
 
     def __init__(self, workers: Sequence[RemoteWorker], most: float) -> None:
         self._failures: dict[RemoteWorker, str] = {}  # of workers that could not restart
+        self._times = Times()
         self._most = most
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -136,6 +204,8 @@ class Dispatcher:
         return next(iter(self._failures.values()), None)
 
     def add(self, task: Task) -> None:
+        """Add a task; raise :class:`Busy` if the queue is full or closed, or the error of an impossible deadline."""
+        self._times.limited(task, task.jobs, len(task.jobs))
         with self._changed:
             if self.is_closed:
                 raise Busy("the server is shutting down", 10)
@@ -203,12 +273,16 @@ class Dispatcher:
         end: BaseException | None = None
         task.begin()
         try:
-            for jobs in [task.jobs] if task.is_one_call else [[job] for job in task.jobs]:
-                for result in worker.run(jobs, task.preset, task.suffix, partial(task.step, jobs[0])):
-                    task.tell(result)
+            calls = [task.jobs] if task.is_one_call else [[job] for job in task.jobs]
+            for place, jobs in enumerate(calls):
+                begun = time.monotonic()
+                limited = self._times.limited(task, jobs, len(calls) - place, begins=place == 0)
+                for result in worker.run(limited, task.preset, task.suffix, partial(task.step, jobs[0])):
+                    self._times.take(task, jobs[0], result, time.monotonic() - begun)
+                    task.tell(replace(result, contract=contract_of(task, result, begun)))
             self._failures.pop(worker, None)
         except Exception as error:
-            if not isinstance(error, Cancelled | DitAccelError):
+            if not isinstance(error, Busy | Cancelled | DitAccelError):
                 logger.exception("a task failed")
             end = error
         task.tell(end)

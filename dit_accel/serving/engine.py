@@ -29,6 +29,7 @@ class Made:
     stages: dict[str, float] = field(default_factory=dict)  # seconds of the whole call
     shape: tuple[int, int, int] | None = None  # frames, height and width of a video; None = image
     note: str | None = None  # on a size that the pipeline rounded
+    contract: dict[str, Any] = field(default_factory=dict)  # what a request's run kept of it
 
     @property
     def computed_fraction(self) -> float:

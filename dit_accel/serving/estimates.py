@@ -4,7 +4,6 @@ Memory is a lower bound: nothing that fits is refused. Sizes that only the pipel
 """
 
 import inspect
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +26,8 @@ class Estimate:
 
 
 def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    run = estimated(pipe, arguments)
-    place = getattr(pipe, "_execution_device", None)
-    there = None if run is None or place is None else _memory(place)
-    if run is not None and there is not None and run.bytes > there:
+    run, place = estimated(pipe, arguments), getattr(pipe, "_execution_device", None)
+    if run is not None and place is not None and run.bytes > (there := _memory(place)):
         raise UnsupportedError(
             f"{run.size} need at least {run.bytes / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
             "use a smaller height, width or number of frames"
@@ -57,13 +54,13 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
     if not transformers or not height or not width:
         return None
     frames, images, config = frames or 1, images or 1, transformers[0].config
-    scale = _whole(pipe, "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio") or 8
-    per_latent = _whole(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio") or 1
-    side = scale * max(_whole(config, "patch_size") or 1, TOKEN_PATCH)
+    scale = first_whole(pipe, "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio") or 8
+    per_latent = first_whole(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio") or 1
+    side = scale * max(first_whole(config, "patch_size") or 1, TOKEN_PATCH)
     tokens = (height // side) * (width // side) * ((frames - 1) // per_latent + 1)
-    channels = (_whole(config, "num_attention_heads") or 0) * (_whole(config, "attention_head_dim") or 0)
+    channels = (first_whole(config, "num_attention_heads") or 0) * (first_whole(config, "attention_head_dim") or 0)
     weights = max(sum(weight.numel() for weight in transformer.parameters()) for transformer in transformers)
-    attention = 4.0 * tokens**2 * channels * (_whole(config, "num_layers") or 0)
+    attention = 4.0 * tokens**2 * channels * (first_whole(config, "num_layers") or 0)
     itemsize, vae = transformers[0].dtype.itemsize, getattr(pipe, "vae", None)
     needed = [
         4 * tokens * channels * images * itemsize,  # queries, keys, values and the stream that attention adds to
@@ -88,14 +85,15 @@ def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | Non
     return sample * scale if is_side and isinstance(sample, int) and isinstance(scale, int) else None
 
 
-def _whole(holder: Any, *names: str) -> int | None:
+def first_whole(holder: Any, *names: str) -> int | None:
     """Return the first attribute that is a whole number; of a tuple its last number."""
     values = (getattr(holder, name, None) for name in names)
     values = (value[-1] if isinstance(value, tuple | list) and value else value for value in values)
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def _memory(place: Any) -> int | None:
+def _memory(place: Any) -> int:
+    """Return the bytes of a device's memory: all of a GPU, the free part of the host's."""
     import psutil
     import torch
 
@@ -106,11 +104,8 @@ def _memory(place: Any) -> int | None:
 
 def _flops_per_second(dtype: Any) -> float:
     import torch
+    from torch.utils.benchmark import Timer
 
     matrix = torch.ones(1024, 1024, dtype=dtype)
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - started)
-    return 2 * 1024**3 / min(seconds)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+    return 2 * 1024**3 / min(timer.timeit(1).mean for _ in range(3))

@@ -11,13 +11,6 @@ from dit_accel.tools.demo import demo_path
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import repository_and_file
 
-KEYS = {  # keys of a preset, by the arguments of a fine-tuning
-    "critical": "skip.critical",
-    "negligible": "skip.negligible",
-    "feature_map": "skip.feature_map",
-    "block": "blocks.size",
-}
-
 
 def parse_loras(texts: list[str] | None) -> dict[str, float]:
     """Parse ``["style.safetensors:0.8", …]`` into weights by LoRA: a folder, a file or an id on the Hub."""
@@ -52,22 +45,6 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
         if hasattr(transformer, "peft_config") and getattr(transformer, "hf_quantizer", None) is None:
             transformer.fuse_lora()
             transformer.unload_lora()
-
-
-def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
-    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
-    from dit_accel.models.presets import load_preset
-    from dit_accel.presets import default_preset
-    from dit_accel.sparse.projections import PROJECTIONS, trained_with
-
-    files = [file for file in (Path(source) / PROJECTIONS for source in loras) if file.is_file()]
-    if not files or preset == "none":
-        return overrides
-    skip = load_preset(default_preset(preset, is_video=False), **overrides).skip
-    if skip.policy != "sla" or skip.projection is not None:
-        return overrides
-    trained = {KEYS[name]: value for name, value in trained_with(files[0]).items()}
-    return {"skip.projection": str(files[0]), **trained, **overrides}
 
 
 def _number(text: str) -> float | None:

@@ -35,7 +35,7 @@ SAMPLING_RATES = (  # components that make sound, and the key of their configura
 
 def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     """Check, without the model, that an image, a video or a folder of frames can be written to ``path``."""
-    from dit_accel.tools.media.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
+    from dit_accel.tools.media.video import FILE_SUFFIXES, is_folder_of_frames
 
     if is_folder_of_frames(path):
         return
@@ -45,10 +45,7 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
         raise ArgumentError(
             "output", f"{name} must end in .png, .jpg or .webp, or for video in {' or '.join(FILE_SUFFIXES)}"
         )
-    for file in _with_comparison(path, compare):
-        require_writable(file, "output", force=force)
-    if is_clip:
-        require_codec(path, "--output")
+    (Clips(USUAL_FRAMES_A_SECOND) if is_clip else Pictures()).require_output(path, compare=compare, force=force)
 
 
 def _is_written_by_pillow(suffix: str) -> bool:
@@ -149,13 +146,11 @@ class Clips:
         from dit_accel.tools.media.video import Sound, is_folder_of_frames, sound_file, write_clip
 
         folder = is_folder_of_frames(path) if folder is None else folder
-        if sound is not None and self.sampling_rate is None:
+        track = {} if sound is None or self.sampling_rate is None else {"sound": Sound(sound, self.sampling_rate)}
+        if sound is not None and not track:
             warnings.warn("dit-accel: sound is left out, because its sampling rate is unknown", stacklevel=2)
-        if sound is None or self.sampling_rate is None:
-            write_clip(clip, path, self.fps, folder=folder)
-            return [path]
-        write_clip(clip, path, self.fps, folder=folder, sound=Sound(sound, self.sampling_rate))
-        return [path, *filter(None, [sound_file(path, folder=folder)])]
+        write_clip(clip, path, self.fps, folder=folder, **track)
+        return [path, *filter(None, [track and sound_file(path, folder=folder)])]
 
     def write_comparison(
         self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path, sounds: Sounds = (None, None)

@@ -89,8 +89,6 @@ class Comparison:
 
 @dataclass(eq=False)
 class ComparisonRun:
-    """State of a comparison, which grows while it runs."""
-
     wish: Wish
     activity: str = ""
     steps: dict[Side, list[tuple[str, float | None]]] = field(default_factory=dict)  # mode and forecast error

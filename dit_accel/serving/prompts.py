@@ -21,7 +21,8 @@ KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed a
     "guidance": (int, float),
 }
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
-PARTIAL_IMAGES = "partial-images"  # setting of a job that is not an argument: number of partial images
+# Settings of a job that are no arguments: number of partial images, and seconds until its end and after its steps.
+PARTIAL_IMAGES, DEADLINE = "partial-images", "deadline"
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from dit_accel.errors import ArgumentError, shortened
 from dit_accel.serving.engine import reason_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import serve_jobs
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.dispatcher import Dispatcher, Step, Task
@@ -22,9 +24,6 @@ from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ATTEMPTS = 3  # for each line, and in a row for loading the pipeline on a device
 

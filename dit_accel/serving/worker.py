@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,11 +13,12 @@ from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
+from dit_accel.serving.estimates import first_whole
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.processes import ranks
-from dit_accel.serving.prompts import OWN, PARTIAL_IMAGES, Job
+from dit_accel.serving.prompts import DEADLINE, OWN, PARTIAL_IMAGES, Job
 from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
@@ -50,9 +52,8 @@ class Worker:
     def video_form(self) -> VideoForm | None:
         if not isinstance(self.medium, Clips):
             return None
-        names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        units = (getattr(self.pipe, name, None) for name in names)
-        return VideoForm(self.medium.fps, next(filter(None, units), 1))
+        unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+        return VideoForm(self.medium.fps, unit or 1)
 
     @property
     def loaded(self) -> Loaded:
@@ -64,7 +65,10 @@ class Worker:
         ``tell`` is called with the number of finished steps and of all steps, and with the file of a partial image if
         there is one. An exception from it ends the call.
         """
+        started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
         self.use(preset)
+        if limits is not None:
+            self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
         has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
         previews = self.previews.of(jobs[0], suffix) if has_previews else None
         try:
@@ -176,7 +180,7 @@ class Worker:
         if self._guider is not None:
             self.pipe.guider = self._guider
         options = {"fps": self._setup.fps, **batch[0].settings}
-        options = {key: value for key, value in options.items() if key not in ("seed", PARTIAL_IMAGES)}
+        options = {key: value for key, value in options.items() if key not in ("seed", PARTIAL_IMAGES, DEADLINE)}
         if len(batch) > 1:
             options |= {key: [job.settings[key] for job in batch] for key in OWN if key in options}
         return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **options}, self._setup.call)

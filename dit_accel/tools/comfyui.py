@@ -178,12 +178,9 @@ class _TriedModel:
 
 
 def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides: Any) -> Any:
-    """Return a copy of a ComfyUI ``MODEL`` that samples with the closed loop.
+    """Return a copy of a ComfyUI ``MODEL``, a ``ModelPatcher``, that samples with the closed loop.
 
-    Args:
-        model: ComfyUI's ``ModelPatcher``; not changed.
-        preset: name of a shipped preset or a :class:`Preset`, at level ``output`` and for any model.
-        overrides: preset keys to change, such as ``target_error=0.1``.
+    ``preset`` is at level ``output`` and for any model. ``overrides`` change its keys, such as ``target_error=0.1``.
 
     Raises:
         PresetError: unknown preset, key or value.

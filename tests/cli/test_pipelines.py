@@ -11,7 +11,7 @@ from huggingface_hub import errors as hub
 
 from dit_accel import cli, errors
 from dit_accel.cli import env, options
-from dit_accel.cli.options import named_preset, parse_call
+from dit_accel.cli.options import RunOptions, parse_call
 from dit_accel.errors import ArgumentError, DitAccelError, UnsupportedError
 from dit_accel.pipeline import preset_for
 from dit_accel.serving import pipelines
@@ -231,15 +231,19 @@ def test_values_of_pairs_may_hold_anything():
 
 def test_a_demo_models_own_preset_is_the_default():
     """A name that is given wins, and both are checked before anything is loaded."""
-    own = named_preset(None, "demo-wan", None)[0]
-    assert own == options.model_preset("demo-wan") is not None and named_preset("turbo", "demo-wan", None)[0] == "turbo"
-    assert named_preset(None, "some/model", ["order=2"]) == (None, {"order": 2})
+
+    def named(preset, model="some/model", overrides=None, refusal=""):
+        return RunOptions(preset=preset, model=model, overrides=overrides).preset_and_loading(refusal)[:2]
+
+    own = named(None, "demo-wan")[0]
+    assert own == options.model_preset("demo-wan") is not None and named("turbo", "demo-wan")[0] == "turbo"
+    assert named(None, overrides=["order=2"]) == (None, {"order": 2})
     for name, settings in (("turbp", None), (None, ["ordr=2"])):
         with pytest.raises(errors.PresetError, match="did you mean"):
-            named_preset(name, "some/model", settings)
+            named(name, overrides=settings)
     with pytest.raises(ArgumentError, match="preset: nothing to see"):
-        named_preset("none", "some/model", None, "nothing to see")
-    assert named_preset("none", "some/model", None)[0] == "none"
+        named("none", refusal="nothing to see")
+    assert named("none")[0] == "none"
 
 
 def test_a_file_of_prompts_has_one_a_line(tmp_path):

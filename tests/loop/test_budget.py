@@ -10,7 +10,7 @@ from dit_accel import accelerate_pipeline, accelerated
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop import budget
 from dit_accel.loop.budget import BudgetGap, Deadline, usual_bound
-from dit_accel.loop.closed_loop import Course
+from dit_accel.loop.closed_loop import Course, Gap
 from dit_accel.loop.growth import error_weights
 from dit_accel.loop.timing import CallParts
 from dit_accel.loop.tracker import StepMode
@@ -101,6 +101,33 @@ def deadline(monkeypatch, limit, costs, overhead=0.01, after=0.0):
     return now - 100.0, done
 
 
+def floor(limit, cost=0.1, steps=20):
+    """Computed steps with a floor and a limit of seconds, and the remarks; each error grows with its distance."""
+    sigmas, remarks, found, now = [1 - step / steps for step in range(steps)], [], [], 0.0
+    keys = {"target_psnr": 25.0} | ({"max_seconds": limit} if limit else {})
+    preset = load_preset("balanced", **keys)
+    gap = (BudgetGap if limit else Gap)(preset, Course(range(steps), error_weights(sigmas)))
+    gap.note = remarks.append
+    for step in range(steps):
+        if gap.mode(step) is not StepMode.DISPATCH:
+            now, nodes = now + cost, found[:-4:-1]
+            if limit and step:
+                gap.left = max(int((limit - now) / cost), 0)
+            gap.observe(step, nodes, min(len(nodes) - 1, 1), 0.01 * (step - nodes[0]) ** 2 if nodes else float("inf"))
+            found.append(step)
+    return found, remarks
+
+
+def test_a_floor_decides_as_long_as_there_is_time():
+    """With ample time the same steps compute as without a limit; with less no more than fit, and a remark says so."""
+    steps, _ = floor(None)
+    for limit in [0.05 * number for number in range(1, 60)]:
+        found, remarks = floor(limit)
+        assert found == steps if not remarks else len(found) <= max(limit / 0.1 + 1, 3)
+        assert remarks or limit >= 0.1 * (len(steps) - 1)
+    assert floor(3.0) == (steps, []) and floor(0.4)[1]
+
+
 @pytest.mark.parametrize("first", [0.1, 3.0])
 def test_a_deadline_is_used_and_kept(monkeypatch, first):
     """Within one computed step, also if the first step compiles kernels or later steps slow down a little."""
@@ -159,7 +186,8 @@ def test_processes_that_share_a_call_have_clocks_of_their_own(monkeypatch):
     ("keys", "message"),
     [
         ({"computed_steps": 5, "target_error": 0.1}, "target_error and computed_steps both choose"),
-        ({"computed_steps": 5, "max_seconds": 1.0}, "computed_steps and max_seconds both choose"),
+        ({"target_error": 0.1, "max_seconds": 1.0}, "target_error and max_seconds both choose"),
+        ({"computed_steps": 5, "target_psnr": 20.0, "max_seconds": 1.0}, "target_psnr and computed_steps both choose"),
         ({"computed_steps": 0}, "computed_steps"),
         ({"max_seconds": 0.0}, "max_seconds"),
         ({"max_seconds": 1.0, "per_prompt": True}, "remove per_prompt"),

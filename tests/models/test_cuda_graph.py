@@ -123,3 +123,9 @@ def test_steps_on_several_gpus_are_captured_from_a_smaller_share_of_launches():
     trials = [CaptureTrial(None, lambda share=share: share, lambda: 1.0) for share in (0.6, 0.4)]
     assert [trial.why_not("auto", FREE, is_shared=True) is None for trial in trials] == [True, False]
     assert trials[0].why_not("auto", FREE) is not None
+
+
+def test_nothing_is_captured_under_an_allocator_that_counts_no_memory(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    assert CudaGraph.why_not(torch.device("cuda")) == "another allocator than PyTorch's is set"

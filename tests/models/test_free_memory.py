@@ -30,15 +30,18 @@ def test_the_reason_has_both_amounts():
     assert reason == "a graph of the step takes 3.6 GiB, and 2.0 GiB of the GPU are free"
 
 
-@pytest.mark.parametrize("share, free", [(1.0, 30 + 9), (0.5, 40 - 25 + 9)], ids=["whole", "half"])
-def test_memory_that_pytorch_caches_is_free(monkeypatch, share, free):
+SHARES = {"whole": (1.0, 30 + 9, "native"), "half": (0.5, 40 - 25 + 9, "native"), "uncounted": (1.0, 30, "pluggable")}
+
+
+@pytest.mark.parametrize("share, free, backend", SHARES.values(), ids=SHARES)
+def test_memory_that_pytorch_caches_is_free(monkeypatch, share, free, backend):
     """But for parts of segments that are in use; a process may be limited to a share of the GPU."""
-    stats = {"reserved_bytes": 25, "allocated_bytes": 15, "inactive_split_bytes": 1}
+    numbers = {"reserved_bytes": 25, "allocated_bytes": 15, "inactive_split_bytes": 1}
+    stats = {f"{name}.all.current": number for name, number in numbers.items()}
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share, raising=False)
-    monkeypatch.setattr(
-        torch.cuda, "memory_stats", lambda device: {f"{name}.all.current": stats[name] for name in stats}
-    )
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert read_memory(torch.device("cuda")) == (free, int(80 * share))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset
 from dit_accel import presets as unchecked
-from dit_accel.cli.options import named_preset
+from dit_accel.cli.options import RunOptions
 from dit_accel.errors import PresetError
 from dit_accel.models.families import FAMILIES
 from dit_accel.models.presets import fitting_presets, preset_schema
@@ -29,7 +29,9 @@ WAYS = {
     "accelerate_transformer": lambda **overrides: accelerate_transformer(
         tiny.pipeline("flux").transformer, unchecked.load_preset("balanced", **overrides), [1.0, 0.5]
     ),
-    "command": lambda **overrides: named_preset("balanced", "", [f"{k}={v}" for k, v in overrides.items()]),
+    "command": lambda **overrides: RunOptions(
+        preset="balanced", overrides=[f"{k}={v}" for k, v in overrides.items()]
+    ).preset_and_loading(),
 }
 
 

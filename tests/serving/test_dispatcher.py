@@ -9,6 +9,7 @@ import pytest
 from dit_accel.errors import BatchError
 from dit_accel.serving import dispatcher as dispatching
 from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Task
+from dit_accel.serving.engine import Made
 from dit_accel.serving.prompts import Job
 
 
@@ -23,7 +24,7 @@ class Noted(Task):
         self.begun.set()
 
     def tell(self, event):
-        self.events.append(event)
+        self.events.append(event.data if isinstance(event, Made) else event)
         if event is None or isinstance(event, BaseException):
             self.ended.set()
 
@@ -35,7 +36,7 @@ class Hands:
         self.failures, self.restarts = [*failures], 0
 
     def run(self, jobs, preset, suffix, tell):
-        return [job.settings["work"](tell) for job in jobs]
+        return [Made(job.settings["work"](tell), 0.0, None, [job.index]) for job in jobs]
 
     def restart(self):
         self.restarts += 1

@@ -12,8 +12,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dit_accel import accelerate_pipeline
+from dit_accel.cli.options import with_projections
 from dit_accel.errors import ArgumentError
-from dit_accel.serving.loras import load_loras, parse_loras, with_projections
+from dit_accel.serving.loras import load_loras, parse_loras
 from dit_accel.tools.demo import demo_path
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_pipeline

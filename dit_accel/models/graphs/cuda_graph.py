@@ -144,6 +144,8 @@ class CudaGraph:
         """Return why nothing can be captured on a device now, or None."""
         if device.type != "cuda" or torch.version.cuda is None:
             return f"computes on {device.type}"
+        if torch.cuda.get_allocator_backend() == "pluggable":  # which counts no memory
+            return "another allocator than PyTorch's is set"
         return "the stream is already being captured" if torch.cuda.is_current_stream_capturing() else None
 
     @staticmethod

@@ -23,6 +23,7 @@ class Metrics:
         self.seconds = Histogram("dit_accel_request_seconds", "answered requests", buckets=SECONDS, **into)
         self.stages = Counter("dit_accel_stage_seconds", "seconds of runs by stage", ["stage"], **into)
         self.computed = Histogram("dit_accel_computed_fraction", "FLOPs of a run, plain = 1", buckets=FRACTIONS, **into)
+        self.terms = Counter("dit_accel_contracts", "results by term of their contract", ["term", "outcome"], **into)
         Gauge("dit_accel_queue_length", "waiting requests", **into).set_function(lambda: dispatcher.waiting)
         Gauge("dit_accel_running", "requests that run", **into).set_function(lambda: dispatcher.running)
 
@@ -33,6 +34,10 @@ class Metrics:
             for stage, seconds in result.stages.items():
                 self.stages.labels(stage).inc(seconds)
             self.computed.observe(result.computed_fraction)
+            for term in ("decided_by", "deadline_met", "floor_met"):
+                if term in result.contract:
+                    self.terms.labels(term, str(result.contract[term]).lower()).inc()
+            self.stages.labels("queue").inc(result.contract.get("queue_seconds", 0.0))
 
     def counted(self, error: BaseException) -> RequestError:
         answer = answered(error, self._limits)

@@ -68,6 +68,7 @@ class PromptRequest(BaseModel):
             message = f"model {shown(self.model)} does not exist; this server has {served.model}"
             raise RequestError(message, "model", "model_not_found", 404)
         require_at_most("steps", self.steps or 1, limits.steps)
+        require_at_most("computed_steps", self.computed_steps or 1, self.steps or limits.steps)
         for side in self.sides:
             if side is not None and (side % SIDE_UNIT or not SIDE_UNIT <= side <= limits.side):
                 rule = f"sides of {SIDE_UNIT} to {limits.side:,} pixels, multiples of {SIDE_UNIT}"

@@ -59,8 +59,9 @@ class ImageServer:
                 raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
             wanted = await received(request, kind, self.served)
             task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), SUFFIXES[wanted.output_format])
+            task.deadline = wanted.max_seconds
             self.dispatcher.add(task)
-        except (RequestError, Busy, Cancelled) as error:
+        except (ArgumentError, RequestError, Busy, Cancelled) as error:
             raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
@@ -129,6 +130,7 @@ class ImageServer:
             "preset": "none" if task.preset is None else task.preset.name,
             "computed_fraction": result.computed_fraction,
             "seconds": result.stages,
+            "contract": result.contract,
         }
 
     async def models(self) -> dict[str, Any]:

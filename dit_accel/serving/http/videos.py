@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Lock, RLock, Thread
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -26,9 +26,6 @@ from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.metrics import Metrics
 from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
 
-if TYPE_CHECKING:
-    from dit_accel.presets import Preset
-
 SUFFIX = ".mp4"
 SWEEP = 60.0  # seconds between deletions of old videos that no request asks for
 CHUNK = 2**18  # bytes of a file that is sent
@@ -40,17 +37,10 @@ class VideoJob(Task):
     ``owner`` is the index of the API key that requested it, None without keys.
     """
 
-    def __init__(
-        self,
-        request: VideoRequest,
-        served: Served,
-        preset: Preset | None,
-        owner: int | None,
-        file: Path,
-        metrics: Metrics,
-    ) -> None:
-        form = served.form
+    def __init__(self, request: VideoRequest, served: Served, owner: int | None, file: Path, metrics: Metrics) -> None:
+        form, preset = served.form, requested_preset(request, served)
         super().__init__([request.job(form)], preset, SUFFIX)
+        self.deadline = request.max_seconds
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
         self.bytes = 0  # of its file, once it is completed
@@ -135,6 +125,7 @@ class VideoJob(Task):
             "num_frames": frames,
             "computed_fraction": result.computed_fraction,
             "stage_seconds": result.stages,
+            "contract": result.contract,
         } | ({"notes": [result.note]} if result.note else {})
         self._progress, self.bytes = 100, len(result.data)
         self._end("completed")
@@ -242,10 +233,9 @@ class VideoServer:
         try:
             store = self._videos()
             wanted = await received(request, VideoRequest, self._served)
-            preset = requested_preset(wanted, self._served)
-            job = VideoJob(wanted, self._served, preset, request.state.owner, store.new_file(), self._metrics)
+            job = VideoJob(wanted, self._served, request.state.owner, store.new_file(), self._metrics)
             self._dispatcher.add(job)
-        except (RequestError, Busy, Cancelled) as error:
+        except (ArgumentError, RequestError, Busy, Cancelled) as error:
             raise self._metrics.counted(error) from None
         store.add(job)
         return JSONResponse(job.to_json())

@@ -71,9 +71,7 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
         errors.set_yticks([])
     if any(error > 0 for error in (*measured.values(), *probed.values())):
         log_scale(errors)
-    errors.set_ylabel("measured error\n(relative L2)")
-    errors.set_xlabel("denoising step")
-    errors.set_xlim(-0.6, len(report.steps) - 0.4)
+    errors.set(xlabel="denoising step", ylabel="measured error\n(relative L2)", xlim=(-0.6, len(report.steps) - 0.4))
     errors.xaxis.get_major_locator().set_params(integer=True)
     tidy_axes(times, grid="y")
     tidy_axes(errors, grid="y")
@@ -201,8 +199,7 @@ def frontier_plot(
             linestyle=("-", "--", ":")[turn % 3],
             zorder=3 if method == highlight else 2,
         )
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("PSNR against all steps computed (dB)")
+    axes.set(xlabel=x_label, ylabel="PSNR against all steps computed (dB)")
     axes.set_title("Speed against quality", loc="left")
     outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
     axes.legend(frameon=False, **outside)

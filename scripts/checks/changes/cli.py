@@ -31,10 +31,7 @@ MUTANTS: list[Mutant] = table({
          'if self.offload == "sequential":', 'if self.offload != "none":')],
     "dit_accel/serving/loras.py": [
         ("weight-of-nothing", "a LoRA of weight 0 changes nothing", "tests/serving/test_loras.py",
-         "1.0 if weight is None else weight", "weight or 1.0"),
-        ("training-over-options", "--set overrides the settings of a fine-tuning", "tests/serving/test_loras.py",
-         '{"skip.projection": str(files[0]), **trained, **overrides}',
-         '{"skip.projection": str(files[0]), **overrides, **trained}')],
+         "1.0 if weight is None else weight", "weight or 1.0")],
     "dit_accel/serving/media.py": [
         ("some-names-are-free", "files of an earlier run are replaced only with --force",
          "tests/serving/test_outputs.py",
@@ -49,11 +46,15 @@ MUTANTS: list[Mutant] = table({
         ("own-file-is-shipped", "a user's file with a shipped preset's name is checked", "tests/cli/test_cli.py",
          "if str(file) in preset_names() and not file.exists():", "if str(file) in preset_names():")],
     "dit_accel/cli/options.py": [
+        ("training-over-options", "--set overrides the settings of a fine-tuning", "tests/serving/test_loras.py",
+         '{"skip.projection": str(files[0]), **trained, **overrides}',
+         '{"skip.projection": str(files[0]), **overrides, **trained}'),
         ("keys-without-a-name", "--set =1 gives a one-line error", "tests/cli/test_refused.py",
          "if not equals or not key.strip():", "if not equals:"),
         ("preset-is-checked-late", "a misspelt preset raises before a model is loaded",
          "tests/cli/test_refused.py",
-         '    if name != "none":\n        load_preset(default_preset(name, is_video=False), **overrides)\n', "")],
+         '        if name != "none":\n            load_preset(default_preset(name, is_video=False), **overrides)\n',
+         "")],
     "dit_accel/cli/inspect.py": [
         ("one-latent-frame-short", "symbols are plotted over their own frame", "tests/cli/test_inspect.py",
          "frames = (len(result) - 1) // factor + 1", "frames = len(result) // factor"),

@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = table({
          "step < schedule.warmup or", "step <= schedule.warmup or")],
     "dit_accel/loop/budget.py": [
         ("budget-left-over", "steps that errors do not need compute at the end", "tests/loop/test_budget.py",
-         "self.left >= self._steps - step", "self.left > self._steps - step + 1"),
+         "self.left >= self._steps - step and", "self.left > self._steps - step + 1 and"),
         ("time-without-decoding", "a deadline leaves the time of decoding", "tests/loop/test_budget.py",
          "self._limit = seconds - after", "self._limit = seconds")],
     "dit_accel/loop/closed_loop.py": [

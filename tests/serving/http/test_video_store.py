@@ -65,7 +65,7 @@ def job_of(file, owner=None):
     metrics = SimpleNamespace(counted=lambda error: api.RequestError(str(error)), finish=lambda *_: None)
     served = api.Served("tiny", None, LIMITS, FORM)
     wanted = requests.read(json.dumps(GOOD).encode(), requests.VideoRequest, served)
-    return videos.VideoJob(wanted, served, None, owner, file, metrics)
+    return videos.VideoJob(wanted, served, owner, file, metrics)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from dit_accel.kernels import quantize_rows, quantized_linear
 from dit_accel.models import denoisers
 from dit_accel.models.beside.quantized_linears import LEAST_ROWS, roundable
 from dit_accel.presets import Linear
+from dit_accel.tools.measure.timing import removed_after
 
 EVERY = 9  # every N-th call of a layer is measured; odd, so that both branches are included
 ROWS = 256  # measured rows of a call, evenly spaced
@@ -33,7 +35,7 @@ class Kind:
 
 
 class LinearTap:
-    """Context that measures the linear layers in a plain pipeline's blocks in the dtype of section ``linear``."""
+    """Measures the linear layers in a plain pipeline's blocks in the dtype of section ``linear``."""
 
     def __init__(self, pipe: Any, section: Linear) -> None:
         self._dtype = str(section.dtype)
@@ -41,14 +43,10 @@ class LinearTap:
         self._errors: dict[str, list[float]] = defaultdict(list)
         self._calls: dict[str, int] = defaultdict(int)
 
-    def __enter__(self) -> LinearTap:
+    def measuring(self) -> AbstractContextManager[None]:
+        """Return a context whose calls of the pipeline are measured."""
         visits = ((layer, partial(self._visit, _pattern(name))) for name, layer in self._layers)
-        self._handles = [layer.register_forward_hook(visit) for layer, visit in visits]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+        return removed_after([layer.register_forward_hook(visit) for layer, visit in visits])
 
     def kinds(self) -> list[Kind]:
         work: dict[str, int] = defaultdict(int)

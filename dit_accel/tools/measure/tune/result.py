@@ -105,14 +105,6 @@ def computed_fraction(figures: Sequence[Figures]) -> float:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """One setting of the run-level thresholds, and results of its runs on the tuning prompts."""
-
-    setting: Setting
-    figures: list[Figures]
-
-
-@dataclass(frozen=True)
 class TuneResult:
     """A tuned preset."""
 
@@ -123,7 +115,7 @@ class TuneResult:
     met: bool  # whether the held-out prompts meet the target
     setting: Setting  # the run-level thresholds, with the bounds of the layers' errors
     held_out: list[Figures]
-    evaluations: list[Evaluation]  # settings that the search tried, in order
+    evaluations: list[tuple[Setting, list[Figures]]]  # settings that the search tried, in order, and their runs
     curves: Curves  # empty if no tiles are skipped
     chosen: dict[str, Candidate | None]  # point on each block's curve; None = the block computes all tiles
     circumstances: dict[str, str]  # pipeline, device and versions of the measurement
@@ -163,13 +155,13 @@ class TuneResult:
         figure = new_figure(11.0 if self.curves else 6.0, 4.6)
         axes, *of_layers = figure.subplots(1, 2 if self.curves else 1, squeeze=False)[0]
         axes.axhline(self.target.value, color=GREY, linewidth=1, linestyle="--", label="target")
-        runs, level = [tried.figures for tried in self.evaluations], self.target.level
+        runs, level = [figures for _, figures in self.evaluations], self.target.level
         tried = list(map(computed_fraction, runs)), list(map(level, runs))
         axes.plot(*tried, "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
         chosen = computed_fraction(self.held_out), level(self.held_out)
         axes.plot(*chosen, "*", color=ERROR_COLOUR, markersize=14, label="chosen, held-out prompts")
-        axes.set_xlabel("computed fraction of FLOPs (less is faster)")
-        axes.set_ylabel({"psnr": "PSNR (dB)", "latent_error": "relative error of the latents"}[self.target.metric])
+        quality = {"psnr": "PSNR (dB)", "latent_error": "relative error of the latents"}[self.target.metric]
+        axes.set(xlabel="computed fraction of FLOPs (less is faster)", ylabel=quality)
         axes.legend(frameon=False, loc="best")
         axes.set_title("Settings", loc="left")
         for panel in of_layers:
@@ -193,8 +185,7 @@ class TuneResult:
         axes.axhline(self.setting[BOUND], color=GREY, linewidth=1, linestyle="--")
         if any(item.error > 0 for candidates in self.curves.values() for item in candidates):
             log_scale(axes)
-        axes.set_xlabel("sparsity")
-        axes.set_ylabel("relative L1 error of attention")
+        axes.set(xlabel="sparsity", ylabel="relative L1 error of attention")
         skipping = sum(taken is not None for taken in self.chosen.values())
         axes.set_title(f"Layers: {skipping} of {len(self.curves)} leave tiles out", loc="left")
         if len(self.curves) <= MOST_LABELS:

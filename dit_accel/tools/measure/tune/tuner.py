@@ -30,7 +30,7 @@ from dit_accel.tools.measure.origin import describe_run
 from dit_accel.tools.measure.tune import calibration
 from dit_accel.tools.measure.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, NO_KEYS, Axis, Setting, axes_of
 from dit_accel.tools.measure.tune.linears import Kind, LinearTap, excluded, work_left
-from dit_accel.tools.measure.tune.result import Evaluation, Target, TuneResult, computed_fraction
+from dit_accel.tools.measure.tune.result import Target, TuneResult, computed_fraction
 from dit_accel.tools.measure.tune.runs import Figures, FigureStore, MeasuredRuns
 from dit_accel.tools.measure.tune.search import Score, Search
 
@@ -143,17 +143,17 @@ class _Tuner:
         for index in range(len(prompts)):
             runs.plain(index)
 
-        tried: dict[str, Evaluation] = {}
+        tried: dict[str, tuple[Setting, list[Figures]]] = {}
         caution, confirmations = 0.0, 0
         while confirmations < CONFIRMATIONS:
             confirmations += 1
             phase.name = "search"
 
             def evaluate(setting: Setting, caution: float = caution) -> Score:
-                evaluation = Evaluation(setting, runs.figures(self._preset_of(setting), range(count)))
-                tried[str(setting)] = evaluation
-                slack = self.target.slack(evaluation.figures, cautious=True)
-                return Score(slack - caution, self._cost(evaluation.figures, setting))
+                figures = runs.figures(self._preset_of(setting), range(count))
+                tried[str(setting)] = setting, figures
+                slack = self.target.slack(figures, cautious=True)
+                return Score(slack - caution, self._cost(figures, setting))
 
             search = Search(axes, evaluate, evaluations)
             found = search.run()
@@ -195,7 +195,7 @@ class _Tuner:
 
     def _measure_linears(self, runs: MeasuredRuns) -> list[dict[str, Any]]:
         tap = LinearTap(self.pipe, self.preset.linear)
-        runs.plain(0, tap)
+        runs.plain(0, tap.measuring())
         return [asdict(kind) for kind in tap.kinds()]
 
     def _cost(self, figures: list[Figures], setting: Setting) -> float:

@@ -20,7 +20,7 @@ def test_kinds_under_the_bound_run_in_8_bits():
 def test_kinds_are_measured_on_a_plain_run(pipe):
     """Each error is the layer's own, patterns are valid in a preset, and no hook stays."""
     tap = LinearTap(pipe, Linear(dtype="int8", exclude=["*.to_k"]))
-    with tap:
+    with tap.measuring():
         tiny_output(pipe, "flux", steps=2)
     kinds = tap.kinds()
     assert not any(module._forward_hooks for module in pipe.transformer.modules())

@@ -303,7 +303,7 @@ def test_a_tuning_starts_from_the_target_error_of_a_target_psnr(tmp_path):
         assert pipeline("flux").dit_accel.preset.name == "exact"
     finally:
         restore_pipeline(pipeline("flux"))
-    assert result.evaluations[0].setting["schedule.target_error"] == pytest.approx(0.3, rel=0.15)
+    assert result.evaluations[0][0]["schedule.target_error"] == pytest.approx(0.3, rel=0.15)
     result.write(tmp_path / "tuned.yaml")
     for preset in (result.preset, load_preset(tmp_path / "tuned.yaml")):
         assert preset.schedule.target_psnr is None
