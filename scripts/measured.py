@@ -59,7 +59,7 @@ def loop_runs(level: str, *, video: bool) -> list[Run]:
     for source in (CONDITIONS, FEW_STEPS):
         known = set(rows)
         for row in document(source)["rows"]:
-            cell = {"dtype": "bfloat16", "guidance": None} | row["cell"]
+            cell = {"dtype": "bfloat16", "guidance": None, "steps": None} | row["cell"]
             is_counted = cell["dtype"] == "bfloat16" and cell["guidance"] != UNTRAINED_GUIDANCE
             steps = cell["steps"] or 50
             if row["name"] == level and (cell["model"] in VIDEOS) == video and is_counted and steps not in known:

@@ -71,10 +71,9 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
             continue
         finally:
             snapshot.restore()
+        known = {key: value for key, value in asdict(cell).items() if value != getattr(Cell, key, None)}
         quality = [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(output, plain, strict=True)]
-        rows.append(
-            {"cell": asdict(cell), "series": series, "name": name, "computed": round(computed, 4), "psnr": quality}
-        )
+        rows.append({"cell": known, "series": series, "name": name, "computed": round(computed, 4), "psnr": quality})
         print(f"{cell}: {name}: {computed:.3f}, {mean(quality):.1f} dB, worst {min(quality):.1f}", flush=True)
     return rows
 

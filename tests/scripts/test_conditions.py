@@ -17,7 +17,7 @@ def test_cells_have_the_loop_and_its_rivals(tmp_path, monkeypatch):
     rivals = {"TaylorSeer lite (diffusers)", "SeaCache", "MeanCache"}
     assert series == {"closed loop", "closed loop with a budget", *rivals}
     assert all(0 < row["computed"] <= 1.001 and len(row["psnr"]) == 1 for row in found["rows"])
-    kinds = {(row["cell"]["guidance"], row["cell"]["strength"]) for row in found["rows"]}
+    kinds = {(row["cell"].get("guidance"), row["cell"].get("strength")) for row in found["rows"]}
     assert kinds == {(3.0, None), (None, 0.6)}
     assert (tmp_path / "found.md").read_text().count("| demo-flux") == 2 * len(kinds)
     assert (tmp_path / "found.png").exists()
