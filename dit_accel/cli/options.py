@@ -57,15 +57,14 @@ def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any],
 
     def expand(command: Callable[[Any], None]) -> Callable[..., None]:
         (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
-        types = get_type_hints(kind, include_extras=True)
+        types = get_type_hints(kind)
         order = {name: index for index, cls in enumerate(kind.__mro__) for name in vars(cls).get("__annotations__", ())}
         parameters = []
         for option in sorted(fields(kind), key=lambda field: order[field.name]):
             if option.name in without:
                 continue
             default = Parameter.empty if option.default is MISSING else option.default
-            typed = option.metadata.get("option")
-            annotation = Annotated[types[option.name], typed] if typed else types[option.name]
+            annotation = Annotated[types[option.name], option.metadata["option"]]
             parameters.append(Parameter(option.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
         @functools.wraps(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,9 @@ class Previews:
         self._by_size: dict[tuple[int | None, int | None], Previewer] = {}
 
     def previewer(self, job: Job) -> Previewer | None:
-        from dit_accel.tools.media.preview import Previewer, takes_previews
+        from dit_accel.tools.media.preview import Previewer
 
-        if not takes_previews(self._pipe):
+        if "callback_on_step_end" not in inspect.signature(self._pipe.__call__).parameters:
             return None
         size = job.settings.get("height"), job.settings.get("width")
         self._by_size[size] = previewer = self._by_size.pop(size, None) or Previewer()

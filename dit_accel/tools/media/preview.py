@@ -5,7 +5,6 @@ The map is fitted to finished outputs of the same model and size, so it needs ne
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable
@@ -23,11 +22,6 @@ LONGEST_SIDE = 512  # pixels of an image
 INTERVAL = 1.0  # seconds between previews: each waits for the step and copies its latents
 UNEXPLAINED = 0.5  # share of the colours' variance; a fit with a larger error gives no preview
 RIDGE = 1e-3  # of the squared latents
-
-
-def takes_previews(pipe: Any) -> bool:
-    """Return True if the pipeline's call takes :meth:`Previewer.watch`."""
-    return "callback_on_step_end" in inspect.signature(pipe.__call__).parameters
 
 
 class Previewer:
