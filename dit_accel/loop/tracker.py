@@ -49,7 +49,7 @@ RESCALED_MAX = 1.0  # largest timestep that may be a share of the training times
 
 
 class StepMode(enum.Enum):
-    """Mode of a step: FULL computes all, UPDATE also refreshes symbols and caches, DISPATCH obeys the symbols."""
+    """Mode of a step: FULL computes all, UPDATE also refreshes symbols and caches, DISPATCH forecasts the rest."""
 
     FULL = "full"
     UPDATE = "update"

@@ -1,12 +1,12 @@
 """Where does acceleration apply inside a model?
 
 Read `families/family.py` first: it defines the facts that describe a model family. Then read one family, such as
-`families/sd3.py`. `drive.py` chooses the driver of a transformer. `transformer.py` is the driver for any transformer:
-it wraps whole calls, which is enough for level `output`. `driver.py` extends it for known families and works inside
-the blocks. `wrappers.py` finds transformers inside of wrappers. `hooks.py` adds and removes hooks on modules,
-`interceptor.py` catches attention calls, and `fused/` holds blocks that run our kernels. `graphs/` captures computed
-steps as CUDA graphs, and `parallel/` divides a call among GPUs. `beside/` handles other changes to a transformer:
-ControlNets, compilation, other caches and 8-bit layers.
+`families/sd3.py`. `session.py` owns a transformer's call from beginning to end. `drive.py` chooses the driver of a
+transformer. `transformer.py` is the driver for any transformer: it wraps whole calls, which is enough for level
+`output`. `driver.py` extends it for known families and works inside the blocks. `wrappers.py` finds transformers inside
+of wrappers. `hooks.py` adds and removes hooks on modules, `interceptor.py` catches attention calls, and `fused/` holds
+blocks that run our kernels. `graphs/` captures computed steps as CUDA graphs, `parallel/` divides a call among GPUs.
+`beside/` handles other changes to a transformer: ControlNets, compilation, other caches and 8-bit layers.
 """
 
 from __future__ import annotations

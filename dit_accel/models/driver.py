@@ -19,7 +19,7 @@ from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of, latents_of
 from dit_accel.models.hooks import ATTENTION_HOOK, OFFLOAD_HOOKS, ORDER_HOOK, Hook, is_compiled, lift_others
-from dit_accel.models.kernel_limits import EveryRow, can_fuse_kernels, why_no_kernels, wins_dense
+from dit_accel.models.kernel_limits import EveryRow, why_no_kernels, why_not_fused, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
     Exchange,
@@ -222,7 +222,10 @@ class FamilyDriver(TransformerDriver):
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         _, head_dim = self.family.heads(self.transformer)
-        return can_fuse_kernels(x, head_dim)
+        reason = why_not_fused(x, head_dim)
+        if reason is not None and x.is_cuda:
+            self.session.run.report.note(f"blocks run without fused kernels: {reason}")
+        return reason is None
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
         """Return an attention site in the call in progress, with a block's settings; samples may attend apart."""

@@ -26,15 +26,15 @@ def why_no_kernels(x: torch.Tensor, head_dim: int | None = None) -> str | None:
     return None if head_dim is None or not x.is_cuda else triton_limit(head_dim)
 
 
-def can_fuse_kernels(x: torch.Tensor, head_dim: int) -> bool:
-    """Return True if norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
-
-    False under autocast, which casts inputs of modules, and with gradients.
-    """
-    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    is_plain = not torch.is_autocast_enabled("cuda") and not torch.is_grad_enabled()
-    return is_plain and resolve_backend("auto", x) == "triton" and head_dim in KERNEL_HEAD_DIMS
+def why_not_fused(x: torch.Tensor, head_dim: int) -> str | None:
+    """Return why norms, modulations, RoPE and GELU of blocks don't run fused, or None."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return f"they compute in {x.dtype}, not in half precision"
+    if torch.is_autocast_enabled("cuda") or torch.is_grad_enabled():
+        return "gradients are on, or autocast casts inputs of modules"
+    if head_dim not in KERNEL_HEAD_DIMS:
+        return f"heads have {head_dim} values, not {' or '.join(map(str, KERNEL_HEAD_DIMS))}"
+    return None if x.is_cuda and resolve_backend("auto", x) == "triton" else "they need a GPU with Triton"
 
 
 def wins_dense(q: torch.Tensor) -> bool:

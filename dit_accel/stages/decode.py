@@ -32,7 +32,7 @@ from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, grou
 from dit_accel.stages.vae import page_of, why_unknown
 from dit_accel.stages.vae.layers import Layers
 
-# Relative error (L2) over the decoder's own output. Two orders of the same sums differ by up to half of it.
+# Relative error (L2) over the decoder's own output: about twice what another order of the same sums changes.
 BOUNDS = {torch.float32: 3e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # float32 convolves in TF32 by default
 FUSED = "with fused kernels"
 OWN = "by the autoencoder's own"

@@ -344,3 +344,16 @@ def test_the_text_decides_the_dtype_of_blocks(monkeypatch):
     monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda _, x: seen.append(x.shape[1:]))
     tiny.accelerated_output("minimax-h3", "exact", 1)
     assert seen == [(TOKENS, WIDTH)]
+
+
+@torch.no_grad()
+def test_the_report_says_why_blocks_run_without_fused_kernels():
+    """On a GPU, where they would be expected."""
+    notes = []
+    run = SimpleNamespace(report=SimpleNamespace(note=notes.append))
+    driver = SimpleNamespace(
+        family=SimpleNamespace(heads=lambda _: (2, 96)), transformer=None, session=SimpleNamespace(run=run)
+    )
+    for dtype, on_gpu in ((torch.float32, True), (torch.bfloat16, True), (torch.float32, False)):
+        assert not FamilyDriver.fuses_kernels(driver, SimpleNamespace(dtype=dtype, is_cuda=on_gpu))
+    assert [note.partition(": ")[2][:12] for note in notes] == ["they compute", "heads have 9"]
