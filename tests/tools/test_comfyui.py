@@ -277,28 +277,20 @@ def test_streams_of_a_packed_tensor_are_compared_apart():
     assert off(latents[..., 120:], plain[..., 120:]) < 0.3 * off(together[..., 120:], plain[..., 120:])
 
 
-@pytest.mark.parametrize(
-    "batched",
-    [
-        pytest.param(lambda sigma: True, id="one-batch"),
-        pytest.param(lambda sigma: False, id="apart"),
-        pytest.param(lambda sigma: sigma > 0.55, id="batch-falls-apart-in-the-run"),
-    ],
-)
-def test_branches_of_guidance(flow, batched):
-    """Cond and uncond come in one batch or apart, also in turns; forecasts never mix them up."""
-    plain = run(flow, guider=Guider(flow, 3.0, batched))
-    accelerated = accelerate_model(flow, "quality")
-    latents = run(accelerated, guider=Guider(accelerated, 3.0, batched))
-    assert off(latents, plain) < 0.02
-    assert report_of(accelerated).computed_fraction < 0.9
+GUIDERS = {  # calls of both branches in one batch, apart, and in turns; and a call for each of two samples
+    "one-batch": (partial(Guider, guidance=3.0), 1),
+    "apart": (partial(Guider, guidance=3.0, batched=lambda sigma: False), 1),
+    "batch-falls-apart-in-the-run": (partial(Guider, guidance=3.0, batched=lambda sigma: sigma > 0.55), 1),
+    "windows": (Windows, 2),
+}
 
 
-def test_windows_are_forecast_from_their_own_records(flow):
-    """Calls with the same conditions in one step are told apart by their order."""
-    shape, accelerated = (2, 4, 6, 6), accelerate_model(flow, "quality")
-    plain = run(flow, guider=Windows(flow), shape=shape)
-    latents = run(accelerated, guider=Windows(accelerated), shape=shape)
+@pytest.mark.parametrize(("guider", "samples"), GUIDERS.values(), ids=GUIDERS)
+def test_calls_of_one_step_are_forecast_from_their_own_records(flow, guider, samples):
+    """Branches are told apart by their conditions, and windows, whose conditions are the same, by their order."""
+    shape, accelerated = (samples, 4, 6, 6), accelerate_model(flow, "quality")
+    plain = run(flow, guider=guider(flow), shape=shape)
+    latents = run(accelerated, guider=guider(accelerated), shape=shape)
     assert off(latents, plain) < 0.02 and report_of(accelerated).computed_fraction < 0.9
 
 
