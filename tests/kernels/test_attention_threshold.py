@@ -9,8 +9,6 @@ from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, TileMasks
 from tests.kernels.naive_attention import attending, check
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
-
 
 def levelled(levels, tokens, block, device, batch=1, heads=1):
     """Half-precision q, k, v whose scaled scores in key block j are about ``levels[j]``, for every query."""

@@ -8,10 +8,6 @@ import torch
 from dit_accel.kernels import select_keys, unpack_bits
 from tests.kernels.conftest import DEVICE
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # numpy on a sample without a key
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-]
 CASES = {
     "row-blocks": {"group": 64, "block": 64, "queries": 200},
     "row-blocks-128": {"group": 128, "block": 128, "queries": 200},

@@ -10,8 +10,6 @@ from dit_accel.kernels.symbols import SparseSymbols
 from tests.kernels.conftest import DEVICE, needs_gpu
 from tests.kernels.naive_attention import attending, dense
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
-
 
 def test_tiles_may_be_multiplied_in_8_bits(make_sparsity, make_tensor):
     sparsity = make_sparsity(1, 2, 200, rows=1.1, keys=0.3)
