@@ -13,20 +13,13 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
-from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel import accelerate_pipeline, restore_pipeline
+from tests.levels import CLOSED_LOOP, HEADS, LAYERS
 from tests.rounding import distance, equal_up_to_rounding
 from tests.tiny import flux, tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
 from tests.tiny.inputs import left_half, random_tensor
 
 STEPS, CPU = 6, torch.device("cpu")
-CLOSED_LOOP = load_preset("turbo", target_error=0.25)
-LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
-HEADS = load_preset(
-    "flux-flashomni-paper",
-    schedule={"warmup": 2, "interval": 3},
-    blocks={"size": 64},
-    reuse={"tau_q": 0.9, "ramp": 0.3},
-)
 HOOKED = "it carries hooks (offload, layerwise casting, …)"
 NO_LINEAR, PACKED = "not a plain linear layer", "its weight is quantised"
 

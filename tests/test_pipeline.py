@@ -13,20 +13,13 @@ from diffusers.hooks import HookRegistry, ModelHook, hooks
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.models.beside.host_weights import HostWeights
+from tests.levels import CLOSED_LOOP, HEADS, LAYERS
 from tests.models.test_transformer import recorded_calls
 from tests.rounding import distance, equal_up_to_rounding
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 12
 GIVES_STEPS = pytest.mark.skipif(not hasattr(hooks, "CacheContext"), reason="diffusers before 0.42 passes no step")
-CLOSED_LOOP = load_preset("turbo", target_error=0.25)
-HEADS = load_preset(
-    "flux-flashomni-paper",
-    schedule={"warmup": 2, "interval": 3, "cooldown": 1},
-    blocks={"size": 64},
-    reuse={"tau_q": 0.9, "ramp": 0.3},
-)
-LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 FLUX_PRESETS = [pytest.param(p, id=i) for p, i in ((CLOSED_LOOP, "output"), (LAYERS, "layer"), (HEADS, "head"))]
 FIRST_CALLS: dict[str, torch.Tensor] = {}  # of `fresh`
 

@@ -10,16 +10,15 @@ import diffusers
 import pytest
 import torch
 
-from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, report, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, report, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.hooks import find_hook
+from tests.levels import CLOSED_LOOP, LAYERS
 from tests.models.test_transformer import recorded_calls
 from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
 STEPS = 8
-CLOSED_LOOP = load_preset("turbo", target_error=0.25)
-LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 
 
 def twin_of(pipe):

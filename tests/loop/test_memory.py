@@ -16,19 +16,13 @@ from dit_accel.loop.timing import stopwatch
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.models.families.family import Family
 from dit_accel.models.transformer import TransformerDriver
+from tests.levels import HEADS, LAYERS
 from tests.tiny import tiny_inputs, tiny_output, tiny_pipeline
 
 STEPS = 7
 TEXT = 37
 OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3})
-LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 CLOSED_LOOP = load_preset("balanced", schedule={"warmup": 2, "target_error": 0.5})
-HEADS = load_preset(
-    "flux-flashomni-paper",
-    schedule={"warmup": 2, "interval": 3, "cooldown": 1},
-    blocks={"size": 64},
-    reuse={"tau_q": 0.9, "ramp": 0.3},
-)
 ADAPTIVE = {"schedule": {"control": "adaptive", "warmup": 2, "target_error": 0.5}}  # measures outputs at every level
 GUIDED = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
 ROWS = "no attention history of text blocks"

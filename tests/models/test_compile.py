@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.driver import FamilyDriver
+from tests.levels import CLOSED_LOOP
 from tests.models.test_transformer import recorded_calls
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
-CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 
 
 def in_place(pipe, **options):

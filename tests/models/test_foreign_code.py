@@ -7,13 +7,12 @@ import pytest
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
-from dit_accel import accelerate_pipeline, load_preset, stateless
+from dit_accel import accelerate_pipeline, stateless
 from dit_accel.errors import UnsupportedError
+from tests.levels import HEADS, LAYERS
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 12
-LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
-HEADS = load_preset("flux-flashomni-paper", schedule={"warmup": 2, "interval": 3}, blocks={"size": 64})
 
 
 class Count:

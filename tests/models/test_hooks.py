@@ -18,6 +18,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import dtype_argument
 from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, hooks_above, register_hook, remove_hook, split_above
+from tests.levels import LAYERS
 from tests.pairs import every_pair
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
@@ -26,7 +27,7 @@ STEPS = 10
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
 LEVELS = {
     "output": load_preset("turbo"),
-    "layer": load_preset("flux-taylorseer", schedule={"interval": 3}),
+    "layer": LAYERS,
     "tiles": load_preset("turbo", skip=SPARGE),
 }
 

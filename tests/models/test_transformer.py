@@ -5,21 +5,14 @@ import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.models.session import GRADIENTS
+from tests.levels import HEADS, LAYERS
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
 PRESETS = {
     "output": ("flux", load_preset("turbo")),
-    "layer": ("flux", load_preset("flux-taylorseer", schedule={"interval": 3})),
-    "head": (
-        "flux",
-        load_preset(
-            "flux-flashomni-paper",
-            schedule={"warmup": 2, "interval": 3, "cooldown": 1},
-            blocks={"size": 64},
-            reuse={"tau_q": 0.9, "ramp": 0.3},
-        ),
-    ),
+    "layer": ("flux", LAYERS),
+    "head": ("flux", HEADS),
     "layer-by-facts": ("sd3", load_preset("turbo", level="layer")),
     "tiles": ("sd3", load_preset("turbo", skip={"policy": "sparge", "steps": "all", "tau_kv": 0.3})),
     "token-order": (
