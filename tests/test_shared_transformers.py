@@ -3,8 +3,8 @@
 import copy
 import gc
 import itertools
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
 import pytest
@@ -33,20 +33,15 @@ def twin_of(pipe):
 
 def in_threads(jobs):
     """Results, or exceptions, of some functions that run in parallel threads."""
-    results = [None] * len(jobs)
 
-    def work(place, job):
+    def work(job):
         try:
-            results[place] = job()
+            return job()
         except Exception as error:
-            results[place] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return list(threads.map(work, jobs))
 
 
 def run_of(pipe, name, seed):

@@ -1,5 +1,6 @@
 """Transformers that predict a video and its sound in one call."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import diffusers
@@ -39,40 +40,43 @@ def minimax_h3(name):
     return pipe, run
 
 
+def check(pipe, run, share, **sections):
+    """Exact and restored runs have the plain one's bits, and forecasts of this share of the steps or more are near it.
+
+    Returns the report of the forecasts.
+    """
+    plain = run()
+    with accelerated(pipe, "exact"):
+        assert all(map(torch.equal, run(), plain))
+    with accelerated(pipe, "balanced", **sections):
+        latents = run()
+        report = pipe.dit_accel.report()
+    assert report.notes == [] and report.steps_by_mode["dispatch"] > share * STEPS
+    assert all(0 < distance(*pair) < 0.05 for pair in zip(latents, plain, strict=True))
+    assert all(map(torch.equal, run(), plain))
+    return report
+
+
 @pytest.mark.parametrize("name", ["transformer", "transformer_ref"])
 def test_denoisers_are_found_under_any_name(name):
     pipe, run = minimax_h3(name)
     assert denoisers(pipe) == {name: getattr(pipe, name)}
-    plain = run()
-    with accelerated(pipe, "exact"):
-        assert all(map(torch.equal, run(), plain))
-    with accelerated(pipe, "balanced"):
-        latents = run()
-        report = pipe.dit_accel.report()
-    assert report.layers == [f"{name}.transformer_blocks.{i}" for i in range(2)] and report.notes == []
-    assert report.steps_by_mode["dispatch"] > STEPS / 3
-    assert all(0 < distance(*pair) < 0.05 for pair in zip(latents, plain, strict=True))
+    report = check(pipe, run, 1 / 3)
+    assert report.layers == [f"{name}.transformer_blocks.{i}" for i in range(2)]
     assert {step.decided_by for step in report.steps} - {None} <= {FIRST, "audio"}
-    assert all(map(torch.equal, run(), plain))
 
 
 def test_given_frames_have_a_timestep_of_their_own():
     """MiniMax-H3's key frames precede the audio; level layer forecasts them too, and errors there are not counted."""
     pipe, run = minimax_h3("transformer")
-    plain = run(num_condition_video_rows=8)
     calls = []
     handle = pipe.transformer.register_forward_hook(lambda *call: calls.append(call[2:]), with_kwargs=True)
-    with accelerated(pipe, "exact"):
-        assert all(map(torch.equal, run(num_condition_video_rows=8), plain))
+    run(num_condition_video_rows=8)
     handle.remove()
     (arguments, (video, audio)), family = calls[5], require_family(pipe.transformer)
     assert family.used(pipe.transformer, video, arguments).ne(0).all(dim=(0, 2)).tolist() == [False] * 8 + [True] * 16
     assert torch.equal(family.used(pipe.transformer, audio, arguments), audio)
-    with accelerated(pipe, "balanced", model=family.name, forecast={"level": "layer"}):
-        latents = run(num_condition_video_rows=8)
-        report = pipe.dit_accel.report()
-    assert report.notes == [] and report.steps_by_mode["dispatch"] > STEPS / 4
-    assert all(0 < distance(*pair) < 0.05 for pair in zip(latents, plain, strict=True))
+    check(pipe, partial(run, num_condition_video_rows=8), 1 / 4, model=family.name, forecast={"level": "layer"})
 
 
 def test_what_denoises_no_latents_is_no_denoiser():
@@ -92,11 +96,4 @@ def test_timesteps_of_parts_tell_steps():
         random = torch.Generator().manual_seed(0)
         return pipe(**arguments, num_inference_steps=STEPS, output_type="latent", generator=random, return_dict=False)
 
-    plain = run()
-    with accelerated(pipe, "exact"):
-        assert all(map(torch.equal, run(), plain))
-    with accelerated(pipe, "balanced"):
-        outputs = run()
-        report = pipe.dit_accel.report()
-    assert report.steps_by_mode["dispatch"] > STEPS / 4 and report.notes == []
-    assert all(0 < distance(*pair) < 0.05 for pair in zip(outputs, plain, strict=True))
+    check(pipe, run, 1 / 4)
