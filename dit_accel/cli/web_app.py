@@ -13,6 +13,7 @@ from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import demo_names
 from dit_accel.tools.extras import require_extra
 
+CSS = Path(__file__).with_suffix(".css")
 THEME = {"primary_hue": "blue", "neutral_hue": "slate", "font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}
 
 
@@ -61,7 +62,7 @@ def command(options: AppOptions) -> None:
             share=options.share,
             quiet=True,
             ssr_mode=False,
-            css_paths=Path(__file__).with_suffix(".css"),
+            css_paths=CSS,
             theme=gr.themes.Default(**THEME),
             footer_links=["api", "settings"],
             prevent_thread_lock=True,

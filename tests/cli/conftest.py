@@ -37,8 +37,6 @@ def made():
 
 
 class Report:
-    """Report of a run that was not made."""
-
     computed_fraction, notes = 0.5, ()
 
     def to_json(self):

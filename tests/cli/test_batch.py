@@ -25,8 +25,6 @@ SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out
 
 @pytest.fixture
 def generate(run, model):
-    """Runs ``generate`` with prompts from a file of these lines."""
-
     def invoke(folder, name, lines, *more):
         (folder / name).write_text("".join(f"{line}\n" for line in lines))
         return run("generate", "-m", model, "--prompts", name, *SMALL, *more)
@@ -52,7 +50,6 @@ def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
 
 
 def die_in_the_third_call():
-    """Kill the process while it makes the third image."""
     call, calls = worker.timed_call, []
 
     def killed(*arguments):

@@ -25,7 +25,6 @@ FORECASTS = ("--set", "schedule.target_error=0.9")  # random weights forecast ba
 
 
 def read(path):
-    """The frames of an image, or of a folder of frames."""
     return read_clip(path) if path.is_dir() else np.asarray(Image.open(path))[None]
 
 
@@ -145,7 +144,6 @@ def test_a_terminal_shows_steps_and_what_is_left(run, saved, monkeypatch):
 
 
 def listed(run, *options):
-    """First columns of the rows of `presets list`."""
     result = run("presets", "list", *options)
     assert result.exit_code == 0, result.output
     return [line.split()[0] for line in result.stdout.splitlines()[1:] if not line.startswith(" ")]
@@ -256,6 +254,5 @@ for module in ("torchao", "torchvision.io.image", "torchaudio"):
 
 
 def test_the_package_runs_as_a_module():
-    """``python -m dit_accel`` is the command."""
     command = [sys.executable, "-m", "dit_accel", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("dit-accel ")

@@ -25,7 +25,6 @@ def test_the_middle_frame_of_a_clip_is_that_of_its_latents(frames, latents, late
 
 @pytest.fixture
 def pipe():
-    """A pipeline after a run with symbols of three blocks."""
     symbols = {f"blocks.{index}": object() for index in range(3)}
     preset = SimpleNamespace(forecast=SimpleNamespace(level="head"))
     run = SimpleNamespace(symbols=lambda: symbols, preset=preset, layout="layout", token_order="order")

@@ -54,7 +54,6 @@ def make(tmp_path):
 
 
 def rows(folder):
-    """Every line of the manifest, each of which has to parse."""
     return [json.loads(line) for line in (folder / batch.MANIFEST).read_text().splitlines()]
 
 
@@ -117,7 +116,6 @@ def test_a_row_is_on_disk_before_the_next_line_is_made(make, tmp_path, monkeypat
 
 
 def changed(name, first, second):
-    """The change, and the change back."""
     return [pytest.param(name, first, second, id=name), pytest.param(name, second, first, id=f"{name}-back")]
 
 

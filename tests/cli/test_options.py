@@ -206,7 +206,6 @@ ACTING = {
 
 
 def commands(group, path=()):
-    """The command line's commands, by their names."""
     for name, each in group.commands.items():
         if hasattr(each, "commands"):
             yield from commands(each, (*path, name))

@@ -38,7 +38,6 @@ run_to_end(app)
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Says how many torchrun has started."""
     return lambda count: monkeypatch.setenv("WORLD_SIZE", str(count))
 
 

@@ -27,7 +27,6 @@ from tests.tiny import tiny_pipeline
 
 
 def pipe_that_takes(signature):
-    """A pipeline whose call has these parameters."""
     scope = {}
     exec(f"def call({signature}): pass", scope)
     return SimpleNamespace(__call__=scope["call"])  # commands read the signature of the attribute
@@ -44,7 +43,6 @@ def test_what_is_given_replaces_a_demo_models_own_arguments():
 
 @pytest.mark.parametrize("option, key", [("guidance", "guidance_scale"), ("num-images", "num_images_per_prompt")])
 def test_nothing_is_a_value_too(option, key):
-    """An option of 0 is given, and one of None is not."""
     pipe = tiny_pipeline("flux")
     assert call_arguments(pipe, "some/model", {option: 0}) == {key: 0}
     assert call_arguments(pipe, "some/model", {option: None}) == {}

@@ -13,7 +13,6 @@ from dit_accel.cli.progress import progress_bar
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is moved."""
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now

@@ -44,13 +44,11 @@ def start(folder, *options, change=None):
 
 
 def processes_of(server):
-    """The processes that load the pipeline."""
     return pytest.importorskip("psutil").Process(server.pid).children()
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A server in its own process; stopped by SIGTERM at the end."""
     folder = tmp_path_factory.mktemp("serving")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     process, port = start(folder, "--api-key-file", "keys.txt", "--queue", "1")
@@ -142,7 +140,6 @@ def test_sigterm_ends_it_after_the_running_request(site, http):
 
 
 def hang():
-    """Make the model load for ever, and a file once it does."""
     pipelines.load_pipeline = lambda *_: Path("loading").touch() or time.sleep(1000)
 
 

@@ -54,7 +54,6 @@ def asked():
 
 
 def opened(model):
-    """A worker over the tiny pipeline of this name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelines, "load_pipeline", lambda *_: pipeline(model))
         return Worker(Setup(model, "none"))
@@ -65,7 +64,7 @@ def site(asked):
     """The page on a free port, with its playground."""
     import gradio as gr
 
-    from dit_accel.cli.web_app import THEME
+    from dit_accel.cli.web_app import CSS, THEME
     from dit_accel.cli.web_page import Page
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +73,7 @@ def site(asked):
         shared.load("flux")
         page = Page(shared, "flux", ["flux", "wan"], any_model=False).blocks
         where = {"server_port": free_port(), "prevent_thread_lock": True, "quiet": True, "ssr_mode": False}
-        launched = page.launch(**where, theme=gr.themes.Default(**THEME))
+        launched = page.launch(**where, css_paths=CSS, theme=gr.themes.Default(**THEME))
         yield SimpleNamespace(url=launched[1], playground=shared, asked_at_start=set(asked))
         page.close(verbose=False)
         shared.close()
@@ -82,14 +81,12 @@ def site(asked):
 
 @pytest.fixture
 def visitor(site, tmp_path):
-    """Makes visitors with separate sessions."""
     from gradio_client import Client
 
     return lambda: Client(site.url, verbose=False, download_files=tmp_path, analytics_enabled=False)
 
 
 def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps=STEPS, side=32, frames=None):
-    """A job of the endpoint, with the values of its fields."""
     how = {"preset": "balanced", "own_target": False, "target": target, "seed": seed, "steps": steps}
     size = {"height": side, "width": side, "num_frames": frames}
     return client.submit(prompt=prompt, model=model, **how, **size, api_name="/make")
@@ -106,7 +103,6 @@ def shown(job):
 
 
 def until(condition):
-    """Wait for a condition."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -114,7 +110,6 @@ def until(condition):
 
 
 def expected(prompt, seed=0, steps=STEPS):
-    """The plain image, made by the pipeline."""
     arguments = {"prompt": prompt, "num_inference_steps": steps, "height": 32, "width": 32}
     return np.asarray(pipeline("flux")(**arguments, generator=torch.Generator().manual_seed(seed)).images[0])
 
@@ -182,26 +177,25 @@ def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message
     assert [values[0] for values in job.outputs()][-1:] == ([] if "model" in changes else [f"**Failed.** {message}"])
 
 
+def streamed(site, steps):
+    """The events of a run that no client of gradio's asks for."""
+    call = f"{site.url}gradio_api/call/make"
+    fields = json.dumps({"data": ["a star", "flux", "balanced", False, 0.9, 0, steps, 32, 32, None]}).encode()
+    with urllib.request.urlopen(urllib.request.Request(call, fields, {"Content-Type": "application/json"})) as answer:
+        return urllib.request.urlopen(f"{call}/{json.load(answer)['event_id']}")
+
+
 def test_the_server_asks_nobody_else(site, asked):
     """No telemetry and no look for a newer version, when it starts and while it runs; gradio's client has some."""
     asked.clear()
-    call = f"{site.url}gradio_api/call/make"
-    fields = json.dumps({"data": ["a star", "flux", "balanced", False, 0.9, 0, STEPS, 32, 32, None]}).encode()
-    request = urllib.request.Request(call, fields, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        event = json.load(answer)["event_id"]
-    with urllib.request.urlopen(f"{call}/{event}") as events:
+    with streamed(site, STEPS) as events:
         assert b"Done: balanced" in events.read()
     assert set(asked) | site.asked_at_start == {"127.0.0.1"}
 
 
 def test_a_visitor_who_leaves_ends_the_run(site):
     """The run of a stream whose reader has gone stops between steps."""
-    call = f"{site.url}gradio_api/call/make"
-    fields = json.dumps({"data": ["a star", "flux", "balanced", False, 0.9, 0, 200, 32, 32, None]}).encode()
-    with urllib.request.urlopen(urllib.request.Request(call, fields, {"Content-Type": "application/json"})) as answer:
-        event = json.load(answer)["event_id"]
-    with urllib.request.urlopen(f"{call}/{event}") as events:
+    with streamed(site, 200) as events:
         until(lambda: b"of 200" in events.readline())
     until(lambda: not site.playground._runs)
     assert ("steps", 200) not in [setting for key in site.playground._plain for setting in key]

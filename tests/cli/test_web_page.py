@@ -21,7 +21,6 @@ BLACK, WHITE = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
 
 
 def finished(plain=BLACK, fast=WHITE, medium=None, psnr=30.0, notes=(), preset="balanced", kept=False, **size):
-    """A run that has ended."""
     outputs = {
         side: Output([result], seconds + 4, seconds, 4, sounds=[f"sound of {side}"])
         for side, result, seconds in (("plain", plain, 6.0), ("accelerated", fast, 2.0))
@@ -68,7 +67,6 @@ def test_videos_are_written_side_by_side(tmp_path, monkeypatch):
 
 
 def test_a_rounded_size_is_said():
-    """500 × 333 pixels become 496 × 320."""
     run = finished(fast=Image.new("RGB", (496, 320)), width=500, height=333)
     assert "Note: the pipeline rounded the size 500 × 333 to 496 × 320." in web_texts.status(run)
 
@@ -144,8 +142,6 @@ class Playing:
 
 
 class Pipe:
-    """A pipeline of a family that is not known."""
-
     default_sample_size, vae_scale_factor = 4, 8
 
     def __call__(self, prompt, height=None, width=None, num_inference_steps=28):
@@ -154,7 +150,6 @@ class Pipe:
 
 @pytest.fixture(scope="module")
 def page():
-    """A page whose playground can be replaced."""
     pytest.importorskip("gradio")
     pipes = {"some/model": Pipe()}
     stage = SimpleNamespace(compare=lambda wish: stage.playing.compare(wish), pipe=pipes.get)

@@ -7,7 +7,6 @@ import pytest
 
 @pytest.fixture(scope="package")
 def cluster():
-    """Takes 8 seconds to start."""
     ray = pytest.importorskip("ray")
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     yield

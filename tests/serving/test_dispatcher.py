@@ -46,8 +46,6 @@ class Hands:
 
 @pytest.fixture
 def dispatcher(request):
-    """Makes a dispatcher, which is stopped at the end."""
-
     def make(workers, most):
         made = Dispatcher(workers, most)
         request.addfinalizer(lambda: made.stop(10.0))
@@ -62,7 +60,6 @@ def until_idle(queue):
 
 
 def run(queue, *work):
-    """Run a task to its end; return its events."""
     queue.add(task := Noted(*work))
     until_idle(queue)
     return task.events

@@ -71,8 +71,6 @@ def test_sglang_stays_plain_without_a_preset(sglang, monkeypatch):
 
 
 class OmniWorker:
-    """Stub of vLLM-Omni's worker."""
-
     def __init__(self, model):
         self._model = model
         self.load_model(load_format="diffusers")

@@ -93,8 +93,6 @@ def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch
 
 
 class Pipe:
-    """Records its calls, in order."""
-
     def __init__(self):
         self.done = []
 

@@ -24,7 +24,6 @@ SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--qu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A pipeline and two LoRAs: a folder and a file."""
     root = tmp_path_factory.mktemp("loras")
     pipe = tiny_pipeline("flux")
     pipe.save_pretrained(root / "model")

@@ -21,7 +21,6 @@ WISH = Wish("a red fox", "flux", "balanced", target_error=0.9, steps=STEPS)  # r
 
 
 def arguments(pipe, model, options, *_):
-    """Arguments of a tiny pipeline's call."""
     made = tiny_inputs(model, prompt=options["prompt"], steps=options["steps"])
     return {name: value for name, value in made.items() if name not in ("generator", "output_type")}
 
@@ -48,7 +47,6 @@ class Kitchen:
         return timed_output(pipe, given, seed)
 
     def compare(self, **changes):
-        """The last state of a run."""
         return list(self.playground.compare(Wish(**{**vars(WISH), **changes})))[-1]
 
 
@@ -65,7 +63,6 @@ def kitchen(monkeypatch):
 
 
 def image(run, side):
-    """Image of one side, as an array."""
     return np.asarray(run.outputs[side].results[0])
 
 

@@ -29,8 +29,6 @@ RAY = ("--engine", "ray", "--actors", "2")
 
 @pytest.fixture
 def generate(run, tmp_path):
-    """Runs ``generate`` with prompts from a file of these lines."""
-
     def invoke(lines, *more):
         (tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in lines))
         return run("generate", "--prompts", "prompts.txt", "--output-dir", "out", *SMALL, *more)
@@ -119,7 +117,6 @@ class Progress:
 
 
 def made(workers, *batches, console=None):
-    """Results by line: the file, or the reason of a failure."""
     indices = iter(range(99))
     jobs = [[Job(next(indices), {"prompt": prompt}) for prompt in batch] for batch in batches]
     engine = RayEngine(workers, console or Console(quiet=True))

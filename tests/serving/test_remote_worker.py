@@ -61,7 +61,6 @@ class Simply(ray_cluster._WorkerActor):
 
 @pytest.fixture(scope="module", params=["local", "ray"])
 def started(request):
-    """Start a worker, whose process loads a model on a CPU."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
         if request.param == "ray":
             ray = pytest.importorskip("ray")
@@ -90,7 +89,6 @@ def worker(started):
 
 
 def process_of(worker, prompt="a fox", tell=lambda *_: None):
-    """The number of the process that made a result."""
     (made,) = worker.run([Job(0, {"prompt": prompt})], None, ".png", tell)
     return int(made.data)
 

@@ -23,7 +23,6 @@ async def opened(url):
 
 
 async def answer(reader):
-    """All that the server sends until it closes the connection."""
     async with asyncio.timeout(60):
         try:
             return await reader.read()

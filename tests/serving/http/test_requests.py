@@ -29,7 +29,6 @@ def file(size, mode="RGB", colour=0):
 
 
 def parse(kind, limits, fields):
-    """Read a body, or a form of an edit, whose values are lists."""
     served = Served("tiny", load_preset("balanced"), limits, FORM if kind == "videos" else None)
     if kind == "edits":
         body = [(name, each) for name, value in ({"prompt": ["a fox"]} | fields).items() for each in value]
@@ -41,7 +40,6 @@ def parse(kind, limits, fields):
 
 
 def read(kind, limits, fields):
-    """Return the request, or the field that is refused."""
     try:
         return parse(kind, limits, fields)
     except RequestError as error:

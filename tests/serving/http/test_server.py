@@ -101,8 +101,6 @@ def client(app, **more):
 
 
 def send(app, method, path, **request):
-    """The answer to one request."""
-
     async def ask():
         async with client(app) as http:
             return await http.request(method, path, **request)
@@ -309,7 +307,6 @@ def test_a_full_queue_refuses_at_once():
 
 
 async def leave(app, body, condition, **message):
-    """Send a body, and disconnect once the condition holds."""
     messages = [{"type": "http.request", "body": body, **message}]
 
     async def receive():
@@ -477,7 +474,6 @@ def test_pages_of_other_sites_are_refused_without_keys(hosts, headers, name):
 
 
 def events(text):
-    """The server-sent events of a text: name and content."""
     for block in text.strip().split("\n\n"):
         name, content = block.split("\n")
         assert json.loads(content.removeprefix("data: ")).get("type", "error") == name.removeprefix("event: ")

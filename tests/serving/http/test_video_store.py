@@ -61,7 +61,6 @@ MADE = Made(b"video", 0.5, None, [0], {}, (5, 48, 32))
 
 
 def job_of(file, owner=None):
-    """A job without a server."""
     metrics = SimpleNamespace(counted=lambda error: api.RequestError(str(error)), finish=lambda *_: None)
     served = api.Served("tiny", None, LIMITS, FORM)
     wanted = requests.read(json.dumps(GOOD).encode(), requests.VideoRequest, served)

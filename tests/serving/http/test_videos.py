@@ -47,7 +47,6 @@ def making(worker, *, limits=VIDEO_LIMITS, form=FORM, preset="video-balanced", s
 
 @contextmanager
 def listening(app):
-    """The URL of an application that uvicorn serves in a thread."""
     site = uvicorn.Server(configured(app, LIMITS, port=0))
     thread = threading.Thread(target=site.run, daemon=True)
     thread.start()
@@ -60,7 +59,6 @@ def listening(app):
 
 
 async def ended(http, video_id):
-    """The job, once it has ended."""
     async with asyncio.timeout(60):
         while (job := (await http.get(f"{PATH}/{video_id}")).json())["status"] in ("queued", "in_progress"):
             await asyncio.sleep(0.005)

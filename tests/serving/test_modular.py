@@ -1,0 +1,80 @@
+"""Modular pipelines in the commands, the server and the app, with the inputs of their blocks."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from rich.console import Console
+
+from dit_accel.errors import ArgumentError
+from dit_accel.serving.loading import Loading, load_pipeline
+from dit_accel.serving.pipelines import Setup, call_arguments
+from dit_accel.serving.playground import Playground, Wish
+from dit_accel.serving.worker import Worker
+from dit_accel.tools.advise.identify import identify
+from dit_accel.tools.measure.timing import denoise, run_pipeline, transformer_clock
+from tests.clips import read_sound
+from tests.models.tiny import videos
+from tests.serving.http.test_server import GOOD, running, send
+from tests.tiny import encoders, tiny_pipeline
+
+SMALL = {"height": 64, "width": 64, "num_inference_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("modular")
+
+    def save(name, blocks, **parts):
+        pipe = blocks.init_pipeline()
+        pipe.update_components(**{**tiny_pipeline(name).components, **parts})
+        pipe.save_pretrained(str(root / name), overwrite_modular_index=True)
+        return root / name
+
+    return save
+
+
+def loaded(place):
+    return load_pipeline(str(place), Loading("cpu"), Console(quiet=True))
+
+
+def test_every_door_runs_the_standard_pipelines_images(run, folder, saved, tmp_path):
+    """Final latents and frames are equal, and a call may stop after a step."""
+    place = folder("flux", diffusers.FluxAutoBlocks())
+    pipe, standard = loaded(place), loaded(saved("flux"))
+    found, expected = (run_pipeline(item, SMALL, "a fox", 3) for item in (pipe, standard))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    with transformer_clock(pipe) as clock:
+        denoise(pipe, {**SMALL, "prompt": "a fox"}, 3, steps=2)
+    assert clock.calls == 2
+    with running(Worker(Setup(str(place)))) as (app, _):
+        assert send(app, "POST", "/v1/images/generations", json=GOOD).status_code == 200
+    wish = Wish("a fox", str(place), "balanced", target_error=0.9, steps=6, height=64, width=64)
+    *_, last = Playground(lambda model: Worker(Setup(model, "none"))).compare(wish)
+    assert last.comparison.report.steps_by_mode["dispatch"] and len(last.steps["plain"]) == 6
+    (place / "modular_config.json").write_text('{"auto_map": {"ModularPipelineBlocks": "code.Blocks"}}')
+    (place / "code.py").write_text("raise SystemExit('the code of the repository ran')")
+    with pytest.raises(ArgumentError, match=r"model: .*can't be loaded: .*trust_remote_code"):
+        loaded(place)
+
+
+def test_a_video_has_its_sound(run, folder, tmp_path):
+    """The blocks decide on the preset, and on inputs without which they can't run."""
+    pipe, sizes = videos.cosmos3()[0], {"vocoder_input_dim": 8, "dec_dim": 8, "dec_c_mults": (1, 1), "enc_dim": 8}
+    sizes |= {"dec_strides": (4, 40), "enc_latent_dim": 16, "enc_c_mults": (1, 1), "enc_strides": (2, 5)}
+    transformer = type(pipe.transformer).from_config(pipe.transformer.config, vocab_size=encoders.VOCABULARY)
+    sound = diffusers.Cosmos3AVAEAudioTokenizer(sampling_rate=16000, **sizes)
+    parts = {"transformer": transformer, "sound_tokenizer": sound, "text_tokenizer": encoders.qwen()["tokenizer"]}
+    parts |= {"scheduler": pipe.scheduler, "enable_safety_checker": False}
+    place = folder("wan", diffusers.Cosmos3OmniBlocks(), **parts)
+    options = ("--steps", 6, "--height", 64, "--width", 64, "--num-frames", 5, "--call", "enable_sound=true")
+    result = run("generate", "-m", place, "-p", "a fox", *options, "-o", "a.mp4", "--json", "a.json")
+    assert result.exit_code == 0, result.output
+    assert read_sound(tmp_path / "a.mp4")[1] == 16_000 and identify(str(place)).is_video
+    assert json.loads((tmp_path / "a.json").read_text())["preset"] == "video-balanced"
+    pipe = loaded(folder("wan-i2v-clip", diffusers.WanImage2VideoAutoBlocks()))
+    with pytest.raises(ArgumentError, match="image: WanImage2VideoModularPipeline needs an input image"):
+        call_arguments(pipe, "m", {"prompt": "a fox"})
+    with pytest.raises(ArgumentError, match=r"call: .*no\.png does not exist"):
+        call_arguments(pipe, "m", {}, {"last_image": str(tmp_path / "no.png")})
