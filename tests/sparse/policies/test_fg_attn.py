@@ -66,7 +66,7 @@ def test_keys_stay_by_definition(layout, mask, shortened):
 
     A tile that keeps every key is whole, and no other one.
     """
-    q, k = queries_and_keys(layout)
+    q, k = queries_and_keys(layout, sharpness=4.0)
     kv_len = [layout.tokens, layout.tokens - 30 if shortened else layout.tokens]
     limit = torch.tensor(kv_len, dtype=torch.int32, device=DEVICE) if shortened else None
     symbols = draw(q, k, layout, config(mask=mask), kv_len=limit)
