@@ -40,6 +40,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     config.option.release |= any(path in (item, *item.parents) for item in named for path in RELEASE)
+    for of_schedulers in ("__array__ implementation doesn't accept a copy", "__array_wrap__ must accept context"):
+        config.addinivalue_line("filterwarnings", f"ignore:{of_schedulers}:DeprecationWarning")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -134,7 +134,6 @@ def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
     assert max(apart) > 0.01
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 @pytest.mark.parametrize("solver", [UniPCMultistepScheduler, DPMSolverMultistepScheduler], ids=["unipc", "dpm++"])
 def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
     """A later step reads outputs again, forecast or corrected; the latents end where exact outputs would bring them."""

@@ -12,12 +12,6 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.moves import euler_moves, sampler_moves, try_out
 
-# diffusers' own, at the construction of a scheduler and in the steps of DEIS
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
-]
-
 STEPS = 12
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 5.0}
 

@@ -10,13 +10,6 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.loop.growth import error_weights
 from dit_accel.loop.tracker import Place, PlaceClock, SchedulerClock, SigmaClock, Tick, TimestepClock
 
-# diffusers' own, at the construction of a scheduler
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
-]
-
-
 Euler = diffusers.FlowMatchEulerDiscreteScheduler
 SCHEDULERS = {
     "flow-match-euler": lambda: Euler(shift=3.0),

@@ -14,7 +14,6 @@ from tests.models.tiny import STEPS, built, call
 from tests.models.tiny.parts import flow
 from tests.tiny import tiny_output, tiny_pipeline
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}
 
 
