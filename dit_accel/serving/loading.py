@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -92,11 +91,15 @@ def load_pipeline(
 def _from_pretrained(source: str, **dtype: torch.dtype) -> Any:
     """Load the standard pipeline of a folder or repository, or its modular one if there is no other."""
     import diffusers
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub.errors import GatedRepoError
 
-    if not os.path.isdir(source) or os.path.isfile(os.path.join(source, INDICES[0])):
-        with contextlib.suppress(RemoteEntryNotFoundError):  # the repository has no standard pipeline
+    is_folder = os.path.isdir(source)
+    if not is_folder or os.path.isfile(os.path.join(source, INDICES[0])):
+        try:
             return diffusers.DiffusionPipeline.from_pretrained(source, **dtype)
+        except OSError as error:
+            if is_folder or isinstance(error, GatedRepoError) or INDICES[0] not in str(error):
+                raise  # otherwise the repository, or its copy on this machine, has no standard pipeline
     from dit_accel.modular_call import load_modular
 
     return load_modular(source, **dtype)

@@ -1,13 +1,18 @@
 """Modular pipelines in the commands, the server and the app, with the inputs of their blocks."""
 
 import json
+from contextlib import nullcontext
 
 import diffusers
+import httpx
 import pytest
 import torch
+from huggingface_hub import errors
 from rich.console import Console
 
+from dit_accel import modular_call
 from dit_accel.errors import ArgumentError
+from dit_accel.serving import loading
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.pipelines import Setup, call_arguments
 from dit_accel.serving.playground import Playground, Wish
@@ -78,3 +83,14 @@ def test_a_video_has_its_sound(run, folder, tmp_path):
         call_arguments(pipe, "m", {"prompt": "a fox"})
     with pytest.raises(ArgumentError, match=r"call: .*no\.png does not exist"):
         call_arguments(pipe, "m", {}, {"last_image": str(tmp_path / "no.png")})
+
+
+@pytest.mark.parametrize("kind", [errors.RemoteEntryNotFoundError, errors.GatedRepoError])
+def test_a_repository_without_a_standard_pipeline_is_modular(monkeypatch, kind):
+    def fail(source, **_):
+        raise kind("no model_index.json", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", fail)
+    monkeypatch.setattr(modular_call, "load_modular", lambda source, **dtype: source)
+    with pytest.raises(kind) if kind is errors.GatedRepoError else nullcontext():
+        assert loading._from_pretrained("owner/name") == "owner/name"
