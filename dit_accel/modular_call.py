@@ -99,7 +99,8 @@ def load_modular(source: str, **dtype: torch.dtype) -> Any:
     used = {name for blocks in chosen for name in blocks.component_names}
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)
-        if spec.pretrained_model_name_or_path and (name in used or not denoises(spec.type_hint)):
+        is_spared = name not in used and spec.type_hint is not None and denoises(spec.type_hint)
+        if spec.pretrained_model_name_or_path and not is_spared:
             pipe.update_components(**{name: spec.load(**dtype)})
     if getattr(pipe, "requires_safety_checker", False):
         pipe.enable_safety_checker()

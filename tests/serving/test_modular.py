@@ -5,20 +5,24 @@ from contextlib import nullcontext
 
 import diffusers
 import httpx
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import errors
+from PIL import Image
 from rich.console import Console
 
 from dit_accel import modular_call
 from dit_accel.errors import ArgumentError
 from dit_accel.serving import loading
+from dit_accel.serving.input_images import read_input
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.pipelines import Setup, call_arguments
 from dit_accel.serving.playground import Playground, Wish
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.advise.identify import identify
-from dit_accel.tools.measure.timing import denoise, run_pipeline, transformer_clock
+from dit_accel.tools.measure.timing import denoise, run_pipeline, timed_output, transformer_clock
+from dit_accel.tools.media.video import write_clip
 from tests.clips import read_sound
 from tests.models.tiny import videos
 from tests.serving.http.test_server import GOOD, running, send
@@ -94,3 +98,18 @@ def test_a_repository_without_a_standard_pipeline_is_modular(monkeypatch, kind):
     monkeypatch.setattr(modular_call, "load_modular", lambda source, **dtype: source)
     with pytest.raises(kind) if kind is errors.GatedRepoError else nullcontext():
         assert loading._from_pretrained("owner/name") == "owner/name"
+
+
+def test_masks_and_videos_come_from_files(folder, tmp_path):
+    """A list of a video's frames, and a mask in grey; an input that no option sets is asked for by --call."""
+    Image.new("RGB", (64, 64), "white").save(tmp_path / "mask.png")
+    write_clip(np.zeros((3, 64, 64, 3), np.uint8), tmp_path / "walk.mp4", 8.0)
+    assert [frame.size for frame in read_input("driving_video", str(tmp_path / "walk.mp4"))] == 3 * [(64, 64)]
+    assert read_input("condition_video_keep", "first") == "first"
+    pipe = loaded(folder("qwen-image", diffusers.QwenImageAutoBlocks()))
+    options = {"prompt": "a fox", "image": Image.new("RGB", (64, 64))}
+    arguments = call_arguments(pipe, "m", options, {"mask_image": str(tmp_path / "mask.png")})
+    assert timed_output(pipe, arguments | SMALL, 3).results[0].size == (64, 64)
+    pipe.__call__.__func__.__signature__ = modular_call._signature(*2 * [diffusers.WanAnimate2Blocks()])
+    with pytest.raises(ArgumentError, match=r"call: .* needs driving_video: --call driving_video=VALUE"):
+        call_arguments(pipe, "m", options)
