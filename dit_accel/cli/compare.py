@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -76,9 +77,7 @@ def command(options: CompareOptions) -> None:
     require_extra("matplotlib", "dit-accel compare, which plots its results,")
     loading, picture, others = options.loading(), read_image(options.image), parse_call(options.call)
 
-    def load(console: Console) -> Any:
-        return load_pipeline(options.model, loading, console)
-
+    load = partial(load_pipeline, options.model, loading)
     pipe = load(console)
     loaded = [pipe]
     arguments = call_arguments(pipe, options.model, {**options.sizes, "image": picture}, others)

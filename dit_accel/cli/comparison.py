@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dit_accel.cli.progress import progress_bar
 from dit_accel.serving.failures import explained_failures
-from dit_accel.serving.media import Clips, Pictures, quality
+from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.measure.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
@@ -114,6 +114,8 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
 
 
 def summary_of(sides: Sides) -> dict[str, Any]:
+    from dit_accel.tools.measure.metrics import quality
+
     plain, fast, report = sides.plain, sides.fast, sides.report
     figures: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:

@@ -18,6 +18,7 @@ from dit_accel.cli.options import (
     RunOptions,
     actors_option,
     engine_option,
+    named_loras,
     option,
     parse_call,
     repeats_option,
@@ -78,11 +79,10 @@ class GenerateOptions(RunOptions):
     )
     prompts: Path | None = option(
         "File with one prompt per line; one output per line goes to --output-dir. Lines of a .jsonl file are objects "
-        "with prompt and, optionally, negative-prompt, seed, steps, height, width, num-frames, guidance."
+        "with prompt and, optionally, negative-prompt, seed, steps, height, width, num-frames, guidance, loras."
     )
     output_dir: Path | None = option(
-        "Folder for --prompts: 0000.png, 0001.png, … (.mp4 for video) and manifest.jsonl with settings, checksum "
-        "and report of each output. Run the same command again to resume."
+        "Folder for the outputs of --prompts and their manifest.jsonl. Run the same command again to resume."
     )
     batch_size: int = option(
         "With --prompts, without --image: maximum number of lines in one call. Neighbouring lines "
@@ -93,6 +93,7 @@ class GenerateOptions(RunOptions):
     )
     engine: Literal["process", "ray"] = engine_option("lines of --prompts run: in this process")
     actors: int | None = actors_option()
+    loras: list[str] | None = option("LoRA that lines of JSON choose by name. Repeatable.", metavar="NAME=LORA")
     compare: bool = option(
         "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
         "for videos also NAME-strip.png (frames, plain above accelerated). Print speed-up, PSNR over all "
@@ -129,9 +130,8 @@ def command(options: GenerateOptions) -> None:
         options = replace(options, output=None, plot=None, json_path=None, quiet=True)
     console = Console(quiet=options.quiet)
     setup = _setup(options)
-    _note_unknown_words(
-        console, options.model, options.prompt or " ".join(job.settings["prompt"] for job in setup.jobs)
-    )
+    prompt = options.prompt or " ".join(job.settings["prompt"] for job in setup.jobs)
+    _note_unknown_words(console, options.model, prompt)
     if options.output_dir is not None:
         _make_lines(options, setup, console)
         return
@@ -157,6 +157,8 @@ def _require_consistent(options: GenerateOptions) -> None:
         raise ArgumentError("prompts", "can't be combined with --prompt; give one of them")
     if many and options.output_dir is None:
         raise ArgumentError("output_dir", "must name a folder for the outputs of --prompts")
+    if not many and options.loras:
+        raise ArgumentError("loras", "needs --prompts, whose lines choose LoRAs; for one --prompt use --lora")
     if not many and options.output_dir is not None:
         raise ArgumentError("output_dir", "needs --prompts; name the file for one --prompt with --output")
     for name, value in single.items() if many else ():
@@ -191,10 +193,10 @@ def _setup(options: GenerateOptions) -> Setup:
     if options.preset == "none" and degrees.get("branches", 1) > 1:
         raise ArgumentError("parallel", "branches need an accelerated run; use --preset exact instead of none")
     preset, overrides, loading = options.preset_and_loading()
+    loading = replace(loading, named_loras=named_loras(options.loras))
     image, call = read_image(options.image), parse_call(options.call)
     jobs = [] if options.prompts is None else read_jobs(options.prompts, options.arguments | {"seed": options.seed})
-    size = options.batch_size
-    return Setup(options.model, preset, overrides, options.fps, loading, degrees, call, size, image, jobs)
+    return Setup(options.model, preset, overrides, options.fps, loading, degrees, call, options.batch_size, image, jobs)
 
 
 def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> None:
@@ -227,10 +229,8 @@ def _make(
     if options.compare:
         from dit_accel import restore_pipeline
 
-        whole = options.offload != "none"
-        return both_sides(
-            restore_pipeline(pipe), arguments, options.seed, preset, options.repeats, console, whole=whole
-        )
+        plain, whole = restore_pipeline(pipe), options.offload != "none"
+        return both_sides(plain, arguments, options.seed, preset, options.repeats, console, whole=whole)
     start_pipeline(pipe, preset, options.quiet)
     side = Side.of(timed_call(pipe, arguments, options.seed))
     return Sides(None, side, pipe.dit_accel.report()) if preset else Sides(side, None, None)

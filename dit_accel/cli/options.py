@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from dit_accel.errors import ArgumentError, PresetError, shown
+from dit_accel.errors import ArgumentError, PresetError, shortened, shown
 from dit_accel.serving.loading import Loading
-from dit_accel.serving.loras import parse_loras
-from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
+from dit_accel.tools.demo import DEFAULT_MODEL, demo_path, model_preset
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.measure.repeats import REPEATS
 
@@ -200,6 +199,25 @@ class RunOptions(SizeOptions, LoadingOptions):
         return name, with_projections(name, overrides, loading.loras), loading
 
 
+def parse_loras(texts: list[str] | None) -> dict[str, float]:
+    """Parse ``["style.safetensors:0.8", …]`` into weights by LoRA: a folder, a file or an id on the Hub."""
+    loras: dict[str, float] = {}
+    for text in texts or []:
+        source, colon, last = text.rpartition(":")
+        try:
+            source, weight = (source, float(last)) if colon else (text, 1.0)
+        except ValueError:
+            source, weight = text, 1.0
+        if not math.isfinite(weight):
+            raise ArgumentError("lora", f"a weight must be a finite number, got {last}")
+        if (source := _resolved(source)) in loras:
+            raise ArgumentError("lora", f"{shortened(source)} was given twice; give it once")
+        loras[source] = weight
+    if loras:
+        require_extra("peft", "--lora")
+    return loras
+
+
 def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
     """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
     from dit_accel.models.presets import load_preset
@@ -214,6 +232,27 @@ def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mappi
         return overrides
     trained = {PROJECTED[name]: value for name, value in trained_with(files[0]).items()}
     return {"skip.projection": str(files[0]), **trained, **overrides}
+
+
+def _resolved(source: str, option: str = "lora") -> str:
+    """Return the path of a local LoRA, with demo models and ``~`` resolved, or an id on the Hub unchanged."""
+    model, _, rest = source.partition("/")
+    folder = demo_path(model)
+    path = folder / rest if folder else Path(source).expanduser()
+    try:
+        there = path.exists()
+    except (OSError, ValueError):  # not a valid file name
+        there = False
+    if there:
+        return str(path)
+    if folder or source.startswith((".", "/", "~")) or source.count("/") < 1:
+        raise ArgumentError(option, f"{shown(source)} is not a folder, a file or a Hub id (OWNER/NAME)")
+    return source
+
+
+def named_loras(texts: list[str] | None) -> dict[str, str]:
+    pairs = _parse_pairs("loras", "NAME=LORA, e.g. ring=ring.safetensors", texts)
+    return {name: _resolved(str(source), "loras") for name, source in pairs.items()}
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:

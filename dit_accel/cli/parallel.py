@@ -21,10 +21,9 @@ WAYS = ("ulysses", "branches")  # keywords of parallelize_pipeline
 def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
     """Parse ``"ulysses=2,branches=2"`` into keywords of ``parallelize_pipeline``, which exclude options in use."""
     if text is None:
-        if ranks() > 1:
-            raise ArgumentError(
-                "parallel", f"must be given: torchrun started {ranks()} processes, e.g. --parallel ulysses={ranks()}"
-            )
+        if (count := ranks()) > 1:
+            rule = f"must be given: torchrun started {count} processes, e.g. --parallel ulysses={count}"
+            raise ArgumentError("parallel", rule)
         return {}
     degrees = {}
     for part in text.split(","):
@@ -34,11 +33,9 @@ def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
         degrees[way.strip()] = int(count)
     needed = prod(degrees.values())
     if needed != ranks() or needed == 1:
-        raise ArgumentError(
-            "parallel",
-            f"{text} needs {max(needed, 2)} processes, but there {'is 1' if ranks() == 1 else f'are {ranks()}'}: "
-            f"torchrun --nproc-per-node {max(needed, 2)} -m dit_accel generate --parallel {text} …",
-        )
+        least, there = max(needed, 2), "is 1" if ranks() == 1 else f"are {ranks()}"
+        fix = f"torchrun --nproc-per-node {least} -m dit_accel generate --parallel {text} …"
+        raise ArgumentError("parallel", f"{text} needs {least} processes, but there {there}: {fix}")
     for field in (field for field, is_used in used.items() if is_used):
         raise ArgumentError(field, f"can't be used with --parallel {text}")
     return degrees

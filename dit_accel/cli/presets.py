@@ -35,9 +35,8 @@ def list_command(
     typer.echo(ROW.format("name", "model", "computed", "PSNR dB"))
     for name in preset_names():
         preset = load_preset(name)
-        if identity is not None and not identity.takes(preset):
-            continue
-        if everything or preset.schedule.measures:
+        is_taken = identity is None or identity.takes(preset)
+        if is_taken and (everything or preset.schedule.measures):
             run = next((run for run in measured(name) if run["steps"] == 50), None)
             figures = (span(run["computed"], 2), span(run["psnr"], 0)) if run else ("not measured", "not measured")
             typer.echo(ROW.format(name, preset.model, *figures))
@@ -55,9 +54,8 @@ def show_command(name: Annotated[str, typer.Argument(help="Name of a shipped pre
     from dit_accel.presets import preset_path
 
     if Path(name).suffix in (".yaml", ".yml"):
-        raise UnsupportedError(
-            f"NAME: must be a shipped preset, got the file {name}; see dit-accel presets check {name}"
-        )
+        rule = f"must be a shipped preset, got the file {name}; see dit-accel presets check {name}"
+        raise UnsupportedError(f"NAME: {rule}")
     typer.echo(preset_path(name).read_text(encoding="utf-8"), nl=False)
 
 
@@ -70,9 +68,8 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
     from dit_accel.presets import preset_names
 
     if str(file) in preset_names() and not file.exists():
-        raise UnsupportedError(
-            f"FILE: must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
-        )
+        rule = f"must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
+        raise UnsupportedError(f"FILE: {rule}")
     preset = load_preset(file)
     typer.echo(f"# {file} is valid; with all values of its base and defaults:")
     typer.echo(yaml.safe_dump(preset.effective(), sort_keys=False, allow_unicode=True), nl=False)

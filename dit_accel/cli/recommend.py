@@ -4,8 +4,7 @@ from dataclasses import MISSING, dataclass
 
 import typer
 
-from dit_accel.cli.options import MOST_FRAMES, SizeOptions, option, takes_options
-from dit_accel.serving.loras import parse_loras
+from dit_accel.cli.options import MOST_FRAMES, SizeOptions, option, parse_loras, takes_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -20,6 +20,7 @@ from dit_accel.cli.options import (
     RunOptions,
     actors_option,
     engine_option,
+    named_loras,
     option,
     parse_call,
     require_engine,
@@ -30,9 +31,6 @@ from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
 from dit_accel.tools.extras import require_extra
 
-if TYPE_CHECKING:
-    from dit_accel.serving.http.api import Limits
-
 SHORTEST_KEY = 16  # characters
 
 
@@ -42,6 +40,7 @@ class ServeOptions(RunOptions):
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
     gpus: int | None = option("Number of GPUs, each with a process.", min=1, show_default="all, or that of --device")
     engine: Literal["process", "ray"] = engine_option("requests run: on this machine")
+    loras: list[str] | None = option("LoRA that requests choose by name. Repeatable.", metavar="NAME=LORA")
     actors: int | None = actors_option()
     api_key_file: Path | None = option(
         "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",
@@ -89,7 +88,7 @@ class ServeOptions(RunOptions):
             return set()
         return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
 
-    def limits(self) -> Limits:
+    def limits(self) -> Any:
         from dit_accel.serving.http.api import Limits
 
         names = (field.name for field in fields(Limits))
@@ -116,6 +115,7 @@ def command(options: ServeOptions) -> None:
         raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
     keys, hosts, limits = read_keys(options.api_key_file), options.hosts, options.limits()
     preset, overrides, loading = options.preset_and_loading()
+    loading = replace(loading, named_loras=named_loras(options.loras))
     setup = Setup(options.model, preset, overrides, loading=loading, call=parse_call(options.call))
     bound = server.bound_socket(options.host, options.port)
     console = Console(quiet=options.quiet)
@@ -136,7 +136,7 @@ def command(options: ServeOptions) -> None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
             videos = closing.enter_context(VideoStore(limits))
         dispatcher = Dispatcher(workers, options.queue)
-        served = Served(_name(options.model), loaded.preset, limits, loaded.form)
+        served = Served(_name(options.model), loaded.preset, limits, loaded.form, loading.named_loras)
         app = server.build_app(dispatcher, served, keys, hosts, videos)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 

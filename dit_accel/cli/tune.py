@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 
@@ -20,9 +20,6 @@ from dit_accel.serving.pipelines import call_arguments
 from dit_accel.serving.prompts import read_prompts
 from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
-
-if TYPE_CHECKING:
-    from dit_accel.tools.measure.tune import TuneResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ def _require_output(options: TuneOptions, plot: Path, state: Path) -> None:
         require_writable(path, "output", force=options.force or os.path.isdir(state))
 
 
-def _print_summary(console: Console, result: TuneResult) -> None:
+def _print_summary(console: Console, result: Any) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)

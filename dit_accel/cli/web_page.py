@@ -25,12 +25,7 @@ One prompt, two runs from the same noise, plain and accelerated: compare the tim
 [How it works]({DOCS}/reference/concepts.md)
 """
 REMEMBERED = 12  # results of a session
-TAB_SELECTS = """() => document.querySelector("#preset").addEventListener("keydown", (event) => {
-    if (event.key !== "Tab") return;
-    event.stopPropagation();
-    document.getElementById(event.target.getAttribute("aria-activedescendant"))
-        ?.dispatchEvent(new MouseEvent("mousedown", {bubbles: true}));
-}, true)"""  # as Enter does: with Tab, gradio drops what was typed and leaves the list open
+TAB_SELECTS = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
 LONGEST_KEPT = 24 * 3600  # seconds that an output file is kept
 
 

@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL import Image
 
 from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, headline
 from dit_accel.models.families import pipeline_family
@@ -21,9 +23,6 @@ from dit_accel.serving.playground import Comparison, ComparisonRun
 from dit_accel.tools.advise.identify import identify
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts, unknown_words
 from dit_accel.tools.media.timeline import EXPLANATION, timeline
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 EXAMPLES = 3
 CANDIDATES = 12  # prompts of a model; the shortest are examples

@@ -126,8 +126,7 @@ class Times:
     def limited(self, task: Task, jobs: Sequence[Job], calls: int, *, begins: bool = True) -> Sequence[Job]:
         """Return the jobs of the next of so many calls, with the time that the task's deadline leaves for it.
 
-        A task that begins may raise an error with the nearest deadline if even the fewest computed steps take longer:
-        ``ArgumentError``, or ``Busy`` if the queue took the time. Unknown sizes are tried.
+        A task that begins can raise ``ArgumentError``, or ``Busy`` after a wait, with the nearest possible deadline.
         """
         if (limit := task.deadline) is None:
             return jobs

@@ -30,10 +30,13 @@ class Loading:
     offload: str = "none"  # or the unit of weights that moves to the GPU when it runs: model, group, sequential
     loras: Mapping[str, float] = field(default_factory=dict)  # weight by path or id
     quantize: str | None = None  # float8 or int8
+    named_loras: Mapping[str, str] = field(default_factory=dict)  # path or id by the name that jobs use
 
     def __post_init__(self) -> None:
         if self.quantize is None:
             return
+        if self.loras and self.named_loras:
+            raise ArgumentError("loras", "can't be used with --lora and --quantize, where --lora stays a layer")
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
             raise ArgumentError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -233,18 +232,3 @@ def _with_comparison(path: Path, compare: bool = True) -> list[Path]:
 
 def _strip(path: Path) -> Path:
     return _beside(path, "strip").with_suffix(".png")
-
-
-def quality(plain: list[Any], fast: list[Any]) -> dict[str, Any]:
-    """Compute ``psnr_db`` over all images or frames (None if identical), mean ``ssim``, and ``identical``."""
-    import numpy as np
-
-    from dit_accel.tools.measure.metrics import clip_ssim, psnr
-
-    frames = [
-        np.concatenate([array if array.ndim == 4 else array[None] for array in map(np.asarray, side)])
-        for side in (plain, fast)
-    ]
-    decibels = psnr(*frames)
-    identical = math.isinf(decibels)
-    return {"psnr_db": None if identical else decibels, "ssim": clip_ssim(*frames), "identical": identical}

@@ -12,25 +12,22 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from PIL import Image
 
 from dit_accel.errors import ArgumentError
+from dit_accel.loop.report import RunReport
 from dit_accel.pipeline import preset_for
+from dit_accel.presets import Preset
 from dit_accel.serving.engine import Cancelled
 from dit_accel.serving.media import Clips, Pictures
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import model_preset
 from dit_accel.tools.measure.metrics import psnr
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from dit_accel.loop.report import RunReport
-    from dit_accel.presets import Preset
-    from dit_accel.tools.measure.timing import Output
+from dit_accel.tools.measure.timing import Output
 
 Side = Literal["plain", "accelerated"]
 

@@ -35,11 +35,9 @@ def join(degrees: dict[str, int], device: str | None) -> str | None:
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
-        place = int(os.environ.get("LOCAL_RANK", 0))
-        if place >= torch.cuda.device_count():
-            raise ArgumentError(
-                "parallel", f"needs a GPU for each of {ranks()} processes, but there are {torch.cuda.device_count()}"
-            )
+        place, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if place >= count:
+            raise ArgumentError("parallel", f"needs a GPU for each of {ranks()} processes, but there are {count}")
         torch.cuda.set_device(place)
         device = f"cuda:{place}"
     elif device != "cpu":

@@ -11,14 +11,10 @@ from dit_accel.errors import ArgumentError, shortened, shown
 LONGEST_PROMPTS = 2**20  # bytes of a file
 
 KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed are options of the command
-    "prompt": (str,),
-    "negative-prompt": (str,),
-    "seed": (int,),
-    "steps": (int,),
-    "height": (int,),
-    "width": (int,),
-    "num-frames": (int,),
+    **dict.fromkeys(("prompt", "negative-prompt"), (str,)),
+    **dict.fromkeys(("seed", "steps", "height", "width", "num-frames"), (int,)),
     "guidance": (int, float),
+    "loras": (dict,),  # weights by name
 }
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
 # Settings of a job that are no arguments: number of partial images, and seconds until its end and after its steps.

@@ -14,6 +14,7 @@ from rich.console import Console
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
 from dit_accel.serving.estimates import first_whole
+from dit_accel.serving.loras import NamedLoras, require_named
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
 class Worker:
     """Engine of one process, which checks the jobs of its setup; ``console`` None = silent."""
 
+    _loras: NamedLoras | None = None
+
     def __init__(self, setup: Setup, console: Console | None = None) -> None:
         console = console or Console(quiet=True)
         self.pipe, self.medium, preset = open_pipeline(setup, console)
         self._setup, self._console = setup, console
         self._guider = getattr(self.pipe, "guider", None)
+        if setup.loading.named_loras:
+            self._loras = NamedLoras(self.pipe, setup.loading.named_loras)
         self.suffix = self.medium.default_output.suffix
         self.preset = preset and preset.effective()
         for job in setup.jobs:
@@ -45,8 +50,7 @@ class Worker:
 
     @property
     def preset_in_use(self) -> Preset | None:
-        acceleration = getattr(self.pipe, "dit_accel", None)
-        return None if acceleration is None else acceleration.preset
+        return getattr(getattr(self.pipe, "dit_accel", None), "preset", None)
 
     @property
     def video_form(self) -> VideoForm | None:
@@ -120,6 +124,8 @@ class Worker:
     ) -> Output:
         """Call the pipeline once, for jobs that share their settings; ``at_step_end`` is the call's callback."""
         arguments = self._arguments(batch)
+        if self._loras is not None:
+            self._loras.use(batch[0].settings.get("loras", {}))
         if at_step_end is not None:
             arguments["callback_on_step_end"] = at_step_end
         seeds = [job.settings["seed"] for job in batch]
@@ -179,8 +185,9 @@ class Worker:
         """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
             self.pipe.guider = self._guider
-        options = {"fps": self._setup.fps, **batch[0].settings}
-        options = {key: value for key, value in options.items() if key not in ("seed", PARTIAL_IMAGES, DEADLINE)}
+        require_named(batch[0].settings.get("loras", {}), self._setup.loading.named_loras)
+        settings, others = batch[0].settings, ("seed", "loras", PARTIAL_IMAGES, DEADLINE)
+        options = {"fps": self._setup.fps} | {key: value for key, value in settings.items() if key not in others}
         if len(batch) > 1:
             options |= {key: [job.settings[key] for job in batch] for key in OWN if key in options}
         return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **options}, self._setup.call)

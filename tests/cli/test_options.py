@@ -70,6 +70,7 @@ BASES = {
     "app": ("app",),
     "serve": ("serve",),
 }
+LORAS = "tests/serving/test_loras.py::test_loras_of_jobs_leave_the_plain_model"
 GPUS_OF_RAY = "tests/serving/test_ray.py::test_actors_take_the_devices_that_there_are"
 # By command and option: its changes, or the test that shows them.
 OPTIONS: dict[str, dict[str, Acts | str]] = {
@@ -102,6 +103,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--batch-size": f"{BATCH}neighbours_share_a_call_and_get_what_they_get_alone",
         "--engine": "tests/serving/test_ray.py::test_a_line_that_fails_every_time_is_given_up",
         "--actors": GPUS_OF_RAY,
+        "--loras": LORAS,
     },
     "inspect": shared("call.")
     | {
@@ -175,6 +177,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--gpus": "tests/cli/test_serve.py::test_each_gpu_has_a_process",
         "--engine": "tests/cli/test_serve.py::test_with_ray_each_gpu_of_the_cluster_has_an_actor",
         "--actors": GPUS_OF_RAY,
+        "--loras": LORAS,
         "--api-key-file": Acts(("--api-key-file", "keys.txt"), {"keys": ["a-long-enough-key", "another-long-key"]}),
         "--queue": Acts(("--queue", 3), {"queue": 3}),
         "--max-side": Acts(("--max-side", 512), {"side": 512}),

@@ -1,7 +1,6 @@
 """Contracts of requests: floors, budgets and deadlines by a clock that only the pipeline's work moves."""
 
 import random
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -23,19 +22,16 @@ SETTINGS = {"prompt": "a fox", "seed": 0, "width": 32, "height": 32}
 
 
 class Asked(Task):
-    """A request, whose end can be awaited."""
-
     def __init__(self, clock, steps=12, count=1, **targets):
         jobs = [Job(index, SETTINGS | {"steps": steps}) for index in range(count)]
         super().__init__(jobs, load_preset("balanced", **targets), ".png")
-        self.deadline, self.made, self.error, self.ended = targets.get("max_seconds"), [], None, threading.Event()
+        self.deadline, self.made, self.error = targets.get("max_seconds"), [], None
 
     def tell(self, event):
         if isinstance(event, Made):
             self.made.append(event)
         elif not isinstance(event, dispatching.Step):
             self.error = event
-            self.ended.set()
 
 
 @pytest.fixture
@@ -115,7 +111,6 @@ def test_images_of_a_request_share_its_deadline(ask):
 
 
 def test_equal_deadlines_do_not_accelerate_anew(ask, monkeypatch):
-    """However long each has waited."""
     started = []
     monkeypatch.setattr(
         working, "start_pipeline", lambda *call, start=working.start_pipeline: started.append(start(*call))

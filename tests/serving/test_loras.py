@@ -1,6 +1,7 @@
 """LoRAs on the command line: loaded with their weights, errors reported, and SLA's file in their folder used."""
 
 import itertools
+import random
 import warnings
 from types import SimpleNamespace
 
@@ -12,9 +13,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dit_accel import accelerate_pipeline
-from dit_accel.cli.options import with_projections
+from dit_accel.cli.options import named_loras, parse_loras, with_projections
 from dit_accel.errors import ArgumentError
-from dit_accel.serving.loras import load_loras, parse_loras
+from dit_accel.serving import loras as serving_loras
+from dit_accel.serving.loading import Loading
+from dit_accel.serving.loras import load_loras
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.prompts import Job
+from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import demo_path
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_pipeline
@@ -176,3 +182,34 @@ def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
     assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
     with pytest.raises(ArgumentError, match="is not a folder"):
         parse_loras(["~/nothing"])
+
+
+def test_loras_of_jobs_leave_the_plain_model(folder, monkeypatch):
+    """In any order a job has the bits of its own LoRAs and weights, and without any those of the plain model."""
+    sources = named_loras([f"style={folder}/style", f"other={folder}/other.safetensors"])
+    worker = Worker(Setup(str(folder / "model"), "balanced", loading=Loading(named_loras=sources)))
+    started, draw = worker.pipe.dit_accel, random.Random(0)
+
+    def bits(weights):
+        settings = {"prompt": "a fox", "seed": 0, "steps": 2, "height": 32, "width": 32, "loras": weights}
+        return worker.make([Job(0, settings)], ".png")[0].data
+
+    weights = [{}, {"style": 1.0}, {"style": 0.3}, {"other": 1}, {"style": 0.5, "other": -1.0}]
+    first = [bits(each) for each in weights]
+    assert len({*first}) == len(weights)
+    for number in range(50):
+        monkeypatch.setattr(serving_loras, "MOST_BYTES", draw.choice([0, 2**31]))  # 0: all others leave
+        place = draw.randrange(len(weights))
+        assert bits(weights[place]) == first[place], number
+        assert serving_loras.MOST_BYTES or worker._loras._bytes.keys() == weights[place].keys()
+    assert worker.pipe.dit_accel is started
+    for wrong in ({"styl": 1.0}, {"style": float("nan")}, {"style": "1"}):
+        with pytest.raises(ArgumentError, match=r"loras: must have finite weights of LoRAs \(other, style\), got"):
+            bits(wrong)
+
+
+def test_loras_have_names():
+    assert named_loras(["a=owner/name", "b=owner/other"]) == {"a": "owner/name", "b": "owner/other"}
+    for wrong, message in ("a=./nowhere", r"'\./nowhere' is not a folder"), ("owner/name", "must be NAME=LORA"):
+        with pytest.raises(ArgumentError, match=message):
+            named_loras([wrong])

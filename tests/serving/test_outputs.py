@@ -16,14 +16,13 @@ from dit_accel.serving.media import (
     Pictures,
     medium_of,
     numbered,
-    quality,
     require_plausible_output,
     sampling_rate,
     size_note,
     unused,
 )
 from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
-from dit_accel.tools.measure.metrics import psnr
+from dit_accel.tools.measure.metrics import psnr, quality
 from dit_accel.tools.media import video
 from tests.clips import read_sound
 from tests.models.tiny.sounds import longcat_audio

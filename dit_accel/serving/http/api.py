@@ -1,7 +1,7 @@
 """Limits of requests, and errors in the form of OpenAI's interface."""
 
 from asyncio import CancelledError
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Served:
     preset: Preset | None  # of requests that name none; None = plain
     limits: Limits
     form: VideoForm | None = None  # None = it makes images
+    loras: Collection[str] = ()  # names
 
 
 class RequestError(Exception):

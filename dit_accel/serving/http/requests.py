@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from PIL import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic.types import Json
 
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
@@ -20,6 +21,7 @@ from dit_accel.presets.sections import TARGETS
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
+from dit_accel.serving.loras import require_named
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 
 LONGEST_PROMPT = 4000  # characters
@@ -48,6 +50,7 @@ class PromptRequest(BaseModel):
     target_psnr: float | None = Field(None, gt=0, allow_inf_nan=False)
     computed_steps: int | None = Field(None, ge=1)
     max_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
+    loras: dict[str, float] | Json[dict[str, float]] | None = None  # text in a form
 
     @model_validator(mode="before")
     @classmethod
@@ -84,15 +87,10 @@ class PromptRequest(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         width, height = self.sides
-        settings = {
-            "prompt": self.prompt,
-            "negative-prompt": self.negative_prompt,
-            "steps": self.steps,
-            "height": height,
-            "width": width,
-            "guidance": self.guidance,
-            "seed": secrets.randbelow(2**32) if self.seed is None else self.seed,
-        }
+        fields = self.model_dump(include={"prompt", "negative_prompt", "steps", "guidance", "loras"})
+        settings = {name.replace("_", "-"): value for name, value in fields.items()}
+        settings |= {"height": height, "width": width}
+        settings["seed"] = secrets.randbelow(2**32) if self.seed is None else self.seed
         return {key: value for key, value in settings.items() if value is not None}
 
 
@@ -250,9 +248,10 @@ def require_at_most(param: str, value: int, most: int) -> None:
 
 
 def requested_preset(request: PromptRequest, served: Served) -> Preset | None:
-    """Return the preset of a request, None = plain; raise ``RequestError`` if it is unknown or has no such target."""
+    """Return the preset of a request, None = plain; raise an error if it, its target or a LoRA is unknown."""
     from dit_accel.models.presets import load_preset
 
+    require_named(request.loras or {}, served.loras)
     if request.preset not in (None, "none", *preset_names()):  # a path of the server is no preset
         meant = did_you_mean(request.preset, preset_names())
         raise RequestError(f"preset {shown(request.preset)} does not exist{meant}", "preset", "invalid_value")

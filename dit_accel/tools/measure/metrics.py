@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -100,6 +100,17 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
 
 def clip_ssim(a: ImageLike, b: ImageLike) -> float:
     return mean_over_frames(ssim, a, b)
+
+
+def quality(plain: list[Any], fast: list[Any]) -> dict[str, Any]:
+    """Compute ``psnr_db`` over all images or frames (None if identical), mean ``ssim``, and ``identical``."""
+    frames = [
+        np.concatenate([array if array.ndim == 4 else array[None] for array in map(np.asarray, side)])
+        for side in (plain, fast)
+    ]
+    decibels = psnr(*frames)
+    identical = math.isinf(decibels)
+    return {"psnr_db": None if identical else decibels, "ssim": clip_ssim(*frames), "identical": identical}
 
 
 def mean_over_frames(metric: Callable[[ImageLike, ImageLike], float], a: ImageLike, b: ImageLike) -> float:

@@ -30,8 +30,10 @@ MUTANTS: list[Mutant] = table({
         ("whole-models-are-refused", "quantised models can be offloaded as a whole", "tests/serving/test_loading.py",
          'if self.offload == "sequential":', 'if self.offload != "none":')],
     "dit_accel/serving/loras.py": [
-        ("weight-of-nothing", "a LoRA of weight 0 changes nothing", "tests/serving/test_loras.py",
-         "1.0 if weight is None else weight", "weight or 1.0")],
+        ("loras-of-the-last-job", "a job without LoRAs has the plain model", "tests/serving/test_loras.py",
+         "layer.enable_adapters(bool(weights))", "layer.enable_adapters(True)"),
+        ("all-loras-stay", "the least used LoRAs leave the device", "tests/serving/test_loras.py",
+         "if sum(self._bytes.values()) > MOST_BYTES:", "if False:")],
     "dit_accel/serving/media.py": [
         ("some-names-are-free", "files of an earlier run are replaced only with --force",
          "tests/serving/test_outputs.py",
@@ -46,6 +48,8 @@ MUTANTS: list[Mutant] = table({
         ("own-file-is-shipped", "a user's file with a shipped preset's name is checked", "tests/cli/test_cli.py",
          "if str(file) in preset_names() and not file.exists():", "if str(file) in preset_names():")],
     "dit_accel/cli/options.py": [
+        ("weight-of-nothing", "a LoRA of weight 0 changes nothing", "tests/serving/test_loras.py",
+         "loras[source] = weight", "loras[source] = weight or 1.0"),
         ("training-over-options", "--set overrides the settings of a fine-tuning", "tests/serving/test_loras.py",
          '{"skip.projection": str(files[0]), **trained, **overrides}',
          '{"skip.projection": str(files[0]), **overrides, **trained}'),

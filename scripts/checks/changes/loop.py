@@ -69,6 +69,9 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/loop/budget.py": [
         ("budget-left-over", "steps that errors do not need compute at the end", "tests/loop/test_budget.py",
          "self.left >= self._steps - step and", "self.left > self._steps - step + 1 and"),
+        ("a-floor-that-time-lowers-in-silence", "the report says if max_seconds was too short for target_psnr",
+         "tests/loop/test_budget.py",
+         "        elif self._floor:\n            self.note(CUT)\n", ""),
         ("time-without-decoding", "a deadline leaves the time of decoding", "tests/loop/test_budget.py",
          "self._limit = seconds - after", "self._limit = seconds")],
     "dit_accel/loop/closed_loop.py": [

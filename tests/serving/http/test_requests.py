@@ -82,6 +82,7 @@ PNG = file((40, 24))
         ("images", {"preset": "none", "target_error": 0.1}, "target_error", "needs a preset"),
         ("images", {"preset": "exact", "target_error": 0.1}, "target_error", "target_error"),
         ("images", {"target_error": -1}, "target_error", "greater than 0"),
+        ("images", {"computed_steps": 9, "steps": 8}, "computed_steps", "must be at most 8, got 9"),
         ("edits", {"image": [PNG], "other": [PNG]}, "other", "unknown field 'other'"),
         ("edits", {"image[]": [PNG] * 3}, "image", "image must be given at most 2 times, got 3"),
         ("edits", {"image": [PNG], "mask": [file((24, 40))]}, "mask", "size of the first image, 40x24, got 24x40"),
