@@ -140,8 +140,8 @@ def call_arguments(
 def _require_inputs(pipeline: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> None:
     """Check that no argument is missing but the prompt, which may follow."""
     for name, parameter in parameters.items():
-        is_needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if not is_needed or name in arguments or name == "prompt":
+        takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is not parameter.empty or takes_any or name in arguments or name == "prompt":
             continue
         if name == "image":
             raise ArgumentError("image", f"{pipeline} needs an input image; give one")
