@@ -140,9 +140,8 @@ class SparseLinearAttention(nn.Module):
                 f"got {layout.tokens} in blocks of {layout.block}"
             )
         shares = settings.critical, settings.negligible
-        return lower(
-            classified(q, k, layout, *shares, kv_len=kv_len, backend=settings.backend), backend=settings.backend
-        )
+        symbols = classified(q, k, layout, *shares, kv_len=kv_len, backend=settings.backend)
+        return lower(symbols, backend=settings.backend)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in asdict(self.settings).items())

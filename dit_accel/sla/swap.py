@@ -36,14 +36,11 @@ class TransformerCalls:
         self.tokens: Tokens | None = None
         self._family = family
         self._names = parameter_names(transformer)
-        self._handle = transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.handle = transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self.tokens = self._family.tokens(transformer, arguments)
-
-    def remove(self) -> None:
-        self._handle.remove()
 
 
 class SlaProcessor(nn.Module):
@@ -116,7 +113,7 @@ def restore_attention(pipe: Any) -> None:
     """Undo :func:`swap_attention`; without a swap, do nothing."""
     for module in _modules(pipe).values():
         if isinstance(module.processor, SlaProcessor):
-            module.processor.calls.remove()
+            module.processor.calls.handle.remove()
             _set_processor(module, module.processor.base)
 
 

@@ -8,22 +8,17 @@ Each policy is one object in its own file; :mod:`~dit_accel.sparse.policies.poli
 >>> o = attention(q, k, v, plan(q, k, Skip(policy="sparge", tau_kv=0.06)))
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dit_accel.errors import UnsupportedError, shown
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.lowering import lower
-from dit_accel.kernels.plans.pooling import PooledMap
-from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.presets import Skip
 from dit_accel.sparse.policies import dense, fg_attn, sla, sparge, static
 from dit_accel.sparse.policies.policy import Policy
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
 
 POLICIES: dict[str, Policy] = {  # by the value of `skip.policy`
     "none": dense.Dense(),
@@ -45,32 +40,6 @@ def policy_of(config: Skip) -> Policy:
     return POLICIES[config.policy]
 
 
-def draw(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
-    **options: Any,
-) -> SparseSymbols:
-    """Return the symbols of one attention under the policy that ``config`` names; every row computes.
-
-    Args:
-        q, k: ``[B, S, H, D]``, the inputs of attention.
-        layout: layout of the S tokens.
-        config: section ``skip`` of a preset, for one block (:meth:`~dit_accel.presets.Skip.at`).
-        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-        pooled: the pooled map of these q and k; None = the policy computes it if it needs it.
-        options: further arguments of the policy's own ``draw``.
-
-    Raises:
-        UnsupportedError: ``config`` is no section ``skip``.
-    """
-    return policy_of(config).draw(q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
-
-
 def plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -80,11 +49,17 @@ def plan(
     kv_len: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionPlan:
-    """Return the plan of one attention: the lowered symbols of :func:`draw`.
+    """Return the plan of one attention, the lowered symbols of the policy that ``config`` names; every row computes.
 
     Args:
-        q, k, config, kv_len, options: see :func:`draw`.
-        layout: layout of the tokens; None = no token is text, and blocks have 128 tokens.
+        q, k: ``[B, S, H, D]``, the inputs of attention.
+        config: section ``skip`` of a preset, for one block (:meth:`~dit_accel.presets.Skip.at`).
+        layout: layout of the S tokens; None = no token is text, and blocks have 128 tokens.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+        options: further arguments of the policy's own ``draw``.
+
+    Raises:
+        UnsupportedError: ``config`` is no section ``skip``.
     """
     layout = TokenLayout(0, q.shape[1]) if layout is None else layout
-    return lower(draw(q, k, layout, config, kv_len=kv_len, **options))
+    return lower(policy_of(config).draw(q, k, layout, config, kv_len=kv_len, **options))

@@ -6,10 +6,6 @@ the row-block, "average_query" for the mean of its queries. FG-Attn-cached is "e
 computes: the result is the same, and no keys are gathered.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
@@ -17,10 +13,8 @@ from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.plans.pooling import PooledMap, block_means
 from dit_accel.kernels.plans.selection import select_keys
 from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.presets.skip import FgAttnSkip
 from dit_accel.sparse.policies.policy import Policy, every_row
-
-if TYPE_CHECKING:
-    from dit_accel.presets.skip import FgAttnSkip
 
 # In units of 1 / N. The paper has 0.5 for both. The mean of queries has a flatter distribution than single queries: at
 # 0.5 it leaves out 37.9% of demo-wan's keys, at 20.9 dB.
@@ -70,14 +64,10 @@ def promote_tiles(slice_bits: torch.Tensor, layout: TokenLayout, kv_len: torch.T
     """
     keys = torch.arange(layout.blocks * layout.block, device=slice_bits.device)[None]
     is_padding = keys >= (layout.tokens if kv_len is None else kv_len.clamp(max=layout.tokens)[:, None])
-    padding, words = (_words_by_tile(bits, layout) for bits in (pack_bits(is_padding)[:, None, None], slice_bits))
+    packed, by_tile = pack_bits(is_padding)[:, None, None], (layout.blocks, layout.block // 64)
+    padding, words = (bits.view(torch.int64).unflatten(-1, by_tile) for bits in (packed, slice_bits))  # views
     is_whole = (words | padding).eq(-1).all(-1) & words.ne(0).any(-1)  # [B, H, T, T]
     is_whole[:, :, layout.text_blocks] = True
     is_whole[..., layout.text_blocks] = True
     words.masked_fill_(is_whole[..., None], 0)
     return pack_bits(is_whole)
-
-
-def _words_by_tile(bits: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    """Return uint8 ``[..., T * block / 8]`` as int64 ``[..., T, block / 64]``, a view."""
-    return bits.view(torch.int64).unflatten(-1, (layout.blocks, layout.block // 64))

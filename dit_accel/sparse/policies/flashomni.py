@@ -24,13 +24,8 @@ def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> to
     P̃ (``probabilities``) is float32 ``[B, H, T, T]``, the result ``cache_bits`` of symbols, uint8
     ``[B, T, ceil(H / 8)]``, 1 = compute.
     """
-    if not layout.text:
-        return _bits_by_received_mass(probabilities, tau)
-    return select_rows(probabilities, tau, text=layout.text_blocks, vision=layout.vision_blocks)
-
-
-def _bits_by_received_mass(probabilities: torch.Tensor, tau: float) -> torch.Tensor:
-    """Return rows chosen by the attention mass that blocks receive in each head; the lowest masses are reused."""
+    if layout.text:
+        return select_rows(probabilities, tau, text=layout.text_blocks, vision=layout.vision_blocks)
     batch, heads, blocks, _ = probabilities.shape
     received = probabilities.mean(2).flatten(0, 1)  # [B * H, T], each row sums to 1
     maps = functional.pad(received, (0, 0, 0, -len(received) % blocks)).view(1, -1, blocks, blocks)

@@ -3,9 +3,7 @@
 Linear attention approximates the tiles in between.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,10 +12,8 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.classification import classify_tiles
 from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.presets.skip import SlaSkip
 from dit_accel.sparse.policies.policy import Policy, every_row
-
-if TYPE_CHECKING:
-    from dit_accel.presets.skip import SlaSkip
 
 
 class Sla(Policy):

@@ -8,9 +8,7 @@ blocks of zeros are no reason to compute. (Queries of 0 attend to all keys equal
 or skipped together, so such a row keeps its tiles.)
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,10 +17,8 @@ from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
 from dit_accel.kernels.plans.selection import select_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
+from dit_accel.presets.skip import SpargeSkip
 from dit_accel.sparse.policies.policy import Policy, every_row
-
-if TYPE_CHECKING:
-    from dit_accel.presets.skip import SpargeSkip
 
 # Values that `dit-accel tune` tries.
 SIMILARITIES = (0.7, 0.5, 0.3, 0.15)

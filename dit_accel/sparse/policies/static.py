@@ -8,10 +8,8 @@ which every row computes:
 >>> plan = lower(interleaved([133, 309, 70], [True, False, True], heads=8))  # text, an image, text
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +18,8 @@ from dit_accel.kernels.kept import Kept
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.tile_masks import symbols_from_intervals
 from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.presets.skip import StaticSkip
 from dit_accel.sparse.policies.policy import Policy
-
-if TYPE_CHECKING:
-    from dit_accel.presets.skip import StaticSkip
 
 _SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has one or two layouts, and a few layers with another pattern
 
@@ -65,18 +61,12 @@ def block_mask_from_segments(
 
 
 def causal(tokens: int, **options: Any) -> SparseSymbols:
-    """Return a causal mask: each query attends to itself and to earlier keys.
-
-    See :func:`block_mask_from_segments` for the options.
-    """
+    """Let each query attend to itself and earlier keys, with the options of :func:`block_mask_from_segments`."""
     return block_mask_from_segments([tokens], causal=True, **options)
 
 
 def documents(lengths: Sequence[int], *, causal: bool | Sequence[bool] = False, **options: Any) -> SparseSymbols:
-    """Return the mask of packed documents, which do not attend to each other.
-
-    See :func:`block_mask_from_segments` for the options.
-    """
+    """Let each packed document attend to itself, with the options of :func:`block_mask_from_segments`."""
     return block_mask_from_segments(lengths, causal=causal, **options)
 
 

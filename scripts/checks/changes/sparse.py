@@ -22,7 +22,7 @@ MUTANTS: list[Mutant] = table({
          "key = site, like.device, like.dtype", "key = site, like.device")],
     "dit_accel/sla/swap.py": [
         ("a-swap-leaves-its-hook", "a restored swap leaves no hook on the transformer", "tests/sla/test_swap.py",
-         "            module.processor.calls.remove()\n", ""),
+         "            module.processor.calls.handle.remove()\n", ""),
         ("a-failed-save-loses-the-swap", "attention stays swapped if saving fails", "tests/sla/test_swap.py",
          "    try:\n        _save_transformers(pipe, folder)\n    finally:\n        _put_in(pipe, attentions)",
          "    _save_transformers(pipe, folder)\n    _put_in(pipe, attentions)")],

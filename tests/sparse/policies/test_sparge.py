@@ -9,7 +9,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.plans.tile_masks import mask_from_plan
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import draw, plan, policy_of
+from dit_accel.sparse.policies import plan, policy_of
 from tests.pairs import every_pair
 
 TOKENS, HEADS, HEAD_DIM = 1000, 2, 32
@@ -93,11 +93,11 @@ def test_tiles_equal_the_papers_equations(queries_and_keys, config, text, block,
     """Selective compression by a loop over blocks, with a ragged tail, zero tokens and a sample that ends early."""
     q, k = queries_and_keys
     layout = TokenLayout(text, TOKENS - text, block, text_first=False)
-    lengths = [TOKENS, 700]
-    symbols = draw(q, k, layout, config, kv_len=torch.tensor(lengths, dtype=torch.int32), causal=causal)
+    kv_len = torch.tensor([TOKENS, 700], dtype=torch.int32)
+    symbols = policy_of(config).draw(q, k, layout, config, kv_len=kv_len, causal=causal)
     assert unpack_bits(symbols.cache_bits, HEADS).all()
     tiles = unpack_bits(symbols.skip_bits, layout.blocks)
-    for b, end in enumerate(lengths):
+    for b, end in enumerate(kv_len.tolist()):
         valid = -(-end // block)  # a tile without a valid key attends to nothing, whatever its bit says
         for h in range(HEADS):
             expected = naive_tiles(q[b, :, h], k[b, :, h], layout, config, end, causal)
@@ -110,7 +110,7 @@ def test_a_plan_attends_to_the_pairs_of_its_tiles(queries_and_keys, tokens, bloc
     q, k = (x[:, 400 : 400 + tokens] for x in queries_and_keys)
     options = {"layout": TokenLayout(0, tokens, block), "causal": causal}
     config = Skip(policy="sparge", top_k=0.5, similarity=0.5)
-    tiles = unpack_bits(draw(q, k, config=config, **options).skip_bits, options["layout"].blocks)
+    tiles = unpack_bits(policy_of(config).draw(q, k, config=config, **options).skip_bits, options["layout"].blocks)
     expected = tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :tokens, :tokens]
     assert torch.equal(mask_from_plan(plan(q, k, config, **options)), expected.tril() if causal else expected)
 

@@ -11,7 +11,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.tile_masks import mask_from_plan, symbols_from_mask
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import draw, static
+from dit_accel.sparse.policies import policy_of, static
 
 every_block = pytest.mark.parametrize("block", [64, 128])
 LENGTHS = [[1], [64], [65], [300], [133, 309, 70], [1, 63, 64, 65, 1, 128], [256, 68, 188], [5] * 40]
@@ -101,7 +101,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 def draw_static(layout, config, batch=2, heads=3):
     q = torch.zeros(batch, layout.tokens, heads, 16)
-    return draw(q, q, layout, config)
+    return policy_of(config).draw(q, q, layout, config)
 
 
 @every_layout
