@@ -3,6 +3,7 @@
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels.constants import MAX_WIDTH_TRITON
 from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -115,6 +116,11 @@ def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> 
             f"{name} must lie inside the plan's {plan.tokens} tokens, got tokens {offset} to {offset + length}; "
             "check offset and plan.tokens"
         )
+
+
+def width_limit(width: int) -> str | None:
+    """Return why the Triton kernels that hold a row in registers do not support its features, or None."""
+    return f"it takes at most {MAX_WIDTH_TRITON} features, got {width}" if width > MAX_WIDTH_TRITON else None
 
 
 def triton_limit(head_dim: int, plan: AttentionPlan | None = None) -> str | None:

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 LOG2_E = math.log2(math.e)
 
 # pooled_map
@@ -18,11 +20,15 @@ SHARE_BITS = 30  # shares are multiples of 2^-30, so that all backends get the s
 # select_keys
 BEST_SHARE = 0.999  # share of a query's largest probability; 1 - 0.999 exceeds the rounding error between two products
 
+# norm_modulate, quantize_rows
+MAX_WIDTH_TRITON = 16384  # features of a row; one program holds a row
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
 # attention in 8 bits, and linear layers in 8 bits
 EXACT_CHANNELS = 15  # channels in float16; with the one that masks keys 16, the smallest size of a matrix unit
 SAMPLING = 4  # one of this many tokens is in the statistics of q and k
 INT8_MAX = 127.0
 FP8_MAX = 448.0
 FP16_SAFE = 32768.0  # bound of the float16 channels, in units of the int8 scale
-SMALLEST_SCALE = 1e-12  # of a block of zeros
+SMALLEST_SCALE = 1e-12  # of a block or a row of zeros
 LARGEST_FACTOR = 1024.0

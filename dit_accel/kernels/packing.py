@@ -14,11 +14,7 @@ from dit_accel.kernels.custom_ops import custom_op, eager_op
 from dit_accel.kernels.layout import block_count
 
 
-def _empty_bytes(mask: torch.Tensor, **_) -> torch.Tensor:
-    return mask.new_empty(*mask.shape[:-1], block_count(mask.shape[-1], 8), dtype=torch.uint8)
-
-
-@custom_op(_empty_bytes)
+@custom_op(lambda mask, **_: mask.new_empty(*mask.shape[:-1], block_count(mask.shape[-1], 8), dtype=torch.uint8))
 def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Pack a mask along its last axis into bytes; bits beyond its end are 0.
 

@@ -1,8 +1,6 @@
 """Sparse symbols, the packed bits that define what a DISPATCH step computes, and the plan that kernels read.
 
-Bits are 1 for *compute* and packed least significant bit first, so bit ``i`` of a row is
-``(bytes[i // 8] >> (i % 8)) & 1`` (FlashOmni, section 3.4, decode formula with n = 1). FlashOmni's example prints the
-same masks with the most significant bit first.
+Bits are 1 for *compute*, and packed as :mod:`dit_accel.kernels.packing` says.
 
 Symbols are canonical and small; :func:`dit_accel.kernels.lower` turns them into an :class:`AttentionPlan`.
 """

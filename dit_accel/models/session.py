@@ -306,12 +306,9 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
     The first tensor is one, and others with the shape of some latents of the call, except for the number of channels.
     """
     shapes = [item.shape for item in (*latents_of(arguments), *further_latents_of(arguments))]
-
-    def is_alike(shape: torch.Size, other: torch.Size) -> bool:
-        return len(shape) == len(other) and sum(map(ne, shape, other)) <= 1
-
     return [
-        isinstance(leaf, torch.Tensor) and (place == 0 or any(is_alike(leaf.shape, shape) for shape in shapes))
+        isinstance(leaf, torch.Tensor)
+        and (place == 0 or any(leaf.ndim == len(shape) and sum(map(ne, leaf.shape, shape)) <= 1 for shape in shapes))
         for place, leaf in enumerate(leaves)
     ]
 

@@ -219,8 +219,8 @@ REFUSED = {  # changes of these arguments, and the error's beginning
     "linear_gelu": [({"weight": zeros(96, 32)}, r"weight must have shape \[N, 64\], got \[96, 32\]")],
     "quantize_rows": [
         ({"dtype": "int4"}, r"dtype must be one of \('int8', 'float8'\), got 'int4'"),
-        ({"gelu": zeros(4, 12)}, "x and gelu must have multiples of 8 features for int8, got 32 and 12"),
-        ({"gelu": zeros(3, 32)}, r"gelu must have shape \[4, M\], got \[3, 32\]"),
+        ({"hidden": zeros(4, 12)}, "x and hidden must have multiples of 8 features for int8, got .32, 12."),
+        ({"hidden": zeros(3, 32)}, r"hidden must have shape \[4, M\], got \[3, 32\]"),
     ],
     "quantized_linear": [
         ({"weight": BYTES[:3], "weight_scales": zeros(3)}, r"multiples of 16, got \[3, 32\]"),

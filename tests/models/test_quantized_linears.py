@@ -6,15 +6,15 @@ import torch
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop.report import RunReport
-from dit_accel.models.beside import linear_trial
+from dit_accel.models.beside import linear_trial, quantized_linears
 from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.beside.quantized_linears import (
     LEAST_ROWS,
-    QuantizedLinears,
     block_linears,
     project_together,
     roundable,
 )
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.hooks import Hook
 from tests.rounding import distance
 from tests.tiny import tiny_output, tiny_pipeline
@@ -56,7 +56,7 @@ def test_weights_are_rounded_anew_in_each_run():
     """Their copies go with the run, so a change takes effect."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
     before, linears = tiny_output(pipe, "flux", steps=STEPS), linears_of(pipe)
-    assert linears.layers and not linears._weights and linears._rows is None
+    assert linears.layers and not linears._weights and not linears._rows
     pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
     assert distance(tiny_output(pipe, "flux", steps=STEPS), before) > 0.01
 
@@ -103,19 +103,20 @@ def test_replayed_calls_stay_in_8_bits():
     assert trial.slower("kind") is None
 
 
-def test_inputs_are_rounded_once_for_layers_that_share_them(monkeypatch):
-    counted = []
-    rounded = QuantizedLinears._rows_of
+def test_blocks_of_our_own_round_in_the_op_before_a_product(monkeypatch):
+    """Norms round their results. What is left is attention's output, once for both streams, and each MLP's inside."""
+    counted, kernel = [], quantized_linears.quantize_rows
 
-    def count(self, x, gelu):
-        found = rounded(self, x, gelu)
-        counted.append(id(found[0]))
-        return found
+    def count(x, *more, **options):
+        counted.append(x.ndim == 3)  # rows of tokens, not weights
+        return kernel(x, *more, **options)
 
-    monkeypatch.setattr(QuantizedLinears, "_rows_of", count)
-    pipe = accelerate_pipeline(tiny_pipeline("sd3"), "exact", **INT8)
-    tiny_output(pipe, "sd3", steps=1)
-    assert len(set(counted)) < len(counted)
+    monkeypatch.setattr(quantized_linears, "quantize_rows", count)
+    monkeypatch.setattr(quantized_linears, "LEAST_ROWS", 1)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    tiny_output(pipe, "flux", steps=1)
+    assert sum(counted) == 3 * pipe.transformer.config.num_layers + pipe.transformer.config.num_single_layers
 
 
 def test_queries_keys_and_values_multiply_together():

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2
+from dit_accel.kernels._triton.launch import launch, load_floats, next_power_of_2
 
 VALUES = 8192  # of a tile of pixels and channels
 SUMMED = 4096  # of a tile whose sums stay in registers
@@ -18,17 +18,12 @@ PARTS = 64  # chunks that are summed at a time
 
 
 @triton.jit
-def _load(x, channel, inside):
-    return tl.load(x + channel, inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _chunk_sums(x, sums, pixels, chunks, channels, ROWS: tl.constexpr, STEPS: tl.constexpr, CHANNELS: tl.constexpr):
     image, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     channel = tl.arange(0, CHANNELS)
     has_channel = channel < channels
     x += image * pixels * channels
-    pivot = _load(x, channel, has_channel)[None, :]
+    pivot = load_floats(x + channel, has_channel)[None, :]
     total, squares = tl.zeros([ROWS, CHANNELS], tl.float32), tl.zeros([ROWS, CHANNELS], tl.float32)
     for step in range(STEPS):
         pixel = (chunk * STEPS + step) * ROWS + tl.arange(0, ROWS)
@@ -59,9 +54,9 @@ def _group_moments(
         total += tl.sum(tl.load(sums + at, inside, other=0.0), 0)
         squares += tl.sum(tl.load(sums + at + channels, inside, other=0.0), 0)
     shift = total / pixels  # of the channel's mean from its pivot
-    mean = _load(x + image * pixels * channels, channel, has_channel) + shift
+    mean = load_floats(x + image * pixels * channels + channel, has_channel) + shift
     if HAS_BIAS:
-        mean += _load(input_bias, channel, has_channel)
+        mean += load_floats(input_bias + channel, has_channel)
     mean_of_group = tl.sum(tl.where(has_channel, mean, 0.0), 0) / width
     apart = tl.where(has_channel, mean - mean_of_group, 0.0)
     within = tl.where(has_channel, squares / pixels - shift * shift, 0.0)
@@ -93,14 +88,14 @@ def _normalise(
     moments += (image * groups + channel // (channels // groups)) * 2
     mean, variance = tl.load(moments, has_channel, other=0.0), tl.load(moments + 1, has_channel, other=0.0)
     if HAS_BIAS:
-        mean -= _load(input_bias, channel, has_channel)
-    scale = tl.rsqrt(variance + eps) * _load(weight, channel, has_channel)
+        mean -= load_floats(input_bias + channel, has_channel)
+    scale = tl.rsqrt(variance + eps) * load_floats(weight + channel, has_channel)
     y = (tl.load(x + at, inside, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
-    y += _load(bias, channel, has_channel)[None, :]
+    y += load_floats(bias + channel, has_channel)[None, :]
     if TIMES:
         place = (frame * (height // TIMES) + row // TIMES) * (width // TIMES) + column // TIMES
-        place = (image * (pixels // (TIMES * TIMES)) + place)[:, None] * channels
-        y = y * _load(scale_map + place, channel[None, :], inside) + _load(shift_map + place, channel[None, :], inside)
+        place = (image * (pixels // (TIMES * TIMES)) + place)[:, None] * channels + channel[None, :]
+        y = y * load_floats(scale_map + place, inside) + load_floats(shift_map + place, inside)
     if SILU:
         y *= tl.sigmoid(y)
     tl.store(out + to, y.to(out.dtype.element_ty), inside)
@@ -115,7 +110,7 @@ def _add(x, update, bias, out, pixels, channels, HAS_BIAS: tl.constexpr, ROWS: t
     at = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
     y = tl.load(x + at, inside, other=0.0).to(tl.float32) + tl.load(update + at, inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        y += _load(bias, channel, has_channel)[None, :]
+        y += load_floats(bias + channel, has_channel)[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 

@@ -50,6 +50,18 @@ def _kind(tensor: torch.Tensor | TensorDescriptor | None) -> object:
     return tensor.dtype, tensor.data_ptr() % 16
 
 
+def unit_stride(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return ``x`` with contiguous features."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def broadcast_strides(x: torch.Tensor | None, axes: int) -> tuple[int, ...]:
+    """Strides of the first axes, 0 along those that broadcast."""
+    if x is None:
+        return (0,) * axes
+    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(axes))
+
+
 def next_power_of_2(number: int) -> int:
     """Smallest power of 2 that is at least a positive number; Triton's own function takes 20 us from Python."""
     return 1 << (number - 1).bit_length()
@@ -67,6 +79,12 @@ def is_hopper_or_later(tensor: torch.Tensor) -> bool:
 def precision(x: torch.Tensor) -> str:
     """Precision of products: exact for float32, which is for tests; other types use the matrix units directly."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def load_floats(pointers, inside):
+    """Load values as float32, 0 outside."""
+    return tl.load(pointers, inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2
+from dit_accel.kernels._triton.launch import broadcast_strides, launch, next_power_of_2
 
 
 @triton.jit
@@ -78,8 +78,9 @@ def norm_rope_into(parts, rope, eps) -> None:
     batch, tokens, heads, head_dim = x.shape
     norm = "none" if weight is None else "head" if weight.shape[0] == head_dim else "token"
     cos, sin = rope or (None, None)
-    strides = (*x.stride()[:2], *out.stride()[:2], *_strides(cos), *_strides(sin))
     kind = "none" if cos is None else "adjacent" if cos.dim() == 2 else "halves"
+    tables = (table[None, :, None] if kind == "adjacent" else table for table in (cos, sin))
+    strides = (*x.stride()[:2], *out.stride()[:2], *(item for table in tables for item in broadcast_strides(table, 3)))
     padded = next_power_of_2(heads)
     launch(
         _norm_rope, batch * tokens * len(parts), (*first, *second, cos, sin),
@@ -93,13 +94,3 @@ def _layout(part: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> tup
     """Key of a part's layout; two parts with the same key, shape and dtype of ``x`` share a launch."""
     x, weight, out = part
     return x.stride(), None if weight is None else weight.shape, out.stride()
-
-
-def _strides(table: torch.Tensor | None) -> tuple[int, int, int]:
-    """Strides of batch, token and head of a RoPE table, 0 along axes that broadcast."""
-    if table is None or table.dim() == 2:
-        return 0, 0 if table is None else table.stride(0), 0
-    batch, token, head = (
-        stride if length > 1 else 0 for stride, length in zip(table.stride()[:3], table.shape, strict=False)
-    )
-    return batch, token, head

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import launch
 from dit_accel.kernels.layout import block_count
 
 BYTES = 256
@@ -43,18 +43,14 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     n = mask.shape[-1]
     bits = torch.empty((*mask.shape[:-1], block_count(n, 8)), dtype=torch.uint8, device=mask.device)
     if bits.numel():
-        with on_device(mask):
-            _pack[(triton.cdiv(bits.numel(), BYTES),)](
-                mask.contiguous().view(torch.uint8), bits, n, bits.shape[-1], bits.numel(), BYTES=BYTES
-            )
+        tensors, programs = (mask.contiguous().view(torch.uint8), bits), triton.cdiv(bits.numel(), BYTES)
+        launch(_pack, programs, tensors, (n, bits.shape[-1], bits.numel()), BYTES=BYTES)
     return bits
 
 
 def unpack_bits(bits: torch.Tensor, n: int) -> torch.Tensor:
     mask = torch.empty((*bits.shape[:-1], n), dtype=torch.bool, device=bits.device)
     if bits.numel():
-        with on_device(bits):
-            _unpack[(triton.cdiv(bits.numel(), BYTES),)](
-                bits.contiguous(), mask.view(torch.uint8), n, bits.shape[-1], bits.numel(), BYTES=BYTES
-            )
+        tensors, programs = (bits.contiguous(), mask.view(torch.uint8)), triton.cdiv(bits.numel(), BYTES)
+        launch(_unpack, programs, tensors, (n, bits.shape[-1], bits.numel()), BYTES=BYTES)
     return mask

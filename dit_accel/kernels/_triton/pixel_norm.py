@@ -8,15 +8,10 @@ frames of the past, fills borders and keeps the last frames on the way.
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, next_power_of_2
+from dit_accel.kernels._triton.launch import launch, load_floats, next_power_of_2
 
 VALUES = 4096  # of a tile of pixels and channels
 NUMBERS = ("parts", "time", "height", "width", "known", "keeping")  # any value runs the same compiled kernel
-
-
-@triton.jit
-def _vector(vector, channel, has_channel):
-    return tl.load(vector + channel, has_channel, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -48,14 +43,14 @@ def _norm(
     source = (sample * time * height * width + pixel)[:, None] * channels + channel[None, :]
     value = tl.load(x + source, inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        value = tl.where(inside, value + _vector(input_bias, channel, has_channel), 0.0)
+        value = tl.where(inside, value + load_floats(input_bias + channel, has_channel)[None, :], 0.0)
     squares = tl.maximum(tl.sum(value * value, 1), 1e-24)  # SMALLEST of the op
     y = value * tl.rsqrt(squares / channels + eps)[:, None]
     if HAS_WEIGHT:
-        y *= _vector(weight, channel, has_channel)
+        y *= load_floats(weight + channel, has_channel)[None, :]
     if IS_MODULATED:
         at = sample * channels + channel
-        y = y * (1.0 + _vector(scale, at, has_channel)) + _vector(shift, at, has_channel)
+        y = y * (1.0 + load_floats(scale + at, has_channel)[None, :]) + load_floats(shift + at, has_channel)[None, :]
     if SILU:
         y *= tl.sigmoid(y)
     tl.store(out + target, y.to(out.dtype.element_ty), inside)
@@ -101,9 +96,9 @@ def _causal_norm(
     value = tl.load(x + ((sample * time + frame) * height + row) * width * CHANNELS + at, inside, other=0.0)
     value = value.to(tl.float32)
     if HAS_BIAS:
-        value = tl.where(inside, value + _vector(input_bias, feature, has_feature), 0.0)
+        value = tl.where(inside, value + load_floats(input_bias + feature, has_feature)[None, :], 0.0)
     norm = tl.maximum(tl.sqrt(tl.sum(value * value, 1)), 1e-12)
-    y = value * (root / norm)[:, None] * _vector(weight, feature, has_feature)
+    y = value * (root / norm)[:, None] * load_floats(weight + feature, has_feature)[None, :]
     y *= tl.sigmoid(y)
     if HAS_PAST:
         is_known = (is_pixel & (frame < 0) & (frame >= -known))[:, None] & has_feature[None, :]

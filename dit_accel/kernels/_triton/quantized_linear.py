@@ -9,81 +9,57 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2
+from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2, unit_stride
+from dit_accel.kernels._triton.rounding import store_units, turn
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.constants import LARGEST, SMALLEST_SCALE
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 GROUP = 8  # row tiles that share weight tiles in L2
 
 
 @triton.jit
-def _gelu(x):
-    """GELU's tanh approximation, with tanh(y) = 2 sigmoid(2 y) - 1."""
-    return x * tl.sigmoid(2.0 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
-def _turn(row, COUNT: tl.constexpr, TURNED: tl.constexpr):
-    """Multiply each 8 features of a row ``[COUNT]``, which one thread holds, by the Hadamard matrix of 8: sums and
-    differences along each of three axes of 2, which are back in order at the end.
-    """
-    row = row.to(tl.float32)
-    if TURNED:
-        for _ in tl.static_range(3):
-            first, second = tl.split(tl.reshape(row, (COUNT // 2, 2)))
-            pairs = tl.reshape(tl.join(first + second, first - second), (COUNT // 8, 2, 2, 2))
-            row = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (COUNT,))
-        row *= 0.3535533905932738  # 1 / sqrt(8)
-    return row
-
-
-@triton.jit
-def _store(values, units, inside):
-    if values.dtype.element_ty == tl.int8:
-        tl.store(values, tl.floor(units + 0.5).to(tl.int8), inside)
-    else:
-        tl.store(values, units.to(values.dtype.element_ty), inside)
-
-
-@triton.jit
 def _quantize_rows(
-    x, gelu, values, scales, x_row, gelu_row, width, gelu_width, largest, smallest,
-    HAS_X: tl.constexpr, HAS_GELU: tl.constexpr, FEATURES: tl.constexpr, GELU_FEATURES: tl.constexpr,
+    x, hidden, value, values, scales, x_row, hidden_row, value_row, width, hidden_width, largest, smallest,
+    HAS_HIDDEN: tl.constexpr, GATED: tl.constexpr, FEATURES: tl.constexpr, HIDDEN_FEATURES: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    values += row * (width + gelu_width)
-    maximum = 0.0
-    if HAS_X:
-        feature = tl.arange(0, FEATURES)
-        inside = feature < width
-        turned = _turn(tl.load(x + row * x_row + feature, inside, other=0.0), FEATURES, TURNED)
-        maximum = tl.max(tl.abs(turned), 0)
-    if HAS_GELU:
-        gelu_feature = tl.arange(0, GELU_FEATURES)
-        gelu_inside = gelu_feature < gelu_width
-        active = tl.load(gelu + row * gelu_row + gelu_feature, gelu_inside, other=0.0)
-        active = _turn(_gelu(active.to(tl.float32)).to(active.dtype), GELU_FEATURES, TURNED)
+    values += row * (width + hidden_width)
+    feature = tl.arange(0, FEATURES)
+    inside = feature < width
+    turned = turn(tl.load(x + row * x_row + feature, inside, other=0.0), FEATURES, TURNED)
+    maximum = tl.max(tl.abs(turned), 0)
+    if HAS_HIDDEN:
+        hidden_feature = tl.arange(0, HIDDEN_FEATURES)
+        hidden_inside = hidden_feature < hidden_width
+        loaded = tl.load(hidden + row * hidden_row + hidden_feature, hidden_inside, other=0.0)
+        active = loaded.to(tl.float32)
+        if GATED:
+            factor = tl.load(value + row * value_row + hidden_feature, hidden_inside, other=0.0).to(tl.float32)
+            active = active * tl.sigmoid(active) * factor
+        else:  # GELU's tanh approximation, with tanh(y) = 2 sigmoid(2 y) - 1
+            active *= tl.sigmoid(2.0 * SQRT_2_OVER_PI * (active + 0.044715 * active * active * active))
+        active = turn(active.to(loaded.dtype), HIDDEN_FEATURES, TURNED)
         maximum = tl.maximum(maximum, tl.max(tl.abs(active), 0))
     scale = tl.maximum(maximum / largest, smallest)
-    if HAS_X:
-        _store(values + feature, turned * (1.0 / scale), inside)
-    if HAS_GELU:
-        _store(values + width + gelu_feature, active * (1.0 / scale), gelu_inside)
+    store_units(values + feature, turned, scale, inside)
+    if HAS_HIDDEN:
+        store_units(values + width + hidden_feature, active, scale, hidden_inside)
     tl.store(scales + row, scale)
 
 
-def rows_into(x, gelu, values, scales, turned, largest, smallest_scale) -> None:
-    """Rotate and quantise rows ``x`` ``[R, C]``, ``gelu`` ``[R, M]`` into ``values`` ``[R, C + M]`` and ``scales``."""
-    rows, width = x.shape
-    gelu_width = 0 if gelu is None else gelu.shape[1]
-    x, gelu = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (x, gelu))
-    features, gelu_features = (next_power_of_2(max(count, 8)) for count in (width, gelu_width))
+def rows_into(x, hidden, value, values, scales, turned) -> None:
+    """Fill ``values`` and ``scales`` of contiguous rows: ``x``, then an activation of ``hidden``, as in the op."""
+    x, hidden, value = (item if item is None else unit_stride(item).flatten(0, -2) for item in (x, hidden, value))
+    width, hidden_width = x.shape[1], 0 if hidden is None else hidden.shape[1]
+    features, hidden_features = (next_power_of_2(max(count, 8)) for count in (width, hidden_width))
+    strides = (0 if part is None else part.stride(0) for part in (x, hidden, value))
     launch(
-        _quantize_rows, rows, (x, gelu, values, scales),
-        (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width, largest, smallest_scale),
-        HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
-        TURNED=turned, num_warps=min(max(features // 1024, gelu_features // 1024, 1), 8),
+        _quantize_rows, len(x), (x, hidden, value, values, scales),
+        (*strides, width, hidden_width, LARGEST[values.dtype], SMALLEST_SCALE),
+        HAS_HIDDEN=hidden is not None, GATED=value is not None, FEATURES=features, HIDDEN_FEATURES=hidden_features,
+        TURNED=turned, num_warps=min(max(features // 1024, hidden_features // 1024, 1), 8),
     )  # fmt: skip
 
 

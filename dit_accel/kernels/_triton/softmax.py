@@ -1,12 +1,11 @@
 """Exponentials of rows and their sums: a program reads a row three times, twice from the cache, and writes it once."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import launch
+from dit_accel.kernels.constants import LOG2_E
 
 PART = 4096  # of a row at a time
 
@@ -40,6 +39,4 @@ def exponentials_into(scores: torch.Tensor, scale: float, out: torch.Tensor, sum
     sums are float32.
     """
     rows, columns = scores.shape
-    launch(
-        _exponentials, rows, (scores, out, sums), (columns, scale * math.log2(math.e)), PART=PART, num_warps=8
-    )  # fmt: skip
+    launch(_exponentials, rows, (scores, out, sums), (columns, scale * LOG2_E), PART=PART, num_warps=8)

@@ -64,12 +64,11 @@ def gemm_o_update(
                 f"previous stack must have an entry for each of {len(history)} in history, got {len(previous[0])}"
             )
         _require_contiguous("previous mask64", previous[1], tuple(plan.mask64.shape), "plan.mask64", plan.mask64)
-    arguments = o, weight, bias, plan, history, previous, offset
-    if _is_reference(backend, o):
-        return _update_reference(*arguments)
+    if resolve_backend(backend, o, {"triton": checks.triton_limit(o.shape[-1])}) == "reference":
+        return _update_reference(o, weight, bias, plan, history, previous, offset)
     from dit_accel.kernels._triton.gemm_o import update
 
-    return update(*arguments)
+    return update(o, weight, bias, plan, history, previous, offset)
 
 
 @eager_op
@@ -104,18 +103,17 @@ def gemm_o_dispatch(
     if out is not None:
         _require_contiguous("out", out, shape, "o", o)
     out = o.new_empty(shape) if out is None else out
-    arguments = o, weight, plan, stack, weights, offset, out
-    if _is_reference(backend, o):
-        _dispatch_reference(*arguments)
+    if resolve_backend(backend, o, {"triton": checks.triton_limit(o.shape[-1])}) == "triton":
+        from dit_accel.kernels._triton.gemm_o import dispatch_into
+
+        dispatch_into(o, weight, plan, stack, weights, offset, out)
         return out
-    from dit_accel.kernels._triton.gemm_o import dispatch_into
-
-    dispatch_into(*arguments)
-    return out
-
-
-def _is_reference(backend: str, o: torch.Tensor) -> bool:
-    return resolve_backend(backend, o, {"triton": checks.triton_limit(o.shape[-1])}) == "reference"
+    total = stack[0].float() * weights[0]
+    for biases, factor in zip(stack[1:], weights[1:], strict=True):
+        total.add_(biases, alpha=factor)
+    for region in regions(plan, computed=True, offset=offset, length=o.shape[1]):
+        total[region.batch][region.tokens] += _project(o, weight, None, region)
+    return out.copy_(total)
 
 
 def _update_reference(o, weight, bias, plan, history, previous, offset) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,15 +140,6 @@ def _rebased(old, features, weight, plan, mask64, offset) -> torch.Tensor:
         for region in regions(changed, computed=True, offset=offset, length=features.shape[1]):
             total[region.batch][region.tokens] += sign * _project(features, weight, None, region)
     return total
-
-
-def _dispatch_reference(o, weight, plan, stack, weights, offset, out) -> None:
-    total = stack[0].float() * weights[0]
-    for biases, factor in zip(stack[1:], weights[1:], strict=True):
-        total.add_(biases, alpha=factor)
-    for region in regions(plan, computed=True, offset=offset, length=o.shape[1]):
-        total[region.batch][region.tokens] += _project(o, weight, None, region)
-    out.copy_(total)
 
 
 def _project(o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:

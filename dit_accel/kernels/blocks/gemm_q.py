@@ -54,14 +54,9 @@ def gemm_q(
     stream = result if out is None else result[:, offset : offset + length]  # [B, S, H, D], what x writes
     if resolve_backend(backend, x, {"triton": checks.triton_limit(head_dim)}) == "triton":
         from dit_accel.kernels._triton.gemm_q import gemm_q_into
-    else:
-        gemm_q_into = _gemm_q_reference
-    gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
-    return result
 
-
-def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
-    length, head_dim = stream.shape[1], stream.shape[-1]
+        gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
+        return result
     weight_of_head = weight.unflatten(0, (plan.heads, head_dim))
     bias_of_head = None if bias is None else bias.unflatten(0, (plan.heads, head_dim))
     for region in regions(plan, computed=True, offset=offset, length=length):
@@ -71,6 +66,7 @@ def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope
         query = query.unflatten(-1, (-1, head_dim))[None]  # [1, tokens, heads, D]
         tables = rope and tuple(take(table[offset : offset + length], region.tokens) for table in rope)
         stream[region.batch][region.target] = norm_rope_reference(query, norm_weight, tables, norm_eps)[0].to(x.dtype)
+    return result
 
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:

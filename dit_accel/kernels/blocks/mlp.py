@@ -27,9 +27,8 @@ def swiglu(
     """
     checks.require_floats("x", x, ("B", "S", "2 * M" if value is None else "M"))
     checks.require_like("x", x, tuple(x.shape), value=value)
-    _batch, _tokens, features = x.shape
-    if value is None and features % 2:
-        raise ShapeError(f"x must have an even number of features, got {features}")
+    if value is None and x.shape[-1] % 2:
+        raise ShapeError(f"x must have an even number of features, got {x.shape[-1]}")
     x, value = x.chunk(2, dim=-1) if value is None else (x, value)
     checks.require_like("x", x, tuple(x.shape), out=out)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out

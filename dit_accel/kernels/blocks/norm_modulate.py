@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES, Quantized, quantize_rows
 from dit_accel.kernels.custom_ops import eager_op
-
-MAX_WIDTH_TRITON = 16384  # features of a row; one program holds a row
 
 
 @eager_op
@@ -26,6 +25,7 @@ def norm_modulate(
     eps: float = 1e-6,
     rms: bool = False,
     rows: torch.Tensor | None = None,
+    quantized: Quantized | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``LayerNorm(x) * (1 + scale) + shift``, in float32 and rounded once. Forward only: no gradient flows.
@@ -35,8 +35,10 @@ def norm_modulate(
         scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype; no shift = 0.
         rms: normalise by the root mean square instead, and leave the mean.
         rows: int64 ``[S]``, a row for each token of scale, shift (and gate), which are then ``[B or 1, R, C]``.
+        quantized: contiguous ``[B, S, C]``, int8 or float8, and ``[B, S]``, float32; filled with
+            :func:`quantize_rows` of the result. None = the result is not quantised.
     """
-    return _rows(x, None, None, scale, shift, eps, backend, rms=rms, rows=rows)[1]
+    return _rows(x, None, None, scale, shift, eps, backend, rms=rms, rows=rows, quantized=quantized)[1]
 
 
 @eager_op
@@ -72,14 +74,16 @@ def add_gated_norm_modulate(
     rms: bool = False,
     update_eps: float | None = None,
     rows: torch.Tensor | None = None,
+    quantized: Quantized | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return :func:`add_gated`'s result and :func:`norm_modulate` of it, in one pass."""
-    return _rows(x, update, gate, scale, shift, eps, backend, rms=rms, update_eps=update_eps, rows=rows)
+    options = {"rms": rms, "update_eps": update_eps, "rows": rows, "quantized": quantized}
+    return _rows(x, update, gate, scale, shift, eps, backend, **options)
 
 
 def _rows(
-    x, update, gate, scale, shift, eps, backend, *, rms=False, update_eps=None, rows=None
+    x, update, gate, scale, shift, eps, backend, *, rms=False, update_eps=None, rows=None, quantized=None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return x' if there is an update, and y if there is a scale."""
     checks.require_floats("x", x, ("B", "S", "C"), strided=True)
@@ -92,17 +96,18 @@ def _rows(
             _require_modulation(x, rows, name, value)
     if scale is not None:
         checks.require_same("scale", scale, tuple(scale.shape), shift=shift)
-    width = x.shape[-1]
-    limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {width}" if width > MAX_WIDTH_TRITON else None
+    if quantized is not None:
+        checks.require_typed("x", x, tuple(x.shape), tuple(LINEAR_DTYPES.values()), **{"quantized[0]": quantized[0]})
+        checks.require_typed("x", x, tuple(x.shape[:2]), torch.float32, **{"quantized[1]": quantized[1]})
     summed = normed = None
-    if resolve_backend(backend, x, {"triton": limit}) == "triton":
+    if resolve_backend(backend, x, {"triton": checks.width_limit(x.shape[-1])}) == "triton":
         from dit_accel.kernels._triton.norm_modulate import rows_into
 
         if update is not None:
             summed = torch.empty_like(x, memory_format=torch.contiguous_format)
         if scale is not None:
             normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, rms=rms, update_eps=update_eps)
+        rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, quantized, rms=rms, update_eps=update_eps)
         return summed, normed
     if rows is not None:
         gate, scale, shift = (None if value is None else value[:, rows] for value in (gate, scale, shift))
@@ -113,6 +118,10 @@ def _rows(
         unit = (F.rms_norm if rms else F.layer_norm)(x.float(), x.shape[-1:], eps=eps)
         normed = unit * (1 + scale.float())
         normed = (normed if shift is None else normed + shift.float()).to(x.dtype)
+    if quantized is not None:
+        dtype = next(name for name, kind in LINEAR_DTYPES.items() if kind is quantized[0].dtype)
+        for out, item in zip(quantized, quantize_rows(normed, dtype=dtype, backend="reference"), strict=True):
+            out.copy_(item)
     return summed, normed
 
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import float8_limit, resolve_backend
-from dit_accel.kernels.blocks.norm_modulate import MAX_WIDTH_TRITON
+from dit_accel.kernels.constants import LARGEST, SMALLEST_SCALE
 from dit_accel.kernels.custom_ops import eager_op
 
+Quantized = tuple[torch.Tensor, torch.Tensor]  # values [..., C] and scales [...]
 LINEAR_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-SMALLEST_SCALE = 1e-12  # of a row of zeros
+OUT_DTYPES = "float16", "bfloat16", "float32"
 EVEN = 16  # input and output features must be multiples of it, for copies of 16 bytes
 TURNED = 8  # features that the Hadamard matrix mixes
 
@@ -31,15 +31,27 @@ def turn(rows: torch.Tensor) -> torch.Tensor:
     return (rows.unflatten(-1, (-1, TURNED)) @ matrix).flatten(-2)
 
 
+def empty_rows(x: torch.Tensor, width: int, dtype: str) -> Quantized:
+    """Uninitialised values ``[..., width]`` and scales ``[...]`` of rows, for a tensor ``x`` ``[..., C]``."""
+    values = torch.empty(*x.shape[:-1], width, dtype=LINEAR_DTYPES[dtype], device=x.device)
+    return values, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
 @eager_op
 def quantize_rows(
-    x: torch.Tensor, gelu: torch.Tensor | None = None, *, dtype: str, backend: str = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows to 8 bits, each with one scale: features of ``x``, then GELU of the features of ``gelu``.
+    x: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    *,
+    dtype: str,
+    backend: str = "auto",
+) -> Quantized:
+    """Quantise rows to 8 bits, each with one scale: features of ``x``, then activated features of ``hidden``.
 
     Args:
         x: ``[..., C]``, float16, bfloat16 or float32; C may be 0.
-        gelu: ``[..., M]`` like x, before GELU (tanh approximation), which is rounded to x's dtype; None = nothing.
+        hidden: ``[..., M]`` like x; its activation is rounded to x's dtype; None = nothing.
+        value: ``[..., M]`` like x, for SwiGLU, ``SiLU(hidden) * value``; None = GELU (tanh approximation).
         dtype: "int8", which rotates rows by :func:`turn` and needs C and M to be multiples of 8, or "float8" (e4m3).
 
     Returns:
@@ -48,27 +60,26 @@ def quantize_rows(
     if dtype not in LINEAR_DTYPES:
         raise ShapeError(f"dtype must be one of {tuple(LINEAR_DTYPES)}, got {dtype!r}")
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    checks.require_same("x", x, (*x.shape[:-1], "M"), gelu=gelu)
-    kind, turned = LINEAR_DTYPES[dtype], dtype == "int8"
-    widths = (x.shape[-1], 0 if gelu is None else gelu.shape[-1])
+    checks.require_same("x", x, (*x.shape[:-1], "M"), hidden=hidden)
+    if value is not None:
+        if hidden is None:
+            raise ShapeError("value needs hidden, whose SiLU multiplies it; pass both")
+        checks.require_same("x", x, tuple(hidden.shape), value=value)
+    turned, widths = dtype == "int8", (x.shape[-1], 0 if hidden is None else hidden.shape[-1])
     if turned and any(width % TURNED for width in widths):
-        raise ShapeError(
-            f"x and gelu must have multiples of {TURNED} features for int8, got {widths[0]} and {widths[1]}"
-        )
-    widest = max(widths)
-    limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {widest}" if widest > MAX_WIDTH_TRITON else None
-    limit = limit or (float8_limit(x) if dtype == "float8" else None)
+        raise ShapeError(f"x and hidden must have multiples of {TURNED} features for int8, got {widths}")
+    limit = checks.width_limit(max(widths)) or (float8_limit(x) if dtype == "float8" else None)
     if resolve_backend(backend, x, {"triton": limit}) == "triton":
         from dit_accel.kernels._triton.quantized_linear import rows_into
 
-        values = torch.empty(*x.shape[:-1], sum(widths), dtype=kind, device=x.device)
-        scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-        flat = (part if part is None else part.flatten(0, -2) for part in (x, gelu))
-        rows_into(*flat, values, scales, turned, LARGEST[kind], SMALLEST_SCALE)
+        values, scales = empty_rows(x, sum(widths), dtype)
+        rows_into(x, hidden, value, values, scales, turned)
         return values, scales
-    rows = x.float()
-    if gelu is not None:
-        rows = torch.cat([rows, F.gelu(gelu.float(), approximate="tanh").to(x.dtype).float()], dim=-1)
+    rows, kind = x.float(), LINEAR_DTYPES[dtype]
+    if hidden is not None:
+        gate = hidden.float()
+        active = F.gelu(gate, approximate="tanh") if value is None else F.silu(gate) * value.float()
+        rows = torch.cat([rows, active.to(x.dtype).float()], dim=-1)
     rows = turn(rows) if turned else rows
     scales = (rows.abs().amax(-1) / LARGEST[kind]).clamp(min=SMALLEST_SCALE)
     units = rows * (1 / scales)[..., None]
@@ -106,21 +117,25 @@ def quantized_linear(
     checks.require_like("values", values, ("N", values.shape[-1]), weight=weight)
     checks.require_typed("values", values, (len(weight),), torch.float32, weight_scales=weight_scales)
     checks.require_typed("values", values, (len(weight),), bias=bias)
-    names = tuple(str(dtype).removeprefix("torch.") for dtype in checks.FLOAT_DTYPES)
-    if out_dtype not in names:
-        raise ShapeError(f"out_dtype must be one of {names}, got {out_dtype!r}")
+    if out_dtype not in OUT_DTYPES:
+        raise ShapeError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype!r}")
     if values.shape[-1] % EVEN or len(weight) % EVEN:
         raise ShapeError(f"weight must have sides that are multiples of {EVEN}, got {list(weight.shape)}")
-    if backend == "auto" and values.is_cuda and values.dtype == torch.float8_e4m3fn and out_dtype == "bfloat16":
-        rows = values.flatten(0, -2), weight.t(), scales.view(-1, 1), weight_scales[None]
+    return multiply_rows(values, scales, weight, weight_scales, bias, getattr(torch, out_dtype), backend)
+
+
+def multiply_rows(values, scales, weight, weight_scales, bias, out_dtype, backend="auto") -> torch.Tensor:
+    """:func:`quantized_linear` without its checks, which take as long as a launch; ``out_dtype`` is a torch dtype."""
+    if backend == "auto" and values.is_cuda and values.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16:
+        rows = values.flatten(0, -2), weight.t(), scales.view(-1, 1), weight_scales.view(1, -1)
         bias = None if bias is None else bias.bfloat16()
-        product = torch._scaled_mm(*rows, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+        product = torch._scaled_mm(*rows, bias=bias, out_dtype=out_dtype, use_fast_accum=True)
         return product.view(*values.shape[:-1], -1)
     if resolve_backend(backend, values) == "triton":
         from dit_accel.kernels._triton.quantized_linear import product_into
 
-        out = torch.empty(*values.shape[:-1], len(weight), dtype=getattr(torch, out_dtype), device=values.device)
+        out = torch.empty(*values.shape[:-1], len(weight), dtype=out_dtype, device=values.device)
         product_into(values, scales, weight, weight_scales, bias, out)
         return out
     product = F.linear(values.float(), weight.float()) * scales[..., None] * weight_scales
-    return (product if bias is None else product + bias.float()).to(getattr(torch, out_dtype))
+    return (product if bias is None else product + bias.float()).to(out_dtype)

@@ -53,11 +53,20 @@ def pooled_map(
     checks.require_like("q", q, tuple(q.shape), k=k)
     checks.require_block(block)
     checks.require_typed("q", q, (q.shape[0],), torch.int32, kv_len=kv_len)
-    if resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1])}) == "reference":
-        return _pooled_map_reference(q, k, block, kv_len)
+    batch, tokens, heads, head_dim = q.shape
+    if resolve_backend(backend, q, {"triton": checks.triton_limit(head_dim)}) == "reference":
+        q_len = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
+        k_len = q_len if kv_len is None else kv_len.clamp(0, tokens)
+        q_mean, q_similarity = _block_statistics(q, block, q_len)
+        k_mean, k_similarity = _block_statistics(k, block, k_len)
+        valid = valid_tokens(k_len, k_mean.shape[2], block)[:, None, :, None]  # [B, 1, T, 1]
+        sequence_mean = (k_mean * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
+        scores = q_mean @ (k_mean - sequence_mean).transpose(-1, -2) * q_mean.shape[-1] ** -0.5
+        scores = scores.masked_fill(valid.transpose(-1, -2) == 0, -torch.inf)
+        probabilities = scores.softmax(-1).nan_to_num(0.0)  # a sample without a valid key has no distribution
+        return PooledMap(probabilities, q_similarity, k_similarity)
     from dit_accel.kernels._triton.pooling import pooled_map_into
 
-    batch, tokens, heads, head_dim = q.shape
     blocks = block_count(tokens, block)
     mean = torch.empty(2, batch, heads, blocks, head_dim, dtype=torch.float32, device=q.device)  # of q, of k
     similarity = torch.empty(2, batch, heads, blocks, dtype=torch.float32, device=q.device)
@@ -72,20 +81,6 @@ def block_means(x: torch.Tensor, block: int, dtype: torch.dtype | None = None) -
     whole = x.shape[1] // block
     parts = [x[:, : whole * block].unflatten(1, (whole, block)), x[:, None, whole * block :]]
     return torch.cat([part.mean(2, dtype=torch.float32).to(dtype or x.dtype) for part in parts if part.numel()], 1)
-
-
-def _pooled_map_reference(q: torch.Tensor, k: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> PooledMap:
-    batch, tokens = q.shape[:2]
-    q_len = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
-    k_len = q_len if kv_len is None else kv_len.clamp(0, tokens)
-    q_mean, q_similarity = _block_statistics(q, block, q_len)
-    k_mean, k_similarity = _block_statistics(k, block, k_len)
-    valid = valid_tokens(k_len, k_mean.shape[2], block)[:, None, :, None]  # [B, 1, T, 1]
-    sequence_mean = (k_mean * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
-    scores = q_mean @ (k_mean - sequence_mean).transpose(-1, -2) * q_mean.shape[-1] ** -0.5
-    scores = scores.masked_fill(valid.transpose(-1, -2) == 0, -torch.inf)
-    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a sample without a valid key has no distribution
-    return PooledMap(probabilities, q_similarity, k_similarity)
 
 
 def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,15 +5,12 @@ rounded copies are freed at the end of the run. Layers that are not plain (quant
 
 With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device. Only weights that
 have changed are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
-
-Where calls in 8 bits are slower than unchanged ones (:mod:`dit_accel.models.beside.linear_trial`), layers run
-unchanged, unless their weights wait on the host.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -21,9 +18,9 @@ import torch
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels import quantize_rows, quantized_linear
+from dit_accel.kernels import quantize_rows
 from dit_accel.kernels.backends import FP8_CAPABILITY
-from dit_accel.kernels.blocks.quantized_linear import EVEN
+from dit_accel.kernels.blocks.quantized_linear import EVEN, Quantized, empty_rows, multiply_rows
 from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.kernels.kept import hold, is_capturing
 from dit_accel.loop.conditioning import PLAIN_TENSORS
@@ -41,8 +38,6 @@ NEEDED = (
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
 MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
-
-Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
 
 
 class Rounded(NamedTuple):
@@ -78,16 +73,12 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
     for pattern in section.exclude:
         matching = {name for name in found if fnmatchcase(name, pattern)}
         if not matching:
+            kinds = sorted({re.sub(r"\.\d+\.", ".N.", name): name for name in found}.values())  # a layer of each
             raise UnsupportedError(
-                f"linear.exclude names {pattern!r}, which matches no layer; layers are {example_names(found)}"
+                f"linear.exclude names {pattern!r}, which matches no layer; layers are {', '.join(kinds)}"
             )
         excluded |= matching
     return {name: layer for name, layer in found.items() if name not in excluded and not hasattr(layer, "_hf_hook")}
-
-
-def example_names(layers: Iterable[str]) -> str:
-    kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in layers}
-    return ", ".join(sorted(kinds.values()))
 
 
 class QuantizedLinears:
@@ -136,7 +127,7 @@ class QuantizedLinears:
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
         self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # device of these layers at their first call
         self._states: dict[tuple[nn.Linear, ...], list] = {}  # of weights on the host that were rounded
-        self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input; q, k and v share it
+        self._rows: list[tuple[torch.Tensor, int, Quantized]] = []  # of the latest inputs, which layers share
 
     def inherit(self, earlier: QuantizedLinears) -> None:
         """Take over weights that wait on the host, and their rounded copies, so that nothing moves in between."""
@@ -157,8 +148,7 @@ class QuantizedLinears:
         if slower is not None and self._remarked is not run:
             self._remarked = run
             dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
-            seconds, unchanged = slower
-            self._note(SLOWER.format(dtype, 1000 * unchanged, 1000 * seconds, self.dtype))
+            self._note(SLOWER.format(dtype, 1000 * slower[1], 1000 * slower[0], self.dtype))
         self.is_resting = slower is not None or self.is_timing
         if self.is_resting or run is self._run:
             return
@@ -172,11 +162,13 @@ class QuantizedLinears:
             if not are_plain or any(self.on_host.device_of(layer) != device for layer in layers):  # offloaded since
                 self._weights.pop(layers, None)
                 continue
-            if held is not None and self._is_unchanged(layers):
+            known = self._states.get(layers) if all(layer in self.on_host for layer in layers) else None
+            if None not in (held, known) and all(map(is_same_state, known, map(state_of, layers))):
                 continue
             new = _joined([self._round(layer, device) for layer in layers])
             self._remember(layers)
-            if held is None or any(map(_differ, held, new)):
+            before, now = ([x if x is None else (x.shape, x.dtype) for x in part] for part in (held or (), new))
+            if before != now:
                 self._weights[layers] = new
                 continue
             with torch.inference_mode():  # under which they may have been made
@@ -217,7 +209,7 @@ class QuantizedLinears:
         return is_short(read_memory(weights[0].device), rounded) and not is_short(read_host_memory(), taken)
 
     def end_call(self) -> None:
-        self._rows = None
+        self._rows.clear()
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""
@@ -242,23 +234,40 @@ class QuantizedLinears:
             self._ready.pop(layer, None)
             self._note(NEEDED)
 
+    def reads(self, x: torch.Tensor) -> bool:
+        """Return True if layers that take ``x`` may run in 8 bits."""
+        return (
+            not self.is_resting
+            and x.numel() >= LEAST_ROWS * x.shape[-1]
+            and x.shape[-1] % EVEN == 0
+            and not (torch.is_grad_enabled() and x.requires_grad)
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
     def takes(self, layer: nn.Linear, x: torch.Tensor) -> bool:
         """Return True if the layer's call with this input runs in 8 bits."""
         weight = layer.weight
-        wants_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return (
-            not self.is_resting
-            and not wants_gradients
-            and not torch.is_autocast_enabled(x.device.type)
+            self.reads(x)
+            and not (torch.is_grad_enabled() and weight.requires_grad)
             and type(weight) in PLAIN_TENSORS
             and (weight.dtype, self.on_host.device_of(layer)) == (x.dtype, x.device)
-            and x.shape[:-1].numel() >= LEAST_ROWS
         )
 
-    def project(self, *layers: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
-        """Concatenated outputs ``[..., N]`` of layers, whose input is ``x`` ``[..., C]``, then GELU of another tensor.
+    def normalise(self, norm: Callable[..., Any], x: torch.Tensor, *values: Any, **options: Any) -> Any:
+        """Run ``norm_modulate`` or ``add_gated_norm_modulate``, which also quantises its result for the next layers."""
+        quantized = empty_rows(x, x.shape[-1], self.dtype)
+        results = norm(x, *values, quantized=quantized, **options)
+        self._keep(results[-1] if isinstance(results, tuple) else results, quantized)
+        return results
 
-        The layers all have a bias, or all have none; ``gelu`` ``[..., M]`` is before GELU.
+    def project(
+        self, *layers: nn.Linear, x: torch.Tensor, hidden: Sequence[torch.Tensor] = (), tokens: slice | None = None
+    ) -> torch.Tensor:
+        """Concatenated outputs ``[..., N]`` of layers, whose input is ``x`` ``[..., C]``, then activated features.
+
+        The layers all have a bias, or all have none. ``hidden`` holds one or two tensors for :func:`quantize_rows`.
+        ``tokens``: of ``x`` ``[B, S, C]``, which layers of other tokens share.
         """
         weights = self._weights.get(layers)
         if weights is None:
@@ -267,8 +276,10 @@ class QuantizedLinears:
             if not is_capturing():
                 self._weights[layers] = weights
                 self._remember(layers)
-        name = str(x.dtype).removeprefix("torch.")
-        return quantized_linear(*self._rows_of(x, gelu), *hold(weights), out_dtype=name)
+        rows = quantize_rows(x, *hidden, dtype=self.dtype) if hidden else self._rows_of(x)
+        if tokens is not None:
+            rows = tuple(item[:, tokens].contiguous() for item in rows)
+        return multiply_rows(*rows, *hold(weights), x.dtype)
 
     def _round(self, layer: nn.Linear, device: torch.device) -> Rounded:
         require_capability(self.dtype, device)
@@ -288,18 +299,17 @@ class QuantizedLinears:
         if all(layer in self.on_host for layer in layers):
             self._states[layers] = [*map(state_of, layers)]
 
-    def _is_unchanged(self, layers: tuple[nn.Linear, ...]) -> bool:
-        """Return True if the weights wait on the host and are those that were rounded."""
-        if layers not in self._states or not all(layer in self.on_host for layer in layers):
-            return False
-        return all(map(is_same_state, self._states[layers], map(state_of, layers)))
+    def _rows_of(self, x: torch.Tensor) -> Quantized:
+        for known, version, rows in self._rows:
+            if known is x and version == x._version:
+                return rows
+        rows = quantize_rows(x, dtype=self.dtype)
+        self._keep(x, rows)
+        return rows
 
-    def _rows_of(self, x: torch.Tensor, gelu: torch.Tensor | None) -> Quantized:
-        if gelu is not None or x.is_inference():  # inference tensors have no version counter
-            return quantize_rows(x, gelu, dtype=self.dtype)
-        if self._rows is None or self._rows[0] is not x or self._rows[1] != x._version:
-            self._rows = x, x._version, quantize_rows(x, dtype=self.dtype)
-        return self._rows[2]
+    def _keep(self, x: torch.Tensor, rows: Quantized) -> None:
+        if not x.is_inference():  # inference tensors have no version counter
+            self._rows = [*self._rows[-1:], (x, x._version, rows)]  # of an image and of its text
 
 
 class LinearHook(Hook):
@@ -327,12 +337,18 @@ def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
     return hook.linears if is_alone and not layer._forward_hooks and not layer._forward_pre_hooks else None
 
 
+def project(layer: nn.Module, x: torch.Tensor, tokens: slice | None = None) -> torch.Tensor:
+    """Output of a layer for some tokens of ``x`` ``[B, S, C]``, whose rows the layers of other tokens share."""
+    part = x if tokens is None else x[:, tokens]
+    linears = in_8_bits(layer, part)
+    return layer(part) if linears is None else linears.project(layer, x=x, tokens=tokens)
+
+
 def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """Outputs of layers of equal width, from one product if they run in 8 bits."""
     linears, *others = (in_8_bits(layer, x) for layer in layers)
-    if linears is None or any(item is not linears for item in others):
-        return [layer(x) for layer in layers]
-    if len({(layer.out_features, layer.bias is None) for layer in layers}) > 1:
+    are_alike = linears is not None and all(item is linears for item in others)
+    if not are_alike or len({(layer.out_features, layer.bias is None) for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
 
@@ -354,9 +370,3 @@ def _joined(parts: Sequence[Rounded]) -> Rounded:
     values, scales, biases = zip(*parts, strict=True)
     bias = None if biases[0] is None else torch.cat(biases)
     return Rounded(torch.cat(values), torch.cat(scales), bias)
-
-
-def _differ(held: torch.Tensor | None, new: torch.Tensor | None) -> bool:
-    """Return True if values of one can't be copied into the other without rounding."""
-    forms = [None if item is None else (item.shape, item.dtype) for item in (held, new)]
-    return forms[0] != forms[1]

@@ -17,6 +17,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.branch import Call
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.beside.quantized_linears import project
 from dit_accel.models.driver import NO_CALL, FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
@@ -79,7 +80,11 @@ class BlockHook(Hook, ABC):
             processor = getattr(block, name).processor
             if type(processor) not in self.processors:
                 return f"attention processor {type(processor).__name__}"
-        return self._why_not_shared()
+        return self._why_not_shared() or self.why_unsupported(block, inputs)
+
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        """Why the family's attention can't run here now, or None."""
+        return None
 
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         """Why the block's own forward must run now, or None."""
@@ -128,6 +133,13 @@ class BlockHook(Hook, ABC):
             return self.attends
         return why_called(block, self.attentions) is None and self.why_dense(block, inputs) is None
 
+    def normalise(self, norm: Callable[..., Any], x: torch.Tensor, *values: Any, **options: Any) -> Any:
+        """Run ``norm_modulate`` or ``add_gated_norm_modulate``, and quantise its result if layers run in 8 bits."""
+        linears = self.driver.linears
+        if linears is None or not linears.reads(x):
+            return norm(x, *values, **options)
+        return linears.normalise(norm, x, *values, **options)
+
     def attend_whole(
         self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arranged: bool
     ) -> torch.Tensor:
@@ -167,13 +179,9 @@ class BlockHook(Hook, ABC):
         return site.attend_computed(Inputs(*qkv, layout, partial(self.attend_dense, *qkv, backend), gate=gate))
 
     @staticmethod
-    def project_out(
-        site: TileSite | HeadSite, out: nn.Module, o: torch.Tensor, tokens: slice = slice(None)
-    ) -> torch.Tensor:
-        """Project the ``tokens`` of attention ``[B, T, H, D]`` to ``[B, S, C]``; the site may cache a bias."""
-        if site.caches_bias:
-            return site.project_out(o, out.weight, out.bias, tokens)
-        return out(o[:, tokens].flatten(2))
+    def project_out(site: TileSite | HeadSite, out: nn.Module, o: torch.Tensor) -> torch.Tensor:
+        """Project attention ``[B, S, H, D]`` to ``[B, S, C]``; the site may cache a bias."""
+        return site.project_out(o, out.weight, out.bias) if site.caches_bias else project(out, o.flatten(2))
 
     def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
         """Record a whole feature if a later DISPATCH step may forecast it; ``by_row`` also allows some rows."""

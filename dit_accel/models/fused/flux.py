@@ -26,9 +26,7 @@ class FluxBlockHook(JointBlockHook):
     processors = (FluxAttnProcessor,)
     text_first = True
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, inputs)) is not None:
-            return reason
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         unknown = set(inputs.joint_attention_kwargs or {}) - _IGNORED_ATTENTION_ARGUMENTS
         return f"joint_attention_kwargs {sorted(unknown)}" if unknown else None
 
@@ -46,12 +44,7 @@ class FluxBlockHook(JointBlockHook):
         return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=inputs.image_rotary_emb, **extra)
 
     def project(
-        self,
-        site: TileSite | HeadSite,
-        attn: FluxAttention,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        rotary: Rotary,
+        self, site: TileSite | HeadSite, attn: nn.Module, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project and rotate both streams; in DISPATCH steps GEMM-Q computes queries of the image or the sequence."""
         of_x = parts.key_value(attn, x) if site.dispatches else parts.query_key_value(attn, x)

@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.kernels import swiglu
+from dit_accel.models.beside.quantized_linears import in_8_bits, project
 from dit_accel.models.fused.flux import FluxBlockHook
 from dit_accel.models.fused.joint import DoubleBlockHook, SingleBlockHook, Values, in_parts
-from dit_accel.models.fused.parts import heads_of, is_hooked, normalise_heads, normalise_pair
+from dit_accel.models.fused.parts import heads_of, is_hooked, normalise_heads, normalise_pair, project_gated
 
 
 class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
@@ -35,7 +36,9 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
 
     def feed_forward(self, mlp: Flux2FeedForward, x: torch.Tensor) -> torch.Tensor:
         is_plain = type(mlp) is Flux2FeedForward and not is_hooked(mlp)
-        return mlp.linear_out(_gated(mlp.act_fn, mlp.linear_in(x))) if is_plain else mlp(x)
+        if not is_plain or not _is_plain_gate(mlp.act_fn):
+            return mlp(x)
+        return project_gated(mlp.linear_out, *project(mlp.linear_in, x).chunk(2, dim=-1))
 
     def epsilon(self, block: nn.Module) -> float:
         return block.norm1.eps
@@ -78,7 +81,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
             bias = None if first.bias is None else first.bias[width:]
             output = functional.linear(x, first.weight[width:], bias)
         else:
-            output = first(x)
+            output = project(first, x)
         *qk, v, hidden = output.split([width] * (2 if site.dispatches else 3) + [2 * attn.mlp_hidden_dim], dim=2)
         *qk, v = (heads_of(attn, part) for part in (*qk, v))
         if site.dispatches:
@@ -87,10 +90,14 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
             site.query(x, first.weight[:width], bias, attn.norm_q, rotary, out=q, offset=0)
         else:
             q, k = normalise_pair((attn.norm_q, attn.norm_k), *qk, rotary)
-        features = x.new_empty(*x.shape[:2], width + attn.mlp_hidden_dim)
-        mlp = _gated(attn.mlp_act_fn, hidden, out=features[..., width:])
-        joint = self.driver.facts.joint
+        joint, is_plain = self.driver.facts.joint, _is_plain_gate(attn.mlp_act_fn)
         o = self.attend_jointly(site, attn, q, k, v, 0 if joint is None else joint.text)
+        linears = in_8_bits(out, x) if is_plain and not site.caches_bias else None
+        if linears is not None:
+            return linears.project(out, x=o.flatten(2), hidden=hidden.chunk(2, dim=-1))
+        features = x.new_empty(*x.shape[:2], width + attn.mlp_hidden_dim)
+        inner = features[..., width:]
+        mlp = swiglu(hidden, out=inner) if is_plain else inner.copy_(attn.mlp_act_fn(hidden))
         if site.caches_bias:
             return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
         features[..., :width] = o.flatten(2)
@@ -103,12 +110,9 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
         return joint
 
 
-def _gated(activation: nn.Module, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU, in one pass if the module is diffusers' own and has no hooks."""
-    if type(activation) is Flux2SwiGLU and not is_hooked(activation) and not is_hooked(activation.gate_fn):
-        return swiglu(x, out=out)
-    y = activation(x)
-    return y if out is None else out.copy_(y)
+def _is_plain_gate(activation: nn.Module) -> bool:
+    """Return True if an activation is diffusers' own SwiGLU without hooks."""
+    return type(activation) is Flux2SwiGLU and not is_hooked(activation) and not is_hooked(activation.gate_fn)
 
 
 BLOCKS = {"transformer_blocks": Flux2DoubleBlockHook, "single_transformer_blocks": Flux2SingleBlockHook}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.kernels import gemm_q
+from dit_accel.models.beside.quantized_linears import in_8_bits
 from dit_accel.models.fused import parts
 from dit_accel.models.fused.joint import DoubleBlockHook, JointBlockHook, SingleBlockHook
 from dit_accel.models.fused.parts import Rotary
@@ -39,11 +40,9 @@ class _HunyuanBlockHook(JointBlockHook):
             attention_mask = self.driver.facts.exchange.as_received(attention_mask, axis=-1)
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        reason, norm = super().why_dense(block, inputs), block.attn.norm_q
-        if reason is None and not isinstance(norm, RMSNorm):
-            return f"queries are normalised by {type(norm).__name__}, not RMSNorm"
-        return reason
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+        norm = block.attn.norm_q
+        return None if isinstance(norm, RMSNorm) else f"queries are normalised by {type(norm).__name__}, not RMSNorm"
 
     def attend_by_module(
         self, attn: Attention, inputs: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
@@ -69,16 +68,21 @@ class _HunyuanBlockHook(JointBlockHook):
         self, site: TileSite | HeadSite, attn: Attention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project all tokens and rotate those of the image; in DISPATCH steps GEMM-Q computes the queries of ``x``."""
-        v = parts.heads_of(attn, attn.to_v(x))
+        together = not site.dispatches and in_8_bits(attn.to_q, x) is not None
+        *qk, v = parts.query_key_value(attn, x) if together else [parts.heads_of(attn, attn.to_v(x))]
         if context is not None:
-            added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-            q_c, k_c, v_c = (parts.heads_of(attn, linear(context)) for linear in added)
+            q_c, k_c, v_c = parts.query_key_value(attn, context, added=True)
             v = torch.cat([v, v_c], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
         if context is not None:
             vision = x.shape[1]
             parts.normalise_pair((attn.norm_added_q, attn.norm_added_k), q_c, k_c, out=(q[:, vision:], k[:, vision:]))
-        rotary = _joint(rotary, v.shape[1])
+        text = (0, 0, 0, v.shape[1] - len(rotary[0]))  # tokens at the sequence's end, which are not rotated
+        rotary = functional.pad(rotary[0], text, value=1.0), functional.pad(rotary[1], text)
+        if together:
+            tables, of_x = tuple(table[: x.shape[1]] for table in rotary), slice(x.shape[1])
+            parts.normalise_pair((attn.norm_q, attn.norm_k), *qk, tables, out=(q[:, of_x], k[:, of_x]))
+            return q, k, v
         self._project(attn, x, attn.to_k, attn.norm_k, rotary, out=k)
         if site.dispatches:
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary, out=q, offset=0)
@@ -111,13 +115,6 @@ class HunyuanDualBlockHook(_HunyuanBlockHook, DoubleBlockHook):
 
 class HunyuanSingleBlockHook(_HunyuanBlockHook, SingleBlockHook):
     """Hook on ``HunyuanVideoSingleTransformerBlock`` and ``HunyuanVideoTokenReplaceSingleTransformerBlock``."""
-
-
-def _joint(rotary: Rotary, tokens: int) -> Rotary:
-    """Extend RoPE tables to the joint sequence; text tokens at its end are not rotated."""
-    cosine, sine = rotary
-    text = (0, 0, 0, tokens - len(cosine))
-    return functional.pad(cosine, text, value=1.0), functional.pad(sine, text)
 
 
 BLOCKS = {"transformer_blocks": HunyuanDualBlockHook, "single_transformer_blocks": HunyuanSingleBlockHook}

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.models.beside.quantized_linears import QuantizedLinears
+from dit_accel.models.beside.quantized_linears import QuantizedLinears, in_8_bits, project
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import Rotary, activating, feed_forward, join_streams, project_gelu
+from dit_accel.models.fused.parts import Rotary, feed_forward, is_tanh_gelu, join_streams, project_gelu
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import Inputs, TileSite
 
@@ -114,9 +114,7 @@ class DoubleBlockHook(JointBlockHook):
         """Return :func:`of_frames` of the image's six values, and the text's six values."""
         return *of_frames(block.norm1, inputs, 6), in_parts(modulation(block.norm1_context, inputs.temb), 6)
 
-    def feed_forward(self, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Run a stream's MLP."""
-        return feed_forward(mlp, x)
+    feed_forward = staticmethod(feed_forward)  # runs a stream's MLP
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [self.query_projection(block.attn), block.attn.to_out[0]]
@@ -126,7 +124,8 @@ class DoubleBlockHook(JointBlockHook):
         first, values, c_values = self.modulations(block, inputs)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values
         c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = c_values
-        norm, add_and_norm = (partial(op, eps=self.epsilon(block)) for op in (norm_modulate, add_gated_norm_modulate))
+        ops, eps = (norm_modulate, add_gated_norm_modulate), self.epsilon(block)
+        norm, add_and_norm = (partial(self.normalise, op, eps=eps) for op in ops)
         norm_x, norm_c = _by_frame(norm, (x,), first, scale, shift), norm(context, c_scale, c_shift)
         if self.runs_attention(block, inputs):
             attended = self.attend(block.attn, norm_x, norm_c, self.tables(inputs))
@@ -158,8 +157,12 @@ class DoubleBlockHook(JointBlockHook):
         o = self.attend_jointly(site, attn, q, k, v, text)
         start = text if self.text_first else x.shape[1]  # of the second stream
         of_image, of_text = self.in_order(slice(start), slice(start, None))
-        projected = self.project_out(site, attn.to_out[0], o, of_image)
-        return attn.to_out[1](projected), attn.to_add_out(o[:, of_text].flatten(2))
+        attended, out = o.flatten(2), attn.to_out[0]
+        if site.caches_bias:
+            projected = site.project_out(o, out.weight, out.bias, of_image)
+        else:
+            projected = project(out, attended, of_image)
+        return attn.to_out[1](projected), project(attn.to_add_out, attended, of_text)
 
     def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:
         """Return both streams; ``more`` holds attention to image prompts, which is added to the image stream."""
@@ -181,7 +184,7 @@ class SingleBlockHook(JointBlockHook):
     def compute(self, block: nn.Module, inputs: SimpleNamespace) -> Any:
         residual = self.joined(inputs)
         first, (shift, scale, gate) = self.modulations(block, inputs)
-        norm = partial(norm_modulate, eps=self.epsilon(block))
+        norm = partial(self.normalise, norm_modulate, eps=self.epsilon(block))
         out = self.transform(block, inputs, _by_frame(norm, (residual,), first, scale, shift))
         self.remember("attention and mlp", (out,))
         return self.parted(self.bounded(_by_frame(add_gated, (residual, out), first, gate)), inputs)
@@ -194,8 +197,8 @@ class SingleBlockHook(JointBlockHook):
 
     def transform(self, block: nn.Module, inputs: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
         """Attention and MLP of the normalised sequence ``x`` ``[B, T, C]``, with the last projection."""
-        late = activating(block.proj_out, block.act_mlp, x)
-        mlp = project_gelu(block.proj_mlp, block.act_mlp, x) if late is None else block.proj_mlp(x)
+        late = in_8_bits(block.proj_out, x) if is_tanh_gelu(block.act_mlp) else None
+        mlp = project_gelu(block.proj_mlp, block.act_mlp, x) if late is None else project(block.proj_mlp, x)
         attn, out, width = block.attn, block.proj_out, x.shape[2]
         if not self.runs_attention(block, inputs):
             return _project_both(out, self.attend_by_module(attn, inputs, x, None), mlp, late)
@@ -220,7 +223,9 @@ def _project_both(
     linear: nn.Module, attended: torch.Tensor, mlp: torch.Tensor, late: QuantizedLinears | None
 ) -> torch.Tensor:
     """Apply ``linear`` to attention and MLP, concatenated; ``late`` also applies the MLP's activation."""
-    return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, gelu=mlp)
+    return (
+        linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, hidden=(mlp,))
+    )
 
 
 def of_frames(norm: nn.Module, inputs: SimpleNamespace, count: int) -> tuple[int | None, Values]:

@@ -11,10 +11,10 @@ import torch
 from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, Krea2RMSNorm, Krea2SwiGLU
 from torch import nn
 
-from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, norm_rope, swiglu
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, norm_rope
 from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import Rotary, is_hooked, why_not_plain
+from dit_accel.models.fused.parts import Rotary, gated_mlp, why_not_plain
 
 
 class Krea2BlockHook(BlockHook):
@@ -25,9 +25,7 @@ class Krea2BlockHook(BlockHook):
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         return _why_not_plain((block.norm1, block.norm2), inputs.hidden_states)
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, inputs)) is not None:
-            return reason
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         if inputs.attention_mask is not None:
             return "a mask hides padding behind shorter prompts"
         return _why_not_plain((block.attn.norm_q, block.attn.norm_k), inputs.hidden_states)
@@ -38,15 +36,16 @@ class Krea2BlockHook(BlockHook):
     def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         x, rotary = inputs.hidden_states, inputs.image_rotary_emb
         scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = _modulation(block, inputs.temb)
-        norm_x = norm_modulate(x, _scaled(block.norm1, scale), shift, eps=block.norm1.eps, rms=True)
+        scale, mlp_scale = _scaled(block.norm1, scale), _scaled(block.norm2, mlp_scale)
+        norm_x = self.normalise(norm_modulate, x, scale, shift, eps=block.norm1.eps, rms=True)
         if self.runs_attention(block, inputs):
             attended = self.attend(block.attn, norm_x, rotary)
         else:
             attended = block.attn(norm_x, attention_mask=inputs.attention_mask, image_rotary_emb=rotary)
         attended = attended.to(x.dtype)  # under autocast it has another one
-        scale = _scaled(block.norm2, mlp_scale)
-        x, norm_x = add_gated_norm_modulate(x, attended, gate, scale, mlp_shift, eps=block.norm2.eps, rms=True)
-        mlp = _feed_forward(block.ff, norm_x).to(x.dtype)
+        values, eps = (attended, gate, mlp_scale, mlp_shift), block.norm2.eps
+        x, norm_x = self.normalise(add_gated_norm_modulate, x, *values, eps=eps, rms=True)
+        mlp = gated_mlp(block.ff, Krea2SwiGLU, ("gate", "up", "down"), norm_x).to(x.dtype)
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate)
 
@@ -92,12 +91,6 @@ def _why_not_plain(norms: tuple[nn.Module, nn.Module], x: torch.Tensor) -> str |
     """Return why kernels can't stand in for one of these norms, or None."""
     are_plain = all(type(norm) is Krea2RMSNorm and why_not_plain(norm, x.device) is None for norm in norms)
     return None if are_plain else "a norm is no plain Krea2RMSNorm"
-
-
-def _feed_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    if type(mlp) is not Krea2SwiGLU or is_hooked(mlp):
-        return mlp(x)
-    return mlp.down(swiglu(*project_together((mlp.gate, mlp.up), x)))
 
 
 BLOCKS = {"transformer_blocks": Krea2BlockHook}

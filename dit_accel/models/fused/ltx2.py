@@ -43,9 +43,7 @@ class LTX2BlockHook(BlockHook):
         are_plain = all(type(norm) is RMSNorm and norm.weight is None and norm.eps == norms[0].eps for norm in norms)
         return None if are_plain else "a norm is no RMSNorm without weights"
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, inputs)) is not None:
-            return reason
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         masks = (mask for *_, mask in ATTENTIONS.values())
         if any(getattr(inputs, name) is not None for name in (PERTURBED[0], *masks)):
             return "guidance or a mask changes attention"

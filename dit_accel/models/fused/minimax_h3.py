@@ -24,9 +24,7 @@ class MiniMaxH3BlockHook(BlockHook):
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         return why_no_plain_norms((block.norm1, block.norm2), inputs.hidden_states.device)
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, inputs)) is not None:
-            return reason
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         if inputs.attention_mask is not None:
             return "a mask changes attention"
         return why_no_plain_norms((block.attn.norm_q, block.attn.norm_k), inputs.hidden_states.device)
@@ -34,14 +32,15 @@ class MiniMaxH3BlockHook(BlockHook):
     def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         x, rows = inputs.hidden_states, inputs.adaln_indices
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, inputs.temb)
-        norm_x = norm_modulate(x, _scaled(block.norm1, scale), shift, eps=block.norm1.eps, rms=True, rows=rows)
+        settings, scale = {"rms": True, "rows": rows}, _scaled(block.norm1, scale)
+        norm_x = self.normalise(norm_modulate, x, scale, shift, eps=block.norm1.eps, **settings)
         if self.runs_attention(block, inputs):
             attended = self.attend(block.attn, norm_x, inputs.rotary_emb)
         else:
             attended = block.attn(norm_x, inputs.rotary_emb, inputs.attention_mask)
         attended, scale = attended.to(x.dtype), _scaled(block.norm2, mlp_scale)  # under autocast it has another dtype
-        settings = {"eps": block.norm2.eps, "rms": True, "rows": rows}
-        x, norm_x = add_gated_norm_modulate(x, attended, gate, scale, mlp_shift, **settings)
+        values, eps = (attended, gate, scale, mlp_shift), block.norm2.eps
+        x, norm_x = self.normalise(add_gated_norm_modulate, x, *values, eps=eps, **settings)
         mlp = feed_forward(block.ff, norm_x).to(x.dtype)
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate, rows=rows)

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair, swiglu
-from dit_accel.kernels.blocks.quantized_linear import EVEN
-from dit_accel.models.beside.quantized_linears import QuantizedLinears, in_8_bits, project_together
+from dit_accel.models.beside.quantized_linears import in_8_bits, project, project_together
 from dit_accel.models.hooks import ATTENTION_HOOK
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
@@ -56,7 +55,7 @@ def query_key_value(attn: AttentionModuleMixin, x: torch.Tensor, *, added: bool 
     """Project queries, keys and values ``[B, S, H, D]``, before their norms; ``added``: by the text's layers."""
     names = ("to_added_qkv", "add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_qkv", "to_q", "to_k", "to_v")
     fused, *layers = (getattr(attn, name, None) for name in names)
-    parts = fused(x).chunk(3, dim=-1) if attn.fused_projections else project_together(tuple(layers), x)
+    parts = project(fused, x).chunk(3, dim=-1) if attn.fused_projections else project_together(tuple(layers), x)
     return [heads_of(attn, part) for part in parts]
 
 
@@ -129,28 +128,38 @@ def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """``activation(linear(x))``; tanh-approximated GELU runs in the product's epilogue if the layer is plain."""
-    if x.is_cuda and _is_tanh_gelu(activation) and why_not_sliceable(linear, x.device) is None:
+    if x.is_cuda and is_tanh_gelu(activation) and why_not_sliceable(linear, x.device) is None:
         return linear_gelu(x, linear.weight, linear.bias)
     return activation(linear(x))
 
 
-def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
-    """Return the object that runs ``linear`` in 8 bits with the activation before it; None = each runs separately.
+def project_gated(linear: nn.Module, gate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``linear(swiglu(gate, value))``; in 8 bits the gate is rounded in the same pass."""
+    if (linears := in_8_bits(linear, gate)) is None:
+        return linear(swiglu(gate, value))
+    return linears.project(linear, x=gate[..., :0], hidden=(gate, value))
 
-    ``x`` is like the features before the activated ones in the layer's input.
-    """
-    return in_8_bits(linear, x) if _is_tanh_gelu(activation) and x.shape[-1] % EVEN == 0 else None
+
+def gated_mlp(mlp: nn.Module, kind: type[nn.Module], names: tuple[str, str, str], x: torch.Tensor) -> torch.Tensor:
+    """Run an MLP with SwiGLU by its layers for gate, value and output, if it is a plain module of that class."""
+    if type(mlp) is not kind or is_hooked(mlp):
+        return mlp(x)
+    gate, value, out = (getattr(mlp, name) for name in names)
+    return project_gated(out, *project_together((gate, value), x))
 
 
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
     """Run a block's MLP, with GELU in the epilogue of the first product if that layer is plain, or with SwiGLU."""
     first, *rest = mlp.net
-    is_gelu = type(first) is GELU and _is_tanh_gelu(first) and not is_hooked(mlp)
-    if is_gelu and (linears := in_8_bits(rest[-1], x)) is not None:
-        hidden = first.proj(x)
-        return linears.project(rest[-1], x=hidden[..., :0], gelu=hidden)
+    linears = in_8_bits(rest[-1], x)
+    is_gelu = type(first) is GELU and is_tanh_gelu(first) and not is_hooked(mlp)
+    if is_gelu and linears is not None:
+        hidden = project(first.proj, x)
+        return linears.project(rest[-1], x=hidden[..., :0], hidden=(hidden,))
     if type(first) is SwiGLU and not any(map(is_hooked, (mlp, first, first.activation))):
-        value, gate = first.proj(x).chunk(2, dim=-1)
+        value, gate = project(first.proj, x).chunk(2, dim=-1)
+        if linears is not None:
+            return linears.project(rest[-1], x=gate[..., :0], hidden=(gate, value))
         x = swiglu(gate, value)
     elif x.is_cuda and is_gelu and why_not_sliceable(first.proj, x.device) is None:
         x = linear_gelu(x, first.proj.weight, first.proj.bias)
@@ -161,7 +170,7 @@ def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _is_tanh_gelu(activation: nn.Module) -> bool:
+def is_tanh_gelu(activation: nn.Module) -> bool:
     return getattr(activation, "approximate", "none") == "tanh" and not is_hooked(activation)
 
 

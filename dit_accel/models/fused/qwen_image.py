@@ -30,12 +30,12 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
             inputs.encoder_hidden_states = inputs.encoder_hidden_states.expand(len(inputs.hidden_states), -1, -1)
         return inputs
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         if inputs.encoder_hidden_states_mask is not None:
             return "a mask hides padding between text and image"
         if block.attn.fused_projections:
             return "its projections were fused, which its processor ignores"
-        return super().why_dense(block, inputs)
+        return super().why_unsupported(block, inputs)
 
     def attend_by_module(
         self, attn: Attention, inputs: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None

@@ -7,6 +7,7 @@ row-blocks compute cross-attention; the others take its output from the forecast
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -15,6 +16,7 @@ from torch import nn
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.kernels.symbols import MAX_HEADS, AttentionPlan
+from dit_accel.models.beside.quantized_linears import project, project_together
 from dit_accel.models.fused import parts
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary
@@ -37,19 +39,20 @@ class WanBlockHook(BlockHook):
     def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         x, context = inputs.hidden_states, inputs.encoder_hidden_states
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, inputs.temb, range(6))
-        norm_x = norm_modulate(x, scale, shift, eps=block.norm1.eps)
+        norm_x = self.normalise(norm_modulate, x, scale, shift, eps=block.norm1.eps)
         site = self.site()
         rows = _rows_of_any_head(site.plan) if site.dispatches else None
         if self.runs_attention(block, inputs):
             attended = self.attend(site, block.attn1, norm_x, inputs.rotary_emb, rows)
         else:
             attended = block.attn1(norm_x, None, None, inputs.rotary_emb)
-        x, norm_x = _add_and_normalise(x, attended, gate, block.norm2)
+        x, norm_x = self.add_and_normalise(x, attended, gate, block.norm2)
         if self.runs_attention(block, inputs):
             crossed = self.attend_to_prompt(block.attn2, norm_x, context, rows)
         else:
             crossed = block.attn2(norm_x, context, None, None)
-        x, norm_x = add_gated_norm_modulate(x, crossed, None, mlp_scale, mlp_shift, eps=block.norm3.eps)
+        values, eps = (crossed, None, mlp_scale, mlp_shift), block.norm3.eps
+        x, norm_x = self.normalise(add_gated_norm_modulate, x, *values, eps=eps)
         mlp = parts.feed_forward(block.ffn, norm_x)
         self.remember("attention and mlp", (attended, mlp))
         self.remember("cross-attention", (crossed,), by_row=True)
@@ -62,6 +65,14 @@ class WanBlockHook(BlockHook):
         (crossed,) = self.recall("cross-attention")
         x = add_gated(add_gated(inputs.hidden_states, attended, gate), crossed, None)
         return add_gated(x, mlp, mlp_gate)
+
+    def add_and_normalise(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, norm: nn.Module) -> Any:
+        """Return ``x + update * gate`` and its norm, whose weight and bias are a modulation, or which is no norm."""
+        if isinstance(norm, nn.Identity) or parts.why_not_plain(norm, x.device) is not None:
+            x = add_gated(x, update, gate)
+            return x, norm(x.float()).type_as(x)
+        scale, shift = (norm.weight.float() - 1)[None, None], norm.bias.float()[None, None]
+        return self.normalise(add_gated_norm_modulate, x, update, gate, scale, shift, eps=norm.eps)
 
     def attend(
         self, site: TileSite | HeadSite, attn: WanAttention, x: torch.Tensor, rotary: Rotary, rows: AttentionPlan | None
@@ -80,15 +91,11 @@ class WanBlockHook(BlockHook):
     def attend_to_prompt(
         self, attn: WanAttention, x: torch.Tensor, context: torch.Tensor, rows: AttentionPlan | None
     ) -> torch.Tensor:
-        """Cross-attention ``[B, S, C]``; in a DISPATCH step computed in ``rows`` and forecast elsewhere.
-
-        In a DISPATCH step both projections run in ``rows`` only. The softmax over the prompt's few keys runs for all
-        queries, but only results of ``rows`` are read.
-        """
+        """Cross-attention ``[B, S, C]``; in a DISPATCH step projected in ``rows`` only, and forecast elsewhere."""
         gemm, out = self.preset.kernels.gemm, attn.to_out[0]
         if rows is None:
-            q = parts.normalise_heads(attn.norm_q, parts.heads_of(attn, attn.to_q(x)))
-            return attn.to_out[1](out(_prompt_attention(attn, q, context)))
+            q = parts.normalise_heads(attn.norm_q, parts.heads_of(attn, project(attn.to_q, x)))
+            return attn.to_out[1](project(out, _prompt_attention(attn, q, context)))
         q = gemm_q(x, attn.to_q.weight, attn.to_q.bias, rows, backend=gemm)
         o = _prompt_attention(attn, parts.normalise_heads(attn.norm_q, q), context)
         (crossed,) = self.recall("cross-attention")
@@ -111,23 +118,12 @@ def _modulation(block: nn.Module, temb: torch.Tensor, parts: Iterable[int]) -> l
     return [block.scale_shift_table[:, part] + temb[:, :, part].float() for part in parts]
 
 
-def _add_and_normalise(
-    x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, norm: nn.Module
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x + update * gate`` and its norm, whose weight and bias are a modulation; some models have no norm."""
-    if isinstance(norm, nn.Identity) or parts.why_not_plain(norm, x.device) is not None:
-        x = add_gated(x, update, gate)
-        return x, norm(x.float()).type_as(x)
-    scale, shift = (norm.weight.float() - 1)[None, None], norm.bias.float()[None, None]
-    return add_gated_norm_modulate(x, update, gate, scale, shift, eps=norm.eps)
-
-
 def _prompt_attention(attn: WanAttention, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
     """Attention of q ``[B, S, H, D]`` to the prompt, plus attention to image tokens before it -> ``[B, S, C]``."""
     has_image, fused = attn.add_k_proj is not None, attn.fused_projections
     image_tokens = context.shape[1] - TEXT_TOKENS if has_image else 0
     text, image = context[:, image_tokens:], context[:, :image_tokens]
-    key, value = attn.to_kv(text).chunk(2, dim=-1) if fused else (attn.to_k(text), attn.to_v(text))
+    key, value = attn.to_kv(text).chunk(2, dim=-1) if fused else project_together((attn.to_k, attn.to_v), text)
     o = _attention_to(attn, q, attn.norm_k(key), value)
     if not has_image:
         return o

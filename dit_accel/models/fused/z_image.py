@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_z_image import FeedForward, ZSing
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate, swiglu
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused import parts
 from dit_accel.models.fused.block_hook import BlockHook
@@ -35,9 +35,7 @@ class ZImageBlockHook(BlockHook):
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         return parts.why_no_plain_norms((getattr(block, name) for name in NORMS), inputs.x.device)
 
-    def why_dense(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
-        if (reason := super().why_dense(block, inputs)) is not None:
-            return reason
+    def why_unsupported(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         is_one = len(inputs.x) == 1
         if inputs.attn_mask is not None and not is_one:  # older versions pass a mask of ones
             return "a mask hides padding behind shorter sequences"
@@ -53,15 +51,15 @@ class ZImageBlockHook(BlockHook):
     def compute(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
         x = inputs.x
         scale, gate, mlp_scale, mlp_gate = _modulation(block, inputs, NORMS)
-        norm_x = norm_modulate(x, scale, eps=block.attention_norm1.eps, rms=True)
+        norm_x = self.normalise(norm_modulate, x, scale, eps=block.attention_norm1.eps, rms=True)
         if self.runs_attention(block, inputs):
             attended = self.attend(block.attention, norm_x, _tables(inputs.freqs_cis))
         else:
             attended = block.attention(norm_x, attention_mask=inputs.attn_mask, freqs_cis=inputs.freqs_cis)
         attended = attended.to(x.dtype)  # under autocast it has another one
         eps = {"eps": block.ffn_norm1.eps, "update_eps": block.attention_norm2.eps}
-        x, norm_x = add_gated_norm_modulate(x, attended, gate, mlp_scale, rms=True, **eps)
-        mlp = _feed_forward(block.feed_forward, norm_x).to(x.dtype)
+        x, norm_x = self.normalise(add_gated_norm_modulate, x, attended, gate, mlp_scale, rms=True, **eps)
+        mlp = parts.gated_mlp(block.feed_forward, FeedForward, ("w1", "w3", "w2"), norm_x).to(x.dtype)
         self.remember("attention and mlp", (attended, mlp))
         return add_gated(x, mlp, mlp_gate, update_eps=block.ffn_norm2.eps)
 
@@ -119,12 +117,6 @@ def _modulation(block: nn.Module, inputs: SimpleNamespace, names: Sequence[str])
         weights[name] * (1 + found[name]) - 1 if name.endswith("1") else weights[name] * found[name].tanh()
         for name in names
     ]
-
-
-def _feed_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    if type(mlp) is not FeedForward or parts.is_hooked(mlp):
-        return mlp(x)
-    return mlp.w2(swiglu(*project_together((mlp.w1, mlp.w3), x)))
 
 
 def _tables(turns: torch.Tensor) -> list[Rotary]:
