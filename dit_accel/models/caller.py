@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Iterator
 from itertools import repeat
 from operator import is_
 from types import FrameType
@@ -22,15 +23,9 @@ def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
     diffusers does not pass the pipeline to a transformer. So this takes the nearest object above the call whose method
     is running and which has this transformer and a scheduler.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        code = frame.f_code
-        if package not in BETWEEN and code.co_argcount and code.co_varnames[0] == "self":
-            owner = frame.f_locals.get("self")
-            if hasattr(owner, "scheduler") and held_module(owner, transformer) is not None:
-                return owner
-        frame = frame.f_back
+    for owner in _callers():
+        if hasattr(owner, "scheduler") and held_module(owner, transformer) is not None:
+            return owner
     return None
 
 
@@ -39,14 +34,17 @@ def direct_caller(module: torch.nn.Module) -> Any | None:
 
     Unlike :func:`calling_pipeline` it finds no pipeline behind a callback of the user's.
     """
+    return next((owner for owner in _callers() if owner is not module), None)
+
+
+def _callers() -> Iterator[Any]:
+    """Yield the object of each running method, from the innermost on, and None for a function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package, code = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code
-        owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
-        if package not in BETWEEN and owner is not module and code.co_name not in ("<listcomp>", "<genexpr>"):
-            return owner
+        if package not in BETWEEN and code.co_name not in ("<listcomp>", "<genexpr>"):
+            yield frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
         frame = frame.f_back
-    return None
 
 
 def local_of(owner: Any, name: str) -> Any:

@@ -13,6 +13,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
@@ -29,7 +30,7 @@ from dit_accel.models.parallel.context_parallel import (
     shares_layers,
 )
 from dit_accel.models.part_hook import FeedHook, PartHook
-from dit_accel.models.samples import TextLengths, TextMasks
+from dit_accel.models.samples import TextLengths, TextMasks, arguments_of_rows
 from dit_accel.models.session import Session
 from dit_accel.models.token_order_hook import ReorderInput, ReorderOutput, TokenOrder
 from dit_accel.models.transformer import TransformerDriver
@@ -165,11 +166,7 @@ class FamilyDriver(TransformerDriver):
     def enter(
         self, call: Call, passed: tuple[tuple, dict], arguments: Arguments
     ) -> tuple[tuple[tuple, dict], Arguments]:
-        """Prepare a call whose blocks run; cut off the padding behind its longest prompt, and read its facts.
-
-        Raises:
-            UnsupportedError: the preset works inside of blocks, and they have been compiled since :meth:`prepare`.
-        """
+        """Refuse blocks compiled since :meth:`prepare`, cut padding off behind the longest prompt, and read facts."""
         self._refuse_compiled()
         arguments, facts = self._read(arguments)
         is_part = call.computed_rows is not None and call.mode is not StepMode.DISPATCH
@@ -254,7 +251,8 @@ class FamilyDriver(TransformerDriver):
 
     # FLOPs and memory of a call.
 
-    def used(self, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    def used(self, arguments: Arguments, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        arguments = arguments if rows is None else arguments_of_rows(arguments, rows)
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:

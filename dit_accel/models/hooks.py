@@ -170,9 +170,7 @@ def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:
 
 
 def mend_chain(module: torch.nn.Module) -> None:
-    """Repair a module's chain of hooks: each hook calls the next existing one, and the last one calls the forward that
-    the module's class has now.
-    """
+    """Let each hook on a module call the next existing one, and the last one the forward that its class has now."""
     with CHAINS:
         registry = getattr(module, "_diffusers_hook", None)
         if registry is None:  # another thread has removed all hooks since the call began

@@ -39,9 +39,8 @@ OTHER_KEYS = "attends to other keys than its own tokens', for example a key-valu
 class AttentionHook(Hook):
     """Passes the queries, keys and values of an attention module to ``attend``.
 
-    ``tokens`` returns at each call the tokens of the attention to intercept, or None; other attentions of the module
-    (such as those to an image prompt) run unchanged. ``missed`` gets the reason if a call should have been intercepted
-    but was not.
+    ``tokens`` returns the tokens of a call to intercept, or None. Other attentions of the module, such as those to an
+    image prompt, run unchanged. ``missed`` gets the reason why a call was not intercepted.
     """
 
     def __init__(self, tokens: Callable[[], Tokens | None], attend: Attend, missed: Callable[[str], None]) -> None:
@@ -114,10 +113,7 @@ def hides_keys_alone(attn_mask: torch.Tensor) -> bool:
 def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor | None:
     """Number of valid keys, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]``, True for valid keys.
 
-    The mask is read at a vision token, because rows of padding may be all False.
-
-    Raises:
-        UnsupportedError: the mask has another form.
+    The mask, refused in another form, is read at a vision token, because rows of padding may be all False.
     """
     if attn_mask is None:
         return None

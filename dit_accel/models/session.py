@@ -194,7 +194,7 @@ class Session:
         if call.mode is StepMode.DISPATCH:
             run.leave(tensors)
         elif tensors:
-            going_on = run.observe(call, tensors, partial(driver.used_rows, arguments))
+            going_on = run.observe(call, tensors, partial(driver.used, arguments))
             output = output if going_on is tensors else _nested(call.branch.structure, going_on)
         run.read(call, partial(agreed, driver.transformer))
         return output

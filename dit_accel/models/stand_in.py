@@ -10,9 +10,7 @@ import torch
 class StandIn:
     """A callable in place of a method. A copied or pickled holder has its class's own method.
 
-    Args:
-        holder: the object with the method, which this does not keep alive.
-        call: gets the method, the holder, and the arguments and keyword arguments of a call.
+    It does not keep ``holder`` alive; ``call`` gets the method, the holder, args and kwargs.
     """
 
     def __init__(self, holder: Any, name: str, call: Callable[..., Any]) -> None:

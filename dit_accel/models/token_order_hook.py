@@ -35,10 +35,9 @@ class TokenOrder:
         return token_order(self._name, grid, self._block, first_frame_apart=self._first_frame_apart)
 
     def apply(self, x: torch.Tensor, grid: Grid | None, axis: int, undo: bool = False) -> torch.Tensor:
-        """Bring the tokens of ``x``, along ``axis``, into this order, or restore them; without a grid they stay.
+        """Bring the video's tokens, which ``x`` must all have along ``axis``, into this order, or restore raster order.
 
-        Raises:
-            UnsupportedError: ``x`` does not have all tokens of the video.
+        Without a grid they stay.
         """
         if grid is None:
             return x

@@ -34,7 +34,6 @@ from dit_accel.models.hooks import (
     remove_hook,
 )
 from dit_accel.models.parallel.branches import SharedBranches
-from dit_accel.models.samples import arguments_of_rows
 from dit_accel.presets import Preset
 
 
@@ -152,13 +151,9 @@ class TransformerDriver:
         """Fill ``call.work`` and ``call.branch.plain``; here the transformer counts as one block of one unit."""
         call.work[self.name] = call.branch.plain[self.name] = 1.0, 0.0
 
-    def used(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        """Return the part of the output ``[B, …]`` that the pipeline uses; forecasts are compared on it."""
+    def used(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the part of these samples' output ``[B, …]`` that the pipeline uses; forecasts are compared on it."""
         return output
-
-    def used_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Apply :meth:`used` to an output that holds some samples of the call's batch."""
-        return self.used(output, arguments if rows is None else arguments_of_rows(arguments, rows))
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """Size of a call's records; here only outputs, assumed to be as large as the latents."""

@@ -16,15 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_accel.models.hooks import (
-    HOOK_NAME,
-    Hook,
-    find_hook,
-    is_compiled,
-    parameter_names,
-    register_hook,
-    remove_hook,
-)
+from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, is_compiled, parameter_names, register_hook, remove_hook
 
 NUMBERS = (bool, int, float)
 CONTROL_NET = "controlnet"  # component of a pipeline: one net, or several in one

@@ -309,7 +309,11 @@ def _held(item: Any) -> list[Any] | None:
         skipped = (*TORCHS_OWN, "_modules", "_parameters", "_buffers") if isinstance(item, nn.Module) else ()
         attributes = getattr(item, "__dict__", {}).items()
         return [value for key, value in attributes if key not in skipped and isinstance(value, PLAIN)]
-    return _attributes(item)
+    # Of no known package: attributes of the object and of its class. Weights may be offloaded.
+    is_module = isinstance(item, nn.Module)
+    held = {key: value for key, value in getattr(item, "__dict__", {}).items() if not (is_module and key in WEIGHTS)}
+    slots = (name for cls in type(item).__mro__ for name in vars(cls).get("__slots__", ()))
+    return [*held.values(), *(getattr(item, name, None) for name in slots), type(item)]
 
 
 def _variables(function: Any) -> list[Any]:
@@ -334,14 +338,6 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
-
-
-def _attributes(item: Any) -> list[Any]:
-    """Return the attributes of an object of no known package, and of its class; weights may be offloaded."""
-    is_module = isinstance(item, nn.Module)
-    held = {key: value for key, value in getattr(item, "__dict__", {}).items() if not (is_module and key in WEIGHTS)}
-    slots = (name for cls in type(item).__mro__ for name in vars(cls).get("__slots__", ()))
-    return [*held.values(), *(getattr(item, name, None) for name in slots), type(item)]
 
 
 def _unbound(value: Any) -> Any:

@@ -149,10 +149,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
-    """Return address, version and a sample of the values of a layer's weight and bias.
-
-    Versions miss changes through ``.data``, such as those of a merged LoRA.
-    """
+    """Return address, version and some values of a layer's weight and bias; a merged LoRA changes no version."""
     tensors = [item for item in (layer.weight, layer.bias) if item is not None]
     return [(item.data_ptr(), version_of(item), _sample(item.detach())) for item in tensors]
 

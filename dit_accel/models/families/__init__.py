@@ -28,11 +28,7 @@ def known_family(transformer: torch.nn.Module) -> Family | None:
 
 
 def require_family(transformer: torch.nn.Module) -> Family:
-    """Return the family of a transformer.
-
-    Raises:
-        UnsupportedError: the family is unknown.
-    """
+    """Return the family of a transformer; raise an :class:`UnsupportedError` if it is unknown."""
     family = known_family(transformer)
     if family is None:
         raise UnsupportedError(

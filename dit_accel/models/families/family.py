@@ -7,7 +7,7 @@ count the FLOPs of a block. :mod:`dit_accel.models.families.sd3` is a short exam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -316,6 +316,12 @@ def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 def masked_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     """Tokens of :func:`packed_tokens`, with padding in the text that a mask marks."""
     return replace(packed_tokens(transformer, arguments), padding="mask")
+
+
+def video_tokens(sizes: Sequence[int], patches: Sequence[int], text: int = 0, **facts: Any) -> Tokens:
+    """Tokens of a video whose frames, height and width are divided into patches, with further facts."""
+    grid = tuple(size // patch for size, patch in zip(sizes, patches, strict=True))
+    return Tokens(text, math.prod(grid), grid=grid, **facts)
 
 
 def image_tokens(transformer: nn.Module, arguments: Arguments) -> int:

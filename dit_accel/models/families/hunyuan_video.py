@@ -6,12 +6,10 @@ diffusers masks the padding behind the text in every attention, and masked atten
 Framepack is another transformer that cuts its padding itself; the driver for any transformer accelerates it.
 """
 
-import math
-
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, Family, OrderFacts, SplitFacts, Stack, Tokens
+from dit_accel.models.families.family import Arguments, Family, OrderFacts, SplitFacts, Stack, Tokens, video_tokens
 from dit_accel.models.samples import TextLengths
 
 MASK = "encoder_attention_mask"
@@ -20,9 +18,8 @@ MASK = "encoder_attention_mask"
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     """Patches of the latents, then text."""
     config = transformer.config
-    _, _, frames, height, width = arguments["hidden_states"].shape
-    grid = frames // config.patch_size_t, height // config.patch_size, width // config.patch_size
-    return Tokens(arguments["encoder_hidden_states"].shape[1], math.prod(grid), text_first=False, grid=grid)
+    sizes, patches = arguments["hidden_states"].shape[2:], (config.patch_size_t, config.patch_size, config.patch_size)
+    return video_tokens(sizes, patches, arguments["encoder_hidden_states"].shape[1], text_first=False)
 
 
 def cut(arguments: Arguments, lengths: TextLengths) -> tuple[Arguments, TextLengths]:

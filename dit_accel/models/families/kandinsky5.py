@@ -4,19 +4,15 @@ Checkpoints with their own sparse attention (``attention_type`` is ``nabla``) ke
 attention.
 """
 
-import math
-
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, video_tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     """Patches of latents ``[B, F, H, W, C]``; text has its own blocks."""
-    sizes = zip(arguments["hidden_states"].shape[1:4], transformer.config.patch_size, strict=True)
-    grid = tuple(size // patch for size, patch in sizes)
-    return Tokens(0, math.prod(grid), grid=grid)
+    return video_tokens(arguments["hidden_states"].shape[1:4], transformer.config.patch_size)
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:

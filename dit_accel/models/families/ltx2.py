@@ -35,7 +35,6 @@ FAMILY = replace(
     ),
     words=("ltx2",),
     steps=30,
-    unguided=1.0,
     sharing=(),
     fused="layer",
 )

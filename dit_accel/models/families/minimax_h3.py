@@ -15,11 +15,8 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """Return an output without given tokens, which come first and have a timestep of their own, close to no noise.
-
-    The number of channels says whether it is of the video or of the audio.
-    """
-    is_video = output.shape[-1] == arguments["hidden_states"].shape[-1]
+    """Return an output without given tokens, which come first and have a timestep of their own, close to no noise."""
+    is_video = output.shape[-1] == arguments["hidden_states"].shape[-1]  # else audio, with other channels
     timesteps = arguments["timestep_indices"][arguments["video_indices" if is_video else "audio_indices"]]
     return output * (timesteps == timesteps[-1]).unsqueeze(-1)
 

@@ -3,22 +3,18 @@
 Attention runs over one sample after the other, each without its padding. Its schedule's noise levels run from 0 to 1.
 """
 
-import math
-
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, OrderFacts, Stack, Tokens
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, OrderFacts, Stack, Tokens, video_tokens
 from dit_accel.models.samples import TextMasks
 
 _masks = TextMasks()  # diffusers reads them in every block
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    _, _, frames, height, width = arguments["hidden_states"].shape
-    patch = transformer.config.patch_size
-    grid = frames, height // patch, width // patch
+    sizes, patch = arguments["hidden_states"].shape[2:], transformer.config.patch_size
     text = arguments["encoder_hidden_states"].shape[1]
-    return Tokens(text, math.prod(grid), text_first=False, grid=grid, padding="sample")
+    return video_tokens(sizes, (1, patch, patch), text, text_first=False, padding="sample")
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:

@@ -1,18 +1,14 @@
 """Wan 2.1 and 2.2: blocks of self-attention over the video, cross-attention to the prompt, and an MLP."""
 
-import math
-
 import torch
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, OrderFacts, Stack, Tokens
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, OrderFacts, Stack, Tokens, video_tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     """Tokens of the video; the prompt is not in the sequence."""
-    sizes = zip(arguments["hidden_states"].shape[2:], transformer.config.patch_size, strict=True)
-    grid = tuple(size // patch for size, patch in sizes)
-    return Tokens(0, math.prod(grid), grid=grid)
+    return video_tokens(arguments["hidden_states"].shape[2:], transformer.config.patch_size)
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:

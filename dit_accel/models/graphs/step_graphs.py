@@ -25,13 +25,7 @@ from dit_accel.loop.branch import BlockCall, Call
 from dit_accel.loop.torch_modes import kernel_settings
 from dit_accel.models.free_memory import is_short
 from dit_accel.models.graphs.cuda_graph import CaptureTrial, CudaGraph, Turns
-from dit_accel.models.graphs.limits import (
-    why_not_call,
-    why_not_known,
-    why_not_module,
-    why_not_output,
-    why_not_preset,
-)
+from dit_accel.models.graphs.limits import why_not_call, why_not_known, why_not_module, why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.parallel.context_parallel import exchanges_sizes, parallel_degree
 

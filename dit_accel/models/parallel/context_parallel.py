@@ -71,14 +71,11 @@ def exchanges_sizes(transformer: nn.Module) -> bool:
 
 
 def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the maximum over ranks of measured numbers, float32 ``[N]``, so that all ranks make the same decisions.
-
-    NaN counts as infinite, so that no forecast is accepted.
-    """
+    """Return the maximum over ranks of measured numbers, float32 ``[N]``, so that all ranks make the same decisions."""
     config = config_of(transformer)
     if config is None:
         return numbers
-    numbers = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    numbers = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf)  # so that no forecast is accepted
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group=config._flattened_mesh.get_group())
     return numbers
 
@@ -130,10 +127,8 @@ class Exchange:
         return received.unflatten(0, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3).view(x.dtype)
 
     def _exchanged(self, send: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-        """Exchange tokens between ranks; ``received`` and ``sent`` are the numbers of tokens from and to each.
-
-        It is a functional collective, so that :mod:`dit_accel.models.graphs.collectives` can cut captures at it.
-        """
+        """Exchange tokens between ranks; ``received`` and ``sent`` are the numbers of tokens from and to each."""
+        # A functional collective, at which dit_accel.models.graphs.collectives can cut captures.
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.all_to_all_single(send, received, sent, self._group))
