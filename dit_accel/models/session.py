@@ -231,20 +231,8 @@ class TransformerCall(Description):
         return driver.conditions.of(self.arguments, self.session.pipeline, net)
 
 
-class Contexts(StateManager):
+class Contexts(threading.local, StateManager):
     """Branch of guidance of each thread's current call."""
-
-    def __init__(self, state: type[BaseState]) -> None:
-        self._of_thread = threading.local()
-        super().__init__(state)
-
-    @property
-    def _context(self) -> Any:
-        return getattr(self._of_thread, "context", None)
-
-    @_context.setter
-    def _context(self, context: Any) -> None:
-        self._of_thread.context = context
 
 
 class TransformerHook(Hook):

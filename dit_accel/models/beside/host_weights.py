@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -60,83 +60,74 @@ class HostWeight:
         return type(self.layer)._apply(self.layer, placed, recurse)
 
 
-class HostWeights:
-    """Weights of a transformer's layers that wait on the host; iterates over the layers."""
+class HostWeights(dict[nn.Module, HostWeight]):
+    """Weights of a transformer's layers that wait on the host, by layer."""
 
     def __init__(self, transformer: nn.Module, layers: Iterable[nn.Linear], moved: Callable[[], None]) -> None:
+        super().__init__()
         self._transformer = transformer
         self._layers = [*layers]
         self._moved = moved
-        self._weights: dict[nn.Module, HostWeight] = {}
         self._needed: set[nn.Module] = set()  # layers whose weights were given back
-
-    def __contains__(self, layer: object) -> bool:
-        return layer in self._weights
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
     def inherit(self, earlier: HostWeights) -> None:
         """Take over weights that wait on the host already; weights that had to return stay on the device."""
         self._needed |= earlier._needed
         for layer in self._layers:
-            if (held := earlier._weights.pop(layer, None)) is not None:
+            if (held := earlier.pop(layer, None)) is not None:
                 held.moved = self._moved
-                self._weights[layer] = held
+                self[layer] = held
 
     def attach(self) -> None:
         """Move weights to the host one by one."""
         chosen = {*self._layers}
         others = (module for module in self._transformer.modules() if module not in chosen)
         around = next((item.device for module in others for item in module.parameters(recurse=False)), HOST)
-        new = [layer for layer in self._layers if layer not in self._weights and layer not in self._needed]
+        new = [layer for layer in self._layers if layer not in self and layer not in self._needed]
         for layer in new:
             device = layer.weight.device
-            self._weights[layer] = HostWeight(layer, around if device == HOST else device, self._moved)
+            self[layer] = HostWeight(layer, around if device == HOST else device, self._moved)
         self.collect()
         if new:
             torch.cuda.empty_cache()  # otherwise rounded weights would take parts of their segments
 
     def collect(self) -> None:
         """Move weights to the host that were replaced since, and adapters on these layers to the layers' device."""
-        for layer, held in [*self._weights.items()]:
+        for layer, held in [*self.items()]:
             if hasattr(layer, "_hf_hook"):  # offloaded since
                 self.give_back(layer)
             else:
                 held.keep()
-        for module in self._transformer.modules() if self._weights else ():
-            if (base := self._weights.get(module._modules.get("base_layer"))) is not None:
+        for module in self._transformer.modules() if self else ():
+            if (base := self.get(module._modules.get("base_layer"))) is not None:
                 module.to(base.device)  # peft puts an adapter on the device of the layer's weight
 
     def device_of(self, layer: nn.Linear) -> torch.device:
         """Device of a layer, apart from its weight on the host."""
-        held = self._weights.get(layer)
+        held = self.get(layer)
         return layer.weight.device if held is None else held.device
 
     def give_back(self, layer: nn.Module) -> bool:
         """Move a layer's weight to the layer's device for good; return True if it was on the host."""
-        if layer not in self._weights:
+        if layer not in self:
             return False
-        self._weights[layer].leave(self._weights[layer].device)
-        del self._weights[layer]
+        self[layer].leave(self[layer].device)
+        del self[layer]
         self._needed.add(layer)
         return True
 
     def give_all_back(self) -> None:
         """Move all weights to the layers' devices; if that fails, they all stay on the host."""
         try:
-            for held in self._weights.values():
+            for held in self.values():
                 held.leave(held.device)
         except BaseException as error:
-            for held in self._weights.values():
+            for held in self.values():
                 held.leave(HOST)
             error.add_note(STAY)
             raise
         finally:
-            self._weights.clear()
+            self.clear()
             getattr(torch._C, "_host_emptyCache", int)()  # pinned memory
 
 

@@ -117,7 +117,7 @@ MUTANTS: list[Mutant] = table({
          "        self._needed |= earlier._needed\n", ""),
         ("an-error-leaves-weights-between", "if a weight does not fit on the device, all stay on the host",
          "tests/models/test_host_weights.py",
-         "            for held in self._weights.values():\n                held.leave(HOST)\n", "")],
+         "            for held in self.values():\n                held.leave(HOST)\n", "")],
     "dit_accel/models/graphs/state.py": [
         ("hooks-are-not-compared", "a hook that is added to a module after the capture is called",
          "tests/models/test_graphs.py",
