@@ -12,7 +12,7 @@ from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.loop.forecast import forecast_weights
 from dit_accel.loop.storage import StoredHistory
 from dit_accel.loop.tracker import StepMode
-from dit_accel.sparse.policies import flashomni
+from dit_accel.sparse.policies.flashomni import row_bits
 from dit_accel.sparse.site_state import KEPT_TILES, SiteState
 from dit_accel.sparse.tile_site import Inputs, TileSite, densities_of
 
@@ -117,9 +117,9 @@ class HeadSite(TileSite):
         if not self.caches_bias:  # a FULL step's tiles do not belong to the cached bias
             self.announce(self.state.symbols, densities_of(drawn, attended))
             return attended
-        every_row, reuse = symbols.cache_bits, self._preset.reuse
-        tau_rows = flashomni.ramped(reuse.tau_q, self._call.progress, reuse.ramp)
-        symbols = replace(symbols, cache_bits=flashomni.row_bits(pooled.probabilities, layout, tau_rows))
+        every_row = symbols.cache_bits
+        tau_rows = self._preset.reuse.tau_q * self._ramp
+        symbols = replace(symbols, cache_bits=row_bits(pooled.probabilities, layout, tau_rows))
         before = self.state.symbols.cache_bits if self._rebases else every_row
         projected = unpack_bits(symbols.cache_bits ^ before, symbols.heads).float().mean()[None]
         self._plan = lower(symbols)
@@ -129,7 +129,8 @@ class HeadSite(TileSite):
 
     @property
     def _ramp(self) -> float:
-        return flashomni.ramped(1.0, self._call.progress, self._preset.reuse.ramp)
+        """Growth from 0 at the first step (FlashOmni, appendix A.1.1)."""
+        return self._call.progress**self._preset.reuse.ramp
 
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size

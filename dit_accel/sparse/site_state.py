@@ -17,7 +17,6 @@ from dit_accel.sparse.probe import adjusted
 
 KEPT_TILES = 1 << 20  # a plan takes 4 bytes a tile; larger plans are lowered again at each use
 
-
 Number = TypeVar("Number", float, torch.Tensor)
 
 
@@ -79,7 +78,6 @@ class SiteState:
     heads: HeadState = field(default_factory=HeadState)
 
     def history(self, feature: str, memory: MemoryPlan) -> StoredHistory:
-        """Return the history of a whole feature."""
         return self.features.setdefault(feature, StoredHistory(memory.order + 1, memory.features))
 
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:

@@ -29,7 +29,7 @@ from dit_accel.models.caller import direct_caller
 from dit_accel.models.hooks import is_compiled, is_known_class, runs_known_code
 from dit_accel.models.stand_in import StandIn
 from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, group_of, ranks_of
-from dit_accel.stages.vae import page_of, why_unknown
+from dit_accel.stages.vae import PAGES, why_unknown
 from dit_accel.stages.vae.layers import Layers
 
 # Relative error (L2) over the decoder's own output: about twice what another order of the same sums changes.
@@ -74,7 +74,7 @@ class FusedDecode:
         self._group = group
         self._has_failed = False  # a rank in a shared decode
         self._shapes: dict[tuple, set[tuple]] = {}  # of calls' latents, by forms of decodes that kernels can run
-        self._page = page_of(autoencoder)
+        self._page = PAGES.get(type(autoencoder).__name__)
         self.can_share = hasattr(self._page, "SHARED_FROM")
         self._backend = backend
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a compared call
@@ -283,7 +283,6 @@ def _images(output: torch.Tensor | tuple) -> torch.Tensor:
 
 
 def _contiguous(output: torch.Tensor | tuple) -> torch.Tensor | tuple:
-    """Return the output with contiguous images."""
     images = _images(output).contiguous()
     return (images, *output[1:]) if isinstance(output, tuple) else images
 
@@ -342,12 +341,12 @@ class Decoding:
         if not wanted or not self._watched:
             return
         autoencoder = _modules(pipe)[0]
-        page = page_of(autoencoder)
-        if page is None:
-            self._otherwise = f"{OWN} decoder: {type(autoencoder).__name__} is not known"
+        name = type(autoencoder).__name__
+        if name not in PAGES:
+            self._otherwise = f"{OWN} decoder: {name} is not known"
             return
         for kind in (FusedDecode, FusedEncode):
-            if hasattr(page, kind.method) and isinstance(getattr(autoencoder, kind.part, None), nn.Module):
+            if hasattr(PAGES[name], kind.method) and isinstance(getattr(autoencoder, kind.part, None), nn.Module):
                 fused = kind.on(autoencoder)  # of another pipeline with the same autoencoder
                 if fused is None:
                     fused = kind(autoencoder)

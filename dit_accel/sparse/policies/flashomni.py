@@ -31,8 +31,3 @@ def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> to
     maps = functional.pad(received, (0, 0, 0, -len(received) % blocks)).view(1, -1, blocks, blocks)
     rows = unpack_bits(select_tiles(maps, tau).flatten(0, 2)[: len(received)], blocks).view(batch, heads, blocks)
     return pack_bits(rows.transpose(1, 2))
-
-
-def ramped(tau: float, progress: float, power: float) -> float:
-    """Return a threshold that grows from 0 at the first step: ``tau · progress ** power`` (appendix A.1.1)."""
-    return tau * progress**power

@@ -63,7 +63,10 @@ class Sparge(Policy):
         if causal:
             square = torch.ones(layout.blocks, layout.blocks, dtype=torch.bool, device=q.device)
             skip_bits = skip_bits & pack_bits(square.tril()) | pack_bits(square.tril() & square.triu())
-            masks = _diagonal_masks(layout, q.device)
+            codes = torch.full(square.shape, FULL_TILE, dtype=torch.int32, device=q.device)
+            codes.fill_diagonal_(CAUSAL_TILE)
+            pool = torch.empty(0, layout.block, layout.block // 8, dtype=torch.uint8, device=q.device)
+            masks = TileMasks(codes[None, None], pool)
         return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, masks)
 
     def options(self, config: SpargeSkip) -> dict[str, Any]:
@@ -82,11 +85,3 @@ class Sparge(Policy):
     def thresholds(self, config: SpargeSkip) -> dict[str, tuple[float, ...]]:
         similarity = {} if config.similarity is None else {"similarity": SIMILARITIES}
         return similarity | ({"tau_kv": MASSES} if config.top_k is None else {"top_k": SHARES})
-
-
-def _diagonal_masks(layout: TokenLayout, device: torch.device) -> TileMasks:
-    """Return masks that are CAUSAL on the diagonal and FULL elsewhere."""
-    codes = torch.full((layout.blocks, layout.blocks), FULL_TILE, dtype=torch.int32, device=device)
-    codes.fill_diagonal_(CAUSAL_TILE)
-    pool = torch.empty(0, layout.block, layout.block // 8, dtype=torch.uint8, device=device)
-    return TileMasks(codes[None, None], pool)

@@ -8,14 +8,13 @@ latents.
 """
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import nn
 
 from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, hunyuan_image, hunyuan_video, hunyuan_video15, ltx
 
-PAGES = {
+PAGES = {  # by the name of an autoencoder's class
     "AutoencoderKL": autoencoder_kl,
     "AutoencoderKLCogVideoX": cogvideox,
     "AutoencoderKLFlux2": autoencoder_kl,
@@ -27,11 +26,6 @@ PAGES = {
     "AutoencoderKLQwenImage": causal,
     "AutoencoderKLWan": causal,
 }
-
-
-def page_of(autoencoder: Any) -> ModuleType | None:
-    """Return the page of an autoencoder's class, or None."""
-    return PAGES.get(type(autoencoder).__name__)
 
 
 def why_unknown(page: ModuleType, module: nn.Module) -> str | None:

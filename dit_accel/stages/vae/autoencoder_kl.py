@@ -69,7 +69,6 @@ def has_one_head(attention: Attention) -> bool:
 
 
 def projections(attention: Attention) -> tuple[nn.Module, ...]:
-    """Return the layers that make query, key, value and the result."""
     return attention.to_q, attention.to_k, attention.to_v, attention.to_out[0]
 
 

@@ -87,13 +87,11 @@ class _CausalRun:
         layer: nn.Conv3d,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
-        *,
-        padding: int = 0,
-        biased: bool = True,
+        **options: Any,
     ) -> torch.Tensor:
-        """Convolve causally; the input has its past."""
+        """Convolve causally, with options of :meth:`Layers.convolved`; the input has its past."""
         is_first = x.shape[2] == 1  # with zeros before it
-        return self._layers.convolved(layer, x, residual, padding=padding, biased=biased, last_tap=is_first)
+        return self._layers.convolved(layer, x, residual, last_tap=is_first, **options)
 
     def behind(self, x: torch.Tensor) -> torch.Tensor:
         """Put x behind the frames that were kept for the next convolution; keep the last two frames."""

@@ -12,12 +12,10 @@ from torch import nn
 from dit_accel import kernels
 from dit_accel.stages.rows import Rows
 
-LAST = torch.channels_last_3d
-
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """Return ``[B, C, T, H, W]`` in channels-last layout."""
-    return x.contiguous(memory_format=LAST)
+    return x.contiguous(memory_format=torch.channels_last_3d)
 
 
 BYTES = 2**30  # of normalised features at a time, at least one frame
@@ -43,7 +41,6 @@ class Layers:
         return x if self.bands is None else self.bands.band(x)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return whole features."""
         return x if self.bands is None else self.bands.whole(x)
 
     def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -169,9 +166,8 @@ def attended(
     for frame in range(x.shape[2]):
         rows = slice(frame * pixels, (frame + 1) * pixels)
         keys = slice(0 if causal else frame * all_pixels, (frame + 1) * all_pixels)
-        output[:, rows] = kernels.single_head_attention(
-            query[:, rows], key[:, keys], value[:, keys], backend=layers.backend
-        )
+        qkv = query[:, rows], key[:, keys], value[:, keys]
+        output[:, rows] = kernels.single_head_attention(*qkv, backend=layers.backend)
     return projections[-1](output).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dit_accel.kernels import pad_video, pixel_norm
-from dit_accel.stages.vae.layers import LAST, Layers
+from dit_accel.stages.vae.layers import Layers, dense
 
 PARTS = ("Decoder3d", "MidBlock3d", "UpBlock3d", "ResnetBlock3d", "Upsampler3d", "CausalConv3d")
 KNOWN = {
@@ -64,7 +64,7 @@ class _LTXRun:
 
     def padded(self, x: torch.Tensor, convolution: nn.Conv3d) -> torch.Tensor:
         """Return the input of a convolution that has no norm before it."""
-        return pad_video(x, border=_border(convolution), reflect=True, **self._frames)
+        return pad_video(x, border=_border(convolution, "reflect"), reflect=True, **self._frames)
 
     def normed(
         self,
@@ -75,13 +75,14 @@ class _LTXRun:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the input of a convolution behind a norm, with a shift and a scale, and SiLU."""
-        settings = {"eps": norm.eps, "border": _border(convolution), "reflect": True, **self._frames}
+        settings = {"eps": norm.eps, "border": _border(convolution, "reflect"), "reflect": True, **self._frames}
         return pixel_norm(x, None, *modulation, input_bias=bias, backend=self._layers.backend, **settings)
 
     def convolved(
         self, convolution: nn.Conv3d, padded: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
     ) -> torch.Tensor:
-        return self._layers.convolved(convolution, padded, residual, padding=_zeros(convolution), biased=biased)
+        padding = _border(convolution, "zeros")
+        return self._layers.convolved(convolution, padded, residual, padding=padding, biased=biased)
 
     def block(self, block: nn.Module, x: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         """Run a residual block; ``embedding`` of the timestep is ``[B, 4 C]``."""
@@ -100,7 +101,7 @@ class _LTXRun:
         convolution, (times, downs, rights) = upsampler.conv.conv, upsampler.stride
         places = times * downs * rights
         weight = convolution.weight.unflatten(0, (-1, places)).permute(1, 0, 3, 4, 5, 2).flatten(0, 1)
-        space = _zeros(convolution)
+        space = _border(convolution, "zeros")
         y = F.conv3d(self.padded(x, convolution), weight.permute(0, 4, 1, 2, 3), padding=(0, space, space))
         y = y.permute(0, 2, 3, 4, 1).unflatten(4, (times, downs, rights, -1)).permute(0, 1, 4, 2, 5, 3, 6, 7)
         bias = convolution.bias.unflatten(0, (-1, places)).t().reshape(times, 1, downs, 1, rights, -1)
@@ -109,17 +110,12 @@ class _LTXRun:
             shortcut = x.permute(0, 2, 3, 4, 1).unflatten(4, (-1, times, downs, rights)).permute(0, 1, 5, 2, 6, 3, 7, 4)
             out.unflatten(-1, (-1, shortcut.shape[-1])).add_(shortcut[..., None, :])
         out = out.flatten(5, 6).flatten(3, 4).flatten(1, 2)[:, times - 1 :]
-        return out.permute(0, 4, 1, 2, 3).contiguous(memory_format=LAST)
+        return dense(out.permute(0, 4, 1, 2, 3))
 
 
-def _border(convolution: nn.Conv3d) -> int:
-    """Return the number of reflected pixels at each border."""
-    return convolution.padding[1] if convolution.padding_mode == "reflect" else 0
-
-
-def _zeros(convolution: nn.Conv3d) -> int:
-    """Return the number of zeros at each border."""
-    return convolution.padding[1] if convolution.padding_mode == "zeros" else 0
+def _border(convolution: nn.Conv3d, mode: str) -> int:
+    """Return the number of pixels that a convolution adds at each border in a mode, "zeros" or "reflect"."""
+    return convolution.padding[1] if convolution.padding_mode == mode else 0
 
 
 def _embedding(embedder: nn.Module | None, temb: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ import torch
 from dit_accel.errors import TuningError
 from dit_accel.kernels import attention
 from dit_accel.presets import Preset, Skip
-from dit_accel.sparse.policies import flashomni, plan, policy_of
+from dit_accel.sparse.policies import plan, policy_of
 from dit_accel.sparse.projections import load_projections
 from dit_accel.tools.measure.capture import AttentionTap, Site
 from dit_accel.tools.measure.tune.axes import BOUND_RATIOS, BOUNDS, skips_values
@@ -194,7 +194,7 @@ class _Measured:
         for sample, q, k, v, dense in self._samples:
             site = sample.site
             if preset.forecast.level == "head":  # where thresholds grow over the run
-                section = policy.ramped(changed, flashomni.ramped(1.0, sample.progress, preset.reuse.ramp))
+                section = policy.ramped(changed, sample.progress**preset.reuse.ramp)
             tiles = plan(q, k, section, layout=site.layout, kv_len=site.kv_len)
             output = attention(
                 *(q, k, v, tiles),
