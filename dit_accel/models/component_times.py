@@ -84,10 +84,7 @@ def _device(pipe: Any) -> torch.device:
 
 
 class _Noticed:
-    """Begins a call of a modular pipeline when a part enters: each call has a state of its own.
-
-    Its call has no method of the pipeline that could be watched.
-    """
+    """Begins a modular pipeline's call, which has no method to watch, when a part enters and the state is new."""
 
     def __init__(self, pipe: Any, parts: CallParts) -> None:
         self._pipe, self._parts = weakref.ref(pipe), parts

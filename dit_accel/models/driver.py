@@ -136,8 +136,7 @@ class FamilyDriver(TransformerDriver):
         for name, block in self.blocks().items():
             if self._hand_written is not None:
                 self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
-                if len(block._diffusers_hook.hooks) > 1:
-                    lift_others(block, *OFFLOAD_HOOKS)
+                lift_others(block, *OFFLOAD_HOOKS)
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():

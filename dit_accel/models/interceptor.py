@@ -111,10 +111,7 @@ def hides_keys_alone(attn_mask: torch.Tensor) -> bool:
 
 
 def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor | None:
-    """Number of valid keys, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]``, True for valid keys.
-
-    The mask, refused in another form, is read at a vision token, because rows of padding may be all False.
-    """
+    """Number of valid keys, int32 ``[B]``, from a bool padding mask ``[B, 1, 1 or S, S]``; other forms are refused."""
     if attn_mask is None:
         return None
     if not hides_keys_alone(attn_mask):
@@ -122,6 +119,7 @@ def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor 
             f"attention masks must be bool [B, 1, 1 or S, S], True for valid keys, got {attn_mask.dtype} "
             f"{list(attn_mask.shape)}"
         )
+    # At a vision token, because rows of padding may be all False.
     return attn_mask[:, 0, -1 if tokens.text_first and tokens.padding != "all" else 0].sum(-1, dtype=torch.int32)
 
 

@@ -38,17 +38,14 @@ class FeedHook(Hook):
 
 
 class PartHook(Hook):
-    """Remembers or forecasts the output of one part of a block, a tensor or a tuple of tensors.
-
-    The block calls the part ``calls`` times; each of these calls has a history of its own.
-    """
+    """Remembers or forecasts the output of one part of a block, a tensor or a tuple of tensors."""
 
     def __init__(self, session: Session, block: str, part: str, calls: int = 1) -> None:
         super().__init__()
         self._session = session
         self._block = block
         self._part = part
-        self._calls = calls
+        self._calls = calls  # of the part in a call of the block, each with a history of its own
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._session.call

@@ -38,10 +38,7 @@ from dit_accel.presets import Preset
 
 
 class TransformerDriver:
-    """Drives one transformer from outside: forecasts its output, or runs it and measures the forecast's error.
-
-    ``called`` returns the transformer, or its wrapper from ``torch.compile`` if the pipeline calls that.
-    """
+    """Drives one transformer from outside: forecasts its output, or runs it and measures the forecast's error."""
 
     family_name = "any"
     levels: tuple[str, ...] = ("output",)
@@ -55,7 +52,7 @@ class TransformerDriver:
         self.preset = preset
         self.works_inside = preset.works_inside
         self.name = name
-        self.called = called
+        self.called = called  # returns the transformer, or its wrapper from torch.compile if the pipeline calls that
         self.net: weakref.ref[torch.nn.Module] | None = None  # the ControlNet that is called before the transformer
         self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
         self.parameters = parameter_names(transformer)

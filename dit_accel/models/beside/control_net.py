@@ -88,15 +88,12 @@ def computed(tree: Any) -> Any:
 
 
 class ControlNetHook(Hook):
-    """Defers a ControlNet's call if it is like the previous call, whose output then has the same form.
-
-    Unless ``defers``, every call runs at once, and the hook only remembers its arguments.
-    """
+    """Defers a ControlNet's call if it is like the previous call, whose output then has the same form."""
 
     def __init__(self, names: list[str], *, defers: bool) -> None:
         super().__init__()
         self._names = names
-        self._defers = defers
+        self._defers = defers  # False = every call runs at once, and the hook only remembers its arguments
         self._known: tuple[Any, Any] | None = None  # form of the latest call, and of its output
         self._of_thread = threading.local()
 

@@ -113,13 +113,10 @@ class ForeignCode:
         return output
 
     def watch(self, branch: BranchState, compute: Callable[[], Any]) -> Watched:
-        """Run a call, and compare the state of the code before and after it.
-
-        The change is 0 if no state that counts changed, 2 if it changed twice in a row, else 1.
-        """
+        """Run a call, and compare the state of the code before and after it."""
         output = self._run(compute)
         names = {code.name for code in self._changed if code.acts}
-        change: Any = 2.0 if names & branch.changed else float(bool(names))
+        change: Any = 2.0 if names & branch.changed else float(bool(names))  # 2 = twice in a row
         if is_shared(self._transformer):
             tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
             change = torch.tensor([change], device=tensor.device)  # devices agree on the largest
@@ -258,10 +255,7 @@ def _returns(hook: Any) -> set[bool]:
 
 
 def _state(roots: tuple, seen: dict[int, Any]) -> list[Any]:
-    """Return values and identities of everything that these objects hold, in a fixed order.
-
-    Objects in ``seen`` do not count again; objects that are found are added, by id.
-    """
+    """Return values and identities of all that these objects hold, in a fixed order; add the objects to ``seen``."""
     found: list[Any] = []
     waiting = [(root, 0) for root in reversed(roots)]
     while waiting and len(found) < MOST_VALUES:

@@ -14,15 +14,12 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(arguments["encoder_hidden_states"].shape[1], image_tokens(transformer, arguments))
 
 
-def kept_keys(arguments: Arguments) -> int:
-    caches = arguments.get("kv_caches")
-    reads = caches is not None and caches[0].mode == "read"
-    return max((keys.shape[1] for keys in caches[0].k_caches), default=0) if reads else 0
-
-
 def work(load: Load, block: nn.Module) -> BlockWork:
+    caches = load.arguments.get("kv_caches")
+    reads = caches is not None and caches[0].mode == "read"
+    kept = max((keys.shape[1] for keys in caches[0].k_caches), default=0) if reads else 0
     projection = 2 * load.batch * load.joint * load.width**2
-    pairs = 4 * load.batch * load.joint * (load.joint + kept_keys(load.arguments)) * load.width
+    pairs = 4 * load.batch * load.joint * (load.joint + kept) * load.width
     return load.one_attention("attn1", pairs, projection, (2 + 8) * projection)
 
 

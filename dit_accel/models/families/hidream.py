@@ -16,8 +16,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
         vision = latents.shape[1]
     else:
         height, width = latents.shape[2:]
-        is_square = height == width
-        vision = (height // transformer.config.patch_size) ** 2 if is_square else transformer.max_seq
+        vision = (height // transformer.config.patch_size) ** 2 if height == width else transformer.max_seq
     return Tokens(arguments["encoder_hidden_states_t5"].shape[1] + 2 * llama.shape[-2], vision, text_first=False)
 
 
