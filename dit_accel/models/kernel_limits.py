@@ -17,12 +17,10 @@ KERNEL_TOKENS = 24576  # above, our dense attention beats cuDNN's on Hopper: 1.0
 
 
 def why_no_kernels(x: torch.Tensor, head_dim: int | None = None) -> str | None:
-    """Return why kernels don't support a tensor like ``x``, or None.
-
-    On a GPU they must support the ``head_dim`` of attention too, because our reference is slower than torch's.
-    """
+    """Return why kernels don't support a tensor like ``x``, and ``head_dim`` of attention on a GPU, or None."""
     if x.dtype not in FLOAT_DTYPES:
         return f"computes in {x.dtype}, which kernels do not support"
+    # On a GPU our reference of attention is slower than torch's.
     return None if head_dim is None or not x.is_cuda else triton_limit(head_dim)
 
 

@@ -20,13 +20,10 @@ from dit_accel.loop.controller import Controller
 
 
 class Runs:
-    """Controllers of some transformers, by caller, ``first`` of the pipeline that they belong to.
-
-    ``make`` creates the controller of a pipeline, which it must not keep alive; None = a loop without a pipeline.
-    """
+    """Controllers of some transformers, by caller, ``first`` of the pipeline that they belong to."""
 
     def __init__(self, make: Callable[[Any], Controller], first: Any = None) -> None:
-        self._make = make
+        self._make = make  # from a pipeline, which it must not keep alive, or None for a loop without a pipeline
         self._of_pipelines = WeakIdKeyDictionary()
         self._of_threads: dict[int, Controller] = {}
         self._lock = threading.RLock()  # held during a call or a change

@@ -42,15 +42,13 @@ UNCONDITIONAL_FIRST = "cond_uncond"  # diffusers' name of a batch that holds eve
 
 
 def guidance_parts(transformer: torch.nn.Module) -> int | None:
-    """Number of parts into which the transformer's attention processors split a batch; None = they do not split it.
-
-    Those of perturbed-attention guidance split it into two or three: (unconditional,) conditional, perturbed.
-    """
+    """Number of parts into which the attention processors split a batch; None = they do not split it."""
     processors = (vars(module).get("processor") for module in transformer.modules())
     names = [type(processor).__name__ for processor in processors if processor is not None]
     perturbed = [name for name in names if name.startswith("PAG")]
     if not perturbed:
         return None
+    # Perturbed-attention guidance: (unconditional,) conditional, perturbed.
     return 3 if any(name.startswith("PAGCFG") for name in perturbed) else 2
 
 

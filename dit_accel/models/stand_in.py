@@ -8,16 +8,13 @@ import torch
 
 
 class StandIn:
-    """A callable in place of a method. A copied or pickled holder has its class's own method.
-
-    It does not keep ``holder`` alive; ``call`` gets the method, the holder, args and kwargs.
-    """
+    """A callable in place of a method. A copied or pickled holder has its class's own method."""
 
     def __init__(self, holder: Any, name: str, call: Callable[..., Any]) -> None:
         self.owner = getattr(call, "__self__", None)
         self._holder = weakref.ref(holder)
         self._name = name
-        self._call = call
+        self._call = call  # gets the method, the holder, and the arguments and keyword arguments of a call
         self._replaced = vars(holder).get(name)  # that somebody else has put there
         setattr(holder, name, self)
 

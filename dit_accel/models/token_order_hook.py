@@ -35,10 +35,7 @@ class TokenOrder:
         return token_order(self._name, grid, self._block, first_frame_apart=self._first_frame_apart)
 
     def apply(self, x: torch.Tensor, grid: Grid | None, axis: int, undo: bool = False) -> torch.Tensor:
-        """Bring the video's tokens, which ``x`` must all have along ``axis``, into this order, or restore raster order.
-
-        Without a grid they stay.
-        """
+        """Bring all tokens of the video, along ``axis`` of ``x``, into this order, or restore raster order."""
         if grid is None:
             return x
         order = self._on_device.get(
@@ -67,11 +64,7 @@ class ReorderInput(Hook):
 
 
 class ReorderOutput(Hook):
-    """Reorders the entries for each token in a module's output.
-
-    ``axes`` has the axis of tokens in some parts of the output, by the part's index. Features follow that axis; if a
-    part has no further axis in a call, it is shared by all tokens.
-    """
+    """Reorders the entries for each token in parts of a module's output; ``axes`` of tokens are by the part's index."""
 
     def __init__(self, reorder: Reorder, axes: Mapping[int, int]) -> None:
         super().__init__()
@@ -81,6 +74,6 @@ class ReorderOutput(Hook):
     def post_forward(self, module: nn.Module, output: tuple) -> tuple:
         parts = list(output)
         for part, axis in self._axes.items():
-            if parts[part].ndim > axis + 1:
+            if parts[part].ndim > axis + 1:  # features follow, otherwise the part is shared by all tokens
                 parts[part] = self._reorder(parts[part], axis, False)
         return tuple(parts)

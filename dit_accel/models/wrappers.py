@@ -17,14 +17,11 @@ GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def unwrapped(component: Any) -> Any:
-    """Return the only transformer inside of a wrapper, or the component if it is no wrapper or holds several or none.
-
-    The transformers of diffusers count, or if there is none, all modules that take a timestep.
-    """
+    """Return the only transformer inside of a wrapper; the component if it is no wrapper or has several or none."""
     if "_orig_mod" not in getattr(component, "__dict__", {}).get("_modules", ()) and not _wraps(type(component)):
         return component
     inside = [path[-1] for path in wrapped(component)]
-    inside = [item for item in inside if denoises(type(item))] or inside
+    inside = [item for item in inside if denoises(type(item))] or inside  # of diffusers, or all that take a timestep
     return inside[0] if len(inside) == 1 else component
 
 

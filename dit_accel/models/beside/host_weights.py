@@ -18,16 +18,12 @@ STAY = "The weights of linear layers stay on the host: call pipe.to('cpu') befor
 
 
 class HostWeight:
-    """Weight of one layer on the host. Moving the layer moves the rest of it, and sets ``device``.
-
-    The layer keeps its parameter, whose data moves, and returns to that device. ``moved`` is called before the layer
-    moves to another device.
-    """
+    """Weight of one layer on the host: the data of the parameter, which the layer keeps."""
 
     def __init__(self, layer: nn.Linear, device: torch.device, moved: Callable[[], None]) -> None:
         self.layer = layer
-        self.device = device
-        self.moved = moved
+        self.device = device  # of the rest of the layer, which may move; the weight returns there
+        self.moved = moved  # is called before the layer moves to another device
 
     def keep(self) -> None:
         """Move the weight to the host, where it stays if the layer is moved."""

@@ -155,12 +155,10 @@ class CudaGraph:
 
     @staticmethod
     def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, CaptureTrial]:
-        """Run ``function``; return its result and a measurement.
-
-        Waits for the GPU make a capture fail, which corrupts random generators (and, before PyTorch 2.12, memory).
-        """
+        """Run ``function``; return its result and a measurement."""
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        # Waits make a capture fail, which corrupts random generators (and, before PyTorch 2.12, memory).
         with Waits() as waits:
             of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()
             output = function()
