@@ -14,7 +14,7 @@ LINES = {  # of code
     "dit_accel/cli": 2_650,
     "dit_accel/kernels": 9_740,
     "dit_accel/loop": 3_630,
-    "dit_accel/models": 8_447,
+    "dit_accel/models": 8_442,
     "dit_accel/presets": 1_240,
     "dit_accel/serving": 3_900,
     "dit_accel/sla": 386,

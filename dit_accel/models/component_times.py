@@ -26,10 +26,7 @@ MUCH = 0.25  # share of a call's time
 
 
 def time_components(pipe: Any, parts: CallParts) -> ExitStack:
-    """Time each call of a pipeline and of its components until the returned stack is closed.
-
-    Hooks in compiled code do not measure; such time counts as the rest of the call.
-    """
+    """Time each call of a pipeline and of its components until the returned stack is closed."""
     undo = ExitStack()
     for name, module in _components(pipe):
         undo.callback(module.register_forward_pre_hook(partial(_enter, parts, name)).remove)
@@ -70,7 +67,7 @@ def _components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _enter(parts: CallParts, name: str, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # time in compiled code counts as the rest of the call
         parts.enter(name)
 
 

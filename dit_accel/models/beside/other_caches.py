@@ -32,10 +32,7 @@ _REPLACING = {
 
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:
-    """Raise an :class:`UnsupportedError` if another cache is on a transformer.
-
-    With ``by_hooks`` also look for hooks of a cache that was added without ``enable_cache``; this takes milliseconds.
-    """
+    """Raise an :class:`UnsupportedError` if another cache is on a transformer."""
     found = _other_cache(transformer, name, by_hooks)
     if found is not None:
         cache, way_off = found
@@ -58,6 +55,7 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
     if forward is not None and (cache := _replacing_cache(transformer, forward)) is not None:
         way_off = f"{model}.forward = original, where original is the forward that was replaced"
         return f"{cache} ({place_of_definition(forward)})", way_off
+    # A cache may have been added without enable_cache; looking for its hooks takes milliseconds.
     hooks = dict(_cache_hooks(transformer)) if by_hooks else {}
     if hooks:
         calls = "; ".join(f'registry.remove_hook("{hook}")' for hook in hooks)
