@@ -15,6 +15,8 @@ Row = dict[str, Any]
 
 # Metrics that not every comparison has: heading and decimals.
 FURTHER_METRICS = {
+    "call_seconds": ("call s", 2),
+    "peak_gib": ("peak GiB", 1),
     "ms_ssim": ("MS-SSIM", 4),
     "flip": ("FLIP", 4),
     "lpips": ("LPIPS", 4),
@@ -22,6 +24,7 @@ FURTHER_METRICS = {
     "si_sdr_db": ("SI-SDR dB", 1),
     "rms_ratio_db": ("RMS ratio dB", 2),
 }
+FAR = 0.2  # distance of two settings' fractions between which PSNR is not interpolated for other methods
 FRACTIONS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 
 
@@ -67,7 +70,15 @@ def _frontiers(rows: Iterable[Row]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _best_at(frontiers: Iterable[Sequence[tuple[float, float]]], fraction: float) -> float | None:
-    return max((level for points in frontiers if (level := at(points, fraction)) is not None), default=None)
+    """Return the best PSNR at a fraction. Between settings far apart the better one's counts: lines fall below curves."""
+    levels = []
+    for points in frontiers:
+        above = next((point for point in points if point[0] >= fraction), None)
+        below = max((point for point in points if point[0] <= fraction), default=None)
+        if below is not None:
+            far = above is not None and above[0] - below[0] > FAR
+            levels.append(above[1] if above and far else at(points, fraction))
+    return max((level for level in levels if level is not None), default=None)
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
