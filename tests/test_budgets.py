@@ -11,21 +11,21 @@ ROOT = Path(__file__).parents[1]
 CODE = {".py", ".cu", ".cuh", ".yaml"}
 LINES = {  # of code
     "dit_accel": 39_890,
-    "dit_accel/cli": 2_650,
+    "dit_accel/cli": 2_610,
     "dit_accel/kernels": 9_740,
     "dit_accel/loop": 3_630,
     "dit_accel/models": 8_442,
     "dit_accel/presets": 1_240,
-    "dit_accel/serving": 3_900,
+    "dit_accel/serving": 3_890,
     "dit_accel/sla": 386,
     "dit_accel/sparse": 1_401,
     "dit_accel/stages": 2_062,
-    "dit_accel/tools": 5_450,
+    "dit_accel/tools": 5_570,
     "scripts": 14_850,
-    "tests": 37_820,
+    "tests": 37_920,
 }
-WORDS = 35_810  # of all pages
-RESULTS = 2_540_000  # bytes of docs/results
+WORDS = 35_660  # of all pages
+RESULTS = 2_530_000  # bytes of docs/results
 
 
 def files(folder: str, suffixes: set[str]) -> list[Path]:

@@ -1,4 +1,5 @@
-"""The command line: ``dit-accel recommend | generate | serve | inspect | app | tune | compare | presets | env``.
+"""The command line: ``dit-accel recommend | generate | serve | inspect | app | tune | compare | report |
+presets | env``.
 
 Each command is one file with a function ``command``. Read :mod:`~dit_accel.cli.inspect` first: it is the shortest
 command that runs a pipeline. Shared options are in :mod:`~dit_accel.cli.options`; :mod:`dit_accel.serving` opens and
@@ -21,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 import dit_accel
-from dit_accel.cli import compare, env, generate, inspect, presets, recommend, serve, tune, web_app
+from dit_accel.cli import compare, env, generate, inspect, presets, recommend, report, serve, tune, web_app
 from dit_accel.cli.options import option_of
 from dit_accel.cli.parallel import run_to_end, tells
 from dit_accel.errors import (
@@ -94,6 +95,7 @@ app.command("inspect")(inspect.command)
 app.command("app")(web_app.command)
 app.command("tune")(tune.command)
 app.command("compare")(compare.command)
+app.command("report")(report.command)
 app.add_typer(presets.app, name="presets")
 app.command("env")(env.command)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from dit_accel.tools.measure.compare import Bench, Method, Sweep
 
 LEVELS = ("quality", "balanced", "turbo")
+FIRST = ("setting", "computed", "speed-up", "PSNR dB", "worst dB")  # columns that a narrow terminal shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +71,18 @@ def command(options: CompareOptions) -> None:
 
     dit-accel compare --model black-forest-labs/FLUX.1-dev --prompts mine.txt --peers first-block-cache,dbcache
     """
+    compare(options, _texts(options))
+
+
+def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf) -> None:
+    """Run a comparison on these prompts, or on as many as fit into the time; methods that don't fit are left out."""
     from dit_accel.tools.measure.compare import Bench, Prompt, Sheet, Sweep
+    from dit_accel.tools.measure.kit import prompts_within
     from dit_accel.tools.measure.origin import describe_run
 
+    end, slowest = time.monotonic() + 60 * minutes, 0.0
     console = Console(quiet=options.quiet)
-    texts, named_peers, presets = _texts(options), _peers(options.peers), _presets(options.presets)
+    named_peers, presets = _peers(options.peers), _presets(options.presets)
     _require_output(options.output, options.force)
     require_extra("matplotlib", "dit-accel compare, which plots its results,")
     loading, picture, others = options.loading(), read_image(options.image), parse_call(options.call)
@@ -83,6 +93,8 @@ def command(options: CompareOptions) -> None:
     arguments = call_arguments(pipe, options.model, {**options.sizes, "image": picture}, others)
     facts = {"model": options.model, "dtype": str(pipe.dtype), "image": options.image and str(options.image)}
     facts |= {**options.sizes, "seed": options.seed} | ({"call": others} if others else {}) | loading.facts
+    if minutes < math.inf:
+        texts = prompts_within(minutes, pipe, arguments, texts, options.output)
     sweep = Sweep(options.output, {**facts, "prompts": texts})
     sheet = Sheet(options.output, len(texts)) if options.images else None
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
@@ -103,7 +115,13 @@ def command(options: CompareOptions) -> None:
         missing = sweep.missing(methods)
         for left, method in zip(range(len(missing), 0, -1), missing, strict=True):
             progress.expect(len(methods), len(methods) - left)
+            started = time.monotonic()
+            if started + slowest > end:
+                left_out[method.name] = f"{minutes:g} minutes were over; run again to go on"
+                continue
             sweep.add(bench.measure(method))
+            slowest = max(slowest, time.monotonic() - started)
+        sweep.describe(bench, describe_run(bench.pipe.device), left_out)
     written = sweep.publish()
     if sheet is not None:
         written.append(sheet.write([row["name"] for row in sweep.rows if row["ours"]]))
@@ -168,7 +186,7 @@ def _methods(
     if not presets:
         base = preset_for(bench.pipe, model_preset(model)).name
         presets = [f"{base.removesuffix('balanced')}{level}" for level in LEVELS]
-        targets = spread(our_methods(bench.pipe, [], base), settings)
+        targets = spread(our_methods(bench.pipe, [], base), settings) if settings > 1 else []
     others, left_out = peer_methods(bench.pipe, bench.subject.steps, peers, settings)
     return [*our_methods(bench.pipe, presets), *targets, *others], left_out
 
@@ -179,11 +197,17 @@ def _print_summary(console: Console, sweep: Sweep) -> None:
     from dit_accel.tools.measure.compare.report import remarks, settings_table
 
     head, lines = settings_table(sweep.document)
+    rows = [dict(zip(head, cells, strict=True)) for cells in lines]
+    widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in head} if rows else {}
+    shown: list[str] = []
+    for title in sorted(widths, key=lambda title: (title not in FIRST, head.index(title))):
+        if sum(widths[name] + 2 for name in (*shown, title)) - 2 <= console.width:
+            shown.append(title)  # other columns are in the files
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, title in enumerate(head):
-        table.add_column(title, justify="left" if place < 2 else "right")
-    for cells in lines:
-        table.add_row(*cells)
+    for title in sorted(shown, key=head.index):
+        table.add_column(title, justify="left" if title in ("series", "setting") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[title] for title in sorted(shown, key=head.index)))
     console.print(table)
     for remark in remarks(sweep.document):
         console.out(f"note: {remark}", highlight=False)

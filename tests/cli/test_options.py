@@ -145,6 +145,11 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--repeats": Acts(("--repeats", 5), {"repeats": 5}),
         "--force": FORCED,
     },
+    "report": dict.fromkeys(  # all but its own options are handed to `compare` together
+        [name for name in shared("") if name not in ("--call", "--preset", "--set", "--seed", "--offload")]
+        + ["--minutes", "--output", "--check"],
+        "tests/cli/test_report.py::test_a_report_is_whole_until_something_is_changed",
+    ),
     "recommend": {
         "--model": Acts(("--model", "wan"), {"model": "wan"}),
         "--gpu": Acts(("--gpu", "H100"), {"gpu": "H100"}),

@@ -70,7 +70,7 @@ def _frontiers(rows: Iterable[Row]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _best_at(frontiers: Iterable[Sequence[tuple[float, float]]], fraction: float) -> float | None:
-    """Return the best PSNR at a fraction. Between settings far apart the better one's counts: lines fall below curves."""
+    """Return the best PSNR at a fraction; between settings far apart the better one's, as lines fall below curves."""
     levels = []
     for points in frontiers:
         above = next((point for point in points if point[0] >= fraction), None)

@@ -4,6 +4,7 @@ import gc
 import inspect
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -100,7 +101,9 @@ class Bench:
             self._plain = [self._run(prompts[0], "plain")]
         self._calls = clock.calls
         self.subject.branches = max(1, clock.calls // steps)
+        started = time.perf_counter()
         self._plain += [self._run(prompt, "plain") for prompt in prompts[1:]]
+        self.call_seconds = (time.perf_counter() - started) / (len(prompts) - 1) if len(prompts) > 1 else None
         for index, plain in enumerate(self._plain if self.makes_images else ()):
             show("plain", index, plain["frames"])
         self._first_steps, _ = self._run_first_steps()
@@ -125,6 +128,11 @@ class Bench:
         return "frames" in self._plain[0]
 
     @property
+    def frames(self) -> int:
+        """Number of frames of an output; an image has one, sound alone none."""
+        return len(self._plain[0]["frames"]) if self.makes_images else 0
+
+    @property
     def unavailable(self) -> dict[str, str | None]:
         """Reason why a metric is unavailable, or None, for each metric that needs a package."""
         return {name: None if callable(metric) else metric for name, metric in self._optional.items()}
@@ -132,7 +140,8 @@ class Bench:
     def measure(self, method: Method) -> dict[str, Any]:
         """Measure a method; return its metrics as means over prompts, or ``error`` if it fails.
 
-        Further keys: ``psnr_db_each`` and ``computed_fraction_each`` by prompt; ``fraction_from`` (``leaves``, or the
+        Further keys: ``psnr_db_each``, ``computed_fraction_each`` and ``call_seconds_each`` (whole calls) by prompt;
+        ``peak_gib`` of a GPU's memory; ``fraction_from`` (``leaves``, or the
         ``report`` of our own kernels); ``left_behind`` (attributes that the method left on the transformers, removed
         here); ``reloaded`` (whether the pipeline was reloaded to restore plain runs). ``seconds`` is the median time,
         ``seconds_each`` holds every timed run, and ``plain_seconds_each`` the time of a plain run, estimated from its
@@ -140,6 +149,9 @@ class Bench:
         """
         row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
         trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))
+        on_gpu = self.pipe.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.pipe.device)
         try:
             with method.put_on(self.subject):
                 pass  # calibrate now, outside the counted runs
@@ -147,9 +159,10 @@ class Bench:
             self._time(method, trace)
             keys = dict.fromkeys(chain.from_iterable(figures))  # a prompt without text has no text_kept
             row |= {key: statistics.fmean(values[key] for values in figures if key in values) for key in keys}
-            by_prompt = {"psnr_db", "computed_fraction"} & figures[0].keys()
+            by_prompt = {"psnr_db", "computed_fraction", "call_seconds"} & figures[0].keys()
             row |= {f"{key}_each": [values[key] for values in figures] for key in sorted(by_prompt)}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
+            row |= {"peak_gib": torch.cuda.max_memory_allocated(self.pipe.device) / 2**30} if on_gpu else {}
         except Exception as error:  # one failing method must not stop the others
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
             self._plain_steps(trace)
@@ -199,9 +212,12 @@ class Bench:
         prompt, plain = self._prompts[index], self._plain[index]
         counting = nullcontext if method.reports_work else self._counter.counting
         with self._timed(method, trace, counting) as (changes, counted):
+            started = time.perf_counter()
             output = self._run(prompt, method.name, trace.share, **changes)
+            seconds = time.perf_counter() - started
             fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
-        figures = {"computed_fraction": fraction, "latent_error": latent_error(output["latents"], plain["latents"])}
+        figures = {"computed_fraction": fraction, "call_seconds": seconds}
+        figures["latent_error"] = latent_error(output["latents"], plain["latents"])
         if self.makes_images:
             self._show(method.name, index, output["frames"])
             figures |= self._image_quality(output["frames"], plain["frames"])

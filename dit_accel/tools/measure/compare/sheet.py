@@ -44,4 +44,9 @@ class Sheet:
         return self.file
 
     def _path(self, setting: str, prompt: int) -> Path:
-        return self._folder / f"{prompt:03d}-{re.sub(r'[^A-Za-z0-9.=-]+', '-', setting)}.png"
+        return self._folder / image_name(setting, prompt)
+
+
+def image_name(setting: str, prompt: int) -> str:
+    """Return the file name of the image of a setting or `PLAIN`."""
+    return f"{prompt:03d}-{re.sub(r'[^A-Za-z0-9.=-]+', '-', setting)}.png"

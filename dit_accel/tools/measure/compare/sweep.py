@@ -29,7 +29,8 @@ class Sweep:
         return self.document["results"]
 
     def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str]) -> None:
-        plain = {"repeats": bench.repeatable, **bench.unavailable}
+        plain = {"repeats": bench.repeatable, "call_seconds": bench.call_seconds, "frames": bench.frames}
+        plain |= bench.unavailable
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
         self._save()
 
