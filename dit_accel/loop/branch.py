@@ -187,10 +187,6 @@ class Call:
         return self.course.coordinates[self.tick.step]
 
     @property
-    def is_in_last_step(self) -> bool:
-        return self.tick.step + 1 >= self.tick.steps
-
-    @property
     def progress(self) -> float:
         return self.tick.step / self.tick.steps
 

@@ -74,6 +74,10 @@ class Tick:
     further: Mapping[str, Tick] = field(default_factory=dict)
     noisy: str | None = None  # why outputs continue earlier ones less well than usual, or None
 
+    @property
+    def is_last(self) -> bool:
+        return self.step + 1 >= self.steps
+
     def coordinates(self, kind: str) -> Sequence[float]:
         """Return the coordinate of the forecast polynomial at every step of the run.
 

@@ -103,7 +103,7 @@ class Session:
             self.run.abort()
             raise
         self.run.end(call)
-        if driver.graphs is not None and call.is_in_last_step:
+        if driver.graphs is not None and call.tick.is_last:
             driver.graphs.give_way(call.branch.name)
         return output
 

@@ -193,7 +193,7 @@ class StepGraphs:
         is_lent = self._wanted == "auto" and is_short(memory, trial.peak)
         if is_lent and self._driver.net is not None:
             reason = reason or CONTROLLED
-        if is_lent and reason is None and call.is_in_last_step:  # the graph would be freed at once
+        if is_lent and reason is None and call.tick.is_last:  # the graph would be freed at once
             return trial
         kept = reason or self._capture(original, call, leaves, structure)
         if is_lent and isinstance(kept, Captured):
