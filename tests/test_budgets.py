@@ -24,7 +24,7 @@ LINES = {  # of code
     "scripts": 14_850,
     "tests": 37_920,
 }
-WORDS = 35_660  # of all pages
+WORDS = 35_730  # of all pages
 RESULTS = 2_530_000  # bytes of docs/results
 
 
