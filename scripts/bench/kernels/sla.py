@@ -1,15 +1,16 @@
 """Time SLA, forward and backward, whole and part by part, against dense attention and its gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from dit_accel import kernels
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.sla.module import SparseLinearAttention
-from dit_accel.sparse.policies.sla import classified
 from scripts.bench.kernels.attention import time_baselines
 from scripts.bench.kernels.baselines import DENSE, SDPA_BACKENDS, sdpa
 from scripts.bench.kernels.cases import QKV, Case, Inputs, make_inputs
@@ -23,6 +24,9 @@ from scripts.bench.kernels.verify_attention import (
     verify_sla_gradients,
     verify_sla_rows,
 )
+
+if TYPE_CHECKING:
+    from dit_accel.sla.module import SparseLinearAttention
 
 SAMPLES = 4  # rows of queries and of keys compared with float64
 SHORT_TOKENS = 1500  # limit for comparing all gradients
@@ -55,6 +59,8 @@ def bench_sla(recorder: Recorder, case: Case, sizes: Sizes) -> None:
 
 
 def make_module(inputs: Inputs) -> SparseLinearAttention:
+    from dit_accel.sla.module import SparseLinearAttention  # needs pydantic, unlike the other ops
+
     case = inputs.case
     module = SparseLinearAttention(case.head_dim, block=case.block).to(inputs.generator.device)
     with torch.no_grad():
@@ -93,6 +99,8 @@ def _leaves(qkv: QKV) -> list[torch.Tensor]:
 
 
 def _symbols(module: SparseLinearAttention, q: torch.Tensor, k: torch.Tensor) -> SparseSymbols:
+    from dit_accel.sparse.policies.sla import classified
+
     settings = module.settings
     layout = TokenLayout(0, q.shape[1], settings.block)
     return classified(q, k, layout, settings.critical, settings.negligible)
