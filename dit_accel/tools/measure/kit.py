@@ -32,6 +32,7 @@ def prompts_within(minutes: float, pipe: Any, arguments: dict, prompts: Sequence
     """Return as many prompts as a comparison takes in this time, or those of the one that it goes on with."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))["settings"]["prompts"]
+    pipe.set_progress_bar_config(disable=True)
     for _ in range(2):
         with transformer_clock(pipe) as clock:
             denoise(pipe, {**arguments, "prompt": prompts[0]}, 0, PLAIN_STEPS)

@@ -29,7 +29,7 @@ class Sweep:
         return self.document["results"]
 
     def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str]) -> None:
-        plain = {"repeats": bench.repeatable, "call_seconds": bench.call_seconds, "frames": bench.frames}
+        plain = {"repeats": bench.repeatable, "seconds_of_call": bench.call_seconds, "frames": bench.frames}
         plain |= bench.unavailable
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
         self._save()
