@@ -11,11 +11,11 @@ from typing import Any
 
 from dit_accel.cli.presets import span
 from dit_accel.presets import measured
+from dit_accel.presets.loading import LEVELS
 from scripts.bench.call_speed.table import fastest, name_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "guide" / "choosing.md"
-LEVELS = ("quality", "balanced", "turbo")
 STAGES = ("denoising", "decoding")  # the others take less than a tenth of a second, or as long as before
 OTHERS = {
     **{"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"},

@@ -18,6 +18,7 @@ from typing import Any
 
 from dit_accel.cli.presets import span
 from dit_accel.presets import load_preset, preset_names, preset_path
+from dit_accel.presets.loading import LEVELS
 from scripts.research import psnr_calibration
 from scripts.research.psnr_calibration import RESULTS, VIDEOS
 from scripts.research.setting_lists.tiles import LOOP, TILED
@@ -25,7 +26,6 @@ from scripts.research.setting_lists.tiles import LOOP, TILED
 FILE = preset_path("balanced").with_name("measured.json")
 GUIDE = RESULTS.parents[1] / "guide" / "tuning.md"
 CONDITIONS, FEW_STEPS = RESULTS.name, "few-steps-demo-flux.json"
-LEVELS = ("quality", "balanced", "turbo")
 STEPS = (100, 50, 28, 20, 12, 8, 4)
 UNTRAINED_GUIDANCE = 5.0  # of a cell that no range includes
 FIGURES = re.compile(r"(50 steps: )[\d. to]+( of the FLOPs, )[\d to]+( dB)")

@@ -27,7 +27,6 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     from dit_accel.tools.measure.compare import Bench, Method, Sweep
 
-LEVELS = ("quality", "balanced", "turbo")
 FIRST = ("setting", "computed", "speed-up", "PSNR dB", "worst dB")  # columns that a narrow terminal shows
 
 
@@ -121,7 +120,6 @@ def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf
                 continue
             sweep.add(bench.measure(method))
             slowest = max(slowest, time.monotonic() - started)
-        sweep.describe(bench, describe_run(bench.pipe.device), left_out)
     written = sweep.publish()
     if sheet is not None:
         written.append(sheet.write([row["name"] for row in sweep.rows if row["ours"]]))
@@ -180,6 +178,7 @@ def _methods(
     bench: Bench, presets: list[str], model: str, peers: list[str] | None, settings: int
 ) -> tuple[list[Method], dict[str, str]]:
     from dit_accel.pipeline import preset_for
+    from dit_accel.presets.loading import LEVELS
     from dit_accel.tools.measure.compare import our_methods, peer_methods, spread
 
     targets: list[Method] = []
@@ -203,11 +202,12 @@ def _print_summary(console: Console, sweep: Sweep) -> None:
     for title in sorted(widths, key=lambda title: (title not in FIRST, head.index(title))):
         if sum(widths[name] + 2 for name in (*shown, title)) - 2 <= console.width:
             shown.append(title)  # other columns are in the files
+    shown.sort(key=head.index)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in sorted(shown, key=head.index):
+    for title in shown:
         table.add_column(title, justify="left" if title in ("series", "setting") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(row[title] for title in sorted(shown, key=head.index)))
+        table.add_row(*(row[title] for title in shown))
     console.print(table)
     for remark in remarks(sweep.document):
         console.out(f"note: {remark}", highlight=False)

@@ -45,7 +45,7 @@ def command(options: ReportOptions) -> None:
     make_folder(options.output, "output")
     compare(
         CompareOptions(**values, output=options.output / kit.STEM, peers=kit.PEERS, settings=1, images=True, repeats=1),
-        tuning_prompts(options.model)[: kit.MOST],
+        tuning_prompts(options.model),
         options.minutes,
     )
     kit.seal(options.output)

@@ -16,7 +16,7 @@ from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, hea
 from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, default_preset, load_preset, preset_names
-from dit_accel.presets.loading import PLAIN
+from dit_accel.presets.loading import LEVELS
 from dit_accel.serving.estimates import call_number
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.playground import Comparison, ComparisonRun
@@ -95,9 +95,9 @@ def in_the_pages_words(error: Exception) -> str:
 def _presets(family: str) -> Iterator[tuple[str, str]]:
     """Yield label and name: three in words, others of this family, and methods of papers last."""
     names = [name for name in preset_names() if load_preset(name).model in ("any", family)]
-    others = [name for name in names if name not in PLAIN and not name.startswith("video-")]
+    others = [name for name in names if name not in LEVELS and not name.startswith("video-")]
     loops = [name for name in others if load_preset(name).schedule.measures]
-    yield from ((IN_WORDS[name], name) for name in PLAIN)
+    yield from ((IN_WORDS[name], name) for name in LEVELS)
     yield from ((f"Sparse attention: {name}", name) for name in loops)
     yield (f"Every step computed ({EXACT})", EXACT)
     yield from ((f"Method of a paper: {name}", name) for name in others if name not in (*loops, EXACT))

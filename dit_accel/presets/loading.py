@@ -17,7 +17,7 @@ from dit_accel.presets.sections import TARGETS, Schedule, clashing
 from dit_accel.presets.skip import drop_foreign_keys
 
 DEFAULT = "balanced"
-PLAIN = ("quality", "balanced", "turbo")  # names for any pipeline; video pipelines get the video form
+LEVELS = ("quality", "balanced", "turbo")  # names for any pipeline; video pipelines get the video form
 LONGEST_CHAIN = 20  # presets in a chain of bases
 DECISIVE = ("forecast", "skip", "reuse", "blocks", "linear", "kernels")  # sections that change a target error's PSNR
 EQUIVALENT = {"kernels": {"attention", "gemm", "graphs"}}  # keys of them that do not
@@ -39,7 +39,7 @@ def preset_path(name: str) -> Path:
     if name not in known:
         family, _, word = name.partition("-")
         has_forms = family == "video" or "-" in word  # `flux-balanced` means `balanced`, as no family has its own
-        meant = (not has_forms and did_you_mean(word, PLAIN)) or did_you_mean(name, known)
+        meant = (not has_forms and did_you_mean(word, LEVELS)) or did_you_mean(name, known)
         raise PresetError(f"unknown preset {shown(name)}{meant}; available: {', '.join(known)}")
     return _config_directory() / f"{name}.yaml"
 
@@ -78,7 +78,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
 def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
     """Return the argument of :func:`load_preset` for a pipeline that makes images or videos; None = `balanced`."""
     name = DEFAULT if preset is None else preset
-    return f"video-{name}" if is_video and name in PLAIN else name
+    return f"video-{name}" if is_video and name in LEVELS else name
 
 
 def preset_schema() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dit_accel.errors import UnsupportedError, shown
 from dit_accel.models.families import FAMILIES
 from dit_accel.models.families.family import Family
 from dit_accel.presets import Preset
-from dit_accel.presets.loading import PLAIN
+from dit_accel.presets.loading import LEVELS
 from dit_accel.tools.demo import demo_names, demo_path
 
 TABLE = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ class Identity:
 
     def takes(self, preset: Preset) -> bool:
         """Return True if a shipped preset suits the model: video presets for videos, others for images."""
-        if preset.name in PLAIN or preset.name.startswith("video-"):
+        if preset.name in LEVELS or preset.name.startswith("video-"):
             return self.is_video == preset.name.startswith("video-")
         return preset.model in ("any", self.family)
 

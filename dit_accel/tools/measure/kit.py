@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 
+from dit_accel.presets.loading import LEVELS
 from dit_accel.tools.files import write_whole
 from dit_accel.tools.measure.compare.sheet import PLAIN, image_name
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
@@ -20,7 +21,6 @@ from dit_accel.tools.measure.timing import denoise, transformer_clock
 
 SCHEMA = "dit-accel report 1"
 STEM = "report"
-LEVELS = ("quality", "balanced", "turbo")
 PEERS = "first-block-cache,dbcache,taylorseer-lite,meancache,fewer-steps"
 RUNS = 6  # of a prompt, in plain runs' time: the plain run, presets and other methods, with plain steps after each
 FEWEST, MOST = 2, 8  # prompts

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from dit_accel.presets.loading import LEVELS
 from dit_accel.tools.media.figures import new_figure, tidy_axes
 
 from .cells import Cell
 
 LOOP = "closed loop"
 BUDGET = "closed loop with a budget"
-LEVELS = ("quality", "balanced", "turbo")
 FRACTIONS = (0.2, 0.25, 0.3, 0.4)
 
 Row = dict[str, Any]
