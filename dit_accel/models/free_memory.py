@@ -20,9 +20,10 @@ class FreeMemory(NamedTuple):
     total: int
 
 
-def read_memory(device: torch.device) -> FreeMemory:
-    """Read a GPU's memory, up to ``set_per_process_memory_fraction``, and release what PyTorch caches."""
-    torch.cuda.empty_cache()  # as every capture does
+def read_memory(device: torch.device, *, empties: bool = True) -> FreeMemory:
+    """Read a GPU's memory, up to ``set_per_process_memory_fraction``; emptying PyTorch's cache can only free more."""
+    if empties:
+        torch.cuda.empty_cache()  # as every capture does
     free, total = torch.cuda.mem_get_info(device)
     if torch.cuda.get_allocator_backend() == "pluggable":  # which counts no memory
         return FreeMemory(free, total)
@@ -38,9 +39,11 @@ def read_host_memory() -> FreeMemory:
     host = psutil.virtual_memory()
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no cgroup, or "max"
         return FreeMemory(host.available, host.total)
-    return FreeMemory(min(host.available, limit - used), min(host.total, limit))
+    files = int(counts["active_file"]) + int(counts["inactive_file"])  # copies of files, dropped on demand
+    return FreeMemory(min(host.available, limit - used + files), min(host.total, limit))
 
 
 def why_no_graph(memory: FreeMemory, peak: int) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -161,17 +162,15 @@ class Session:
         compute = partial(original, *args, **kwargs)
         if driver.graphs is not None:
             compute = partial(driver.graphs.run, original, call, args, kwargs)
+        in_8_bits: AbstractContextManager = nullcontext()
         if driver.linears is not None:
-            rows = len(call.computed_rows or ())
-            driver.linears.begin(call.report, (call.branch.name, call.branch.shapes, call.mode, call.skips, rows))
+            kind = call.branch.name, call.branch.shapes, call.mode, call.skips, len(call.computed_rows or ())
+            in_8_bits = driver.linears.call(call.report, kind)
             compute = partial(driver.linears.timed, call.report, compute)
         if run.may_forecast:
             compute = partial(driver.foreign.watch, call.branch, compute)
-        try:
+        with in_8_bits:
             output = driver.branches.run(self, call, passed, compute, partial(self._observe, run, call, arguments))
-        finally:
-            if driver.linears is not None:
-                driver.linears.end_call()
         driver.account(call, arguments)
         return output
 

@@ -12,7 +12,6 @@ from dit_accel.models.free_memory import GIB, FreeMemory, is_short, read_host_me
 CARDS = {  # GiB free, in all and of a step's activations; graph fits, and other work must wait for its memory
     "a-quarter-stays-free": (30, 80, 2, True, False),
     "15%-free": (12, 80, 2, True, True),
-    "a-small-card": (3, 24, 2, True, True),
     "as-much-as-the-eager-step": (2.5, 24, 2, False, True),
     "two-percent-more": (2.55, 24, 2, True, True),
     "nothing-free": (0, 24, 0, False, True),
@@ -22,12 +21,8 @@ CARDS = {  # GiB free, in all and of a step's activations; graph fits, and other
 @pytest.mark.parametrize("free, total, peak, fits, waits", CARDS.values(), ids=CARDS)
 def test_a_graph_fits_where_its_eager_step_and_half_a_gib_do(free, total, peak, fits, waits):
     memory, taken = FreeMemory(int(free * GIB), total * GIB), peak * GIB
-    assert (why_no_graph(memory, taken) is None, is_short(memory, taken)) == (fits, waits)
-
-
-def test_the_reason_has_both_amounts():
-    reason = why_no_graph(FreeMemory(2 * GIB, 24 * GIB), 3 * GIB)
-    assert reason == "a graph of the step takes 3.6 GiB, and 2.0 GiB of the GPU are free"
+    reason = f"a graph of the step takes {1.02 * peak + 0.5:.1f} GiB, and {free:.1f} GiB of the GPU are free"
+    assert (why_no_graph(memory, taken), is_short(memory, taken)) == (None if fits else reason, waits)
 
 
 SHARES = {"whole": (1.0, 30 + 9, "native"), "half": (0.5, 40 - 25 + 9, "native"), "uncounted": (1.0, 30, "pluggable")}
@@ -45,10 +40,12 @@ def test_memory_that_pytorch_caches_is_free(monkeypatch, share, free, backend):
     assert read_memory(torch.device("cuda")) == (free, int(80 * share))
 
 
-@pytest.mark.parametrize("limit, expected", [("50\n", (20, 50)), ("max\n", (60, 100)), (None, (60, 100))])
+@pytest.mark.parametrize("limit, expected", [("50\n", (27, 50)), ("max\n", (60, 100)), (None, (60, 100))])
 def test_a_container_may_limit_the_host(monkeypatch, tmp_path, limit, expected):
+    """It counts copies of files, such as those of loaded weights, which give way."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=60, total=100))
     monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
     if limit is not None:
         (tmp_path / "memory.max").write_text(limit), (tmp_path / "memory.current").write_text("30\n")
+        (tmp_path / "memory.stat").write_text("anon 20\nfile 10\nshmem 3\ninactive_file 5\nactive_file 2\n")
     assert read_host_memory() == expected

@@ -289,15 +289,6 @@ def test_adapters_that_are_loaded_later_go_to_the_device():
     assert all(layer.weight.device == CPU for layer in on_host)
 
 
-def test_a_merged_lora_takes_effect(rounded):
-    pipe = on_host(tiny_pipeline("flux"))
-    before = result(pipe)
-    pipe.load_lora_weights(tiny_flux_lora(pipe))
-    pipe.fuse_lora()
-    rounded.clear()
-    assert not torch.equal(result(pipe), before) and rounded
-
-
 def test_offload_of_whole_models_moves_everything_else(pipe):
     """accelerate moves the transformer for each run; weights in 8 bits are made again, as the others are uploaded."""
     accelerate_pipeline(pipe, "exact", **{"linear.dtype": "int8"})
@@ -344,10 +335,11 @@ def test_weights_go_to_the_host_where_memory_is_short(monkeypatch, pipe, gpu, ho
     expected = result(on_host(pipe, **{"kernels.graphs": graphs}), steps=4)
     layers = linears_of(accelerate_pipeline(restore_pipeline(pipe), "exact", **auto)).layers.values()
     count = sum(layer.weight.numel() for layer in layers)
-    for name, free in (("read_memory", gpu), ("read_host_memory", host)):
-        memory = FreeMemory(int(free * count), int(free * count))
-        monkeypatch.setattr(quantized_linears, name, lambda *_, memory=memory: memory)
+    on_gpu, on_host_, emptied = *(FreeMemory(int(free * count), int(free * count)) for free in (gpu, host)), []
+    monkeypatch.setattr(quantized_linears, "read_host_memory", lambda: on_host_)
+    monkeypatch.setattr(quantized_linears, "read_memory", lambda _, empties: emptied.append(empties) or on_gpu)
     assert torch.equal(result(pipe, steps=4), expected) and bool(linears_of(pipe).on_host) == waits
+    assert any(emptied) == (gpu < 2)  # PyTorch's cache is only emptied where that may matter
     assert any("on the host" in note for note in pipe.dit_accel.report().notes) == waits
     accelerate_pipeline(pipe, "balanced", **auto)
     assert bool(linears_of(pipe).on_host) == waits

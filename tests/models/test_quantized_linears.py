@@ -1,19 +1,19 @@
 """Linear layers of blocks in 8 bits: the choice of layers, complete removal, and unsupported cases."""
 
+from contextlib import contextmanager
+from itertools import groupby
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.kernels import quantize_rows
 from dit_accel.loop.report import RunReport
 from dit_accel.models.beside import linear_trial, quantized_linears
 from dit_accel.models.beside.linear_trial import LinearTrial
-from dit_accel.models.beside.quantized_linears import (
-    LEAST_ROWS,
-    block_linears,
-    project_together,
-    roundable,
-)
+from dit_accel.models.beside.quantized_linears import LEAST_ROWS, block_linears, project_together, roundable
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.hooks import Hook
 from tests.rounding import distance
@@ -59,6 +59,25 @@ def test_weights_are_rounded_anew_in_each_run():
     assert linears.layers and not linears._weights and not linears._rows
     pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
     assert distance(tiny_output(pipe, "flux", steps=STEPS), before) > 0.01
+
+
+def test_calls_on_several_streams_take_turns(monkeypatch):
+    """Weights and inputs are rounded in the call's turn, and freed once the GPU has ended the last one."""
+    pipe, log = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8), []
+    tiny_output(pipe, "flux", steps=STEPS)
+    linears = linears_of(pipe)
+
+    @contextmanager
+    def turn(device):
+        log.append("begin")
+        yield
+        log.append("leave")
+
+    linears._turns = SimpleNamespace(turn=turn, end=lambda: log.append("end" * bool(linears._weights)))
+    logged = lambda *args, **named: log.append("round") or quantize_rows(*args, **named)  # noqa: E731
+    monkeypatch.setattr(quantized_linears, "quantize_rows", logged)
+    tiny_output(pipe, "flux", steps=STEPS)
+    assert [item for item, _ in groupby(log)] == [*["begin", "round", "leave"] * STEPS, "end"]
 
 
 @pytest.mark.parametrize("milliseconds", [(300, 170), (175, 170)], ids=["slower", "equal"])
@@ -178,7 +197,6 @@ def test_an_input_that_changes_in_place_is_rounded_anew():
         linears.project(layer, x=x)
         x.add_(1.0)
         changed = linears.project(layer, x=x)
-        linears.end_call()
         assert torch.equal(changed, linears.project(layer, x=x.clone()))
 
 

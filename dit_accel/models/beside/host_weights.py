@@ -138,13 +138,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
     """Return address, version and some values of a layer's weight and bias; a merged LoRA changes no version."""
     tensors = [item for item in (layer.weight, layer.bias) if item is not None]
-    return [(item.data_ptr(), version_of(item), _sample(item.detach())) for item in tensors]
+    samples = [item.detach().flatten()[:: item.numel() // SAMPLES + 1].clone() for item in tensors]
+    return [(item.data_ptr(), version_of(item), part) for item, part in zip(tensors, samples, strict=True)]
 
 
 def is_same_state(state: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
     pairs = zip(state, other, strict=True)
     return all(before[:2] == now[:2] and torch.equal(before[2], now[2]) for before, now in pairs)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten()[:: tensor.numel() // SAMPLES + 1].clone()

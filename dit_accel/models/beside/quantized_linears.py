@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from dit_accel.loop.report import RunReport
 from dit_accel.models.beside.host_weights import HostWeights, is_same_state, state_of
 from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.free_memory import is_short, read_host_memory, read_memory
+from dit_accel.models.graphs.cuda_graph import Turns
 from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 
@@ -128,6 +130,7 @@ class QuantizedLinears:
         self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # device of these layers at their first call
         self._states: dict[tuple[nn.Linear, ...], list] = {}  # of weights on the host that were rounded
         self._rows: list[tuple[torch.Tensor, int, Quantized]] = []  # of the latest inputs, which layers share
+        self._turns = Turns()  # threads may call the transformer on several streams
 
     def inherit(self, earlier: QuantizedLinears) -> None:
         """Take over weights that wait on the host, and their rounded copies, so that nothing moves in between."""
@@ -142,8 +145,18 @@ class QuantizedLinears:
         if self._place == "host" or self.on_host:
             self.on_host.attach()
 
-    def begin(self, run: RunReport, kind: Hashable) -> None:
-        """Prepare a call of a kind, which decides its time: round the weights again if a new run has begun."""
+    @contextmanager
+    def call(self, run: RunReport, kind: Hashable) -> Iterator[None]:
+        """Prepare a call of a kind, which decides its time, after calls on other streams; end it on leaving."""
+        with nullcontext() if is_capturing() else self._turns.turn(self._device):
+            self._begin(run, kind)
+            try:
+                yield
+            finally:
+                self._rows.clear()
+
+    def _begin(self, run: RunReport, kind: Hashable) -> None:
+        """Choose how the call runs, and round the weights again if a new run has begun."""
         self._kind, slower = kind, self._trial.slower(kind)
         if slower is not None and self._remarked is not run:
             self._remarked = run
@@ -185,7 +198,11 @@ class QuantizedLinears:
         """Run a computed call, and time it while it is unknown whether 8 bits are faster."""
         if self.on_host:
             return compute()
-        return self._trial.run(self._kind, next(iter(self.layers.values())).weight.device, run, compute)
+        return self._trial.run(self._kind, self._device, run, compute)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.on_host.device_of(next(iter(self.layers.values())))
 
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
@@ -206,20 +223,19 @@ class QuantizedLinears:
             return False
         taken = sum(weight.nbytes for weight in weights)
         rounded = taken // weights[0].itemsize
-        return is_short(read_memory(weights[0].device), rounded) and not is_short(read_host_memory(), taken)
-
-    def end_call(self) -> None:
-        self._rows.clear()
+        readings = (read_memory(weights[0].device, empties=empties) for empties in (False, True))  # the second is slow
+        return all(is_short(memory, rounded) for memory in readings) and not is_short(read_host_memory(), taken)
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""
         self._run = None
-        for layers in [*self._weights]:
-            if not any(layer in self.on_host for layer in layers):
-                del self._weights[layers]
+        self._turns.end()
+        waiting = [layers for layers in self._weights if any(layer in self.on_host for layer in layers)]
+        self._weights = {layers: self._weights[layers] for layers in waiting}
 
     def free(self) -> None:
         self._run = None
+        self._turns.end()
         for kept in (self._ready, self._weights, self._together, self._states):
             kept.clear()
 
@@ -367,6 +383,4 @@ def require_capability(dtype: str, device: torch.device) -> None:
 def _joined(parts: Sequence[Rounded]) -> Rounded:
     if len(parts) == 1:
         return parts[0]
-    values, scales, biases = zip(*parts, strict=True)
-    bias = None if biases[0] is None else torch.cat(biases)
-    return Rounded(torch.cat(values), torch.cat(scales), bias)
+    return Rounded(*(None if items[0] is None else torch.cat(items) for items in zip(*parts, strict=True)))

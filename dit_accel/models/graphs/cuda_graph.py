@@ -49,6 +49,7 @@ class CaptureTrial:
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # beginning of PyTorch's warning
 HIDDEN = (SYNCHRONIZES, "Synchronization debug mode")  # the second: PyTorch warns that this mode is a prototype
 _ALONE = threading.Lock()  # captures share a stream
+_stream_on = cache(torch.cuda.Stream)  # by device
 
 
 class Waits:
@@ -138,6 +139,7 @@ class CudaGraph:
         self._capturing: Any = None
 
     memory = staticmethod(read_memory)
+    new_pool = staticmethod(torch.cuda.graph_pool_handle)  # of graphs that are never replayed at the same time
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -147,11 +149,6 @@ class CudaGraph:
         if torch.cuda.get_allocator_backend() == "pluggable":  # which counts no memory
             return "another allocator than PyTorch's is set"
         return "the stream is already being captured" if torch.cuda.is_current_stream_capturing() else None
-
-    @staticmethod
-    def new_pool() -> Any:
-        """Create a memory pool for graphs that are never replayed at the same time."""
-        return torch.cuda.graph_pool_handle()
 
     @staticmethod
     def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, CaptureTrial]:
@@ -202,7 +199,7 @@ class CudaGraph:
         self._begin()
 
     def _begin(self) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
+        graph, stream = torch.cuda.CUDAGraph(), _stream_on(self._device)
         self._capturing = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
         self._capturing.__enter__()
         self._parts.append(graph.replay)
@@ -218,8 +215,3 @@ class CudaGraph:
     def replay(self) -> None:
         for part in self._parts:
             part()
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

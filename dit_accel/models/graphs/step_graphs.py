@@ -97,7 +97,7 @@ class StepGraphs:
     calls of any transformer that are not replayed. Later steps capture them again.
     """
 
-    _all: ClassVar[weakref.WeakSet["StepGraphs"]] = weakref.WeakSet()
+    _all: ClassVar[list[weakref.ref["StepGraphs"]]] = []  # a list, which other threads may add to meanwhile
 
     def __init__(self, driver: Any, graph: type[CudaGraph] = CudaGraph) -> None:
         self._driver = driver
@@ -111,7 +111,7 @@ class StepGraphs:
         self._changes = 0  # of the model in that run
         self._refusals = WeakIdKeyDictionary()  # by report of a run: why nothing is captured in it
         self.clear()
-        self._all.add(self)
+        self._all.append(weakref.ref(self, self._all.remove))
 
     def __len__(self) -> int:
         return sum(isinstance(kept, Captured) for kept in self._kept.values())
@@ -152,7 +152,7 @@ class StepGraphs:
                     if isinstance(kept, Captured):
                         return self._replay(kept, leaves)
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        for graphs in [*self._all]:
+        for graphs in filter(None, [item() for item in [*self._all]]):
             graphs.give_way(*devices, reason=CROWDED if graphs is self and isinstance(kept, str) else None)
         if kept is None:
             output, trial = self._graph.watch(compute, self._device(leaves))
@@ -161,17 +161,12 @@ class StepGraphs:
                     uneven = UNEVEN if exchanges_sizes(self._driver.transformer) else None  # known once it has run
                     self._kept[key] = why_not_output(output) or uneven or trial
             return output
-        if isinstance(kept, str):
-            self._report(kept, leaves)
-        return compute()
-
-    def _report(self, reason: str, leaves: list) -> None:
-        """Report why a call is not captured: in a note if graphs are set to "always" or failed."""
         report = self._driver.session.run.report
-        if self._wanted == "always" or self._failed is not None:
-            report.note(f"{REFUSED}: {reason}")
-        elif any(isinstance(leaf, torch.Tensor) and self._graph.why_not(leaf.device) is None for leaf in leaves):
-            report.not_captured = reason
+        if isinstance(kept, str) and (self._wanted == "always" or self._failed is not None):
+            report.note(f"{REFUSED}: {kept}")
+        elif isinstance(kept, str) and any(self._graph.why_not(device) is None for device in devices):
+            report.not_captured = kept
+        return compute()
 
     def _replay(self, captured: Captured, leaves: list) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -107,7 +107,10 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/models/beside/quantized_linears.py": [
         ("int8-for-float8", "a preset in float8 takes over no int8 weights", "tests/models/test_host_weights.py",
          "for layers, state in earlier._states.items() if self.dtype == earlier.dtype else ():",
-         "for layers, state in earlier._states.items():")],
+         "for layers, state in earlier._states.items():"),
+        ("weights-freed-in-use", "rounded weights are freed once the GPU has read them",
+         "tests/models/test_quantized_linears.py",
+         "        self._turns.end()\n        waiting", "        waiting")],
     "dit_accel/models/beside/host_weights.py": [
         ("old-moved-callback", "weights that a later preset took over leave the device with the model",
          "tests/models/test_host_weights.py",
