@@ -122,7 +122,7 @@ def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf
             slowest = max(slowest, time.monotonic() - started)
     written = sweep.publish()
     if sheet is not None:
-        written.append(sheet.write([row["name"] for row in sweep.rows if row["ours"]]))
+        written.append(sheet.write(sweep.rows))
     _print_summary(console, sweep)
     console.out(f"wrote {', '.join(map(str, written))}", highlight=False)
 
@@ -139,13 +139,9 @@ def _require_output(stem: Path, force: bool) -> None:
 
 
 def _texts(options: CompareOptions) -> list[str]:
-    if options.prompts is None and options.prompt is not None:
-        return [options.prompt]
-    if options.prompts is None:
-        raise ArgumentError("prompt", "must be given, or --prompts")
-    if options.prompt is not None:
-        raise ArgumentError("prompt", "can't be combined with --prompts; give one of them")
-    return read_prompts(options.prompts)
+    if (options.prompt is None) == (options.prompts is None):
+        raise ArgumentError("prompt", "or --prompts must be given, and not both")
+    return read_prompts(options.prompts) if options.prompt is None else [options.prompt]
 
 
 def _presets(listed: str | None) -> list[str]:

@@ -38,6 +38,14 @@ class Side:
     def seconds(self) -> float:
         return statistics.median(self.repeats)
 
+    @property
+    def stages(self) -> dict[str, float]:
+        return self.output.stages | {"denoising": self.seconds}
+
+    @property
+    def call_seconds(self) -> float:
+        return sum(self.stages.values())
+
 
 @dataclass(frozen=True)
 class Sides:
@@ -107,7 +115,7 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
     for index, (result, file) in enumerate(zip(side.output.results, files, strict=True)):
         written += medium.write(result, file, side.output.sound(index))
         if plain and fast:
-            labels = f"plain, {plain.seconds:.1f} s", f"accelerated, {fast.seconds:.1f} s"
+            labels = f"plain: call {plain.call_seconds:.1f} s", f"accelerated: call {fast.call_seconds:.1f} s"
             sounds = plain.output.sound(index), fast.output.sound(index)
             written += medium.write_comparison(plain.output.results[index], result, labels, file, sounds)
     return written
@@ -147,21 +155,19 @@ def _sound_quality(plain: Output, fast: Output) -> dict[str, float | None]:
 def print_summary(console: Console, summary: dict[str, Any], preset: Preset | None, sides: Sides) -> None:
     from rich.table import Table
 
-    titles = {"plain": "plain", "accelerated": preset.name if preset else ""}
-    shown = [side for side in titles if summary[f"{side}_seconds"] is not None]
+    titles = ("plain", preset.name if preset else "")
+    shown = {title: side for title, side in zip(titles, (sides.plain, sides.fast), strict=True) if side}
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
-    for side in shown:
-        table.add_column(titles[side], justify="right")
-    stages = {side: summary[f"{side}_stages"] | {"denoising": summary[f"{side}_seconds"]} for side in shown}
-    rows = {name: [f"{stages[side][name]:.2f} s" for side in shown] for name in stages[shown[0]]}
-    calls = {side: sum(stages[side].values()) for side in shown}
-    rows["whole call"] = [f"{calls[side]:.2f} s" for side in shown]
+    for title in shown:
+        table.add_column(title, justify="right")
+    columns = [side.stages | {"whole call": side.call_seconds} for side in shown.values()]
+    rows = {name: [f"{seconds[name]:.2f} s" for seconds in columns] for name in columns[0]}
     if preset:
         rows["computed fraction"] = [f"{summary['computed_fraction']:.3f}"]
     if sides.speedup is not None:
         rows["speed-up"] = [str(sides.speedup)]
-        rows["speed-up of the call"] = [f"{calls['plain'] / calls['accelerated']:.2f}×"]
+        rows["speed-up of the call"] = [f"{sides.plain.call_seconds / sides.fast.call_seconds:.2f}×"]
         rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
         rows["SSIM"] = [f"{summary['ssim']:.4f}"]
         for name, key in (("SI-SDR", "si_sdr_db"), ("RMS ratio", "rms_ratio_db")):

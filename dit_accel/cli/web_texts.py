@@ -152,11 +152,10 @@ def images(run: ComparisonRun) -> tuple[Image.Image, Image.Image]:
 def video(run: ComparisonRun, folder: Path) -> str | None:
     from dit_accel.tools.media.strips import comparison_clip
 
-    end = run.comparison
-    if end is None or not isinstance(run.medium, Clips):
+    if run.comparison is None or not isinstance(run.medium, Clips):
         return None
     file = folder / "comparison.mp4"
-    labels = ("plain", f"{end.preset.name}, {end.speedup:.2f} times as fast")
+    labels = tuple(f"{side}: call {output.seconds:.1f} s" for side, output in run.outputs.items())
     run.medium.write(comparison_clip(*_results(run), labels), file, run.outputs["accelerated"].sound(0))
     return str(file)
 

@@ -107,7 +107,7 @@ def test_each_result_is_compared_with_its_own():
     assert written == [("plain 0", "a", "plain sound 0"), ("plain 1", "b", "plain sound 1")]
     del written[:]
     files = comparison.write_results(medium, Sides(plain, fast, None), ["a", "b"])
-    labels = ("plain, 4.0 s", "accelerated, 4.0 s")
+    labels = ("plain: call 9.0 s", "accelerated: call 9.0 s")
     assert files == ["a", "a compared", "b", "b compared"]
     for place, name in enumerate("ab"):
         sounds = f"plain sound {place}", f"fast sound {place}"

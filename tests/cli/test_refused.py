@@ -104,8 +104,8 @@ AT_ONCE = {
         ("--target-psnr 30 --preset run-plain/../mine.yaml -o mine.yaml --force", "is the preset to start from"),
     ],
     "compare -m nowhere/at-all": [
-        ("", "--prompt: must be given, or --prompts"),
-        ("-p a --prompts b.txt", "--prompt: can't be combined with --prompts"),
+        ("", "--prompt: or --prompts must be given, and not both"),
+        ("-p a --prompts b.txt", "--prompt: or --prompts must be given, and not both"),
         ("-p a --presets ''", "--presets: is empty"),
         ("-p a --presets flux-balance", "did you mean 'balanced'"),
         ("-p a --peers magic", "--peers: 'magic' is unknown; methods are taylorseer, "),

@@ -31,6 +31,13 @@ STEP_COLOURS = {"computed": "#0072B2", "forecast": "#BFD9E6"}
 STEP_KINDS = {"full": "computed", "update": "computed", "dispatch": "forecast"}  # of the modes
 SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 SERIES_MARKERS = "osD^vP*"
+WELL_KNOWN = (
+    "FirstBlockCache",
+    "SeaCache",
+    "TaylorSeer lite (diffusers)",
+    "DBCache + TaylorSeer (cache-dit)",
+    "fewer steps, UniPC",
+)
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
 SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of heat maps
@@ -174,35 +181,29 @@ def frontier_plot(
 ) -> None:
     """Plot settings, each a method, a computed fraction and a PSNR in dB, in one colour per method.
 
-    A line joins a method's best settings: no setting with a smaller fraction has the same or better quality. Other
-    settings are pale. The line of ``highlight`` is the thickest.
+    A line joins a method's best settings: no setting with a smaller fraction has the same or better quality. The line
+    of ``highlight`` is the thickest. Of more methods than colours, those that are not `WELL_KNOWN` are grey lines.
     """
     methods = list(dict.fromkeys(method for method, _, _ in points))
     crowded = len(methods) > len(SERIES_COLOURS)
-    figure = new_figure(10.4 if crowded else 7.2, 5.6 if crowded else 4.8)
+    named = [name for name in methods if name in (highlight, *WELL_KNOWN)] if crowded else methods
+    others = [name for name in methods if name not in named]
+    figure = new_figure(7.2, 4.8)
     axes = figure.subplots()
-    for number, method in enumerate(methods):
+    for method in methods:
         settings = [(fraction, quality) for name, fraction, quality in points if name == method]
-        turn = number // len(SERIES_COLOURS)  # another marker when colours repeat
-        style = {
-            "color": SERIES_COLOURS[number % len(SERIES_COLOURS)],
-            "marker": SERIES_MARKERS[(number + turn) % len(SERIES_MARKERS)],
-        }
-        weight = 2.8 if method == highlight else 1.0
-        axes.plot(*zip(*settings, strict=True), **style, linestyle="none", markersize=4, alpha=0.25, markeredgewidth=0)
-        axes.plot(
-            *zip(*best_settings(settings), strict=True),
-            **style,
-            label=method,
-            markersize=4 + weight,
-            linewidth=weight,
-            linestyle=("-", "--", ":")[turn % 3],
-            zorder=3 if method == highlight else 2,
-        )
-    axes.set(xlabel=x_label, ylabel="PSNR against all steps computed (dB)")
-    axes.set_title("Speed against quality", loc="left")
-    outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
-    axes.legend(frameon=False, **outside)
+        line = zip(*best_settings(settings), strict=True)
+        if method in others:
+            label = f"other methods ({len(others)})" if method == others[-1] else None
+            axes.plot(*line, color="#CCCCCC", linewidth=1.0, marker=".", label=label, zorder=1)
+            continue
+        number, weight = named.index(method), 2.8 if method == highlight else 1.2
+        style = {"color": SERIES_COLOURS[number], "marker": SERIES_MARKERS[number], "markersize": 4 + weight}
+        style["zorder"] = 3 if method == highlight else 2
+        axes.plot(*line, **style, linewidth=weight, label=method)
+        axes.plot(*zip(*settings, strict=True), **style, linestyle="none")
+    axes.set(xlabel=x_label, ylabel="PSNR compared with the plain run (dB)")
+    axes.legend(frameon=False, loc="best", fontsize=9)
     tidy_axes(axes, grid="both")
     save(figure, path)
 

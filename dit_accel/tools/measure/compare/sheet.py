@@ -1,8 +1,9 @@
 """Images of a comparison, in a folder, and a contact sheet of them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -30,17 +31,19 @@ class Sheet:
             self._folder.mkdir(parents=True, exist_ok=True)
         save_image(middle_frame(frames), self._path(setting, prompt))
 
-    def write(self, settings: Sequence[str]) -> Path:
-        """Write the sheet: a row for each of the first prompts, with the plain image and those of the settings."""
+    def write(self, rows: Iterable[dict[str, Any]]) -> Path:
+        """Write a row for each of the first prompts: the plain image, and those of our settings with their PSNR."""
+        levels = {row["name"]: row["psnr_db_each"] for row in rows if row["ours"] and "error" not in row}
         # An earlier run may have measured settings without a sheet.
-        shown = [name for name in (PLAIN, *settings) if self._path(name, 0).is_file()]
-        rows = []
+        shown = [name for name in (PLAIN, *levels) if self._path(name, 0).is_file()]
+        strips = []
         for prompt in range(min(self._prompts, MOST_PROMPTS)):
             panels = [Image.open(self._path(name, prompt)).convert("RGB") for name in shown]
             for panel in panels:
                 panel.thumbnail((PANEL, PANEL))
-            rows.append(captioned_row(panels, shown, scale=1))
-        save_image(stacked(rows), self.file)
+            captions = [f"{name}, {levels[name][prompt]:.1f} dB" if name in levels else name for name in shown]
+            strips.append(captioned_row(panels, captions, scale=1))
+        save_image(stacked(strips), self.file)
         return self.file
 
     def _path(self, setting: str, prompt: int) -> Path:
