@@ -177,7 +177,7 @@ class FusedDecode:
                 reason = _raised(error)
             if self._is_inside():
                 raise _GivenUp(reason)  # frames that a decoder keeps have changed
-        self.remark = self._fallback_remark(reason)
+        self.remark = f"{OWN} {self.part}: {reason}"
         return original(*args, **kwargs)
 
     def _tried(
@@ -194,7 +194,7 @@ class FusedDecode:
             raise
         size = _images(expected).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
-            self.remark = self._fallback_remark("its output is no image")
+            self.remark = f"{OWN} {self.part}: its output is no image"
             return expected
         is_final = True
         try:
@@ -206,7 +206,7 @@ class FusedDecode:
                 is_final = self._too_large.setdefault(form, decode.number) != decode.number
         if is_final:
             self._known[form] = reason
-        self.remark = FUSED if reason is None else self._fallback_remark(reason)
+        self.remark = FUSED if reason is None else f"{OWN} {self.part}: {reason}"
         if reason is not None:
             return expected
         for name, kept in _lists(kwargs).items():
@@ -219,9 +219,6 @@ class FusedDecode:
     def _is_inside(self) -> bool:
         """Return True in a decode of the autoencoder."""
         return getattr(self._current, "decode", None) is not None
-
-    def _fallback_remark(self, reason: str) -> str:
-        return f"{OWN} {self.part}: {reason}"
 
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Return why the decoder's own forward must run, or None."""
@@ -347,8 +344,7 @@ class Decoding:
             return
         for kind in (FusedDecode, FusedEncode):
             if hasattr(PAGES[name], kind.method) and isinstance(getattr(autoencoder, kind.part, None), nn.Module):
-                fused = kind.on(autoencoder)  # of another pipeline with the same autoencoder
-                if fused is None:
+                if (fused := kind.on(autoencoder)) is None:  # of another pipeline with the same autoencoder
                     fused = kind(autoencoder)
                 else:
                     fused.holders += 1

@@ -178,19 +178,13 @@ class KeptPrompts:
         pipe = self._pipe()
         for name, encoder in text_encoders(pipe) if pipe is not None else ():
             if name in self._entries and _entry_on(encoder) is not self._entries[name]:
-                return (
-                    f"by the text encoders: pipe.{name} was replaced or compiled; call accelerate_pipeline(pipe) again"
-                )
+                again = "call accelerate_pipeline(pipe) again"
+                return f"by the text encoders: pipe.{name} was replaced or compiled; {again}"
         calls = self._calls if self._begun == self.parts.begun else []
         if not calls:
             return None
         reasons = dict.fromkeys(f"{name}: {reason}" for name, reason, _ in calls if reason is not None)
         return "; ".join([f"{sum(kept for *_, kept in calls)} of {len(calls)} kept from earlier calls", *reasons])
-
-    @property
-    def size(self) -> int:
-        """Bytes of the kept outputs."""
-        return self._store.size
 
     def forget(self) -> None:
         """Drop all kept outputs."""

@@ -10,7 +10,7 @@ addresses don't count, and buffers and quantised data are compared by their shap
 
 import itertools
 from collections.abc import Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,7 @@ def read_stamp(module: nn.Module) -> Stamp | str:
         if (reason := _why_not(kind, attributes, hooks) or tensors.add(kind, attributes, hooks)) is not None:
             return f"{kind.__name__} {reason}"
         children = attributes["_modules"]
-        structure += (kind, *children)
+        structure += (kind, *children, *(hook.__code__ for hook in _foreign(attributes["_forward_hooks"])))
         settings = itertools.islice(attributes.items(), TORCHS_OWN, None)
         structure += [item for item in settings if type(item[1]) in SETTINGS and item[0][0] != "_"]
         if hooks:
@@ -129,16 +129,25 @@ def _why_not(kind: type[nn.Module], attributes: dict[str, Any], hooks: Sequence[
         where = type(hook).__module__
         if where not in OFFLOAD_HOOKS and not where.startswith("accelerate."):
             return f"has a hook {type(hook).__name__}"
-    if not ("forward" in attributes or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]):
-        return None
-    for hook in (*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()):
-        if module_of(hook) not in QUIET_HOOKS:  # also if a pipeline adds it for a call, to read or change a layer
-            return "has a forward hook"
+    after = _foreign(attributes["_forward_hooks"])
+    if _foreign(attributes["_forward_pre_hooks"]) or not all(map(_reads_arguments_alone, after)):
+        return "has a forward hook"
     for forward in (attributes.get("forward"), attributes.get("_old_forward")):
         is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
         if not is_own and module_of(forward) not in WRAPPERS:
             return "has a forward of its own"
     return None
+
+
+def _foreign(hooks: dict[int, Any]) -> list[Any]:
+    """Return those of torch's hooks that may change an output."""
+    return [hook for hook in hooks.values() if module_of(hook) not in QUIET_HOOKS]
+
+
+def _reads_arguments_alone(hook: Any) -> bool:
+    """Return True if equal code gives equal outputs, as that of the hook that Qwen-Image 2.1 sets in each call."""
+    is_plain = isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__)
+    return is_plain and not (hook.__code__.co_names or CodeType in map(type, hook.__code__.co_consts))
 
 
 def _offloaded(hooks: Sequence[Any], name: str) -> torch.Tensor | None:

@@ -176,9 +176,9 @@ CHANGES = {  # and why no output of the changed encoder is kept
     "method": (lambda encoder: setattr(encoder.encoder.layers[0].self_attn, "project", lambda x: x), None),
     "number": (_modules(nn.LayerNorm, lambda norm: setattr(norm, "eps", 0.1)), None),
     "attention": (lambda encoder: encoder.set_attn_implementation("eager"), None),
-    "train": (lambda encoder: encoder.train(), TRAINING),
     "train a part": (_last(lambda part: part.train()), TRAINING),
-    "hook": (lambda encoder: encoder.register_forward_hook(lambda *_: None), HOOKED),
+    "hook": (lambda encoder: encoder.register_forward_hook(functools.partial(print, end="")), HOOKED),
+    "hook of arguments": (_last(lambda part: part.register_forward_hook(lambda *args: args[2])), None),
     "hook a part": (_last(lambda part: part.register_forward_pre_hook(lambda *_: None)), HOOKED),
     "forward": (lambda encoder: setattr(encoder, "forward", functools.partial(encoder.forward)), FORWARD),
     "wrap a layer": (_set_in_mlp("fc1", Doubled), "Doubled is not code of a known package"),
@@ -330,7 +330,7 @@ def test_each_of_several_inputs_counts(monkeypatch):
     kept.encoder.writes = True
     for number in (6, 7):
         assert torch.equal(kept(ones, ones.clone()), 11 * ones) and kept.runs == number
-        assert "it writes to its inputs" in kept.stage.remark and kept.stage.size == 0
+        assert "it writes to its inputs" in kept.stage.remark and kept.stage._store.size == 0
 
 
 def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
@@ -340,9 +340,9 @@ def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
     stage = KeptPrompts(pipe, CallParts(), MEBIBYTE)
     for end in (stage.forget, stage.close, stage.close):
         expected = [encoder(ids()) for encoder in encoders]
-        assert (stage.size > 0) == (end is stage.forget or ENTRY in vars(encoders[0]))
+        assert (stage._store.size > 0) == (end is stage.forget or ENTRY in vars(encoders[0]))
         end()
-        assert stage.size == 0
+        assert stage._store.size == 0
         assert all(same(encoder(ids()), item) for encoder, item in zip(encoders, expected, strict=True))
     assert not any(ENTRY in vars(encoder) for encoder in encoders)
     again = KeptPrompts(pipe, CallParts(), MEBIBYTE)

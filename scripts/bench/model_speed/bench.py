@@ -17,7 +17,7 @@ from dit_accel.pipeline import Acceleration
 
 from .forced import forced_density
 from .measures import peak_memory, stopwatch
-from .models import Model, variant
+from .models import Model, batch, variant
 
 STEPS = 50
 TIMED_STEPS = 3  # a dense step varies by less than 1%
@@ -59,6 +59,10 @@ class Bench:
         """Use the same transformer in one of the model's variants."""
         return Bench(variant(self.model, name), self.device.type, self.timed_steps, self.transformer)
 
+    def batch(self, size: int) -> Bench:
+        """Use the same transformer with several prompts a call."""
+        return Bench(batch(self.model, size), self.device.type, self.timed_steps, self.transformer)
+
     @torch.no_grad()
     def loop(self, steps: int) -> Iterator[torch.Tensor]:
         """Run a denoising loop like diffusers' pipelines; each ``next`` runs one step and returns the velocity."""
@@ -68,7 +72,7 @@ class Bench:
         context = getattr(self.transformer, "cache_context", nullcontext)  # Krea 2 has none
         for timestep in self.scheduler.timesteps:
             for branch in self.model.branches:
-                call = self.conditions(latents.to(self.dtype), timestep.expand(1))
+                call = self.conditions(latents.to(self.dtype), timestep.expand(len(latents)))
                 with context(branch):
                     velocity = self.transformer(return_dict=False, **call)[0]
             velocity = velocity[:, : latents.shape[1]]  # without Kontext's reference tokens

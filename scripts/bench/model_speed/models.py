@@ -8,6 +8,7 @@ from typing import Any
 
 import diffusers
 import torch
+from torch.utils._pytree import tree_map_only
 
 from dit_accel import Preset, load_preset
 
@@ -255,7 +256,7 @@ FLUX2_KLEIN = {"num_attention_heads": 24, "joint_attention_dim": 7680, "guidance
 IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 MODELS = {
     "flux": _flux({}, {"num_layers": 5, "num_single_layers": 10}, 64, 512, 4096, 768),
-    "flux-2048": replace(_flux({}, {}, 128, 512, 4096, 768), variants={}),
+    **{f"flux-{16 * side}": replace(_flux({}, {}, side, 512, 4096, 768), variants={}) for side in (32, 128)},
     "flux2": _flux2({}, 64, 15360),
     "flux2-klein-4b": _flux2({"num_layers": 5, "num_single_layers": 20, **FLUX2_KLEIN}, 64, 7680),
     "qwen-image": _qwen_image({}, 64, 3584),
@@ -313,7 +314,7 @@ _TINY_MINIMAX_H3 = {
 }
 TINY = {
     "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
-    "flux-2048": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
+    **{f"flux-{side}": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}) for side in (512, 2048)},
     "flux2": _flux2(_TINY_FLUX2, 12, 32),
     "flux2-klein-4b": _flux2({**_TINY_FLUX2, "guidance_embeds": False}, 12, 32),
     "qwen-image": _qwen_image({**_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "joint_attention_dim": 32}, 12, 32),
@@ -344,3 +345,20 @@ TINY = {
 def variant(model: Model, name: str) -> Model:
     """Return the model with one of its variants' changes."""
     return replace(model, **model.variants[name])
+
+
+def batch(model: Model, size: int) -> Model:
+    """Return the model with ``size`` equal prompts a call."""
+
+    def conditions(control_net: torch.nn.Module | None) -> Conditions:
+        of_one = model.conditions(control_net)
+
+        def of_all(latents: torch.Tensor, timestep: torch.Tensor) -> dict[str, Any]:
+            def expand(value: torch.Tensor) -> torch.Tensor:
+                return value.expand(size, *value.shape[1:]) if value.ndim and len(value) == 1 else value
+
+            return tree_map_only(torch.Tensor, expand, of_one(latents, timestep))
+
+        return of_all
+
+    return replace(model, conditions=conditions, latents=(size, *model.latents[1:]))

@@ -127,6 +127,14 @@ def linear_layers(bench: Bench) -> Iterator[dict[str, Any]]:
             yield bench.accelerated(f"exact, {dtype} layers, CUDA graphs", preset, 8, warm=4)
 
 
+def batches(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Time a computed step that several prompts share, with and without layers in 8 bits."""
+    exact = load_preset("exact")
+    for layers, preset in (("", exact), (", float8 layers", load_preset(exact, linear={"dtype": "float8"}))):
+        for size in (1, 2, 4, 8):
+            yield bench.batch(size).accelerated(f"exact{layers}, {size} a call", preset, 8, warm=4)
+
+
 RUNS = {
     "baseline": baseline,
     "computed": computed_steps,
@@ -138,6 +146,7 @@ RUNS = {
     "exact": exact,
     "linear": linear_layers,
     "host": weights_on_host,
+    "batches": batches,
 }
 
 
