@@ -347,7 +347,7 @@ def test_what_is_closed_or_forgotten_frees_the_outputs_of_all_encoders():
     assert not any(ENTRY in vars(encoder) for encoder in encoders)
     again = KeptPrompts(pipe, CallParts(), MEBIBYTE)
     [encoder(ids()) for encoder in encoders]
-    assert again.size > 0 and again.remark == "0 of 2 kept from earlier calls"
+    assert again._store.size > 0 and again.remark == "0 of 2 kept from earlier calls"
 
 
 def test_no_memory_for_a_copy_costs_no_output(monkeypatch, kept):
