@@ -40,7 +40,7 @@ def read_host_memory() -> FreeMemory:
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no cgroup, or "max"
+    except (OSError, ValueError, KeyError):  # no cgroup, or "max"
         return FreeMemory(host.available, host.total)
     files = int(counts["active_file"]) + int(counts["inactive_file"])  # copies of files, dropped on demand
     return FreeMemory(min(host.available, limit - used + files), min(host.total, limit))
