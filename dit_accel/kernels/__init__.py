@@ -39,6 +39,7 @@ from dit_accel.kernels.blocks.quantized_linear import quantize_rows as quantize_
 from dit_accel.kernels.blocks.quantized_linear import quantized_linear as quantized_linear
 from dit_accel.kernels.decoder.convolution import convolution as convolution
 from dit_accel.kernels.decoder.convolution import fold_upsampling as fold_upsampling
+from dit_accel.kernels.decoder.convolution import operand_dtype as operand_dtype
 from dit_accel.kernels.decoder.convolution import upsampled_convolution as upsampled_convolution
 from dit_accel.kernels.decoder.group_norm import add_residual as add_residual
 from dit_accel.kernels.decoder.group_norm import group_moments as group_moments

@@ -164,7 +164,7 @@ class FusedDecode:
                 decode.bands.agree(shapes, decode.form[:2])
             if decode.bands.is_agreed:
                 self.remark = f"{FUSED}, shared by {decode.bands.ranks.count} ranks"
-                return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
+                return decode.bands.output(module, args, kwargs, decode.layers)
             decode.bands.shapes.add(tuple(args[0].shape))
         if reason is None and form not in self._known:
             return self._tried(original, module, args, kwargs, decode)
@@ -214,7 +214,7 @@ class FusedDecode:
         return output
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor | tuple:
-        return _contiguous(getattr(self._page, self.method)(module, *args, **kwargs, layers=layers))
+        return getattr(self._page, self.method)(module, *args, **kwargs, layers=layers)
 
     def _is_inside(self) -> bool:
         """Return True in a decode of the autoencoder."""
@@ -277,11 +277,6 @@ def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 def _images(output: torch.Tensor | tuple) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _contiguous(output: torch.Tensor | tuple) -> torch.Tensor | tuple:
-    images = _images(output).contiguous()
-    return (images, *output[1:]) if isinstance(output, tuple) else images
 
 
 def _why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -29,6 +29,7 @@ def convolution(
     residual: torch.Tensor | None = None,
     *,
     padding: int = 0,
+    dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Convolve with stride 1; sums are float32. Forward only: no gradient flows.
@@ -36,30 +37,32 @@ def convolution(
     Args:
         x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight: ``[O, C, kt, kh, kw]`` like x; read fastest in channels-last layout.
-        bias: ``[O]`` like x; None = nothing.
+        bias: ``[O]``, in the dtype of the result; None = nothing.
         residual: like the result, added to it; None = nothing.
         padding: zeros on each side of rows and columns; x has a border instead where the kernel shall run.
+        dtype: of the result, for example float32 of x in :func:`operand_dtype`; None = x's.
         backend: "auto" = the kernel where it is faster than cuDNN; "reference" = cuDNN on a GPU; "triton".
 
     Returns:
-        ``[B, O, T - kt + 1, H + 2 padding - kh + 1, W + 2 padding - kw + 1]`` like x, in channels-last layout.
+        ``[B, O, T - kt + 1, H + 2 padding - kh + 1, W + 2 padding - kw + 1]`` in channels-last layout.
     """
-    _require(x, weight, ("O", "C", "kt", "kh", "kw"), bias)
+    dtype = dtype or x.dtype
+    _require(x, weight, ("O", "C", "kt", "kh", "kw"), bias, dtype)
     batch, _, time, height, width = x.shape
     outputs, _, taps, rows, columns = weight.shape
     shape = batch, outputs, time - taps + 1, height + 2 * padding - rows + 1, width + 2 * padding - columns + 1
-    checks.require_same("x", x, shape, residual=residual)
-    is_faster = outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
+    checks.require_typed("x", x, shape, dtype, residual=residual)
+    is_faster = dtype != x.dtype or outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
     if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
         from dit_accel.kernels._triton.convolution import convolve_into
 
-        out = empty(x, shape)
+        out = empty(x, shape, dtype)
         residual = None if residual is None else residual.contiguous(memory_format=LAST)
         bias = None if bias is None else bias.contiguous()
         convolve_into(x.contiguous(memory_format=LAST), weight[None], bias, residual, out)
         return out
     zeros = (0, padding, padding)
-    x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
+    x, weight = (y.to(dtype).contiguous(memory_format=LAST) for y in (x, weight))
     if residual is None:
         return F.conv3d(x, weight, bias, padding=zeros).contiguous(memory_format=LAST)
     convolved = F.conv3d(x, weight, padding=zeros)
@@ -85,7 +88,7 @@ def upsampled_convolution(
     Returns:
         ``[B, O, T', 2H, 2W]`` like x, in channels-last layout. T' is T - kt + 1, or 2 (T - 1) - 1 with eight phases.
     """
-    _require(x, weight, ("phases", "O", "C", "kt", 2, 2), bias)
+    _require(x, weight, ("phases", "O", "C", "kt", 2, 2), bias, x.dtype)
     phases, outputs = weight.shape[:2]
     if phases not in (4, 8):
         raise ShapeError(f"weight must have 4 or 8 phases, got {phases}; make it with fold_upsampling")
@@ -136,6 +139,16 @@ def fold_upsampling(weight: torch.Tensor, *, frames: bool = False) -> torch.Tens
     return dense.permute(0, 1, 5, 2, 3, 4)
 
 
+def operand_dtype(x: torch.Tensor, outputs: int, *, backend: str = "auto") -> torch.dtype:
+    """Return the dtype in which a norm of x shall write the input of a convolution with so many output channels.
+
+    Products of float32 are TF32, whose mantissa has 10 bits. float16 has as many and takes half of the time; a norm's
+    features, at most sqrt(C) times its weight, are in its range. Sums stay float32.
+    """
+    is_half = x.dtype == torch.float32 and _takes_kernel(backend, x, outputs, is_faster=True)
+    return torch.float16 if is_half else x.dtype
+
+
 def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: bool) -> bool:
     """Return True if the kernel runs: it can, and was chosen or is faster than cuDNN."""
     limit = hopper_limit(x)
@@ -149,8 +162,10 @@ def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: boo
     return resolve_backend(backend, x, {"triton": limit}) == "triton"
 
 
-def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None) -> None:
+def _require(
+    x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None, dtype: torch.dtype
+) -> None:
     checks.require_floats("x", x, ("B", "C", "T", "H", "W"), strided=True)
     channels = shape.index("C")
     checks.require_same("x", x, (*shape[:channels], x.shape[1], *shape[channels + 1 :]), weight=weight)
-    checks.require_same("x", x, (weight.shape[channels - 1],), bias=bias)
+    checks.require_typed("x", x, (weight.shape[channels - 1],), dtype, bias=bias)

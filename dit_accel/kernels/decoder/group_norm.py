@@ -149,9 +149,9 @@ def add_residual(
     return total.to(x.dtype).contiguous(memory_format=LAST[4])
 
 
-def empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor like x of a shape ``[B, C, …]`` in channels-last layout, without values."""
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=LAST[len(shape)])
+def empty(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of a shape ``[B, C, …]`` in channels-last layout, without values; by default of x's dtype."""
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=LAST[len(shape)])
 
 
 def _by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,7 @@ def causal_norm(
     frames: int = 2,
     border: int = 0,
     input_bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise each pixel and apply SiLU, in float32 and rounded once, behind frames of the past.
@@ -100,10 +101,11 @@ def causal_norm(
         frames: number of frames before the first one.
         border: zeros on each side of rows and columns.
         input_bias: ``[C]``, added to x before; None = nothing.
+        dtype: of the result; None = x's.
 
     Returns:
-        ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout, and a copy of its last two
-        frames without their border, the past of the next call.
+        ``[B, C, frames + T, H + 2 border, W + 2 border]`` in channels-last layout, and a copy of its last two frames
+        without their border, like x: the past of the next call.
     """
     _require_video(x, frames, 0, border, False)
     batch, channels, time, height, width = x.shape
@@ -111,10 +113,11 @@ def causal_norm(
     checks.require_same("x", x, (batch, channels, "P", height, width), past=past)
     if past is not None and past.shape[2] > frames:
         raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
+    dtype = dtype or x.dtype
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.pixel_norm import causal_norm_into
 
-        out = _padded(x, frames, 0, border)
+        out = _padded(x, frames, 0, border, dtype)
         kept = empty(x, (batch, channels, min(2, frames + time), height, width))
         x, past = (y if y is None else y.contiguous(memory_format=LAST) for y in (x, past))
         vectors = (y if y is None else y.contiguous() for y in (weight, input_bias))
@@ -122,10 +125,10 @@ def causal_norm(
         return out, kept
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
     normed = F.normalize(values, dim=1) * channels**0.5 * weight.float()[:, None, None, None]
-    padded = F.silu(normed).to(x.dtype)
+    padded = F.silu(normed).to(dtype).to(x.dtype)
     padded = padded if past is None else torch.cat([past, padded], 2)
     padded = F.pad(padded, (0, 0, 0, 0, frames + time - padded.shape[2], 0))
-    out = F.pad(padded, (border, border, border, border, 0, 0)).contiguous(memory_format=LAST)
+    out = F.pad(padded, (border, border, border, border, 0, 0)).to(dtype).contiguous(memory_format=LAST)
     return out, padded[:, :, -2:].clone(memory_format=LAST)
 
 
@@ -143,9 +146,9 @@ def pad_video(
     return out
 
 
-def _padded(x: torch.Tensor, before: int, after: int, border: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, before: int, after: int, border: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     batch, channels, time, height, width = x.shape
-    return empty(x, (batch, channels, before + time + after, height + 2 * border, width + 2 * border))
+    return empty(x, (batch, channels, before + time + after, height + 2 * border, width + 2 * border), dtype)
 
 
 def _pad_into(out: torch.Tensor, x: torch.Tensor, before: int, border: int, reflect: bool) -> None:

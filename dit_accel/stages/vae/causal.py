@@ -43,7 +43,7 @@ def decode(
     x = run.convolved(decoder.conv_in, run.behind(x), padding=1)
     for stage in (decoder.mid_block, *decoder.up_blocks):
         x = run.stage(stage, x, first_chunk=first_chunk)
-    return layers.whole(run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x)))
+    return layers.whole(run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x, decoder.conv_out)))
 
 
 def encode(
@@ -54,7 +54,7 @@ def encode(
     x = run.convolved(encoder.conv_in, run.behind(x), padding=1)
     for stage in (*encoder.down_blocks, encoder.mid_block):
         x = run.stage(stage, x)
-    return run.convolved(encoder.conv_out, run.normed(encoder.norm_out, x))
+    return run.convolved(encoder.conv_out, run.normed(encoder.norm_out, x, encoder.conv_out))
 
 
 class _CausalRun:
@@ -70,13 +70,14 @@ class _CausalRun:
         kept = self._cache[self._index[0]]
         return kept if isinstance(kept, torch.Tensor) else None
 
-    def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def normed(
+        self, norm: nn.Module, x: torch.Tensor, layer: nn.Conv3d, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Normalise behind the frames that were kept, with a border of zeros: the input of a convolution."""
         past, weight = self.past(), norm.gamma.flatten()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
-        output, kept = causal_norm(
-            x, weight, past, frames=frames, border=1, input_bias=bias, backend=self._layers.backend
-        )
+        options = {"dtype": self._layers.operands(layer, x), "backend": self._layers.backend}
+        output, kept = causal_norm(x, weight, past, frames=frames, border=1, input_bias=bias, **options)
         self._keep(kept)
         if self._layers.bands is not None:
             self._layers.bands.exchange_border(output)
@@ -122,8 +123,8 @@ class _CausalRun:
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = dense(x)
-        h = self.convolved(block.conv1, self.normed(block.norm1, x), biased=False)
-        frames = self.normed(block.norm2, h, block.conv1.bias)
+        h = self.convolved(block.conv1, self.normed(block.norm1, x, block.conv1), biased=False)
+        frames = self.normed(block.norm2, h, block.conv2, block.conv1.bias)
         del h  # a quarter of the peak
         if not isinstance(block.conv_shortcut, nn.Identity):
             x = self._layers.convolved(block.conv_shortcut, x)

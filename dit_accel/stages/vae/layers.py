@@ -90,11 +90,12 @@ class Layers:
 
         ``last_tap`` = only the kernel's last tap over time, because all frames before are zeros.
         """
-        weight = self.converted(layer.weight, "last tap" if last_tap else "dense")
+        weight = self.converted(layer.weight, "last tap" if last_tap else "dense", x.dtype)
         bias = layer.bias if biased else None
         if padding and self.bands is not None:
             x, padding = self.bands.bordered(x), 0
-        return kernels.convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
+        options = {"padding": padding, "dtype": layer.weight.dtype, "backend": self._convolutions}
+        return kernels.convolution(x, weight, bias, residual, **options)
 
     def convolved_by_frames(
         self,
@@ -137,11 +138,16 @@ class Layers:
         """Convolve features that have their border, with strides of time, rows and columns."""
         return F.conv3d(dense(x), self.converted(layer.weight, "dense"), layer.bias, stride)
 
-    def converted(self, weight: torch.Tensor, form: str) -> torch.Tensor:
-        """Return the weight in another layout, converted once a decode."""
-        key = (id(weight), form)
+    def operands(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a norm of x writes the input of a convolution."""
+        return kernels.operand_dtype(x, layer.out_channels, backend=self._convolutions)
+
+    def converted(self, weight: torch.Tensor, form: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the weight in another layout and dtype, converted once a decode."""
+        key = (id(weight), form, dtype)
         if key not in self._converted:  # the weight too, so that its id stays its own
-            self._converted[key] = weight, CONVERSIONS[form](weight if weight.ndim == 5 else weight[:, :, None])
+            converted = CONVERSIONS[form](weight if weight.ndim == 5 else weight[:, :, None])
+            self._converted[key] = weight, converted.to(dtype)
         return self._converted[key][1]
 
 

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import diffusers
@@ -32,6 +32,7 @@ class Call:
 
     `schedule`: warm-up and interval of the computed steps, and the last one; None = compute all. `branches`:
     transformer calls per step. `sparse`: model in `MODELS` whose preset leaves tiles out of computed steps, or "".
+    `sla`: preset of SLA, or "".
     """
 
     steps: int
@@ -39,6 +40,7 @@ class Call:
     branches: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
     sparse: str = ""
+    sla: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,8 @@ CASES = {
         tiles=True,
     ),
 }
+_FEW = Call(4, None, arguments={"guidance_scale": 1.0}, sla="wan21-sla")
+CASES["wan-1.3b-few-steps"] = replace(CASES["wan-1.3b"], calls=(_FEW,))
 
 
 class Tokenizer:

@@ -13,6 +13,7 @@ LABELS = {
     "balanced": "dit-accel `balanced`",
     "int8": "dit-accel, layers in int8",
     "float8": "dit-accel, layers in float8",
+    "sla": "dit-accel, SLA and layers in float8",
     "sparse": "dit-accel, half of the tiles left out",
 }
 MEANING = """\

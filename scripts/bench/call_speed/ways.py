@@ -4,14 +4,17 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from dit_accel import Preset, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.pipeline import preset_for
+from dit_accel.sparse.projections import PROJECTIONS
 from dit_accel.tools.measure.compare.dbcache import DBCACHES, put_on
 from dit_accel.tools.measure.compare.methods import Subject
 from dit_accel.tools.measure.compare.snapshot import Snapshot
@@ -25,7 +28,7 @@ from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
 
 Row = dict[str, Any]
 Describe = Callable[[], Row]  # facts of the latest call
-OURS = ("exact", "balanced", "int8", "float8", "sparse")
+OURS = ("exact", "balanced", "int8", "float8", "sparse", "sla")
 WHOLE = ("cache-dit", *OURS)  # ways whose kernels only a whole call compiles
 TILES = 0.5  # computed share of the tiles of way `sparse`
 
@@ -107,6 +110,20 @@ def _sparse(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
         yield lambda: {"tile_density": TILES, **describe()}
 
 
+@contextmanager
+def _sla(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+    """Attend by SLA with random projections in every step, and compute linear layers in float8."""
+    if not call.sla:
+        raise UnsupportedError("no preset of SLA is for this model")
+    side = pipe.transformer.config.attention_head_dim
+    with TemporaryDirectory() as folder:
+        skip = {"projection": f"{folder}/{PROJECTIONS}"}
+        names = [f"transformer.blocks.{number}" for number in range(len(pipe.transformer.blocks))]
+        save_file({name: torch.randn(side, side) / side**0.5 for name in names}, skip["projection"])
+        with _accelerated(pipe, call, count, call.sla, skip=skip, linear={"dtype": "float8"}) as describe:
+            yield lambda: {"linear": "float8", **describe()}
+
+
 WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = {
     "eager": _eager,
     "compiled": _compiled,
@@ -115,6 +132,7 @@ WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = 
     "int8": partial(_in_8_bits, dtype="int8"),
     "float8": partial(_in_8_bits, dtype="float8"),
     "sparse": _sparse,
+    "sla": _sla,
     "cache-dit": _cache_dit,  # last, because it leaves attributes behind
 }
 
@@ -123,7 +141,7 @@ def ways_of(call: Call, *, alone: bool) -> list[str]:
     """Return the ways that are timed by default: ``exact`` and 8 bits where steps are few; ours on several GPUs."""
     few = call.steps <= FEW_STEPS
     which = {"exact": few, "balanced": call.schedule is not None, "sparse": bool(call.sparse)}
-    which |= {"int8": few, "float8": few}
+    which |= {"int8": few, "float8": few, "sla": bool(call.sla)}
     ours = [way for way in OURS if which[way]]
     return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
 
