@@ -1,12 +1,14 @@
 """Implicit GEMM: tiles of pixels times weights, tap by tap, with bias and residual added as tiles are stored.
 
 Pixels with their border are the rows of one matrix, so the pixels that a tap reads lie a fixed number of rows further,
-and the copy engine of Hopper loads them as one tile. Sums for border pixels are computed and not stored: 0.7% at
-480 x 832. Output channels that are no power of two are two products of each tile (96 = 64 + 32). With phases, each
-program makes the pixels of one phase and stores them two apart.
+and the copy engine of Hopper loads them as one tile. The taps of a row lie side by side in memory: a row of the matrix
+is as long as all of them, and rows overlap. Sums for border pixels are computed and not stored: 0.7% at 480 x 832.
+Output channels that are no power of two are two products of each tile (96 = 64 + 32). With phases, each program makes
+the pixels of one phase and stores them two apart.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -15,13 +17,18 @@ from dit_accel.kernels._triton.launch import launch
 
 
 @triton.jit
-def _store(out, bias, residual, acc, at, first, channel, inside, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def _store(
+    out, bias, residual, acc, at, first, channel, inside,
+    OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     at = at[:, None] + channel[None, :]  # [pixels, channels]
+    has_channel = first + channel < OUTPUTS
+    inside = inside[:, None] & has_channel[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias + first + channel).to(tl.float32)[None, :]
+        acc += tl.load(bias + first + channel, has_channel, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
-        acc += tl.load(residual + at, inside[:, None], other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), inside[:, None])
+        acc += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), inside)
 
 
 NUMBERS = (  # any value runs the same compiled kernel
@@ -34,11 +41,11 @@ NUMBERS = (  # any value runs the same compiled kernel
 def _convolve(
     out, bias, residual, pixel_tiles, weight_tiles, second_tiles,
     tiles, sample_rows, frames, padded_height, padded_width, height, width, out_frames,
-    CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    OUTPUTS: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, PARTS: tl.constexpr,
     PHASES: tl.constexpr, PIXELS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    CHANNEL_TILES: tl.constexpr = OUTPUTS // (FIRST + SECOND)
+    CHANNEL_TILES: tl.constexpr = (OUTPUTS + FIRST + SECOND - 1) // (FIRST + SECOND)
     tile = tl.program_id(0)
     first_channel = tile % CHANNEL_TILES * (FIRST + SECOND)
     tile //= CHANNEL_TILES
@@ -47,14 +54,13 @@ def _convolve(
     sample, first_pixel = tile // tiles, tile % tiles * PIXELS
     down, right = phase // 2 % 2, phase % 2
 
-    PARTS: tl.constexpr = CHANNELS // DEPTH
     first_row = sample * sample_rows + first_pixel + down * padded_width + right
     weight_row = phase * OUTPUTS + first_channel
     acc = tl.zeros([PIXELS, FIRST], tl.float32)
     second = tl.zeros([PIXELS, SECOND if SECOND else 16], tl.float32)
-    for step in tl.range(0, KT * KH * KW * PARTS, num_stages=STAGES):
-        tap = step // PARTS
-        apart = (tap // (KH * KW) * padded_height + tap // KW % KH) * padded_width + tap % KW
+    for step in tl.range(0, KT * KH * PARTS, num_stages=STAGES):
+        line = step // PARTS  # of taps
+        apart = (line // KH * padded_height + line % KH) * padded_width
         pixels = pixel_tiles.load([first_row + apart, step % PARTS * DEPTH])
         weights = weight_tiles.load([weight_row, step * DEPTH])
         acc = tl.dot(pixels, weights.T, acc, input_precision="tf32")
@@ -82,17 +88,17 @@ def _convolve(
     if HAS_RESIDUAL:
         residual += start
     channel = tl.arange(0, FIRST)
-    _store(out, bias, residual, acc, at, first_channel, channel, inside, HAS_BIAS, HAS_RESIDUAL)
+    _store(out, bias, residual, acc, at, first_channel, channel, inside, OUTPUTS, HAS_BIAS, HAS_RESIDUAL)
     if SECOND:
         channel = FIRST + tl.arange(0, SECOND)
-        _store(out, bias, residual, second, at, first_channel, channel, inside, HAS_BIAS, HAS_RESIDUAL)
+        _store(out, bias, residual, second, at, first_channel, channel, inside, OUTPUTS, HAS_BIAS, HAS_RESIDUAL)
 
 
 def _config(x: torch.Tensor, outputs: int) -> dict[str, int]:
-    channels, is_half = x.shape[1], x.element_size() == 2
-    depth = next(tile for tile in (64, 32, 16) if channels % tile == 0 and (is_half or tile < 64))
-    pairs = ((128, 64), (64, 32), (128, 0), (64, 0), (32, 0))
-    first, second = next(pair for pair in pairs if outputs % sum(pair) == 0)
+    is_half = x.element_size() == 2
+    depth = 64 if is_half else 32
+    pairs = ((128, 64), (64, 32), (128, 0), (64, 0), (32, 0), (16, 0))
+    first, second = next(pair for pair in pairs if outputs % sum(pair) == 0 or pair == (16, 0))
     pixels = 128 if is_half and first + second == 192 else 256  # 192 columns fill the registers of four warps
     stages = 4 if is_half and not second else 3
     return {
@@ -102,7 +108,7 @@ def _config(x: torch.Tensor, outputs: int) -> dict[str, int]:
 
 
 def _tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns])
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 def convolve_into(x, weight, bias, residual, out) -> None:
@@ -118,14 +124,19 @@ def convolve_into(x, weight, bias, residual, out) -> None:
     if phases > 1:
         height, width = height // 2, width // 2
     frames = time - kernel[0] + 1
-    matrix = weight.permute(0, 1, 3, 4, 5, 2).reshape(phases * outputs, -1)
-    pixels = x.permute(0, 2, 3, 4, 1).reshape(-1, channels)
+    width_of_taps = kernel[2] * channels
+    parts = triton.cdiv(width_of_taps, depth)
+    lines = weight.permute(0, 1, 3, 4, 5, 2).reshape(phases * outputs, -1, width_of_taps)
+    missing = parts * depth - width_of_taps
+    matrix = (F.pad(lines, (0, missing)) if missing else lines).flatten(1)
+    rows = x.numel() // channels - kernel[2] + 1
+    pixels = x.as_strided((rows, width_of_taps), (channels, 1))
     tiles = triton.cdiv(frames * padded_height * padded_width, config["PIXELS"])
     second_tiles = _tiles(matrix, second, depth) if second else None
     launch(
-        _convolve, batch * tiles * phases * (outputs // (first + second)),
+        _convolve, batch * tiles * phases * triton.cdiv(outputs, first + second),
         (out, bias, residual, _tiles(pixels, config["PIXELS"], depth), _tiles(matrix, first, depth), second_tiles),
         (tiles, x[0, 0].numel(), frames, padded_height, padded_width, height, width, out_frames),
-        CHANNELS=channels, OUTPUTS=outputs, KT=kernel[0], KH=kernel[1], KW=kernel[2], PHASES=phases,
+        OUTPUTS=outputs, KT=kernel[0], KH=kernel[1], PARTS=parts, PHASES=phases,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **config,
     )  # fmt: skip

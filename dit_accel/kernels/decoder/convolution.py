@@ -154,8 +154,8 @@ def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: boo
     limit = hopper_limit(x)
     if x.shape[1] % CHANNELS:
         limit = f"x must have a multiple of {CHANNELS} channels, got {x.shape[1]}"
-    elif outputs % 32:
-        limit = f"there must be a multiple of 32 output channels, got {outputs}"
+    elif outputs % 32 and outputs > 16:
+        limit = f"there must be a multiple of 32 output channels, or at most 16, got {outputs}"
     # products of float32 are TF32, as cuDNN's are by default
     if backend == "auto" and not (is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)):
         limit = "cuDNN is faster"
