@@ -299,7 +299,8 @@ def _why_others(output: tuple, expected: tuple) -> str | None:
         return reason
     kept, known = dict(pytree.tree_leaves_with_path(output)), pytree.tree_leaves_with_path(expected)
     pairs = [(kept.get(place), leaf) for place, leaf in known if isinstance(leaf, torch.Tensor)]
-    reasons = (_why_other(*pair) for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
+    alike = (pair for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
+    reasons = (_why_other(ours.to(other.dtype), other) for ours, other in alike)
     return next((f"for the next call {reason}" for reason in reasons if reason is not None), None)
 
 

@@ -7,6 +7,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel import kernels
 from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode, FusedEncode
 from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, layers
 from tests.stages import ROUNDING
@@ -125,6 +126,16 @@ def test_half_precision_errs_no_more_than_the_decoder(name, dtype, most):
     decoded(vae, values)
     error, usual = ((item.to(wide) - exact).norm() / exact.norm() for item in (decoded(vae, values), output))
     assert fused.remark == FUSED and error <= most * usual < BOUNDS[dtype]
+
+
+def test_operands_may_be_narrower_than_features(monkeypatch):
+    """Norms write float16 where products would be TF32; what they keep for the next call is compared too."""
+    monkeypatch.setattr(kernels, "operand_dtype", lambda *_, **options: torch.float16)
+    vae, values = autoencoder("wan 2.1"), latents(1, 4, 2, 5, 6)
+    output, fused = decoded(vae, values), FusedDecode(vae, "reference")
+    for _ in range(2):
+        assert 0 < (decoded(vae, values) - output).norm() / output.norm() < BOUNDS[torch.float32]
+        assert fused.remark == FUSED
 
 
 def test_biases_of_a_block_are_added_in_float32():

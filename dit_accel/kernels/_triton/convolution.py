@@ -97,9 +97,9 @@ def _convolve(
 def _config(x: torch.Tensor, outputs: int) -> dict[str, int]:
     is_half = x.element_size() == 2
     depth = 64 if is_half else 32
-    pairs = ((128, 64), (64, 32), (128, 0), (64, 0), (32, 0), (16, 0))
-    first, second = next(pair for pair in pairs if outputs % sum(pair) == 0 or pair == (16, 0))
-    pixels = 128 if is_half and first + second == 192 else 256  # 192 columns fill the registers of four warps
+    pairs = ((128, 0), (128, 64), (64, 32), (64, 0))
+    first, second = next((pair for pair in pairs if outputs % sum(pair) == 0), (32, 0))
+    pixels = 128 if is_half and second == 32 else 256
     stages = 4 if is_half and not second else 3
     return {
         "PIXELS": pixels, "FIRST": first, "SECOND": second, "DEPTH": depth, "STAGES": stages,

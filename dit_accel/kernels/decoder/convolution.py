@@ -54,13 +54,8 @@ def convolution(
     checks.require_typed("x", x, shape, dtype, residual=residual)
     is_faster = dtype != x.dtype or outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
     if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
-        from dit_accel.kernels._triton.convolution import convolve_into
-
-        out = empty(x, shape, dtype)
         residual = None if residual is None else residual.contiguous(memory_format=LAST)
-        bias = None if bias is None else bias.contiguous()
-        convolve_into(x.contiguous(memory_format=LAST), weight[None], bias, residual, out)
-        return out
+        return _by_kernel(x, weight[None], bias, residual, empty(x, shape, dtype))
     zeros = (0, padding, padding)
     x, weight = (y.to(dtype).contiguous(memory_format=LAST) for y in (x, weight))
     if residual is None:
@@ -97,24 +92,14 @@ def upsampled_convolution(
     rows, columns = height - 2, width - 2
     out = empty(x, (batch, outputs, frames, 2 * rows, 2 * columns))
     if _takes_kernel(backend, x, outputs, is_faster=True):  # cuDNN's phases are moved in another pass
-        from dit_accel.kernels._triton.convolution import convolve_into
-
-        bias = None if bias is None else bias.contiguous()
-        convolve_into(x.contiguous(memory_format=LAST), weight, bias, None, out)
-        return out
-    kernel = weight.flatten(0, 1).contiguous(memory_format=LAST)
-    phases_of_input = F.conv3d(x.contiguous(memory_format=LAST), kernel)
+        return _by_kernel(x, weight, bias, None, out)
+    x, kernel = (y.contiguous(memory_format=LAST) for y in (x, weight.flatten(0, 1)))
+    phases_of_input = F.conv3d(x, kernel, None if bias is None else bias.repeat(phases))
     for phase, pixels in enumerate(phases_of_input.chunk(phases, 1)):
         down, right = phase // 2 % 2, phase % 2
-        pixels = pixels[..., down : down + rows, right : right + columns]
-        if bias is not None:
-            pixels = pixels + bias[:, None, None, None]
-        if phases == 4:
-            out[..., down::2, right::2] = pixels
-        elif phase < 4:  # of the repeated frames; the first one is not
-            out[:, :, 1::2, down::2, right::2] = pixels[:, :, 1:]
-        else:
-            out[:, :, ::2, down::2, right::2] = pixels
+        first = int(phases == 8 and phase < 4)  # the first frame is not repeated
+        pixels = pixels[:, :, first:, down : down + rows, right : right + columns]
+        out[:, :, first :: phases // 4, down::2, right::2] = pixels
     return out
 
 
@@ -154,17 +139,20 @@ def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: boo
     limit = hopper_limit(x)
     if x.shape[1] % CHANNELS:
         limit = f"x must have a multiple of {CHANNELS} channels, got {x.shape[1]}"
-    elif outputs % 32 and outputs > 16:
-        limit = f"there must be a multiple of 32 output channels, or at most 16, got {outputs}"
     # products of float32 are TF32, as cuDNN's are by default
     if backend == "auto" and not (is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)):
         limit = "cuDNN is faster"
     return resolve_backend(backend, x, {"triton": limit}) == "triton"
 
 
-def _require(
-    x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None, dtype: torch.dtype
-) -> None:
+def _by_kernel(x, weight, bias, residual, out) -> torch.Tensor:
+    from dit_accel.kernels._triton.convolution import convolve_into
+
+    convolve_into(x.contiguous(memory_format=LAST), weight, None if bias is None else bias.contiguous(), residual, out)
+    return out
+
+
+def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None, dtype) -> None:
     checks.require_floats("x", x, ("B", "C", "T", "H", "W"), strided=True)
     channels = shape.index("C")
     checks.require_same("x", x, (*shape[:channels], x.shape[1], *shape[channels + 1 :]), weight=weight)

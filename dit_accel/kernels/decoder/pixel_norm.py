@@ -96,8 +96,8 @@ def causal_norm(
     Args:
         x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight: ``[C]``, any float dtype.
-        past: ``[B, C, P, H, W]`` like x, P up to ``frames``: what lies before, already normalised; missing frames are
-            zeros.
+        past: ``[B, C, P, H, W]`` like the result, P up to ``frames``: what lies before, already normalised; missing
+            frames are zeros.
         frames: number of frames before the first one.
         border: zeros on each side of rows and columns.
         input_bias: ``[C]``, added to x before; None = nothing.
@@ -105,30 +105,30 @@ def causal_norm(
 
     Returns:
         ``[B, C, frames + T, H + 2 border, W + 2 border]`` in channels-last layout, and a copy of its last two frames
-        without their border, like x: the past of the next call.
+        without their border, the past of the next call.
     """
     _require_video(x, frames, 0, border, False)
     batch, channels, time, height, width = x.shape
     checks.require_typed("x", x, (channels,), weight=weight, input_bias=input_bias)
-    checks.require_same("x", x, (batch, channels, "P", height, width), past=past)
+    dtype = dtype or x.dtype
+    checks.require_typed("x", x, (batch, channels, "P", height, width), dtype, past=past)
     if past is not None and past.shape[2] > frames:
         raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
-    dtype = dtype or x.dtype
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.pixel_norm import causal_norm_into
 
         out = _padded(x, frames, 0, border, dtype)
-        kept = empty(x, (batch, channels, min(2, frames + time), height, width))
+        kept = empty(x, (batch, channels, min(2, frames + time), height, width), dtype)
         x, past = (y if y is None else y.contiguous(memory_format=LAST) for y in (x, past))
         vectors = (y if y is None else y.contiguous() for y in (weight, input_bias))
         causal_norm_into(x, *vectors, past, out, kept, border)
         return out, kept
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
     normed = F.normalize(values, dim=1) * channels**0.5 * weight.float()[:, None, None, None]
-    padded = F.silu(normed).to(dtype).to(x.dtype)
+    padded = F.silu(normed).to(dtype)
     padded = padded if past is None else torch.cat([past, padded], 2)
     padded = F.pad(padded, (0, 0, 0, 0, frames + time - padded.shape[2], 0))
-    out = F.pad(padded, (border, border, border, border, 0, 0)).to(dtype).contiguous(memory_format=LAST)
+    out = F.pad(padded, (border, border, border, border, 0, 0)).contiguous(memory_format=LAST)
     return out, padded[:, :, -2:].clone(memory_format=LAST)
 
 
