@@ -33,22 +33,16 @@ def test_convolves(case, adds, backend, dtype, make_tensor):
     shape = (*shape[:3], *(side + tap - 1 for side, tap in zip(shape[3:], taps[1:], strict=True)))
     x, weight = make_tensor(*shape, dtype=dtype), make_tensor(outputs, shape[1], *taps, dtype=dtype)
     expected = F.conv3d(x.double(), weight.double())
-    bias, residual, result = None, None, dtype
+    bias = residual = None
     if adds:
-        result = torch.float32
         bias, residual = make_tensor(outputs), make_tensor(*expected.shape)
         expected = expected + bias.double()[:, None, None, None] + residual.double()
+    result = torch.float32 if adds else dtype
     out = convolution(x, weight, bias, residual, dtype=result, backend=backend)
     assert_close(out, expected, result, shape[1] * weight[0, 0].numel())
 
 
-@every_pair(
-    is_refused,
-    frames=(False, True),
-    mode=("constant", "replicate"),
-    shape=((2, 16, 3, 5, 9), (1, 16, 1, 2, 17)),
-    **IMPLEMENTED,
-)
+@every_pair(is_refused, frames=(False, True), mode=("constant", "replicate"), shape=VIDEOS, **IMPLEMENTED)
 def test_convolves_what_would_be_upsampled(frames, mode, shape, backend, dtype, make_tensor):
     """The first frame is not repeated, and the frame before it is a copy of it."""
     x, bias = make_tensor(*shape, dtype=dtype), make_tensor(32, dtype=dtype)

@@ -59,10 +59,7 @@ def test_normalises_and_pads(shape, padding, is_modulated, backend, dtype, make_
 
 @every_pair(is_refused, shape=SHAPES, known=(None, 1, 2), border=(0, 1), has_bias=(True, False), **IMPLEMENTED)
 def test_normalises_behind_the_past(shape, known, border, has_bias, backend, dtype, make_tensor):
-    """Frames of the past or zeros come first, the border is zeros, and the last frames are the next call's past.
-
-    Where the features have no bias, the result is narrower than they are.
-    """
+    """Frames of the past or zeros come first, the border is zeros, and the last frames are the next call's past."""
     batch, channels, _, height, width = shape
     x, weight = make_tensor(*shape, dtype=dtype if has_bias else torch.float32), make_tensor(channels)
     bias = make_tensor(channels) if has_bias else None

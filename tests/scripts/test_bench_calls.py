@@ -24,6 +24,7 @@ def run(monkeypatch, file, *options):
         ("flux2-klein-4b", {("exact", 4): 4}),
         ("z-image-turbo", {("exact", 8): 8, ("balanced", 8): 6}),
         ("wan-1.3b", {("balanced", 12): 7, ("sparse", 12): 7}),
+        ("wan-1.3b-few-steps", {("exact", 4): 4, ("sla", 4): 4}),
         ("hunyuan", {("balanced", 12): 7, ("sparse", 12): 7}),
     ],
 )

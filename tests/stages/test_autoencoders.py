@@ -7,7 +7,6 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dit_accel import kernels
 from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode, FusedEncode
 from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, layers
 from tests.stages import ROUNDING
@@ -130,7 +129,7 @@ def test_half_precision_errs_no_more_than_the_decoder(name, dtype, most):
 
 def test_operands_may_be_narrower_than_features(monkeypatch):
     """Norms write float16 where products would be TF32; what they keep for the next call is compared too."""
-    monkeypatch.setattr(kernels, "operand_dtype", lambda *_, **options: torch.float16)
+    monkeypatch.setattr(causal, "operand_dtype", lambda *_, **options: torch.float16)
     vae, values = autoencoder("wan 2.1"), latents(1, 4, 2, 5, 6)
     output, fused = decoded(vae, values), FusedDecode(vae, "reference")
     for _ in range(2):

@@ -314,22 +314,6 @@ def _center_rounded(
     tl.store(scale + HEAD_DIM, tl.load(scale + HEAD_DIM) - tl.load(scale) * total / count)
 
 
-@triton.jit
-def _copy_values(
-    v, kv_len, values, v_batch, v_token, v_head, kv_heads, blocks, tokens,
-    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_KV_LEN: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
-    head = row // blocks
-    batch = head // kv_heads
-    token = (row % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
-    valid = (token < key_end_of(kv_len, batch, tokens, HAS_KV_LEN))[:, None]
-    dim = tl.arange(0, HEAD_DIM)
-    pointers = v + batch * v_batch + head % kv_heads * v_head + token.to(tl.int64)[:, None] * v_token + dim[None, :]
-    place = (row * BLOCK + tl.arange(0, BLOCK))[:, None] * HEAD_DIM + dim
-    tl.store(values + place, tl.load(pointers, valid, other=0.0))
-
-
 def quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse) -> Quantized:
     """Quantise ``attention``'s arguments, already checked; q is only read in rows that compute."""
     batch, tokens, heads, head_dim = q.shape
@@ -400,10 +384,9 @@ def quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse) -> Quantized:
 def copy_values(v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None) -> torch.Tensor:
     """``[B, S, H_kv, D]`` -> contiguous ``[B, H_kv, P, D]`` with zeros for ignored keys."""
     batch, tokens, kv_heads, head_dim = v.shape
-    values = v.new_empty(batch, kv_heads, plan.blocks * plan.block, head_dim)
-    with on_device(v):
-        _copy_values[(batch * kv_heads * plan.blocks,)](
-            v, kv_len, values, *v.stride()[:3], kv_heads, plan.blocks, tokens,
-            BLOCK=plan.block, HEAD_DIM=head_dim, HAS_KV_LEN=kv_len is not None,
-        )  # fmt: skip
+    values = v.new_zeros(batch, kv_heads, plan.blocks * plan.block, head_dim)
+    values[:, :, :tokens] = v.transpose(1, 2)
+    if kv_len is not None:
+        token = torch.arange(values.shape[2], device=v.device)
+        values.masked_fill_((token >= kv_len[:, None])[:, None, :, None], 0)
     return values

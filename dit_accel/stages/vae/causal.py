@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dit_accel.kernels import causal_norm, pixel_norm
+from dit_accel.kernels import causal_norm, operand_dtype, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, dense, parts_of, point_projections
 
 SHARED_FROM = 2**12  # latents
@@ -76,8 +76,9 @@ class _CausalRun:
         """Normalise behind the frames that were kept, with a border of zeros: the input of a convolution."""
         past, weight = self.past(), norm.gamma.flatten()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
-        options = {"dtype": self._layers.operands(layer, x), "backend": self._layers.backend}
-        output, kept = causal_norm(x, weight, past, frames=frames, border=1, input_bias=bias, **options)
+        dtype = operand_dtype(x, layer.out_channels, backend=self._layers.convolutions)
+        options = {"input_bias": bias, "dtype": dtype, "backend": self._layers.backend}
+        output, kept = causal_norm(x, weight, past, frames=frames, border=1, **options)
         self._keep(kept)
         if self._layers.bands is not None:
             self._layers.bands.exchange_border(output)

@@ -33,7 +33,7 @@ class Layers:
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
         self.bands: Rows | None = None
-        self._convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
+        self.convolutions = "reference" if backend == "reference" else "auto"  # small channels are cuDNN's
         self._converted: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def band(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Layers:
         bias = layer.bias if biased else None
         if padding and self.bands is not None:
             x, padding = self.bands.bordered(x), 0
-        options = {"padding": padding, "dtype": layer.weight.dtype, "backend": self._convolutions}
+        options = {"padding": padding, "dtype": layer.weight.dtype, "backend": self.convolutions}
         return kernels.convolution(x, weight, bias, residual, **options)
 
     def convolved_by_frames(
@@ -132,15 +132,11 @@ class Layers:
         weight = self.converted(layer.weight, "upsampling of frames" if frames else "upsampling")
         if padding:
             x = F.pad(dense(x), (padding,) * 4) if self.bands is None else self.bands.bordered(x)
-        return kernels.upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
+        return kernels.upsampled_convolution(x, weight, layer.bias, backend=self.convolutions)
 
     def halved(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """Convolve features that have their border, with strides of time, rows and columns."""
         return F.conv3d(dense(x), self.converted(layer.weight, "dense"), layer.bias, stride)
-
-    def operands(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a norm of x writes the input of a convolution."""
-        return kernels.operand_dtype(x, layer.out_channels, backend=self._convolutions)
 
     def converted(self, weight: torch.Tensor, form: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight in another layout and dtype, converted once a decode."""
