@@ -88,14 +88,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("recommend")(recommend.command)
-app.command("generate")(generate.command)
-app.command("serve")(serve.command)
-app.command("inspect")(inspect.command)
-app.command("app")(web_app.command)
-app.command("tune")(tune.command)
-app.command("compare")(compare.command)
-app.command("report")(report.command)
+for module in (recommend, generate, serve, inspect, web_app, tune, compare, report):
+    app.command("app" if module is web_app else module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(presets.app, name="presets")
 app.command("env")(env.command)
 

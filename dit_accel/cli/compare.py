@@ -70,7 +70,9 @@ def command(options: CompareOptions) -> None:
 
     dit-accel compare --model black-forest-labs/FLUX.1-dev --prompts mine.txt --peers first-block-cache,dbcache
     """
-    compare(options, _texts(options))
+    if (options.prompt is None) == (options.prompts is None):
+        raise ArgumentError("prompt", "or --prompts must be given, and not both")
+    compare(options, read_prompts(options.prompts) if options.prompt is None else [options.prompt])
 
 
 def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf) -> None:
@@ -136,12 +138,6 @@ def _require_output(stem: Path, force: bool) -> None:
     goes_on = os.path.isfile(document)
     for path in (document, *others):
         require_writable(path, "output", force=force or goes_on)
-
-
-def _texts(options: CompareOptions) -> list[str]:
-    if (options.prompt is None) == (options.prompts is None):
-        raise ArgumentError("prompt", "or --prompts must be given, and not both")
-    return read_prompts(options.prompts) if options.prompt is None else [options.prompt]
 
 
 def _presets(listed: str | None) -> list[str]:

@@ -28,7 +28,6 @@ from dit_accel.cli.options import (
 )
 from dit_accel.cli.parallel import parse_degrees
 from dit_accel.errors import ArgumentError
-from dit_accel.serving.estimates import long_run_note
 from dit_accel.serving.input_images import read_image
 from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, size_note, unused
 from dit_accel.serving.outputs import make_folder, require_distinct, require_plot, require_writable
@@ -140,8 +139,6 @@ def command(options: GenerateOptions) -> None:
     named |= {"num-images": options.num_images, "fps": options.fps}
     arguments = call_arguments(pipe, options.model, named, setup.call)
     files = _files(options, medium)
-    if note := long_run_note(pipe, arguments):
-        console.print(f"note: {note}", markup=False)
     sides = _make(pipe, arguments, preset, options, console)
     if leads():
         _write(options, medium, sides, files, preset, console)

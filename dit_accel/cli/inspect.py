@@ -80,11 +80,8 @@ def command(options: InspectOptions) -> None:
 def _require_symbols(pipe: Any, layer: str) -> None:
     symbols = pipe.dit_accel.symbols()
     if layer not in symbols:
-        level = pipe.dit_accel.preset.forecast.level
-        fix = "run more --steps" if level == "head" else "use a preset of level head"
-        none = f"a run of level {level} has no symbols here; {fix}"
-        valid = f"layers: {', '.join(symbols)}" if symbols else none
-        raise ArgumentError("layer", f"no symbols for layer {shown(layer)}; {valid}")
+        valid = ", ".join(symbols) or "none in this run; use a preset of level head, and more --steps"
+        raise ArgumentError("layer", f"no symbols for layer {shown(layer)}; layers: {valid}")
 
 
 def _draw_symbols(pipe: Any, result: Any, layer: str | None, output: Path, console: Console) -> None:

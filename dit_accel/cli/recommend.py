@@ -28,11 +28,15 @@ def command(options: RecommendOptions) -> None:
 
     dit-accel recommend --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --gpu a100 --height 480 --width 832 --frames 81
     """
+    import torch
+
+    from dit_accel.tools.advise.cards import known_card
     from dit_accel.tools.advise.recommend import recommend
 
+    present = known_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     found = recommend(
         options.model,
-        gpu=options.gpu or _present_gpu(),
+        gpu=options.gpu or present,
         steps=options.steps,
         height=options.height,
         width=options.width,
@@ -47,11 +51,3 @@ def command(options: RecommendOptions) -> None:
         typer.echo(f"{preset:<10}{use}")
     notes = "\n".join(f"- {note}" for note in found.notes)
     typer.echo(f"\n{notes}\n\n{found.python}\n{found.shell}".rstrip())
-
-
-def _present_gpu() -> str | None:
-    import torch
-
-    from dit_accel.tools.advise.cards import known_card
-
-    return known_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -12,6 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from dit_accel.cli.options import (
+    DEFAULT_MODEL,
     LOOPBACK,
     MOST_FRAMES,
     MOST_IMAGES,
@@ -27,8 +30,11 @@ from dit_accel.cli.options import (
     takes_options,
 )
 from dit_accel.errors import ArgumentError, shortened, shown
+from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.prompts import read_prompts
 from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
+from dit_accel.tools.demo import model_preset
 from dit_accel.tools.extras import require_extra
 
 SHORTEST_KEY = 16  # characters
@@ -36,6 +42,15 @@ SHORTEST_KEY = 16  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(RunOptions):
+    models: list[str] | None = option(
+        "Folder of a diffusers pipeline, id on the Hub, or demo model; NAME is for clients. Repeatable: requests "
+        "choose by `model`, and all but the first load at their first request.",
+        "--model",
+        "-m",
+        metavar="[NAME=]MODEL",
+        show_default=DEFAULT_MODEL,
+    )
+    max_models: int = option("Most models that stay loaded on a GPU.", default=1, min=1, max=100)
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
     gpus: int | None = option("Number of GPUs, each with a process.", min=1, show_default="all, or that of --device")
@@ -65,16 +80,10 @@ class ServeOptions(RunOptions):
         "Most bytes of a request's body that holds an image.", default=20 * 2**20, min=1024, max=2**30
     )
     max_seconds: float = option(
-        "Most seconds from a request for images to its answer, with the time in the queue; of a video's run.",
-        default=600.0,
-        min=1,
-        max=86_400,
+        "Most seconds of a request for images, queue included; of a video's run.", default=600.0, min=1, max=86_400
     )
     max_step_seconds: float = option(
-        "Most seconds of one step, of encoding the prompt and of decoding. A process that takes longer is replaced.",
-        default=300.0,
-        min=1,
-        max=86_400,
+        "Most seconds of a step, encoding or decoding, or the process is replaced.", default=300.0, min=1, max=86_400
     )
 
     @property
@@ -95,7 +104,7 @@ class ServeOptions(RunOptions):
         return Limits(**{name: getattr(self, f"max_{name}") for name in names if hasattr(self, f"max_{name}")})
 
 
-@takes_options(without=("steps", "seed", "height", "width", "num_frames", "image", "force"))
+@takes_options(without=("model", "steps", "seed", "height", "width", "num_frames", "image", "force"))
 def command(options: ServeOptions) -> None:
     """Serve images or videos over HTTP, with OpenAI's interface.
 
@@ -113,7 +122,12 @@ def command(options: ServeOptions) -> None:
     require_engine(options.engine, options.actors, options.device)
     if options.engine == "ray" and options.gpus is not None:
         raise ArgumentError("gpus", "can't be used with --engine ray; limit the number of GPUs with --actors")
+    if options.engine == "ray" and options.max_models > 1:
+        raise ArgumentError("max_models", "must be 1 with --engine ray, where each model takes a GPU")
     keys, hosts, limits = read_keys(options.api_key_file), options.hosts, options.limits()
+    models = named_models(options.models or [DEFAULT_MODEL])
+    name, *others = models
+    options = replace(options, model=models[name])
     preset, overrides, loading = options.preset_and_loading()
     loading = replace(loading, named_loras=named_loras(options.loras))
     setup = Setup(options.model, preset, overrides, loading=loading, call=parse_call(options.call))
@@ -126,18 +140,23 @@ def command(options: ServeOptions) -> None:
     with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
         workers = []
         for place in setups:
+            of_models = {
+                key: replace(place, model=model, preset=options.preset or model_preset(model))
+                for key, model in models.items()
+            }
             with server.signals_held():
-                workers.append(RemoteWorker(place, options.max_step_seconds, start))
+                most = {"models": of_models, "most": options.max_models}
+                workers.append(RemoteWorker(of_models[name], options.max_step_seconds, start, **most))
                 closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(options.model)}"):
             loaded, *_ = [worker.wait() for worker in workers]
-        videos = None
+        signal.signal(signal.SIGUSR1, lambda *_: [worker.reload() for worker in workers])
         if loaded.form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
-            videos = closing.enter_context(VideoStore(limits))
+        videos = closing.enter_context(VideoStore(limits))
         dispatcher = Dispatcher(workers, options.queue)
-        served = Served(_name(options.model), loaded.preset, limits, loaded.form, loading.named_loras)
-        app = server.build_app(dispatcher, served, keys, hosts, videos)
+        served = Served(name, loaded.preset, limits, loaded.form, loading.named_loras)
+        app = server.build_app(dispatcher, served, keys, hosts, videos, others)
         server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
 
 
@@ -175,24 +194,25 @@ def _devices(options: ServeOptions) -> list[str | None]:
     return [f"cuda:{index}" for index in range(options.gpus or there)]
 
 
-def _name(model: str) -> str:
-    """Return the name that clients use: that of a folder does not show where it is."""
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+def named_models(texts: list[str]) -> dict[str, str]:
+    """Parse ``["NAME=MODEL", "MODEL", …]`` into models by the names that clients use; a folder's hides its path."""
+    models: dict[str, str] = {}
+    for text in texts:
+        name, equals, model = text.partition("=")
+        folder = os.path.expanduser(text)
+        if not equals or os.path.isdir(folder):
+            name, model = Path(folder).resolve().name if os.path.isdir(folder) else text, text
+        if not name or name in models:
+            raise ArgumentError("model", f"must have names that differ, as NAME=MODEL, got {shown(text)}")
+        if len(texts) > 1:
+            resolve_model(model)  # the first one's process does so anyway
+        models[name] = model
+    return models
 
 
 def read_keys(path: Path | None) -> list[str]:
-    from dit_accel.presets.reading import read_text
-
-    if path is None:
-        return []
-    name = shortened(str(path))
-    try:
-        keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise ArgumentError("api_key_file", f"{name} can't be read: {reason}") from None
-    if not keys or any(len(key) < SHORTEST_KEY for key in keys):
+    keys = [] if path is None else read_prompts(path, "api_key_file", "keys")
+    if any(len(key) < SHORTEST_KEY for key in keys):
         rule = f"one key per line, each of at least {SHORTEST_KEY} characters"
-        raise ArgumentError("api_key_file", f"{name} must hold {rule}")
+        raise ArgumentError("api_key_file", f"{shortened(str(path))} must hold {rule}")
     return keys

@@ -47,7 +47,7 @@ def command(options: AppOptions) -> None:
         options_of_model = loading if name == model else replace(loading, loras={})
         with console.status(f"loading {name}"):
             worker = Worker(Setup(name, "none", loading=options_of_model))
-        if worker.video_form is not None:
+        if worker.loaded.form is not None:
             require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes videos,")
         return worker
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,8 @@ def _presets(family: str) -> Iterator[tuple[str, str]]:
 def _own_numbers(model: str, pipe: Any) -> dict[str, int | None]:
     folder = demo_path(model)
     numbers = demo_arguments(folder) if folder else {}
-    if pipe is None:
-        return {field: numbers.get(argument) for field, argument in NUMBERS.items()}
-    return {field: call_number(pipe, numbers, argument) for field, argument in NUMBERS.items()}
+    value = numbers.get if pipe is None else partial(call_number, pipe, numbers)
+    return {field: value(argument) for field, argument in NUMBERS.items()}
 
 
 def status(run: ComparisonRun) -> str:

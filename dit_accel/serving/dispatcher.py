@@ -18,7 +18,7 @@ from threading import Condition, Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError
-from dit_accel.serving.engine import Cancelled, Made
+from dit_accel.serving.engine import Cancelled, Loaded, Made
 from dit_accel.serving.prompts import DEADLINE, Job
 from dit_accel.serving.remote_worker import RemoteWorker
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_SECONDS = 1.0  # that all threads have to end; one that restarts its worker goes on
+LONGEST_OVERTAKEN = 10.0  # seconds in which tasks for the model that ran last may go first
 ALWAYS = 3  # steps that compute whatever the deadline
 KEPT = 256  # sizes whose times are kept
 
@@ -58,6 +59,8 @@ class Task:
 
     is_one_call = False  # True: all jobs share a call
     deadline: float | None = None  # seconds from its creation to its last result
+    model: str | None = None  # None = the only one
+    loaded: Loaded | None = None  # facts of the model, once a worker of several models has chosen it
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
@@ -166,7 +169,7 @@ def contract_of(task: Task, result: Made, begun: float) -> dict[str, Any]:
 
 def _key(task: Task, job: Job) -> tuple[Any, ...]:
     size = (job.settings.get(name) for name in ("height", "width", "num-frames", "steps"))
-    return task.preset and task.preset.name, *size
+    return task.model, task.preset and task.preset.name, *size
 
 
 class Dispatcher:
@@ -175,6 +178,7 @@ class Dispatcher:
     def __init__(self, workers: Sequence[RemoteWorker], most: float) -> None:
         self._failures: dict[RemoteWorker, str] = {}  # of workers that could not restart
         self._times = Times()
+        self._latest: dict[RemoteWorker, str | None] = {}  # model of each worker's last task
         self._most = most
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -241,7 +245,7 @@ class Dispatcher:
         return len(self._waiting)
 
     def _work(self, worker: RemoteWorker) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._next(worker)) is not None:
             started = time.monotonic()
             try:
                 is_broken = not self._run(worker, task)
@@ -258,13 +262,19 @@ class Dispatcher:
                 else:
                     self._failures.pop(worker, None)
 
-    def _next(self) -> Task | None:
+    def _next(self, worker: RemoteWorker) -> Task | None:
+        """Wait for a task: the oldest, or the oldest for the model that the worker ran last."""
         with self._changed:
             while not self._count_waiting():
                 if self.is_closed:
                     return None
                 self._changed.wait()
-            self._running.append(task := self._waiting.popleft())
+            task = self._waiting[0]
+            if time.monotonic() - task.created < LONGEST_OVERTAKEN:
+                task = next((other for other in self._waiting if other.model == self._latest.get(worker)), task)
+            self._latest[worker] = task.model
+            self._waiting.remove(task)
+            self._running.append(task)
             return task
 
     def _run(self, worker: RemoteWorker, task: Task) -> bool:
@@ -272,6 +282,8 @@ class Dispatcher:
         end: BaseException | None = None
         task.begin()
         try:
+            if task.model is not None and isinstance(worker, RemoteWorker):
+                task.loaded = worker.choose(task.model)
             calls = [task.jobs] if task.is_one_call else [[job] for job in task.jobs]
             for place, jobs in enumerate(calls):
                 begun = time.monotonic()

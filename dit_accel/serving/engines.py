@@ -59,8 +59,6 @@ class VllmOmniWorker:
         adapter = self.model_runner.pipeline
         pipe = getattr(adapter, "_pipeline", None)
         if pipe is None:
-            raise UnsupportedError(
-                "diffusion_load_format must be 'diffusers', so that vLLM-Omni runs a pipeline of diffusers, got "
-                f"{type(adapter).__name__}; add --diffusion-load-format diffusers"
-            )
+            fix = "add --diffusion-load-format diffusers"
+            raise UnsupportedError(f"vLLM-Omni must run a pipeline of diffusers, got {type(adapter).__name__}; {fix}")
         return pipe

@@ -1,66 +1,43 @@
-"""Estimate memory and time of a run before it starts, from the size of its output.
+"""Estimate the memory of a run before it starts, from the size of its output.
 
-Memory is a lower bound: nothing that fits is refused. Sizes that only the pipeline knows give no estimate.
+It is a lower bound: nothing that fits is refused. Sizes that only the pipeline knows give no estimate.
 """
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dit_accel.errors import UnsupportedError
 
 TOKEN_PATCH = 2  # latent pixels of a token's side where the transformer does not say more
-LONG_RUN = 600.0  # seconds
-WORTH_TIMING = 1e13  # FLOPs; any CPU computes fewer in minutes
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes that a run needs at least, and FLOPs of its steps if all are computed."""
-
-    size: str
-    bytes: int
-    flops: float
-
-
 def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    run, place = estimated(pipe, arguments), getattr(pipe, "_execution_device", None)
-    if run is not None and place is not None and run.bytes > (there := _memory(place)):
+    size, needed = estimated(pipe, arguments)
+    place = getattr(pipe, "_execution_device", None)
+    if needed and place is not None and needed > (there := _memory(place)):
         raise UnsupportedError(
-            f"{run.size} need at least {run.bytes / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
+            f"{size} need at least {needed / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
             "use a smaller height, width or number of frames"
         )
 
 
-def long_run_note(pipe: Any, arguments: Mapping[str, Any]) -> str | None:
-    run = estimated(pipe, arguments)
-    if run is None or run.flops < WORTH_TIMING or pipe._execution_device.type != "cpu":
-        return None
-    seconds = run.flops / _flops_per_second(pipe.dtype)
-    if seconds < LONG_RUN:
-        return None
-    duration = f"{seconds / 3600:,.0f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"
-    return f"{run.size} take about {duration} on this CPU if every step is computed; a smaller size or a GPU is faster"
-
-
-def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
+def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the size of a run in words, and the bytes that it needs at least; 0 = unknown."""
     from dit_accel.models import denoisers
 
     transformers = list(denoisers(pipe).values())
-    names = ("height", "width", "num_inference_steps", "num_frames", "num_images_per_prompt")
-    height, width, steps, frames, images = (call_number(pipe, arguments, name) for name in names)
+    names = ("height", "width", "num_frames", "num_images_per_prompt")
+    height, width, frames, images = (call_number(pipe, arguments, name) for name in names)
     if not transformers or not height or not width:
-        return None
+        return "", 0
     frames, images, config = frames or 1, images or 1, transformers[0].config
     scale = first_whole(pipe, "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio") or 8
     per_latent = first_whole(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio") or 1
     side = scale * max(first_whole(config, "patch_size") or 1, TOKEN_PATCH)
     tokens = (height // side) * (width // side) * ((frames - 1) // per_latent + 1)
     channels = (first_whole(config, "num_attention_heads") or 0) * (first_whole(config, "attention_head_dim") or 0)
-    weights = max(sum(weight.numel() for weight in transformer.parameters()) for transformer in transformers)
-    attention = 4.0 * tokens**2 * channels * (first_whole(config, "num_layers") or 0)
     itemsize, vae = transformers[0].dtype.itemsize, getattr(pipe, "vae", None)
     needed = [
         4 * tokens * channels * images * itemsize,  # queries, keys, values and the stream that attention adds to
@@ -70,7 +47,7 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> Estimate | None:
         (first, *_) = getattr(getattr(vae, "config", None), "block_out_channels", None) or (0,)
         needed.append(2 * first * height * width * itemsize)  # in and out of the decoder's last block
     size = f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else "")
-    return Estimate(size, max(needed), (steps or 1) * images * (2.0 * weights * tokens + attention))
+    return size, max(needed)
 
 
 def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
@@ -100,12 +77,3 @@ def _memory(place: Any) -> int:
     if place.type == "cuda":
         return torch.cuda.get_device_properties(place).total_memory
     return psutil.virtual_memory().available
-
-
-def _flops_per_second(dtype: Any) -> float:
-    import torch
-    from torch.utils.benchmark import Timer
-
-    matrix = torch.ones(1024, 1024, dtype=dtype)
-    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
-    return 2 * 1024**3 / min(timer.timeit(1).mean for _ in range(3))

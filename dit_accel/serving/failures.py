@@ -51,16 +51,12 @@ def _of_the_hub(error: BaseException, what: str) -> str | None:
         chain.append(error)
         error = error.__cause__ or error.__context__ or error
     page = f"{constants.ENDPOINT}/{'/'.join(what.split('/')[:2])}"
-    login = "log in with `hf auth login`, or set HF_TOKEN to a token that may read it"
+    login = f"check the name and the licence on {page}, and log in with `hf auth login` or HF_TOKEN"
     for cause in chain:
-        message = " ".join(str(getattr(cause, "server_message", None) or cause).split())
-        match cause:
-            case errors.GatedRepoError():
-                return f"accept its licence on {page}, then {login} (the Hub says: {shortened(message)})"
-            case errors.RepositoryNotFoundError():
-                return f"{page} does not exist, or is private: check the name; for a private one {login}"
-            case errors.HfHubHTTPError():
-                return f"the Hub answers: {shortened(' '.join(str(cause).split()), 400)}"
+        if isinstance(cause, errors.HfHubHTTPError):
+            message = " ".join(str(cause.server_message or cause).split())
+            is_closed = isinstance(cause, errors.RepositoryNotFoundError)  # gated, private or missing
+            return f"the Hub answers: {shortened(message, 400)}{f'; {login}' if is_closed else ''}"
     kinds = {"httpx", "requests", "huggingface_hub"}
     lost = [e for e in chain if isinstance(e, ConnectionError) or type(e).__module__.partition(".")[0] in kinds]
     if not lost:

@@ -45,8 +45,6 @@ def _read(field: str, path: Path, convert: Callable[[Image.Image], Image.Image])
             return [convert(frame) for frame in load_video(str(path))]
         with Image.open(path) as image:
             return convert(image)
-    except FileNotFoundError:
-        raise ArgumentError(field, f"{name} does not exist") from None
     except Exception as error:  # decoders raise errors of any type for broken files
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError(field, f"{name} can't be read as an image: {shortened(str(reason))}") from None

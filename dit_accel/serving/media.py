@@ -39,11 +39,6 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     if is_folder_of_frames(path):
         return
     is_clip = path.suffix.lower() in FILE_SUFFIXES
-    if not is_clip and not _is_written_by_pillow(path.suffix):
-        name = shortened(str(path))
-        raise ArgumentError(
-            "output", f"{name} must end in .png, .jpg or .webp, or for video in {' or '.join(FILE_SUFFIXES)}"
-        )
     (Clips(USUAL_FRAMES_A_SECOND) if is_clip else Pictures()).require_output(path, compare=compare, force=force)
 
 
@@ -62,10 +57,11 @@ class Pictures:
     default_output = Path("output.png")
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
+        if not _is_written_by_pillow(path.suffix):
+            rule = "must end in .png, .jpg or .webp for an image, in .mp4 or .gif for a video"
+            raise ArgumentError("output", f"{shortened(str(path))} {rule}")
         for file in self.files(path, compare=compare):
             require_writable(file, "output", force=force)
-        if not _is_written_by_pillow(path.suffix):
-            raise ArgumentError("output", f"{path} must end in .png, .jpg or .webp: this model makes images")
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
         return _with_comparison(path, compare)
@@ -104,17 +100,12 @@ class Clips:
 
         is_folder = is_folder_of_frames(path)
         if not is_folder and path.suffix.lower() not in FILE_SUFFIXES:
-            raise ArgumentError(
-                "output",
-                f"{path} must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without "
-                "suffix): this model makes video",
-            )
+            rule = f"must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without suffix)"
+            raise ArgumentError("output", f"{path} {rule}: this model makes video")
         require_codec(path, "--output", folder=is_folder)
         for clip in _with_comparison(path, compare):
             if is_folder and os.path.isfile(clip):
-                raise ArgumentError(
-                    "output", f"{clip} is a file, so frames can't be written into it; name a new folder"
-                )
+                raise ArgumentError("output", f"{clip} is a file, which can't hold frames; name a new folder")
             if is_folder and (foreign := foreign_files(clip)):
                 holds = f"folder {clip} holds files that are not frames of one video ({foreign[0]})"
                 raise ArgumentError("output", f"{holds}; name another folder")

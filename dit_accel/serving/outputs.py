@@ -21,9 +21,8 @@ def require_writable(path: Path, field: str, *, force: bool) -> None:
 
 def require_plot(path: Path, field: str, *, force: bool) -> None:
     if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise ArgumentError(
-            field, f"{shortened(str(path))} must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
-        )
+        suffixes = f"{', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
+        raise ArgumentError(field, f"{shortened(str(path))} must end in {suffixes}")
     require_writable(path, field, force=force)
 
 

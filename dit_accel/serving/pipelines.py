@@ -49,10 +49,8 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
     "prompt": "the prompt",
     "image": "the input image",
     "generator": "the seed",
-    "output_type": "the command",
-    "return_dict": "the command",
-    "callback_on_step_end": "the command",
-    "callback_on_step_end_tensor_inputs": "the command",
+    **dict.fromkeys(("output_type", "return_dict"), "the command"),
+    **dict.fromkeys(("callback_on_step_end", "callback_on_step_end_tensor_inputs"), "the command"),
 }
 
 
@@ -94,6 +92,7 @@ def call_arguments(
     Options have names such as ``"num-images"``, others (of ``--call``) the pipeline's; None = unset. A list of images
     is for one output. ``fps`` is an argument only of pipelines with sound, which lasts as long as the video.
     """
+    from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
     parameters = inspect.signature(pipe.__call__).parameters
@@ -112,7 +111,9 @@ def call_arguments(
         makes_video(pipe) and values.pop("num-images", 1) > 1
     ):  # few video pipelines can make several, and some ignore the argument
         raise ArgumentError("num_images", f"{type(pipe).__name__} makes one video per run; run again with another seed")
-    if isinstance(values.get("image"), list) and not _takes_several_images(pipe):
+    family = pipeline_family(pipe)
+    takes_several = family is not None and type(pipe).__name__ in family.several_images
+    if isinstance(values.get("image"), list) and not takes_several:
         raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(values['image'])}")
     if (fps := values.pop("fps", None)) and sampling_rate(pipe):
         arguments |= {key: fps for key in ("frame_rate", "fps") if key in parameters}
@@ -176,13 +177,6 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) 
 
     with explained_failures(type(pipe)):
         return timed_output(pipe, arguments, seed)
-
-
-def _takes_several_images(pipe: Any) -> bool:
-    from dit_accel.models.families import pipeline_family
-
-    family = pipeline_family(pipe)
-    return family is not None and type(pipe).__name__ in family.several_images
 
 
 def _ignores_guidance(pipe: Any) -> bool:

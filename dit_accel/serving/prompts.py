@@ -39,18 +39,19 @@ class Job:
         return f"{self.index:04}{suffix}"
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path, field: str = "prompts", what: str = "prompts") -> list[str]:
+    """Read the lines of a file that are not blank, at least one; errors name the option ``field``."""
     from dit_accel.presets.reading import read_text
 
     name = shortened(str(path))
     try:
         text = read_text(path, LONGEST_PROMPTS)
     except (OSError, ValueError) as error:
-        raise ArgumentError("prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
-    prompts = [line.strip() for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ArgumentError("prompts", f"{name} holds no prompts; write one per line")
-    return prompts
+        raise ArgumentError(field, f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ArgumentError(field, f"{name} holds no {what}; write one per line")
+    return lines
 
 
 def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:

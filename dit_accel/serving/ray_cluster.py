@@ -108,10 +108,7 @@ class RayActor:
 
 class _WorkerActor:
     def open(self, setup: Setup, folder: str) -> Any:
-        """Load the pipeline in the command's folder if it exists here, so that paths mean the same.
-
-        Return the first message.
-        """
+        """Load the pipeline in the command's folder, if it is here, and return the first message."""
         if os.path.isdir(folder):
             os.chdir(folder)
         self._link, link = Pipe()

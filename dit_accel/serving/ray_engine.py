@@ -134,10 +134,9 @@ class RayEngine:
         self._left -= 1
         if self._left:
             self._note(f"an actor can't load the pipeline: {reason_of(error)}")
-        elif isinstance(error, DitAccelError) and not isinstance(error, BatchError):
-            raise error
         else:
-            raise BatchError(f"no actor can load the pipeline: {reason_of(error)}")
+            is_final = isinstance(error, DitAccelError) and not isinstance(error, BatchError)
+            raise error if is_final else BatchError(f"no actor can load the pipeline: {reason_of(error)}")
 
     def _retried(self, jobs: Sequence[Job], error: BaseException, attempts: Counter[int]) -> Sequence[Job]:
         """Return the jobs of a batch that failed, each of which is to run alone; none if a retry cannot help."""

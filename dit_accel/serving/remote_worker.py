@@ -11,14 +11,15 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from threading import Lock
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError, DitAccelError, headline
+from dit_accel.errors import BatchError, DitAccelError, OutOfMemoryError, headline
 from dit_accel.serving.engine import Cancelled, DefectError, Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.processes import silence_libraries
@@ -77,21 +78,57 @@ class RemoteWorker:
     """A :class:`~dit_accel.serving.worker.Worker` in its own process; its errors are raised here.
 
     ``patience`` is the most seconds of a step, of the time before the first one, and of the time after the last one.
+    Of several ``models`` the latest used, at most ``most``, stay loaded, each in a process.
     """
 
     def __init__(
-        self, setup: Setup, patience: float | None, start: Callable[[Setup], Any] = LocalProcess, attempts: int = 2
+        self,
+        setup: Setup,
+        patience: float | None,
+        start: Callable[[Setup], Any] = LocalProcess,
+        attempts: int = 2,
+        models: Mapping[str, Setup] = MappingProxyType({}),
+        most: int = 1,
     ) -> None:
         self._setup, self._patience, self._start, self._attempts = setup, patience, start, attempts
+        self._models, self._most = models, most
+        self._resting: dict[str, tuple[Any, Loaded]] = {}  # processes of other models, the least recently used first
+        self._is_stale = False  # True: models load again before their next jobs
         self._is_lost = False  # True: the pipeline could not be loaded again
         self._is_closed, self._changing = False, Lock()
         self._process = start(setup)
 
     def wait(self, patience: float | None = None) -> Loaded:
         try:
-            return self._receive(patience)
+            self._loaded: Loaded = self._receive(patience)
+            return self._loaded
         except EOFError:
             raise BatchError(f"the process that loads {self._setup.model} died; {self._process.log}") from None
+
+    def choose(self, model: str) -> Loaded:
+        """Let the next jobs run on a model, which loads unless it is loaded; the least recently used one leaves.
+
+        Raise a ``DitAccelError`` without the reason, which is in the log, if it can't be loaded.
+        """
+        if not self._is_lost:
+            self._resting[self._setup.model] = self._process, self._loaded
+        self._setup, self._is_lost = self._models[model], False
+        most, self._is_stale = 0 if self._is_stale else self._most, False
+        if most and self._setup.model in self._resting:
+            self._process, self._loaded = self._resting.pop(self._setup.model)
+            return self._loaded
+        while self._resting and len(self._resting) >= most:
+            self._resting.pop(next(iter(self._resting)))[0].end()
+        try:
+            return self._with_room(self._load)
+        except Exception as error:
+            self._is_lost = True
+            logger.exception("%s can't be loaded", model)
+            raise DitAccelError(f"model {model} can't be loaded; the server's log has the reason") from error
+
+    def reload(self) -> None:
+        """Let each model load again from its files before its next jobs; may be called in any thread."""
+        self._is_stale = True
 
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs as a :class:`~dit_accel.serving.worker.Worker`, again in a new process if the process dies.
@@ -102,8 +139,7 @@ class RemoteWorker:
             if attempt > 1 or self._is_lost:
                 self.restart()
             try:
-                self._process.send((jobs, preset, suffix))
-                return self._follow(tell)
+                return self._with_room(partial(self._follow, (jobs, preset, suffix), tell))
             except TimeoutError:
                 logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
                 raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
@@ -117,15 +153,10 @@ class RemoteWorker:
         try:
             with self._changing:
                 self._process.end()
-                if self._is_closed:
-                    raise BatchError("the server is shutting down")
-                self._process = self._start(self._setup)
-            loaded = self.wait(LONGEST_LOAD)
+            loaded = self._load()
         except Exception as error:
             if not self._is_closed:
                 logger.exception("%s can't be loaded again", self._setup.model)
-            with self._changing:
-                self._process.end()
             raise LoadError("the pipeline can't be loaded again") from error
         self._is_lost = False
         return loaded
@@ -133,9 +164,33 @@ class RemoteWorker:
     def close(self) -> None:
         self._is_closed = True
         with self._changing:
-            self._process.end()
+            for process in (self._process, *(process for process, _ in self._resting.values())):
+                process.end()
 
-    def _follow(self, tell: Callable[..., None]) -> list[Made]:
+    def _load(self) -> Loaded:
+        with self._changing:
+            if self._is_closed:
+                raise BatchError("the server is shutting down")
+            self._process = self._start(self._setup)
+        try:
+            return self.wait(LONGEST_LOAD)
+        except Exception:
+            with self._changing:
+                self._process.end()
+            raise
+
+    def _with_room(self, work: Callable[[], Any]) -> Any:
+        """Return a result; while memory is short, the least recently used of the other models leaves."""
+        while True:
+            try:
+                return work()
+            except OutOfMemoryError:
+                if not self._resting:
+                    raise
+                self._resting.pop(next(iter(self._resting)))[0].end()
+
+    def _follow(self, message: Any, tell: Callable[..., None]) -> list[Made]:
+        self._process.send(message)
         while not isinstance(event := self._receive(self._patience), list):
             try:
                 tell(*event)

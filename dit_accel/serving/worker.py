@@ -53,21 +53,15 @@ class Worker:
         return getattr(getattr(self.pipe, "dit_accel", None), "preset", None)
 
     @property
-    def video_form(self) -> VideoForm | None:
-        if not isinstance(self.medium, Clips):
-            return None
-        unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        return VideoForm(self.medium.fps, unit or 1)
-
-    @property
     def loaded(self) -> Loaded:
-        return Loaded(self.video_form, self.preset_in_use, self.suffix, self.preset)
+        unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+        form = VideoForm(self.medium.fps, unit or 1) if isinstance(self.medium, Clips) else None
+        return Loaded(form, self.preset_in_use, self.suffix, self.preset)
 
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
 
-        ``tell`` is called with the number of finished steps and of all steps, and with the file of a partial image if
-        there is one. An exception from it ends the call.
+        ``tell`` takes the number of finished and of all steps, and a partial image's file; its errors end the call.
         """
         started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
         self.use(preset)
@@ -103,17 +97,10 @@ class Worker:
                 if "fps" in job.settings:
                     medium = Clips(job.settings["fps"], medium.sampling_rate)
                 medium.write(result, file, output.sound(place))
-                results.append(
-                    Made(
-                        file.read_bytes(),
-                        output.denoising_seconds,
-                        report and report.of_prompt(place).to_json(),
-                        indices,
-                        output.stages,
-                        result.shape[:3] if isinstance(medium, Clips) else None,
-                        size_note(job.settings, result),
-                    )
-                )
+                shape, note = result.shape[:3] if isinstance(medium, Clips) else None, size_note(job.settings, result)
+                of_job = report and report.of_prompt(place).to_json()
+                call = output.denoising_seconds, of_job, indices, output.stages
+                results.append(Made(file.read_bytes(), *call, shape, note))
         return results
 
     def call(

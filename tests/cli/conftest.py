@@ -167,7 +167,7 @@ def reached(monkeypatch, made, tmp_path):
     )
 
     class Serving:
-        def __init__(self, setup, patience, start):
+        def __init__(self, setup, patience, start, models, most):
             put(patience=patience, **setup.call)
             self.setup = setup
 
@@ -177,6 +177,9 @@ def reached(monkeypatch, made, tmp_path):
         def close(self):
             put(closed=True)
 
+        def reload(self):
+            put(reloaded=seen.get("reloaded", 0) + 1)
+
     def listen(app, dispatcher, bound, limits, ready):
         put(**vars(limits))
         ready()
@@ -185,7 +188,9 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
     monkeypatch.setattr(
-        server, "build_app", lambda *_: put(served=_[1].model, form=_[1].form, keys=_[2], hosts=_[3], store=_[4])
+        server,
+        "build_app",
+        lambda *_: put(served=_[1].model, form=_[1].form, keys=_[2], hosts=_[3], store=_[4], others=_[5]),
     )
     monkeypatch.setattr(server, "serve", listen)
     return seen
@@ -205,6 +210,7 @@ def handed_on(run, reached, tmp_path):
         (tmp_path / "output.png").write_bytes(b"before")
         result = run(*arguments)
         assert result.exit_code == 0, result.output
+        reached.pop("store", None)  # which differs between calls
         new = set(tmp_path.iterdir()) - before
         files = {path.name for path in new if path.is_file() and path.read_bytes() != b"before"}
         opened = "".join(re.findall(r"open (\S+)", result.stdout))

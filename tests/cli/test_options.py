@@ -175,7 +175,8 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         if name not in ("--steps", "--height", "--width", "--num-frames", "--image", "--seed")
     }
     | {
-        "--model": Acts(("--model", "other/pictures"), {"model": "other/pictures", "served": "other/pictures"}),
+        "--model": "tests/cli/test_serve.py::test_models_have_the_names_that_clients_use",
+        "--max-models": "tests/serving/test_models.py::test_the_models_used_last_stay",
         "--host": Acts(("--host", "0.0.0.0"), {"server_name": "0.0.0.0", "hosts": set()}),
         "--allow-host": Acts(("--allow-host", "Here"), {"hosts": {"127.0.0.1", "localhost", "::1", "here"}}),
         "--port": Acts(("--port", 8123), {"server_port": 8123}),

@@ -156,9 +156,9 @@ def of_hub(kind, said):
     [
         (
             of_hub(hub.GatedRepoError, "await a review"),
-            r"accept its licence on https://.*/some/model, .*HF_TOKEN.*review",
+            "await a review; .*licence on https://.*/model, .*HF_TOKEN",
         ),
-        (of_hub(hub.RepositoryNotFoundError, "none"), "https://.*/some/model does not exist, or is private: .* login`"),
+        (of_hub(hub.RepositoryNotFoundError, "none"), "none; check the name .* https://.*/some/model, .* login`"),
         (of_hub(hub.HfHubHTTPError, "429 Too Many Requests"), "the Hub answers: 429 Too Many Requests"),
         (
             of_hub(httpx.ConnectError, "no route"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dit_accel.cli import serve
+from dit_accel.errors import ArgumentError
 from dit_accel.serving import pipelines, remote_worker
 from tests.forked import fork_server, run_command
 from tests.tiny import tiny_pipeline
@@ -184,9 +185,8 @@ def test_other_machines_without_a_key_are_noted(run, reached):
     assert "restricts" not in run("serve", "-m", "pictures").output
 
 
-def test_only_models_of_videos_have_a_store_of_videos(run, reached):
-    """The server knows the frame rate of the model, and the folder of the store is deleted at the end."""
-    assert run("serve", "-m", "pictures").exit_code == 0 and reached["store"] is reached["form"] is None
+def test_videos_are_deleted_at_the_end(run, reached):
+    """The server knows the frame rate of the model."""
     assert run("serve", "-m", "some/clips").exit_code == 0 and reached["form"].fps == 16.0
     assert not reached["store"].new_file().parent.exists()
 
@@ -195,7 +195,9 @@ def devices_of_workers(monkeypatch):
     """The devices of all workers that the command starts from now on."""
     opened, worker = [], serve.RemoteWorker
     monkeypatch.setattr(
-        serve, "RemoteWorker", lambda setup, *more: opened.append(setup.loading.device) or worker(setup, *more)
+        serve,
+        "RemoteWorker",
+        lambda setup, *more, **others: opened.append(setup.loading.device) or worker(setup, *more, **others),
     )
     return opened
 
@@ -216,11 +218,12 @@ def test_each_gpu_has_a_process(run, reached, monkeypatch, given, there, devices
     opened = devices_of_workers(monkeypatch)
     result = run("serve", "-m", "pictures", *given)
     assert result.exit_code == 0, result.output
-    assert opened == devices and reached["closed"]
+    signal.raise_signal(signal.SIGUSR1)
+    assert opened == devices and reached["closed"] and reached["reloaded"] == len(devices)
 
 
 def test_with_ray_each_gpu_of_the_cluster_has_an_actor(run, reached, monkeypatch):
-    """The GPUs of this machine do not matter, and the cluster of this process stays up."""
+    """The GPUs of this machine do not matter, and the cluster of this process stays up. An actor has one model."""
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 3.0, "CPU": 8.0})
@@ -229,6 +232,21 @@ def test_with_ray_each_gpu_of_the_cluster_has_an_actor(run, reached, monkeypatch
     result = run("serve", "-m", "pictures", "--engine", "ray")
     assert result.exit_code == 0, result.output
     assert opened == ["cuda"] * 3 and reached["closed"]
+    assert "--max-models: must be 1" in run("serve", "-m", "pictures", "--engine", "ray", "--max-models", 2).stderr
+
+
+def test_models_have_the_names_that_clients_use(saved):
+    """Of a folder its last part, so that its path stays hidden. All are there, and no two have the same name."""
+    folder = str(saved("flux"))
+    names = {Path(folder).name: folder, "a": folder, "demo-flux": "demo-flux", "owner/name": "owner/name"}
+    assert serve.named_models([folder, f"a={folder}", "demo-flux", "owner/name"]) == names
+    for texts, message in (
+        ([folder, folder], "names that differ"),
+        (["=x", "demo-flux"], "names that differ"),
+        (["demo-flux", "b=./nowhere"], "is not a pipeline's folder"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            serve.named_models(texts)
 
 
 @pytest.mark.parametrize(

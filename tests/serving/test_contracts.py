@@ -128,7 +128,7 @@ def test_a_plain_run_states_its_seconds(clock):
 
 def test_times_of_few_sizes_are_kept(monkeypatch):
     monkeypatch.setattr(dispatching, "KEPT", 2)
-    times, task = dispatching.Times(), SimpleNamespace(preset=None)
+    times, task = dispatching.Times(), SimpleNamespace(preset=None, model=None)
     for width in (16, 32, 48):
         times.take(task, Job(0, {"width": width}), Made(b"", 1.0, None, [0]), 2.0)
-    assert [key[2] for key in times._fewest] == [32, 48]
+    assert [key[3] for key in times._fewest] == [32, 48]

@@ -62,9 +62,9 @@ def test_a_quantised_pipeline_is_accelerated_and_compared(run, folder, tmp_path)
 @pytest.mark.parametrize(
     ("device", "capability", "dtype", "message"),
     [
-        ("cpu", None, None, r"float8 needs compute capability 8.9 or later .*, got cpu; use int8"),
-        (None, (8, 6), None, r"float8 needs compute capability 8\.9 or later"),
-        (None, (8, 9), "float16", r"float8 needs --dtype bfloat16, got torch.float16"),
+        ("cpu", None, None, "float8 needs .* compute capability 8.9 or later .*, got .* on cpu; use int8"),
+        (None, (8, 6), None, "float8 needs .* compute capability 8.9 or later"),
+        (None, (8, 9), "float16", "float8 needs bfloat16 .*, got torch.float16"),
         (None, (8, 9), None, None),
         (None, (9, 0), None, None),
     ],
@@ -237,18 +237,3 @@ def test_layers_get_the_kind_that_is_asked_for(monkeypatch, kind, config):
     monkeypatch.setattr(torchao.quantization, "quantize_", lambda module, config, *_, **__: configs.append(config))
     loading._quantize(tiny_pipeline("flux"), kind, torch.device("cpu"))
     assert [type(each).__name__ for each in configs] == [f"{config}Config"]
-
-
-@pytest.mark.parametrize(
-    "device, told", [("cuda:1", None), ("cuda:2", "cuda:2 does not exist: this machine has 2 GPUs"), ("cuda", None)]
-)
-def test_a_gpu_that_does_not_exist_is_told(monkeypatch, device, told):
-    """They are counted from 0."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(1))
-    if told is None:
-        assert loading._resolve_device(device) == torch.device(device)
-    else:
-        with pytest.raises(ArgumentError, match=told):
-            loading._resolve_device(device)

@@ -2,7 +2,6 @@
 
 import os
 from itertools import combinations
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,11 +48,6 @@ def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_pa
         assert not any(file.exists() for path in names for file in files(path))
         for file in there:
             file.unlink()
-
-
-def test_several_pictures_are_numbered_from_0():
-    assert numbered(Path("a.png"), 1) == [Path("a.png")]
-    assert numbered(Path("a.png"), 2) == [Path("a-0.png"), Path("a-1.png")]
 
 
 @pytest.mark.parametrize(

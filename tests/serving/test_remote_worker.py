@@ -160,15 +160,6 @@ def test_a_closed_worker_leaves_no_process(worker):
         time.sleep(0.05)
 
 
-def test_a_process_that_loads_is_ended_at_once(monkeypatch):
-    """Its server need not wait for the weights."""
-    monkeypatch.setattr(remote, "Worker", Simple)
-    monkeypatch.setattr(remote, "get_context", lambda _: get_context("fork"))
-    loading = remote.RemoteWorker(Setup("large"), 60.0)
-    loading.close()
-    assert not loading._process.process.is_alive()
-
-
 class Scripted:
     """A process that sends these messages, and raises those that are errors of a connection."""
 

@@ -1,8 +1,10 @@
-"""Limits of requests, and errors in the form of OpenAI's interface."""
+"""Models of a server, limits of requests, and errors in the form of OpenAI's interface."""
 
+import asyncio
+import json
 from asyncio import CancelledError
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,8 +12,10 @@ from pydantic import BaseModel
 from dit_accel.errors import ArgumentError, DitAccelError, PresetError, UnsupportedError, shortened, shown
 from dit_accel.presets import Preset
 from dit_accel.presets.complaints import did_you_mean
-from dit_accel.serving.dispatcher import Busy
+from dit_accel.serving.dispatcher import AwaitedTask, Busy, Dispatcher
 from dit_accel.serving.engine import Cancelled, VideoForm
+
+Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Served:
     form: VideoForm | None = None  # None = it makes images
     loras: Collection[str] = ()  # names
 
+    def require(self, *, videos: bool) -> None:
+        if videos == (self.form is None):
+            makes = "images, no videos: use /v1/images/generations" if videos else "videos, no images: use /v1/videos"
+            raise RequestError(f"{self.model} makes {makes}", code="unsupported")
+
 
 class RequestError(Exception):
     def __init__(
@@ -55,6 +64,41 @@ class RequestError(Exception):
     def to_json(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class Models:
+    """The models of a server by name; requests that name none run on the first."""
+
+    def __init__(self, dispatcher: Dispatcher, first: Served, others: Sequence[str] = ()) -> None:
+        self.first, self.names, self.limits = first, [first.model, *others], first.limits
+        self._dispatcher, self._served = dispatcher, {first.model: first}
+
+    async def find(self, name: str | None) -> Served:
+        """Return a model with its facts, for which a worker loads it the first time."""
+        if (name := name or self.first.model) in self._served:
+            return self._served[name]
+        if name not in self.names:
+            message = f"model {shown(name)} does not exist; this server has {', '.join(self.names)}"
+            raise RequestError(message, "model", "model_not_found", 404)
+        task = AwaitedTask([], None, "")
+        task.model = name
+        self._dispatcher.add(task)
+        async with asyncio.timeout(self.limits.seconds):
+            async for _ in task:
+                pass
+        assert task.loaded is not None  # without an error
+        self._served[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
+        return self._served[name]
+
+
+def model_in(body: bytes | Fields) -> str | None:
+    """Return the model that a body names, or None; checks of the body follow."""
+    try:
+        fields = json.loads(body) if isinstance(body, bytes) else dict(body)
+    except (ValueError, RecursionError):
+        return None
+    name = fields.get("model") if isinstance(fields, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def answered(error: BaseException, limits: Limits) -> RequestError:

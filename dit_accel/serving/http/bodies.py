@@ -13,19 +13,21 @@ from starlette.requests import ClientDisconnect
 
 from dit_accel.errors import shortened
 from dit_accel.serving.engine import Cancelled
-from dit_accel.serving.http.api import RequestError, Served
+from dit_accel.serving.http.api import Models, RequestError, Served, model_in
 from dit_accel.serving.http.requests import AnyRequest, EditRequest, VideoRequest, read
 
 SLOWEST_BODY = 10.0  # seconds
 MOST_FIELDS = 100  # of a form, and as many files
 
 
-async def received(request: Request, kind: type[AnyRequest], served: Served) -> AnyRequest:
-    """Read and check a request: edits are forms, images JSON, and videos either."""
+async def received(request: Request, kind: type[AnyRequest], models: Models) -> tuple[AnyRequest, Served]:
+    """Read and check a request, for the model that it names: edits are forms, images JSON, and videos either."""
     is_form = _is_form(request) if issubclass(kind, VideoRequest) else issubclass(kind, EditRequest)
-    most = served.limits.upload if is_form else served.limits.body
+    most = models.limits.upload if is_form else models.limits.body
     body = await (read_form if is_form else read_body)(request, most)
-    return await asyncio.to_thread(read, body, kind, served)
+    served = await models.find(await asyncio.to_thread(model_in, body))
+    served.require(videos=issubclass(kind, VideoRequest))
+    return await asyncio.to_thread(read, body, kind, served), served
 
 
 def _is_form(request: Request) -> bool:

@@ -5,7 +5,6 @@ The rules need the :class:`~dit_accel.serving.http.api.Served` model, which is t
 
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -19,7 +18,7 @@ from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.presets.sections import TARGETS
 from dit_accel.serving.engine import VideoForm
-from dit_accel.serving.http.api import RequestError, Served, explained
+from dit_accel.serving.http.api import Fields, RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.loras import require_named
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
@@ -29,8 +28,6 @@ SIDE_UNIT = 16  # pixels of one token in most models
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 WITHOUT_EFFECT = ("quality", "style", "moderation", "input_fidelity")  # OpenAI's fields that change nothing here
 FILES = ("image", "mask", "input_reference")  # fields of forms that are files
-
-Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
 
 
 class PromptRequest(BaseModel):
@@ -66,10 +63,7 @@ class PromptRequest(BaseModel):
 
     @model_validator(mode="after")
     def _require_served(self, info: ValidationInfo) -> Self:
-        served, limits = info.context, info.context.limits
-        if self.model not in (None, served.model):
-            message = f"model {shown(self.model)} does not exist; this server has {served.model}"
-            raise RequestError(message, "model", "model_not_found", 404)
+        limits = info.context.limits
         require_at_most("steps", self.steps or 1, limits.steps)
         require_at_most("computed_steps", self.computed_steps or 1, self.steps or limits.steps)
         for side in self.sides:

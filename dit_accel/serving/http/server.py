@@ -1,6 +1,6 @@
 """HTTP server with OpenAI's interface for images and videos: an ASGI application over a dispatcher of workers.
 
-    app = build_app(Dispatcher([worker], most=16), Served("demo-flux", preset, Limits()), keys=[])
+    app = build_app(Dispatcher([worker], 16), Served("demo-flux", preset, limits), [], [], VideoStore(limits))
 
 This file has the routes of images; :mod:`~dit_accel.serving.http.videos` has those of videos.
 """
@@ -26,11 +26,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import ArgumentError
+from dit_accel.errors import ArgumentError, DitAccelError
 from dit_accel.serving.dispatcher import AwaitedTask, Busy, Dispatcher, Step, Task
 from dit_accel.serving.engine import Cancelled, Made
 from dit_accel.serving.http.access import Access
-from dit_accel.serving.http.api import Limits, RequestError, Served, answered
+from dit_accel.serving.http.api import Limits, Models, RequestError, Served, answered
 from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.connections import configured
 from dit_accel.serving.http.metrics import Metrics
@@ -43,8 +43,8 @@ LAST_STEPS = 30.0  # seconds that cancelled runs have at the end
 class ImageServer:
     """Handlers of the routes; those of images answer with an error if the model makes videos."""
 
-    def __init__(self, dispatcher: Dispatcher, served: Served, metrics: Metrics) -> None:
-        self.dispatcher, self.served, self.limits, self.metrics = dispatcher, served, served.limits, metrics
+    def __init__(self, dispatcher: Dispatcher, models: Models, metrics: Metrics) -> None:
+        self.dispatcher, self._models, self.limits, self.metrics = dispatcher, models, models.limits, metrics
         self._started = int(time.time())
 
     async def generate(self, request: Request) -> Response:
@@ -54,14 +54,13 @@ class ImageServer:
         return await self._answer(request, EditRequest)
 
     async def _answer(self, request: Request, kind: type[ImageRequest]) -> Response:
+        arrived = time.monotonic()
         try:
-            if self.served.form is not None:
-                raise RequestError(f"{self.served.model} makes videos, no images: use /v1/videos", code="unsupported")
-            wanted = await received(request, kind, self.served)
-            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, self.served), SUFFIXES[wanted.output_format])
-            task.deadline = wanted.max_seconds
+            wanted, served = await received(request, kind, self._models)
+            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, served), SUFFIXES[wanted.output_format])
+            task.created, task.deadline, task.model = arrived, wanted.max_seconds, served.model
             self.dispatcher.add(task)
-        except (ArgumentError, RequestError, Busy, Cancelled) as error:
+        except (DitAccelError, RequestError, Busy, Cancelled, TimeoutError) as error:
             raise self.metrics.counted(error) from None
         if wanted.stream:
             return _EventStream(self._events(request, wanted, task), task)
@@ -135,7 +134,7 @@ class ImageServer:
 
     async def models(self) -> dict[str, Any]:
         facts = {"object": "model", "created": self._started, "owned_by": "dit-accel"}
-        return {"object": "list", "data": [{"id": self.served.model, **facts}]}
+        return {"object": "list", "data": [{"id": name, **facts} for name in self._models.names]}
 
     async def health(self) -> JSONResponse:
         reason = self.dispatcher.failure or ("shutting down" if self.dispatcher.is_closed else None)
@@ -165,12 +164,14 @@ class _EventStream(StreamingResponse):
 def build_app(
     dispatcher: Dispatcher,
     served: Served,
-    keys: Sequence[str] = (),
-    hosts: Collection[str] = (),
-    videos: VideoStore | None = None,
+    keys: Sequence[str],
+    hosts: Collection[str],
+    videos: VideoStore,
+    others: Sequence[str] = (),
 ) -> FastAPI:
-    metrics = Metrics(dispatcher, served.limits)
-    server, video_server = ImageServer(dispatcher, served, metrics), VideoServer(dispatcher, served, metrics, videos)
+    """Return the application of a model that is loaded, and of others by name, which load at their first request."""
+    metrics, models = Metrics(dispatcher, served.limits), Models(dispatcher, served, others)
+    server, video_server = ImageServer(dispatcher, models, metrics), VideoServer(dispatcher, models, metrics, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     protected = APIRouter(dependencies=[Depends(Access(keys, hosts).require)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
@@ -228,11 +229,7 @@ def serve(
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal ended the server.
-
-    Not a plain KeyboardInterrupt: if one leaves an ``exec`` of text, such as a dataclass that is being imported, Python
-    ends the process by SIGINT in the end, even if the exception was caught.
-    """
+    """A signal ended the server. Python would end the process by SIGINT if a plain KeyboardInterrupt left an import."""
 
 
 @contextmanager

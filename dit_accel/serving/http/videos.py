@@ -18,10 +18,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from dit_accel.errors import ArgumentError, shown
+from dit_accel.errors import ArgumentError, DitAccelError, shown
 from dit_accel.serving.dispatcher import Busy, Dispatcher, Step, Task
 from dit_accel.serving.engine import Cancelled, Made
-from dit_accel.serving.http.api import Limits, RequestError, Served
+from dit_accel.serving.http.api import Limits, Models, RequestError, Served
 from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.metrics import Metrics
 from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
@@ -40,7 +40,7 @@ class VideoJob(Task):
     def __init__(self, request: VideoRequest, served: Served, owner: int | None, file: Path, metrics: Metrics) -> None:
         form, preset = served.form, requested_preset(request, served)
         super().__init__([request.job(form)], preset, SUFFIX)
-        self.deadline = request.max_seconds
+        self.deadline, self.model = request.max_seconds, served.model
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
         self.bytes = 0  # of its file, once it is completed
@@ -54,7 +54,7 @@ class VideoJob(Task):
             "expires_at": None,
             "model": served.model,
             "prompt": request.prompt,
-            "seconds": "auto" if frames is None else _seconds(frames, self._fps),
+            "seconds": "auto" if frames is None else f"{round(frames / self._fps, 2):g}",
             "size": request.size,
             "num_frames": frames,
             "fps": self._fps,
@@ -120,7 +120,7 @@ class VideoJob(Task):
         self._facts |= {
             "completed_at": int(now),
             "expires_at": int(now + self._limits.kept),
-            "seconds": _seconds(frames, self._fps),
+            "seconds": f"{round(frames / self._fps, 2):g}",
             "size": f"{width}x{height}",
             "num_frames": frames,
             "computed_fraction": result.computed_fraction,
@@ -219,8 +219,8 @@ class ContentQuery(BaseModel):
 
 
 class VideoServer:
-    def __init__(self, dispatcher: Dispatcher, served: Served, metrics: Metrics, videos: VideoStore | None) -> None:
-        self._dispatcher, self._served, self._metrics, self._store = dispatcher, served, metrics, videos
+    def __init__(self, dispatcher: Dispatcher, models: Models, metrics: Metrics, videos: VideoStore) -> None:
+        self._dispatcher, self._models, self._metrics, self._store = dispatcher, models, metrics, videos
 
     def add_routes(self, router: APIRouter) -> None:
         router.add_api_route("/v1/videos", self.create, methods=["POST"])
@@ -231,47 +231,40 @@ class VideoServer:
 
     async def create(self, request: Request) -> JSONResponse:
         try:
-            store = self._videos()
-            wanted = await received(request, VideoRequest, self._served)
-            job = VideoJob(wanted, self._served, request.state.owner, store.new_file(), self._metrics)
+            wanted, served = await received(request, VideoRequest, self._models)
+            job = VideoJob(wanted, served, request.state.owner, self._store.new_file(), self._metrics)
             self._dispatcher.add(job)
-        except (ArgumentError, RequestError, Busy, Cancelled) as error:
+        except (DitAccelError, RequestError, Busy, Cancelled, TimeoutError) as error:
             raise self._metrics.counted(error) from None
-        store.add(job)
+        self._store.add(job)
         return JSONResponse(job.to_json())
 
     async def retrieve(self, video_id: str, request: Request) -> JSONResponse:
-        return JSONResponse(self._videos().get(video_id, request.state.owner).to_json())
+        return JSONResponse(self._store.get(video_id, request.state.owner).to_json())
 
     async def list(self, request: Request) -> JSONResponse:
-        store, query = self._videos(), self._query(request, ListQuery)
-        jobs = store.of_owner(request.state.owner)
+        query = self._query(request, ListQuery)
+        jobs = self._store.of_owner(request.state.owner)
         if query.order == "desc":
             jobs.reverse()
         if query.after is not None:
-            last = store.get(query.after, request.state.owner, "after")
+            last = self._store.get(query.after, request.state.owner, "after")
             jobs = jobs[jobs.index(last) + 1 :]
         page = [job.to_json() for job in jobs[: query.limit]]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(jobs) > query.limit})
 
     async def content(self, video_id: str, request: Request) -> Response:
-        job = self._videos().get(video_id, request.state.owner)
+        job = self._store.get(video_id, request.state.owner)
         self._query(request, ContentQuery)
         return _VideoFile(job.open(), f"{job.id}.mp4")
 
     async def delete(self, video_id: str, request: Request) -> JSONResponse:
-        self._videos().delete(video_id, request.state.owner)
+        self._store.delete(video_id, request.state.owner)
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
-    def _videos(self) -> VideoStore:
-        if self._store is None:
-            message = f"{self._served.model} makes images, no videos: use /v1/images/generations"
-            raise RequestError(message, code="unsupported")
-        return self._store
-
     def _query(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
-        return read(request.query_params.multi_items(), kind, self._served)
+        return read(request.query_params.multi_items(), kind, self._models.first)
 
 
 class _VideoFile(StreamingResponse):
@@ -290,7 +283,3 @@ class _VideoFile(StreamingResponse):
 
 def _unknown(video_id: str, param: str = "video_id") -> RequestError:
     return RequestError(f"video {shown(video_id)} does not exist, or is no longer kept", param, "not_found", 404)
-
-
-def _seconds(frames: int, fps: float) -> str:
-    return f"{frames / fps:.2f}".rstrip("0").rstrip(".")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import threading
 from unittest.mock import MagicMock
 
 import pytest
@@ -107,26 +106,6 @@ def test_only_a_client_that_stops_reading_is_closed(unread, ends):
         return seconds, connection.transport.abort.called
 
     assert asyncio.run(look()) == (connections.SLOWEST_READER, ends)
-
-
-def test_a_client_that_never_reads_loses_its_connection(monkeypatch):
-    monkeypatch.setattr(connections, "SLOWEST_READER", 0.5)
-    length, lost, lose = 20_000_000, threading.Event(), connections.Connection.connection_lost
-    monkeypatch.setattr(connections.Connection, "connection_lost", lambda *given: (lose(*given), lost.set()))
-
-    async def app(scope, receive, send):
-        head = [(b"content-length", b"%d" % length)]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        await send({"type": "http.response.body", "body": bytes(length)})
-
-    async def ask(url):
-        reader, writer = await opened(url)
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert await asyncio.to_thread(lost.wait, 60)
-        return len(await answer(reader))
-
-    with listening(app) as url:
-        assert asyncio.run(ask(url)) < length
 
 
 @pytest.mark.parametrize("end", ["lost", "read"])

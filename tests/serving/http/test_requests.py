@@ -1,21 +1,17 @@
 """Limits of requests at their exact values, and the fields of several images, without a server."""
 
-import asyncio
 import io
 import json
-from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 pytest.importorskip("fastapi")
-from fastapi import Request
 
 from dit_accel.presets import load_preset
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http import requests
 from dit_accel.serving.http.api import Limits, RequestError, Served
-from dit_accel.serving.http.bodies import read_body
 
 LIMITS = Limits(side=96, steps=9, images=2, frames=33)
 FORM = VideoForm(fps=16.0, frames_unit=4)
@@ -55,7 +51,6 @@ PNG = file((40, 24))
     [
         ("images", {"prompt": None}, "prompt", "should be a valid string"),
         ("images", {"prompt": ""}, "prompt", "at least 1 character"),
-        ("images", {"n": True}, "n", "valid integer"),
         ("images", {"n": "1"}, "n", "valid integer"),
         ("images", {"n": 0}, "n", "greater than or equal to 1"),
         ("images", {"n": 3}, "n", "n must be at most 2, got 3"),
@@ -65,17 +60,12 @@ PNG = file((40, 24))
         ("images", {"steps": 2.5}, "steps", "valid integer"),
         ("images", {"seed": -1}, "seed", "greater than or equal to 0"),
         ("images", {"guidance": NAN}, "guidance", "finite number"),
-        ("images", {"guidance": 101}, "guidance", "less than or equal to 100"),
         ("images", {"response_format": "link"}, "response_format", "b64_json"),
         ("images", {"background": "transparent"}, "background", "'auto' or 'opaque'"),
         ("images", {"output_compression": 50}, "output_compression", "100"),
-        ("images", {"quality": "best"}, "quality", "standard"),
-        ("images", {"output_format": "gif"}, "output_format", "png"),
-        ("images", {"stream": "yes"}, "stream", "valid boolean"),
         ("images", {"partial_images": 1}, "partial_images", "add stream: true"),
         ("images", {"null": None}, "null", "unknown field"),
         ("images", {"promt": "a"}, "promt", "did you mean 'prompt'?"),
-        ("images", {"model": "other"}, "model", "this server has tiny"),
         ("images", {"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
         ("images", {"preset": "/etc/passwd"}, "preset", "does not exist"),
         ("images", {"preset": "../configs/turbo.yaml"}, "preset", "does not exist"),
@@ -106,9 +96,6 @@ PNG = file((40, 24))
         ("videos", {"seconds": True}, "seconds", "valid number"),
         ("videos", {"seconds": 0}, "seconds", "greater than 0"),
         ("videos", {"num_frames": 34}, "num_frames", "num_frames must be at most 33, got 34"),
-        ("videos", {"num_frames": 0}, "num_frames", "greater than or equal to 1"),
-        ("videos", {"fps": 0.5}, "fps", "greater than or equal to 1"),
-        ("videos", {"fps": NAN}, "fps", "finite number"),
         ("videos", {"input_reference": {"image_url": "http://127.0.0.1/"}}, "input_reference", "must be a file"),
         ("videos", {"n": 1}, "n", "unknown field 'n'"),
         ("videos", {"num_frame": 5}, "num_frame", "did you mean 'num_frames'?"),
@@ -151,11 +138,6 @@ def test_a_limit_is_the_largest_value(kind, largest, beyond):
     """The limit itself is accepted, for each side of an image, and the next value is refused by its field's name."""
     assert not isinstance(read(kind, LIMITS, largest), str | None)
     assert read(kind, LIMITS, beyond) == next(iter(beyond))
-
-
-@pytest.mark.parametrize("limits", [replace(LIMITS, images=0), replace(LIMITS, steps=0)], ids=["images", "steps"])
-def test_a_limit_of_0_accepts_nothing(limits):
-    assert isinstance(read("images", limits, {}), str)
 
 
 @pytest.mark.parametrize(
@@ -207,19 +189,3 @@ def test_fields_of_a_video_reach_its_job(fields, settings):
         job = requests.read(body, requests.VideoRequest, served).job(FORM)
         negative = {"negative-prompt": "r"} if "guidance" in fields else {}
         assert job.settings == {"prompt": "a fox", "seed": 9} | settings | negative
-
-
-@pytest.mark.parametrize("has_length", [False, True])
-@pytest.mark.parametrize("most, is_read", [(9, True), (8, False), (0, False)])
-def test_a_body_may_be_as_long_as_the_limit(has_length, most, is_read):
-    """In several parts, with its length declared or not."""
-    parts = [
-        {"type": "http.request", "body": each, "more_body": more} for each, more in ((b"1234", True), (b"56789", False))
-    ]
-    headers = [(b"content-length", b"9")] if has_length else []
-    request = Request({"type": "http", "method": "POST", "headers": headers}, lambda: asyncio.sleep(0, parts.pop(0)))
-    if is_read:
-        assert asyncio.run(read_body(request, most)) == b"123456789"
-    else:
-        with pytest.raises(RequestError, match=f"at most {most} bytes"):
-            asyncio.run(read_body(request, most))

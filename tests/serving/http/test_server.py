@@ -90,7 +90,7 @@ def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balance
     dispatcher = dispatching.Dispatcher([worker], most)
     served = server.Served("tiny", preset and load_preset(preset), limits, form)
     try:
-        yield server.build_app(dispatcher, served, keys, hosts, videos), dispatcher
+        yield server.build_app(dispatcher, served, keys, hosts, videos or server.VideoStore(limits)), dispatcher
     finally:
         dispatcher.stop(10.0)
         assert not any(thread.is_alive() for thread in dispatcher._threads)
