@@ -54,10 +54,11 @@ frames = pipe(prompt, **demo_arguments(folder)).frames[0]
 `demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} frames per second,
 text padded to {tokens} tokens{template}.{longer} Guidance is classifier-free{guidance}.
 
-Prompts it knows: a circle (ball), square (box), triangle, star or heart in red, orange, yellow (golden), green, blue or
-purple, which moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests; or
-two of them, one above the other; over green hills, a golden desert, a calm sea or snowy mountains; the camera may pan
-left or right.
+Prompts it knows: a circle (ball), square (box), triangle, star or heart in red, orange, yellow (golden), green, blue
+or purple, which moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests;
+or two of them, one above the other, which move to the left or right, bounce from side to side, turn or rest (a heart
+that turns often breaks); over green hills, a golden desert, a calm sea or snowy mountains; the camera may pan left or
+right.
 """
 NOTES = {
     "wan": {"template": "", "guidance": ""},
