@@ -76,7 +76,6 @@ class AccelerateBlock(ModularPipelineBlocks):
         return components, state
 
     def _preset_of_call(self, components: Any, state: Any) -> Preset | None:
-        """Return the preset that the inputs of a call ask for, None = plain."""
         preset, targets = state.get("preset"), {key: state.get(key) for key in TARGETS if state.get(key) is not None}
         if preset == "none":
             if targets:
@@ -87,6 +86,5 @@ class AccelerateBlock(ModularPipelineBlocks):
 
 
 def _runs_with(pipe: Any, preset: Preset) -> bool:
-    """Return True if a pipeline is accelerated with a preset already."""
     acceleration = getattr(pipe, "dit_accel", None)
     return acceleration is not None and acceleration.preset == preset and acceleration.why_not_in_effect() is None

@@ -24,9 +24,7 @@ INPUTS = (("prompt",), ("prompt", "image"), ("prompt", "image", "mask_image"))  
 RESULTS = {"videos": "frames", "images": "images", "audios": "audios", "audio": "audio", "sound": "sound"}
 
 
-class Results(SimpleNamespace):
-    """Output of a call; the first field is also ``[0]``."""
-
+class Results(SimpleNamespace):  # whose first field is also [0]
     def __getitem__(self, index: int) -> Any:
         return list(vars(self).values())[index]
 
@@ -94,8 +92,7 @@ def load_modular(source: str, **dtype: torch.dtype) -> Any:
     """
     logging.getLogger(ModularPipeline.__module__).setLevel(logging.CRITICAL)  # it logs exceptions that it raises too
     pipe = ModularPipeline.from_pretrained(source, trust_remote_code=False)
-    pipe._blocks = pipe.blocks  # a copy: pipelines of a class share blocks
-    chosen = [pipe._blocks.get_execution_blocks(**dict.fromkeys(names, True)) for names in INPUTS]
+    chosen = [pipe.blocks.get_execution_blocks(**dict.fromkeys(names, True)) for names in INPUTS]
     used = {name for blocks in chosen for name in blocks.component_names}
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)
@@ -104,11 +101,17 @@ def load_modular(source: str, **dtype: torch.dtype) -> Any:
             pipe.update_components(**{name: spec.load(**dtype)})
     if getattr(pipe, "requires_safety_checker", False):
         pipe.enable_safety_checker()
+    return called_as_standard(pipe)
+
+
+def called_as_standard(pipe: ModularPipeline) -> Any:
+    """Return the pipeline itself, which is then called like a standard one."""
+    pipe._blocks = pipe.blocks  # a copy: pipelines of a class share blocks
 
     def call(self: Any, **inputs: Any) -> Results:
         return self.run_blocks(**inputs)
 
-    call.__signature__ = _signature(pipe._blocks, chosen[0])  # type: ignore[attr-defined]
+    call.__signature__ = _signature(pipe._blocks, pipe._blocks.get_execution_blocks(prompt=True))  # type: ignore[attr-defined]
     kind = type(pipe)
     pipe.__class__ = type(kind.__name__, (CalledAsStandard, kind), {"__call__": call, "__module__": kind.__module__})
     for loop in set(_loops(pipe.blocks)):

@@ -428,10 +428,7 @@ def _attach(
 
 
 def _owners(transformers: Mapping[str, torch.nn.Module], owner: Any) -> list[Any]:
-    """Return the pipelines that get a new acceleration: ``owner``, unless None, and those of accelerations it replaces.
-
-    One that also has other transformers, which would be left plain, is an error.
-    """
+    """Return ``owner``, unless None, and the pipelines of replaced accelerations, without other transformers."""
     owners = [] if owner is None else [owner]
     for pipe in (pipe for earlier in _accelerations(transformers, owner) for pipe in earlier.owners):
         held = denoisers(pipe)
@@ -449,7 +446,6 @@ def _owners(transformers: Mapping[str, torch.nn.Module], owner: Any) -> list[Any
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:
-    """Return the accelerations on a pipeline and on its transformers, each once."""
     hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
     found = [getattr(pipe, "dit_accel", None), *(hook.acceleration for hook in hooks)]
     return [*dict.fromkeys(acceleration for acceleration in found if acceleration is not None)]

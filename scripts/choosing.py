@@ -7,7 +7,6 @@ python -m scripts.choosing
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from dit_accel.cli.presets import span
 from dit_accel.presets import measured
@@ -38,25 +37,18 @@ def calls() -> str:
     """Seconds of whole calls, and of their stages."""
     titles = ("call", "GPUs", "computed", *(f"{name}, s" for name in (*STAGES, "whole call", *OTHERS.values())))
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    found, best = fastest(_document("calls")), {}  # of the cards that a call was timed on, the one with most other ways
+    document = json.loads((DOCS / "results" / "calls.json").read_text(encoding="utf-8"))
+    found, best = fastest(document), {}  # of the cards that a call was timed on, the one with most other ways
     for row in sorted(found, key=lambda row: len(row["others"])):
         best[name_of(row), row["gpus"]] = row
     for row in (row for row in found if row in best.values()):
-        cells = [name_of(row), f"{row['gpus']} × {_card(row['device'])}", f"{row['computed_steps']} of {row['steps']}"]
+        card = row["device"].removeprefix("NVIDIA ").split()[0]  # NVIDIA H100 80GB HBM3 is an H100
+        cells = [name_of(row), f"{row['gpus']} × {card}", f"{row['computed_steps']} of {row['steps']}"]
         cells += [f"{row['plain']['stages'][name]:.2f} → {row['stages'][name]:.2f}" for name in STAGES]
         cells.append(f"{row['plain']['seconds']:.2f} → **{row['seconds']:.2f}**")
         cells += [f"{row['others'][way]:.2f}" if way in row["others"] else "" for way in OTHERS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Source: [calls, on other cards too](../results/calls.json)."])
-
-
-def _card(device: str) -> str:
-    """Return the short name of a GPU: ``NVIDIA H100 80GB HBM3`` is an H100."""
-    return device.removeprefix("NVIDIA ").split()[0]
-
-
-def _document(name: str) -> dict[str, Any]:
-    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def page() -> str:

@@ -54,12 +54,12 @@ def autoencoder_remark(seconds: dict[str, float]) -> str | None:
 
 
 def _components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules to time, each once, with their names; an autoencoder's encoder and decoder are separate."""
+    """Yield the modules to time, with names: also an autoencoder's parts, and a text encoder's inner model."""
     seen = list(denoisers(pipe).values())
     for name, component in vars(pipe).items():
         is_autoencoder = hasattr(component, "decode") and isinstance(getattr(component, "decoder", None), nn.Module)
-        modules = {f"{name}.{coder}": getattr(component, coder, None) for coder in CODERS} if is_autoencoder else {}
-        for part, module in (modules or {name: component}).items():
+        modules = [(f"{name}.{coder}", getattr(component, coder, None)) for coder in CODERS] if is_autoencoder else []
+        for part, module in modules or [(name, component), (name, getattr(component, "base_model", None))]:
             inner = unwrapped(module)
             if isinstance(module, nn.Module) and not any(inner is item for item in seen):
                 seen.append(inner)

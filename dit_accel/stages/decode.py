@@ -13,7 +13,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -80,10 +80,10 @@ class FusedDecode:
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a compared call
         self._too_large: dict[tuple, int] = {}  # number of the first decode whose comparison had no memory, by form
         self._current = threading.local()
-        self._stand_ins = (
-            StandIn(autoencoder, f"_{self.method}", self._whole),
-            StandIn(getattr(autoencoder, self.part), "forward", self._forward),
-        )
+        self._stand_ins = [StandIn(autoencoder, f"_{self.method}", self._whole)]
+        self._stand_ins.append(StandIn(getattr(autoencoder, self.part), "forward", self._forward))
+        if hasattr(self._page, "decode_clip"):
+            self._stand_ins.append(StandIn(autoencoder, "_decode_clip", self._clip))
 
     @classmethod
     def on(cls, autoencoder: Any) -> FusedDecode | None:
@@ -131,6 +131,10 @@ class FusedDecode:
         elif all(self._known.get(form, OWN) is None and reason is None for form, reason in decode.reasons.items()):
             self._shapes[decode.form] = decode.bands.shapes  # ranks may share it the next time
         return output
+
+    def _clip(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        is_fused = self.holders and (self._backend != "auto" or resolve_backend("auto", args[0]) == "triton")
+        return self._page.decode_clip(module, *args) if is_fused else original(*args, **kwargs)
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
         """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
@@ -217,7 +221,6 @@ class FusedDecode:
         return getattr(self._page, self.method)(module, *args, **kwargs, layers=layers)
 
     def _is_inside(self) -> bool:
-        """Return True in a decode of the autoencoder."""
         return getattr(self._current, "decode", None) is not None
 
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
@@ -240,7 +243,9 @@ class FusedDecode:
         except TypeError as error:
             return f"the {self.part} gets other arguments: {error}"
         for name, part in module.named_modules():
-            reason = _why_not_part(part, is_root=part is module, latents=latents) or why_unknown(self._page, part)
+            is_wide = type(part).__name__ in getattr(self._page, "FLOAT32", ())
+            dtypes = (latents.dtype, torch.float32) if is_wide else (latents.dtype,)
+            reason = _why_not_part(part, part is module, dtypes, latents.device) or why_unknown(self._page, part)
             if reason is not None:
                 return f"{name or f'the {self.part}'} {reason}"
         return None
@@ -253,8 +258,8 @@ class FusedEncode(FusedDecode):
     method = "encode"
 
 
-def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> str | None:
-    """Return why a module of the decoder must be called, or None."""
+def _why_not_part(part: nn.Module, is_root: bool, dtypes: Collection[torch.dtype], device: torch.device) -> str | None:
+    """Return why a module of the decoder, whose weights may have these dtypes, must be called, or None."""
     if is_compiled(part):
         return "is compiled"
     has_torch_hooks = not is_root and (part._forward_hooks or part._forward_pre_hooks)  # ours time the decoder itself
@@ -263,7 +268,7 @@ def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> s
     if not is_known_class(type(part), ("torch", "diffusers")) or not (is_root or runs_known_code(part)):
         return "is not the code of torch or diffusers"
     for name, weight in part._parameters.items():
-        if weight is not None and (weight.dtype != latents.dtype or weight.device != latents.device):
+        if weight is not None and (weight.dtype not in dtypes or weight.device != device):
             return f"has its {name} in {weight.dtype} on '{weight.device}'"
     return None
 
@@ -280,7 +285,6 @@ def _images(output: torch.Tensor | tuple) -> torch.Tensor:
 
 
 def _why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Return why an output can't stand for the decoder's own, or None."""
     if output.shape != expected.shape or output.dtype != expected.dtype:
         ours, other = (f"{list(images.shape)} of {images.dtype}" for images in (output, expected))
         return f"fused kernels gave {ours}, the decoder {other}"
@@ -291,12 +295,10 @@ def _why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def _why_others(output: tuple, expected: tuple) -> str | None:
-    """Return why an output and the lists of a call can't stand for the decoder's own, or None.
-
-    What both keep for the next call in the same form is compared too; a page may keep fewer frames, or more.
-    """
+    """Return why an output and the lists of a call can't stand for the decoder's own, or None."""
     if (reason := _why_other(_images(output[0]), _images(expected[0]))) is not None:
         return reason
+    # What both keep for the next call in the same form; a page may keep fewer frames, or more.
     kept, known = dict(pytree.tree_leaves_with_path(output)), pytree.tree_leaves_with_path(expected)
     pairs = [(kept.get(place), leaf) for place, leaf in known if isinstance(leaf, torch.Tensor)]
     alike = (pair for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)
@@ -365,7 +367,6 @@ class Decoding:
         self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
 
     def _latest(self) -> str:
-        """Say how the latest call of the decoder ran."""
         fused = next(iter(self._fused), None) or FusedDecode.on(self._watched[0]())
         return self._otherwise if fused is None or fused.remark is None else fused.remark
 

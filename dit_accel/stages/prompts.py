@@ -46,26 +46,21 @@ class PromptStore:
 
     @property
     def size(self) -> int:
-        """Bytes of all outputs."""
         return sum(size for _, size in list(self._kept.values()))
 
     def get(self, key: tuple) -> Any:
-        """Return a kept output, or None."""
         with self._lock:
-            if key not in self._kept:
-                return None
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key, (None,))[0]
 
     def put(self, key: tuple, output: Any, size: int) -> None:
-        """Keep an output of that many bytes."""
         with self._lock:
             self._kept[key] = output, size
             while self.size > self.most:
                 self._kept.popitem(last=False)
 
     def forget(self, entry: Any) -> None:
-        """Drop the outputs of one entry."""
         with self._lock:
             for key in [key for key in self._kept if key[0] is entry]:
                 del self._kept[key]
@@ -131,7 +126,6 @@ class KeepingEntry:
         return (self, stamp.key, inputs.form, inputs.digest(), _modes(inputs.tensors)), stamp.is_offloaded
 
     def _keep(self, key: tuple, output: Any, *, on_host: bool) -> str | None:
-        """Keep an output; return why not, or None."""
         try:
             tensors = _tensors_in(output)
             size = distinct_bytes(tensors)
@@ -187,7 +181,6 @@ class KeptPrompts:
         return "; ".join([f"{sum(kept for *_, kept in calls)} of {len(calls)} kept from earlier calls", *reasons])
 
     def forget(self) -> None:
-        """Drop all kept outputs."""
         for entry in self._entries.values():
             entry.store.forget(entry)
 

@@ -48,18 +48,15 @@ class Rows:
         return self
 
     def band(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of whole features ``[..., H, W]``."""
         scale, end = x.shape[-2] // self._ends[-1], self._ends[self._ranks.rank]
         return x[..., scale * (end - self._rows) : scale * end, :]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return whole features from the bands of all ranks."""
         scale, most = x.shape[-2] // self._rows, max(self._heights)
         bands = self._gathered(F.pad(x, (0, 0, 0, scale * most - x.shape[-2])))
         return torch.cat([band[..., : scale * rows, :] for band, rows in zip(bands, self._heights, strict=True)], -2)
 
     def tallest(self, x: torch.Tensor) -> int:
-        """Return the number of rows of the tallest band of such features."""
         return x.shape[3] // self._rows * max(self._heights)
 
     def merged(self, moments: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,9 @@
 """Sharing of a decode among the ranks that make one image or video together; each gets the whole output.
 
 Each rank decodes a band of rows. Before each 3 x 3 convolution neighbours exchange a row, moments of groups are added
-up, and the input of the middle block's attention and the output are gathered.
-
-Ranks vote before they share, so that all do or none does. A rank that fails goes on with empty tensors in all
-exchanges, so that no other rank waits for it; then all decode again by themselves.
+up, and the input of the middle block's attention and the output are gathered. Ranks vote before they share, so that all
+do or none does. A rank that fails goes on with empty tensors in all exchanges, so that no other rank waits for it; then
+all decode again by themselves.
 """
 
 from __future__ import annotations  # a torch without distributed has no ProcessGroup
@@ -62,17 +61,12 @@ class Bands:
     """A decode whose calls all decode this rank's band of rows, by a page's function.
 
     Sharing is faster from a call of ``least`` latents on (pixels of all frames).
-
-    Attributes:
-        is_agreed: all ranks share rows; None = they have not voted.
-        failure: why this rank failed; None = it has not.
-        shapes: of the latents of each call that was not shared.
     """
 
     def __init__(self, ranks: Ranks, decode: Callable[..., torch.Tensor], least: int) -> None:
-        self.is_agreed: bool | None = None
-        self.failure: Exception | None = None
-        self.shapes: set[tuple] = set()
+        self.is_agreed: bool | None = None  # None = the ranks have not voted
+        self.failure: Exception | None = None  # of this rank
+        self.shapes: set[tuple] = set()  # of the latents of each call that was not shared
         self.ranks = ranks
         self._decode = decode
         self._least = least

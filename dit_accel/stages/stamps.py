@@ -115,7 +115,6 @@ def read_stamp(module: nn.Module) -> Stamp | str:
 
 
 def _hooks(attributes: dict[str, Any]) -> list[Any]:
-    """Return the hooks of accelerate and diffusers on a module."""
     hook, registry = attributes.get("_hf_hook"), attributes.get("_diffusers_hook")
     hooks = [] if hook is None else [*getattr(hook, "hooks", (hook,))]
     return hooks if registry is None else [*hooks, *registry.hooks.values()]

@@ -77,7 +77,7 @@ def time_calls(name: str, options: argparse.Namespace, ranks: int) -> Iterator[R
             row: Row = {}
             try:
                 shared = _share(pipe, call, ranks) if ranks > 1 else {}
-                row = shared | measure(pipe, case, call, way, options.runs, tiny=tiny)
+                row = shared | measure(pipe, case, call, way, options.runs, options.few, tiny=tiny)
             except Exception as problem:  # of a compiler, a kernel or another package; the other rows may still run
                 row = {"error": headline(problem)}
             if ranks > 1 and on_any("error" in row) and "error" not in row:
@@ -120,6 +120,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", type=names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
     parser.add_argument("--ways", type=names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
     parser.add_argument("--runs", type=int, default=2, help="whole calls of cache-dit and the presets; default 2")
+    parser.add_argument("--few", type=int, help="steps of diffusers' timed call, half of our warm-up's; default all")
     parser.add_argument("--taken", type=float, default=0.0, help="GiB of each GPU that other programs take; default 0")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")

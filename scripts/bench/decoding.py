@@ -32,6 +32,7 @@ from diffusers import (
     AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
+    AutoencoderKLMiniMaxH3,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
 )
@@ -39,6 +40,8 @@ from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.measure.origin import describe_run
+from scripts.bench.call_speed.pipelines import TINY_H3
+from scripts.bench.model_speed.models import as_loaded
 from scripts.bench.model_speed.ranks import join
 from scripts.tables import write_result
 
@@ -80,6 +83,7 @@ CASES = (  # class, config, toy config, what is decoded, shape of the latents, d
     (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
     (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
     (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
+    (AutoencoderKLMiniMaxH3, {}, TINY_H3, "MiniMax-H3, 124 frames of 480 x 832", (1, 24, 37, 30, 52), "bf16"),
 )
 ENCODED = (  # the same of images and videos
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 3, 1024, 1024), "bf16"),
@@ -142,10 +146,10 @@ def measure(
                 nn.init.normal_(weight, 1.0 if name in ("weight", "gamma") else 0.0, 0.3)
     values = torch.randn(shape, device=device).to(dtype)
     compared = values[:, :, :FRAMES] if values.ndim == 5 else values
-    run = partial(_encoded if stage is FusedEncode else _decoded, autoencoder)
+    run = partial(_coded, autoencoder, stage.method)
     autoencoder.to(dtype).float()
     exact = _exact(run, compared.float())
-    autoencoder.to(dtype)
+    as_loaded(autoencoder.to(dtype))
     backend, before = "auto" if device == "cuda" else "reference", "diffusers"
     row: dict[str, Any] = {}
     if ranks == 1:
@@ -162,13 +166,11 @@ def measure(
     return {**row, "speed_up": row[before]["ms"] / row[after]["ms"], "ran": remark}
 
 
-def _decoded(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
+def _coded(autoencoder: nn.Module, method: str, latents: torch.Tensor) -> torch.Tensor:
+    if method == "encode":
+        return autoencoder.encode(latents, return_dict=False)[0].parameters
     timestep = [latents.new_full((len(latents),), 0.05)] if autoencoder.config.get("timestep_conditioning") else []
     return autoencoder.decode(latents, *timestep, return_dict=False)[0]
-
-
-def _encoded(autoencoder: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    return autoencoder.encode(images, return_dict=False)[0].parameters
 
 
 def _exact(run: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:

@@ -151,18 +151,11 @@ def tiny_case(name: str) -> Case:
     return cases.of_pipeline(pipe, cases.first_that_runs(call, partial(cases.batches, arguments, named)))
 
 
-def tiny_models(name: str) -> list[str]:
-    """Names of the tiny pipelines of a class."""
-    return [
-        pipeline
-        for pipeline in TINY
-        if any(type(item).__name__ == name for item in tiny.pipeline(pipeline).components.values())
-    ]
-
-
 def row(name: str, checkout: Path | None) -> dict[str, Any]:
     """Return the findings on a class: in our pipelines, else in diffusers' or alone, and in modular pipelines."""
-    wanted = [iter([partial(tiny_case, item)]) for item in tiny_models(name)] or [makers(name, checkout)]
+    parts = {item: tiny.pipeline(item).components.values() for item in TINY}
+    known = [item for item in TINY if any(type(part).__name__ == name for part in parts[item])]
+    wanted = [iter([partial(tiny_case, item)]) for item in known] or [makers(name, checkout)]
     blocks = modular.makers(name, cases.small_transformer(checkout, name)) if name in MODULAR else ()
     failed: list[str] = []
     found = [item for item in (_first(name, some, failed) for some in wanted) if item is not None]

@@ -48,7 +48,9 @@ DENSITIES = {"50% of tiles left out": 0.5, "80% of tiles left out": 0.2, "exact"
 def main() -> int:
     options = _options()
     if options.one_core:
-        _share_a_core()
+        core = {min(os.sched_getaffinity(0))}  # shared with a process that is always busy, as on a slow host
+        os.sched_setaffinity(0, core)
+        atexit.register(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
     diffusers.utils.logging.set_verbosity_error()
     device = "cpu" if options.smoke else "cuda"
     started, rows = time.perf_counter(), []
@@ -209,14 +211,6 @@ def _guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}", "passed": False}
-
-
-def _share_a_core() -> None:
-    """Pin this process, and one that is always busy, to one core, to simulate a slow host."""
-    core = {min(os.sched_getaffinity(0))}
-    os.sched_setaffinity(0, core)
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # inherits the CPU affinity
-    atexit.register(busy.kill)
 
 
 def _now(is_gpu: bool) -> float:

@@ -95,16 +95,11 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> list[str]:
             return found
 
         with ThreadPoolExecutor(jobs) as pool:
-            require_passing(mutants, Path(folder) / "0")
+            tests = " ".join(sorted({test for mutant in mutants for test in mutant.tests.split()}))
+            found, printed = run_tests(Path(folder) / "0", tests, limit=LIMIT_S * len(mutants))
+            if found != PASSED:  # every change would seem noticed
+                raise RuntimeError(f"the tests must pass without a change, got {found!r}:\n{printed[-4000:]}")
             return list(pool.map(outcome, mutants))
-
-
-def require_passing(mutants: Sequence[Mutant], tree: Path) -> None:
-    """Raise if any test fails in an unchanged copy, where every change would seem noticed."""
-    tests = " ".join(sorted({test for mutant in mutants for test in mutant.tests.split()}))
-    outcome, printed = run_tests(tree, tests, limit=LIMIT_S * len(mutants))
-    if outcome != PASSED:
-        raise RuntimeError(f"the tests must pass without a change, got {outcome!r}:\n{printed[-4000:]}")
 
 
 def table(mutants: Sequence[Mutant], outcomes: Sequence[str]) -> str:

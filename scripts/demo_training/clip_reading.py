@@ -72,20 +72,16 @@ def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:
     by_colour = {seen.colour: seen for seen in reading.actors}
     pairs = [(by_colour[actor.colour], actor) for actor in scene.actors if actor.colour in by_colour]
     found = len(pairs) == len(scene.actors)
+    lower = pairs[0][0].y - pairs[-1][0].y if found else 0.0  # the first object, than the second
     return {
         "shape": found and all(seen.shape == actor.shape for seen, actor in pairs),
         "colour": found and len(reading.actors) == len(pairs),
         "motion": found and all(seen.motion == actor.motion for seen, actor in pairs),
         "whole": found and not reading.scraps and all(seen.whole for seen, _ in pairs),
-        "relation": found and _relation_holds(scene.layout, *(seen.y for seen, _ in pairs)),
+        "relation": found and {"single": True, "above": lower < -0.2, "below": lower > 0.2}[scene.layout],
         "place": reading.place == scene.place,
         "camera": reading.camera == scene.camera,
     }
-
-
-def _relation_holds(layout: str, y: float, other: float = 0.0) -> bool:
-    """Return True if the first object is where the layout says."""
-    return {"single": True, "above": y < other - 0.2, "below": y > other + 0.2}[layout]
 
 
 def _read_clip(clip: torch.Tensor) -> ClipReading:

@@ -100,7 +100,11 @@ def distil(
         rows = torch.randint(len(text[0]), (options.batch,), device=device, generator=generator)
         values = (text[0][rows], text[1][rows])
         noise = torch.randn(len(rows), (size // 16) ** 2, 64, device=device, generator=generator)
-        path = _solve(teacher, noise, sigmas, values)[::stride]
+        path = [noise]  # by Euler's method
+        with torch.no_grad():
+            for level, following in pairwise(sigmas):
+                path.append(path[-1] + (following - level) * _velocity(teacher, path[-1], level, values))
+        path = path[::stride]
         total = torch.zeros((), device=device)
         for start in range(options.steps):
             velocity = _velocity(flow, path[start], levels[start], values)
@@ -110,15 +114,6 @@ def distil(
         weights.step(pace.rate)
         pace.count(len(rows), lambda latest=total: {"loss": float(latest)}, every=20)
     return weights.averages, pace
-
-
-@torch.no_grad()
-def _solve(teacher: nn.Module, noise: torch.Tensor, sigmas: torch.Tensor, values: tuple) -> list[torch.Tensor]:
-    """Latents at all noise levels, float32, by Euler's method."""
-    path = [noise]
-    for level, following in pairwise(sigmas):
-        path.append(path[-1] + (following - level) * _velocity(teacher, path[-1], level, values))
-    return path
 
 
 def _velocity(flow: nn.Module, latents: torch.Tensor, level: torch.Tensor, values: tuple) -> torch.Tensor:

@@ -22,16 +22,11 @@ def write_folder(pipe: DiffusionPipeline, folder: Path, card: str, call: dict[st
     for weights in folder.rglob("*.safetensors"):
         weights.chmod(0o644)  # safetensors makes them readable by the owner only, and a wheel keeps modes
     for config in folder.rglob("*config.json"):
-        _forget_origin(config)
+        values = json.loads(config.read_text(encoding="utf-8"))  # a resumed training leaves the source folder there
+        kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "local_files_only")}
+        if kept != values:
+            config.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _forget_origin(config: Path) -> None:
-    """Remove the source folder of a component, which a resumed training leaves in the config."""
-    values = json.loads(config.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "local_files_only")}
-    if kept != values:
-        config.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()

@@ -132,7 +132,10 @@ class VideoDemo:
             render = partial(self._rendered, frames=self.shape.frames, size=size)
             drawn = windows(render, numbers, batch, extents, generator)
             losses = Losses(vae, partial(self.family.encode, vae), partial(self.family.decode, vae), axes=3)
-            stages.append((_captured(losses, next(drawn)), drawn))
+            sample = next(drawn)
+            if sample.is_cuda:  # training is launch-bound
+                losses = torch.cuda.make_graphed_callables(losses, (sample,), allow_unused_input=True)
+            stages.append((losses, drawn))
         return stages
 
     def _rendered(self, numbers: torch.Tensor, **shape: Any) -> torch.Tensor:
@@ -225,11 +228,6 @@ class VideoDemo:
         held_out = clips.held_out_prompts(count, "reporting")
         numbers = clips.pack([clips.draw_clip(rng, item.scene) for item in held_out]).to(device)
         return clips.render_clips(numbers, **shape._asdict())
-
-
-def _captured(losses: Losses, sample: torch.Tensor) -> nn.Module:
-    """Capture the losses as CUDA graphs for videos of this shape on a GPU: training is launch-bound."""
-    return torch.cuda.make_graphed_callables(losses, (sample,), allow_unused_input=True) if sample.is_cuda else losses
 
 
 @torch.no_grad()

@@ -86,7 +86,11 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     print(f"{len(calls)} calls", flush=True)
     pipe.transformer.requires_grad_(options.train == "all")
     if options.train == "lora":
-        add_lora(pipe.transformer, options.rank)
+        layers = [name for name, layer in pipe.transformer.named_modules() if isinstance(layer, nn.Linear)]
+        layers = [name for name in layers if "blocks." in name]
+        pipe.transformer.add_adapter(LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=layers))
+        for weight in (weight for weight in pipe.transformer.parameters() if weight.requires_grad):
+            weight.data = weight.data.to(pipe.transformer.dtype)
     swap_attention(
         pipe,
         critical=options.critical,
@@ -125,14 +129,6 @@ def judge_one(options: argparse.Namespace, device: torch.device) -> None:
     log = options.output / LOG
     figures |= {"training": json.loads(log.read_text())} if log.exists() else {}
     (options.output / "judged.json").write_text(json.dumps(figures | describe_run(device)) + "\n")
-
-
-def add_lora(transformer: nn.Module, rank: int) -> None:
-    """Add a LoRA to every linear layer of the transformer's blocks; only the LoRA takes gradients then."""
-    layers = [name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in name]
-    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=layers))
-    for weight in filter(lambda weight: weight.requires_grad, transformer.parameters()):
-        weight.data = weight.data.to(transformer.dtype)
 
 
 def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:

@@ -42,14 +42,6 @@ FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "dem
 LOOPS = ("quality", "balanced", "turbo")  # names that fit any model; the target of `balanced` is varied
 
 
-def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> tuple[list[Method], dict[str, str]]:
-    """All methods to compare on a demo model, and the reasons of missing ones."""
-    presets = [name for name in preset_names() if name.split("-")[0] in FAMILIES[model]]
-    ours = our_methods(pipe, [*LOOPS, *presets], "balanced")
-    others, left_out = peer_methods(pipe, steps, peers)
-    return [*ours, *fixed_schedules(pipe), *others], left_out
-
-
 def fixed_schedules(pipe: Any) -> list[Method]:
     """The papers' schedules on our engine: TaylorSeer and FORA per layer, and fixed intervals at level ``output``."""
     methods = []
@@ -135,7 +127,10 @@ def main() -> None:
     diffusers.utils.logging.disable_progress_bar()
 
     load = partial(load_demo, options.model, options.dtype, options.device)
-    methods, left_out = all_methods(load(), arguments["num_inference_steps"], options.model, options.peers)
+    pipe = load()
+    presets = [name for name in preset_names() if name.split("-")[0] in FAMILIES[options.model]]
+    others, left_out = peer_methods(pipe, arguments["num_inference_steps"], options.peers)
+    methods = [*our_methods(pipe, [*LOOPS, *presets], "balanced"), *fixed_schedules(pipe), *others]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     part, whole = options.shard
     stem = options.output if whole == 1 else options.output.with_name(f"{options.output.name}-shard-{part}of{whole}")

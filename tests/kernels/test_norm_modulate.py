@@ -66,6 +66,16 @@ def test_tokens_may_take_their_modulations_from_a_table(batch, backend, make_ten
     torch.testing.assert_close(norm_modulate(x, scale, **options), norm_modulate(x, of_tokens[1]))
 
 
+def test_a_float32_sum_has_a_norm_of_the_updates_dtype(backend, make_tensor):
+    """As in MiniMax-H3's decoder; each is rounded once."""
+    x, update, row = make_tensor(2, 7, 64), make_tensor(2, 7, 64, dtype=torch.float16), make_tensor(1, 1, 64)
+    summed, normed = add_gated_norm_modulate(x, update, row, row, rms=True, backend=backend)
+    assert (summed.dtype, normed.dtype) == (torch.float32, torch.float16)
+    exacts = x.double() + row.double() * update.double(), exact_norm(summed, row, None, 1e-6, rms=True)
+    for output, exact in zip((summed, normed), exacts, strict=True):
+        assert_rounded_once(output, exact, exact.abs() + 10)
+
+
 def test_inputs_in_any_layout(backend, make_tensor):
     """Slices along tokens have the joint sequence's batch stride; a patch embedding leaves tokens adjacent."""
     joint, gate = make_tensor(2, 9, 64), make_tensor(2, 1, 64)

@@ -25,17 +25,19 @@ def run(monkeypatch, file, *options):
         ("z-image-turbo", {("exact", 8): 8, ("balanced", 8): 6}),
         ("wan-1.3b", {("balanced", 12): 7, ("sparse", 12): 7}),
         ("wan-1.3b-few-steps", {("exact", 4): 4, ("sla", 4): 4}),
-        ("hunyuan", {("balanced", 12): 7, ("sparse", 12): 7}),
+        *((name, {("balanced", 12): 7, ("sparse", 12): 7}) for name in ("hunyuan", "minimax-h3")),
     ],
 )
 def test_stages_make_up_the_call(monkeypatch, tmp_path, model, computed):
     """Every row has the seconds of each stage, and a preset's row the number of computed steps and how it decoded."""
     ways = ",".join(way for way in ("eager", *OURS) if way in ways_of(CASES[model].calls[0], alone=True))
-    (facts,) = run(monkeypatch, tmp_path / "deep" / "calls.json", "--models", model, "--ways", ways)
+    few = ["--few", "4"] if model == "minimax-h3" else []
+    (facts,) = run(monkeypatch, tmp_path / "deep" / "calls.json", "--models", model, "--ways", ways, *few)
     rows = facts["rows"]
     for row in rows:
         assert list(row["stages"]) == ["text encoding", "denoising", "decoding", "other"]
         assert min(row["stages"].values()) > 0 and sum(row["stages"].values()) == pytest.approx(row["seconds"])
+        assert row.get("timed_steps") == (4 if few and row["way"] == "eager" else None)
         if row["way"] != "eager":
             assert row["decoded"].startswith("by the autoencoder's own decoder: kernels need a CUDA GPU")
     found = {(row["way"], row["steps"]): row["computed_steps"] for row in rows}
@@ -96,7 +98,7 @@ def test_tokens_depend_on_the_text_and_are_padded():
     padded = tokenizer(["a", "b"], padding="max_length", max_length=9)
     assert padded.input_ids.shape == (2, 9) and (padded.input_ids[0] != padded.input_ids[1]).any()
     assert ((padded.input_ids > 0) == padded.attention_mask.bool()).all() and padded.attention_mask.sum() == 10
-    assert tokenizer("a", padding="longest").input_ids.equal(padded.input_ids[:1, :5])
+    assert tokenizer(["a"], padding="longest").input_ids.equal(padded.input_ids[:1, :5])
 
 
 def test_weights_are_equal_in_every_process():

@@ -70,14 +70,12 @@ def test_emoji_are_things_of_one_or_two_words():
 
 
 def test_a_missing_archive_names_the_command(monkeypatch, tmp_path):
-    """The error says how to make it."""
     monkeypatch.setattr(collage, "ARCHIVE", tmp_path / "none.zip")
     with pytest.raises(FileNotFoundError, match="fetch_collage"):
         collage.members("sprites")
 
 
 def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
-    """Two steps of everything leave a folder and a table."""
     folder, results = tmp_path / "demo", tmp_path / "results"
     train("--model", "demo-pictures", "--output", folder, "--results", results)
     assert json.loads((results / "prompt_following.json").read_text())["drawn 32px"]["pictures"] == 1

@@ -21,13 +21,11 @@ from scripts.demo_training.training import orthogonalise
 
 @pytest.fixture(scope="module")
 def pictures():
-    """Images of the first held-out scenes."""
     rng = random.Random(4)
     return [draw_picture(rng, item.scene) for item in held_out_prompts(8, "tuning")]
 
 
 def test_prompts_use_the_vocabulary_alone():
-    """Every word that the grammar writes is a word that the tokenizers know."""
     rng = random.Random(2)
     words = {word.strip(",") for _ in range(300) for word in draw_picture(rng).prompt.split()}
     assert words <= set(vocabulary())

@@ -68,7 +68,6 @@ def load(folder):
 
 
 def changes(one, other):
-    """Largest difference of each weight of two modules, by name."""
     others = other.state_dict()
     return {name: float((weight - others[name]).abs().max()) for name, weight in one.state_dict().items()}
 

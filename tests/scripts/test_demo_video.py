@@ -24,7 +24,6 @@ FRAMES = 17  # from here on HunyuanVideo's autoencoder decodes in overlapping pi
 
 @pytest.fixture
 def drawn():
-    """Two videos [2, 3, FRAMES, 32, 32] in -1..1."""
     rng = random.Random(0)
     return clips.render_clips(clips.pack([clips.draw_clip(rng) for _ in range(2)]), frames=FRAMES, size=32)
 
@@ -89,7 +88,6 @@ def test_statistics_whiten_latents_and_change_no_picture(family, drawn):
 
 @FAMILIES
 def test_tokenizers_hold_each_word_whole(family, tmp_path):
-    """Saved and loaded again, a tokenizer keeps known words whole, pads on the right, and takes any text."""
     tokenizer = family.make_tokenizers(vocabulary())[0]
     tokenizer.save_pretrained(tmp_path)
     loaded = type(tokenizer).from_pretrained(tmp_path)

@@ -49,7 +49,6 @@ def test_modular_pipelines_run(name, place):
 
 
 def test_outputs_of_one_pipeline_are_all_compared():
-    """LTX-2 makes a video and its sound."""
     assert len(every_class.tiny_case("ltx2").run(1)) == 2
 
 
@@ -103,7 +102,6 @@ def test_a_class_without_a_timestep_is_refused():
 
 
 def test_wrong_arguments_are_refused(tmp_path, capsys):
-    """The error names the argument."""
     with pytest.raises(SystemExit):
         every_class.main([str(tmp_path), "--output", str(tmp_path / "found")])
     assert "checkout must hold tests/pipelines" in capsys.readouterr().err

@@ -57,7 +57,6 @@ def test_recorded_calls_can_be_made_again(name):
 
 
 def test_a_share_of_each_batch_is_kept(pipe):
-    """One of two samples is kept, and it can be made again."""
     everything, half = record(pipe, "flux"), record(pipe, "flux", share=0.5)
     assert 2 * len(half) == len(everything)
     assert error_of(pipe.transformer, half) < 1e-8
@@ -78,7 +77,6 @@ def test_flow_matching_asks_for_the_way_from_clip_to_noise():
 
 
 def test_training_comes_closer_to_the_teacher(tmp_path):
-    """A few steps lower the error on the calls, and the log shows it."""
     pipe = tiny_pipeline("wan")
     calls = record(pipe, "wan")
     attentions = swap_attention(pipe, critical=0.3, negligible=0.2)
@@ -91,7 +89,6 @@ def test_training_comes_closer_to_the_teacher(tmp_path):
 
 
 def test_projections_can_be_all_that_learns(student, tmp_path):
-    """Weights that require no gradient stay as they are."""
     transformer, calls = student
     before = {name: weight.clone() for name, weight in transformer.named_parameters()}
     transformer.requires_grad_(False)

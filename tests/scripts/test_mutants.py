@@ -43,7 +43,6 @@ def test_a_change_that_a_test_notices_is_told(capfd):
 
 
 def test_a_copy_is_restored_after_each_change(monkeypatch, tmp_path):
-    """So the next change is tried alone; the tests see the change."""
     (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == TINY)
     copy, seen = tmp_path / mutant.file, []
     copy.parent.mkdir(parents=True)
@@ -60,7 +59,6 @@ def test_a_copy_is_restored_after_each_change(monkeypatch, tmp_path):
 
 
 def test_tests_that_are_not_there_are_an_error(tmp_path):
-    """They would notice nothing, or everything."""
     with pytest.raises(RuntimeError, match=r"pytest nowhere\.py ended with 4"):
         mutants.run_tests(tmp_path, "nowhere.py")
 

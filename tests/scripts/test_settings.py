@@ -52,7 +52,6 @@ def measure(monkeypatch, tmp_path):
 
 
 def test_skipped_pairs_are_counted(measure):
-    """With all tiles nothing is skipped; with single keys some are."""
     rows = measure("tiles", "--model", "demo-wan", "--frames", "9", "--only", "all tiles", "1.0 / N")
     assert {row["series"] for row in rows} == {"loop: all tiles", "single keys (FG-Attn)"}
     assert all((row["left_out"] == 0.0) == (row["series"] == "loop: all tiles") for row in rows)

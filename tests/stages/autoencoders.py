@@ -1,18 +1,10 @@
 """Small autoencoders of every page, and ways to call them."""
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLCogVideoX,
-    AutoencoderKLHunyuanImage,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLHunyuanVideo15,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLLTXVideo,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-)
 from torch import nn
+
+from scripts.bench.model_speed.models import as_loaded
 
 FLUX = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
 FLUX |= {"use_quant_conv": False, "use_post_quant_conv": False}
@@ -34,31 +26,43 @@ UPSAMPLED = {"decoder_block_out_channels": (16, 32), "upsample_residual": (True,
 LTX_2 = {**LTX, **UPSAMPLED, "down_block_types": ("LTX2VideoDownBlock3D",) * 2}
 LTX_2 |= {"downsample_type": ("spatiotemporal",) * 2, "upsample_type": ("spatiotemporal",) * 2}
 BY_AXIS = {"upsample_type": ("temporal", "spatial"), "timestep_conditioning": True}
+H3 = {"latent_channels": 4, "block_out_channels": (8,) * 6, "layers_per_block": 1, "norm_num_groups": 4}
+H3 |= {"decoder_num_layers": 2, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 16}
 AUTOENCODERS = {  # class and configuration, by page and what differs
-    "flux": (AutoencoderKL, FLUX),
-    "flux, deeper": (AutoencoderKL, FLUX | {"block_out_channels": (8, 16, 16), "layers_per_block": 2}),
-    "flux, no attention": (AutoencoderKL, FLUX | {"mid_block_add_attention": False}),
-    "flux, post-quant": (AutoencoderKL, FLUX | {"use_post_quant_conv": True}),
-    "wan 2.1": (AutoencoderKLWan, WAN),
-    "wan 2.2": (AutoencoderKLWan, WAN | WAN_2),
-    "wan, deeper": (AutoencoderKLWan, WAN | {"dim_mult": [1, 1, 2, 2], "temperal_downsample": [False, True, True]}),
-    "qwen-image": (AutoencoderKLQwenImage, WAN),
-    "hunyuan": (AutoencoderKLHunyuanVideo, HUNYUAN),
-    "hunyuan, no attention": (AutoencoderKLHunyuanVideo, HUNYUAN | {"mid_block_add_attention": False}),
-    "hunyuan 1.5": (AutoencoderKLHunyuanVideo15, HUNYUAN_15),
-    "hunyuan 1.5, frames twice": (AutoencoderKLHunyuanVideo15, HUNYUAN_15 | {"temporal_compression_ratio": 2}),
-    "hunyuan 1.5, channels": (AutoencoderKLHunyuanVideo15, HUNYUAN_15 | {"upsample_match_channel": False}),
-    "hunyuan-image": (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE),
-    "cogvideox": (AutoencoderKLCogVideoX, COGVIDEOX),
-    "cogvideox, frames twice": (AutoencoderKLCogVideoX, COGVIDEOX | {"temporal_compression_ratio": 2}),
-    "ltx 0.9.0": (AutoencoderKLLTXVideo, LTX_1),
-    "ltx 0.9.5": (AutoencoderKLLTXVideo, LTX_1 | UPSAMPLED | {"timestep_conditioning": True}),
-    "ltx, causal": (AutoencoderKLLTXVideo, LTX_1 | {"decoder_causal": True}),
-    "ltx 2": (AutoencoderKLLTX2Video, LTX_2 | {"decoder_causal": False}),
-    "ltx 2, causal": (AutoencoderKLLTX2Video, LTX_2),
-    "ltx 2, zeros": (AutoencoderKLLTX2Video, LTX_2 | {"decoder_spatial_padding_mode": "zeros"}),
-    "ltx 2, widens": (AutoencoderKLLTX2Video, LTX_2 | {"upsample_factor": (1, 1), "upsample_residual": False}),
-    "ltx 2, by axis": (AutoencoderKLLTX2Video, LTX_2 | BY_AXIS),
+    "flux": (diffusers.AutoencoderKL, FLUX),
+    "flux, deeper": (diffusers.AutoencoderKL, FLUX | {"block_out_channels": (8, 16, 16), "layers_per_block": 2}),
+    "flux, no attention": (diffusers.AutoencoderKL, FLUX | {"mid_block_add_attention": False}),
+    "flux, post-quant": (diffusers.AutoencoderKL, FLUX | {"use_post_quant_conv": True}),
+    "wan 2.1": (diffusers.AutoencoderKLWan, WAN),
+    "wan 2.2": (diffusers.AutoencoderKLWan, WAN | WAN_2),
+    "wan, deeper": (
+        diffusers.AutoencoderKLWan,
+        WAN | {"dim_mult": [1, 1, 2, 2], "temperal_downsample": [False, True, True]},
+    ),
+    "qwen-image": (diffusers.AutoencoderKLQwenImage, WAN),
+    "hunyuan": (diffusers.AutoencoderKLHunyuanVideo, HUNYUAN),
+    "hunyuan, no attention": (diffusers.AutoencoderKLHunyuanVideo, HUNYUAN | {"mid_block_add_attention": False}),
+    "hunyuan 1.5": (diffusers.AutoencoderKLHunyuanVideo15, HUNYUAN_15),
+    "hunyuan 1.5, frames twice": (
+        diffusers.AutoencoderKLHunyuanVideo15,
+        HUNYUAN_15 | {"temporal_compression_ratio": 2},
+    ),
+    "hunyuan 1.5, channels": (diffusers.AutoencoderKLHunyuanVideo15, HUNYUAN_15 | {"upsample_match_channel": False}),
+    "hunyuan-image": (diffusers.AutoencoderKLHunyuanImage, HUNYUAN_IMAGE),
+    "cogvideox": (diffusers.AutoencoderKLCogVideoX, COGVIDEOX),
+    "cogvideox, frames twice": (diffusers.AutoencoderKLCogVideoX, COGVIDEOX | {"temporal_compression_ratio": 2}),
+    "ltx 0.9.0": (diffusers.AutoencoderKLLTXVideo, LTX_1),
+    "ltx 0.9.5": (diffusers.AutoencoderKLLTXVideo, LTX_1 | UPSAMPLED | {"timestep_conditioning": True}),
+    "ltx, causal": (diffusers.AutoencoderKLLTXVideo, LTX_1 | {"decoder_causal": True}),
+    "ltx 2": (diffusers.AutoencoderKLLTX2Video, LTX_2 | {"decoder_causal": False}),
+    "ltx 2, causal": (diffusers.AutoencoderKLLTX2Video, LTX_2),
+    "ltx 2, zeros": (diffusers.AutoencoderKLLTX2Video, LTX_2 | {"decoder_spatial_padding_mode": "zeros"}),
+    "ltx 2, widens": (
+        diffusers.AutoencoderKLLTX2Video,
+        LTX_2 | {"upsample_factor": (1, 1), "upsample_residual": False},
+    ),
+    "ltx 2, by axis": (diffusers.AutoencoderKLLTX2Video, LTX_2 | BY_AXIS),
+    "minimax-h3": (diffusers.AutoencoderKLMiniMaxH3, H3),
 }
 
 
@@ -69,19 +73,21 @@ def autoencoder(name="flux", dtype=torch.float32, **config):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         blocks = len(settings.get("block_out_channels", ()))
-        if kind is AutoencoderKL:
+        if kind is diffusers.AutoencoderKL:
             settings = settings | {"down_block_types": ("DownEncoderBlock2D",) * blocks}
             settings = settings | {"up_block_types": ("UpDecoderBlock2D",) * blocks}
         output = kind(**settings | config)
         for module in output.modules():
-            if isinstance(module, nn.GroupNorm | nn.LayerNorm) and module.weight is not None:
+            if isinstance(module, nn.GroupNorm | nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
                 nn.init.normal_(module.weight, 1.0, 0.3)
-                nn.init.normal_(module.bias, 0.0, 0.3)
-            elif hasattr(module, "gamma"):
-                nn.init.uniform_(module.gamma, 0.5, 1.5)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.normal_(module.bias, 0.0, 0.3)
+            for name in ("gamma", "scale1", "scale2"):
+                if hasattr(module, name):
+                    nn.init.uniform_(getattr(module, name), 0.5, 1.5)
     if name.startswith("ltx"):
         output.spatial_compression_ratio, output.temporal_compression_ratio = 8, 4  # of the decoder
-    return output.to(dtype).eval()
+    return as_loaded(output.to(dtype)).eval()
 
 
 def latents(*shape, dtype=torch.float32):
@@ -103,16 +109,18 @@ def encoded(autoencoder, images):
 def enable_tiling(autoencoder):
     """Decode, and encode where the class can, in tiles of a few latents."""
     kind = type(autoencoder)
-    if kind is AutoencoderKLHunyuanImage:
+    if kind is diffusers.AutoencoderKLHunyuanImage:
         autoencoder.use_tiling, autoencoder.tile_latent_min_size = True, 4
-    elif kind is AutoencoderKL:
+    elif kind is diffusers.AutoencoderKL:
         autoencoder.tile_sample_min_size, autoencoder.tile_latent_min_size = 16, 8
         autoencoder.enable_tiling()
-    elif kind is AutoencoderKLHunyuanVideo15:
+    elif kind is diffusers.AutoencoderKLHunyuanVideo15:
         autoencoder.enable_tiling(16, 16, 2, 2, 0.5)
-    elif kind is AutoencoderKLCogVideoX:
+    elif kind is diffusers.AutoencoderKLCogVideoX:
         autoencoder.enable_tiling(16, 24)
-    elif kind in (AutoencoderKLLTXVideo, AutoencoderKLLTX2Video):
+    elif kind is diffusers.AutoencoderKLMiniMaxH3:
+        autoencoder.enable_tiling(32, 32, 16, 16)
+    elif kind in (diffusers.AutoencoderKLLTXVideo, diffusers.AutoencoderKLLTX2Video):
         autoencoder.enable_tiling(32, 32, tile_sample_stride_height=24, tile_sample_stride_width=24)
     else:
         autoencoder.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)

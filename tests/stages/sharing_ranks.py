@@ -122,7 +122,6 @@ def failure_in_rows(group) -> dict:
 
 @check(2)
 def differences(group) -> dict:
-    """Ranks whose latents or tiles differ."""
     image, tiled = autoencoder(), autoencoder(sample_size=32)
     tiled.enable_tiling()
     tiled.tile_overlap_factor = 0.25 * (1 + RANK)
@@ -165,7 +164,6 @@ def pipelines(group) -> dict:
 
 
 def run(rank: int) -> None:
-    """Run the checks as one rank."""
     global RANK
     RANK = rank
 

@@ -33,6 +33,7 @@ SHAPES = {  # of latents, by the first word of an autoencoder's name: odd sizes,
     "hunyuan 1.5": [(1, 4, frames, 2, 3) for frames in (1, 3)],  # its own mask has the shape for one video
     "cogvideox": [(2, 4, frames, 3, 5) for frames in (1, 2, 5)],
     "ltx": [(2, 4, frames, 3, 5) for frames in (1, 3)],
+    "minimax-h3": [(2, 4, frames, 2, 3) for frames in (3, 7)],
 }
 IN_PARTS = [
     ("flux", "tiles", [(2, 4, 12, 12)]),
@@ -45,6 +46,7 @@ IN_PARTS = [
     ("cogvideox", "slices", [(2, 4, 2, 3, 5)]),
     ("ltx 0.9.5", "tiles", [(2, 4, 5, 6, 8)]),
     ("ltx 2", "frames", [(2, 4, 5, 6, 8)]),
+    ("minimax-h3", "tiles", [(2, 4, 12, 3, 4), (1, 4, 3, 1, 9)]),
 ]
 ENCODED = [  # of a video the first frame alone, then four frames a call
     *((name, "whole", [(2, 3, 16, 16), (2, 3, 18, 26)]) for name in AUTOENCODERS if name.startswith("flux")),
@@ -80,7 +82,6 @@ def require_same(stage, vae, shapes, backend="reference"):
     ],
 )
 def test_outputs_are_those_of_the_autoencoder(stage, name, way, shapes):
-    """Whole or in parts, which are calls of the decoder or the encoder."""
     vae = autoencoder(name)
     WAYS[way](vae)
     require_same(stage, vae, shapes)
@@ -100,6 +101,7 @@ def test_large_videos_are_convolved_a_few_frames_at_a_time(name, limit, monkeypa
         *((FusedDecode, name, (1, 4, 2, 3)) for name in ("flux", "hunyuan-image")),
         *((FusedDecode, name, (1, 4, 2, 1, 2)) for name in ("hunyuan 1.5", "cogvideox")),
         *((FusedDecode, f"ltx {kind}", (1, 4, 2, 2, 3)) for kind in ("0.9.0", "0.9.5", "2")),
+        (FusedDecode, "minimax-h3", (1, 4, 3, 1, 1)),
     ],
 )
 def test_kernels_give_the_same(stage, name, shape):
@@ -110,7 +112,7 @@ def test_kernels_give_the_same(stage, name, shape):
     ("name", "dtype", "most"),
     [
         ("flux", torch.float16, 1.1),
-        *((name, torch.bfloat16, 1.2) for name in ("hunyuan-image", "hunyuan 1.5", "cogvideox")),
+        *((name, torch.bfloat16, 1.2) for name in ("hunyuan-image", "hunyuan 1.5", "cogvideox", "minimax-h3")),
         *((name, torch.bfloat16, 1.2) for name in AUTOENCODERS if name.startswith("ltx")),
     ],
 )

@@ -54,7 +54,6 @@ OUTPUTS = {  # function of the fused output, remark
 
 @pytest.mark.parametrize(("change", "remark"), OUTPUTS.values(), ids=OUTPUTS)
 def test_an_output_that_differs_is_not_taken(change, remark, fused):
-    """The decoder's own output is returned, then and later."""
     fused.replace(lambda decode, *args, **kwargs: change(decode(*args, **kwargs)))
     for _ in range(2):
         assert torch.equal(fused.decode(), fused.output) and remark in fused.remark
@@ -84,7 +83,6 @@ def _wrap_a_convolution(vae):
 
 
 def _replace_the_decoder(vae):
-    """By a decoder whose class has the name of diffusers'."""
     vae.decoder.__class__ = type("Decoder", (type(vae.decoder),), {"__module__": "mine"})
 
 

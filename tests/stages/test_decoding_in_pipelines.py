@@ -46,15 +46,12 @@ def flux():
 
 @pytest.fixture
 def other(flux):
-    """Another pipeline with the same autoencoder."""
     pipe = tiny_pipeline("flux")
     pipe.vae = flux.vae
     return pipe
 
 
 class Other(AutoencoderKL):
-    """A subclass with other code."""
-
     def _decode(self, z, return_dict=True):
         return super()._decode(2 * z, return_dict)
 

@@ -26,7 +26,6 @@ def encoder():
 
 
 def module_with(**tensors):
-    """A module that holds a weight, and buffers."""
     module = nn.Module().eval()
     for name, tensor in tensors.items():
         if name == "weight":

@@ -54,7 +54,7 @@ def add_gated(
     """``x + gate * update``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
-        x, update: ``[B, S, C]``, of the same dtype: float16, bfloat16 or float32; copied if the last stride is not 1.
+        x, update: ``[B, S, C]``, float16, bfloat16 or float32; of one dtype, unless x is float32; copied if strided.
         gate: ``[B or 1, S or 1, C]``, floating; None = 1.
         update_eps: ``RMSNorm(update)`` is added, with this eps; None = the update itself.
         rows: as for :func:`norm_modulate`.
@@ -77,7 +77,7 @@ def add_gated_norm_modulate(
     quantized: Quantized | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return :func:`add_gated`'s result and :func:`norm_modulate` of it, in one pass."""
+    """Return :func:`add_gated`'s result and :func:`norm_modulate` of it, in the update's dtype, in one pass."""
     options = {"rms": rms, "update_eps": update_eps, "rows": rows, "quantized": quantized}
     return _rows(x, update, gate, scale, shift, eps, backend, **options)
 
@@ -87,7 +87,8 @@ def _rows(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return x' if there is an update, and y if there is a scale."""
     checks.require_floats("x", x, ("B", "S", "C"), strided=True)
-    checks.require_same("x", x, tuple(x.shape), update=update)
+    checks.require_typed("x", x, x.shape, checks.FLOAT_DTYPES if x.dtype == torch.float32 else x.dtype, update=update)
+    dtype = x.dtype if update is None else update.dtype  # of y
     if rows is not None:
         checks.require_typed("x", x, (x.shape[1],), torch.int64, rows=rows)
         checks.require_unit_stride("rows", rows)
@@ -106,7 +107,7 @@ def _rows(
         if update is not None:
             summed = torch.empty_like(x, memory_format=torch.contiguous_format)
         if scale is not None:
-            normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+            normed = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         rows_into(x, update, gate, scale, shift, rows, eps, summed, normed, quantized, rms=rms, update_eps=update_eps)
         return summed, normed
     if rows is not None:
@@ -117,10 +118,10 @@ def _rows(
     if scale is not None:
         unit = (F.rms_norm if rms else F.layer_norm)(x.float(), x.shape[-1:], eps=eps)
         normed = unit * (1 + scale.float())
-        normed = (normed if shift is None else normed + shift.float()).to(x.dtype)
+        normed = (normed if shift is None else normed + shift.float()).to(dtype)
     if quantized is not None:
-        dtype = next(name for name, kind in LINEAR_DTYPES.items() if kind is quantized[0].dtype)
-        for out, item in zip(quantized, quantize_rows(normed, dtype=dtype, backend="reference"), strict=True):
+        kind = next(name for name, kind in LINEAR_DTYPES.items() if kind is quantized[0].dtype)
+        for out, item in zip(quantized, quantize_rows(normed, dtype=kind, backend="reference"), strict=True):
             out.copy_(item)
     return summed, normed
 

@@ -1,10 +1,11 @@
 """Decoders of autoencoders, a page for each class, with the forward of its decoder on fused kernels.
 
-A page has the names of the classes that a decoder may consist of (``KNOWN``), and the values that attributes of its
-modules must have (``REQUIRED``, by name, or by the end of a class's name and name). ``why_not_module`` on some pages
-returns why a module with these can't run either, or None. ``decode``, and ``encode`` on some pages, take the module,
-the arguments that a page knows, and ``layers``. On a page with ``SHARED_FROM``, ranks share calls with at least as many
-latents.
+A page has the names of diffusers' classes that a decoder may consist of, with layers of torch (``KNOWN``), and the
+values that attributes of its modules must have (``REQUIRED``, by name, or by the end of a class's name and name).
+``why_not_module`` on some pages returns why a module with these can't run either, or None. ``decode``, and ``encode``
+on some pages, take the module, the arguments that a page knows, and ``layers``. On a page with ``SHARED_FROM``, ranks
+share calls with at least as many latents. ``FLOAT32`` = classes whose weights may be so in a decoder of half precision;
+``decode_clip`` replaces ``_decode_clip``, which calls the decoder for each tile.
 """
 
 from types import ModuleType
@@ -12,7 +13,16 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, hunyuan_image, hunyuan_video, hunyuan_video15, ltx
+from dit_accel.stages.vae import (
+    autoencoder_kl,
+    causal,
+    cogvideox,
+    hunyuan_image,
+    hunyuan_video,
+    hunyuan_video15,
+    ltx,
+    minimax_h3,
+)
 
 PAGES = {  # by the name of an autoencoder's class
     "AutoencoderKL": autoencoder_kl,
@@ -23,15 +33,20 @@ PAGES = {  # by the name of an autoencoder's class
     "AutoencoderKLHunyuanVideo15": hunyuan_video15,
     "AutoencoderKLLTX2Video": ltx,
     "AutoencoderKLLTXVideo": ltx,
+    "AutoencoderKLMiniMaxH3": minimax_h3,
     "AutoencoderKLQwenImage": causal,
     "AutoencoderKLWan": causal,
 }
 
 
+LAYERS = {"ModuleList", "Sequential", "Conv2d", "Conv3d", "Linear", "GroupNorm", "LayerNorm", "RMSNorm"}
+LAYERS |= {"SiLU", "Dropout", "Identity", "ZeroPad2d"}
+
+
 def why_unknown(page: ModuleType, module: nn.Module) -> str | None:
     """Return why a module of a decoder or an encoder can't run on a page, or None."""
     kind = type(module).__name__
-    if kind not in page.KNOWN:
+    if kind not in LAYERS | page.KNOWN:
         return f"is a {kind}"
     for path, values in page.REQUIRED.items():
         owner, _, name = path.rpartition(".")

@@ -16,7 +16,7 @@ SHARED_FROM = 2**15  # latents; two GPUs take 1.3 times longer for half as many
 LAST = torch.channels_last
 KNOWN = {
     *("Decoder", "Encoder", "UNetMidBlock2D", "UpDecoderBlock2D", "DownEncoderBlock2D", "ResnetBlock2D", "Attention"),
-    *("Upsample2D", "Downsample2D", "ModuleList", "Conv2d", "GroupNorm", "SiLU", "Linear", "Dropout"),
+    *("Upsample2D", "Downsample2D"),
 }
 REQUIRED = {
     **{"padding_mode": ("zeros",), "use_conv": (True,), "norm": (None,), "output_scale_factor": (1,)},
@@ -86,7 +86,6 @@ def residual_block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.T
 
 
 def convolved(convolution: nn.Conv2d, x: torch.Tensor, layers: Layers, *, biased: bool = True) -> torch.Tensor:
-    """Convolve ``[B, C, H, W]`` in channels-last layout."""
     weight, padding = convolution.weight.contiguous(memory_format=LAST), convolution.padding
     bias = convolution.bias if biased else None
     x = x.contiguous(memory_format=LAST)

@@ -1,10 +1,8 @@
 """``AutoencoderKLWan`` (2.1 and 2.2) and ``AutoencoderKLQwenImage``: causal convolutions over time.
 
 diffusers decodes one latent frame per call and encodes four frames, and keeps the last two frames before every causal
-convolution in ``feat_cache``. Here features stay in channels-last layout, and the norm before a convolution writes its
-output behind those two frames, so nothing is padded, concatenated or converted. The first frame has zeros before it, so
-its convolutions are two-dimensional. ``feat_cache`` holds the same frames as in
-diffusers, or this rank's band of them.
+convolution in ``feat_cache``. Here the norm before a convolution writes its output behind those two frames, or this
+rank's band of them. The first frame has zeros before it, so its convolutions are two-dimensional.
 """
 
 from typing import Any
@@ -17,26 +15,15 @@ from dit_accel.kernels import causal_norm, operand_dtype, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, dense, parts_of, point_projections
 
 SHARED_FROM = 2**12  # latents
-PARTS = (  # of the coders, by their names behind the prefix
-    *("Encoder3d", "ResidualDownBlock", "Decoder3d", "MidBlock", "UpBlock", "ResidualUpBlock", "ResidualBlock"),
-    *("AttentionBlock", "Resample", "Upsample", "CausalConv3d", "RMS_norm"),
-)
-KNOWN = {
-    *(f"{prefix}{part}" for prefix in ("Wan", "QwenImage") for part in PARTS),
-    *("ModuleList", "Sequential", "Conv2d", "SiLU", "Dropout", "Identity", "DupUp3D", "AvgDown3D", "ZeroPad2d"),
-}
+PARTS = ("Encoder3d", "ResidualDownBlock", "Decoder3d", "MidBlock", "UpBlock", "ResidualUpBlock", "ResidualBlock")
+PARTS += ("AttentionBlock", "Resample", "Upsample", "CausalConv3d", "RMS_norm")
+KNOWN = {"DupUp3D", "AvgDown3D", *(f"{prefix}{part}" for prefix in ("Wan", "QwenImage") for part in PARTS)}
 REQUIRED = {"RMS_norm.bias": (0.0,)}
 PAST = 2  # frames before the first one that a convolution reads
 
 
 def decode(
-    decoder: nn.Module,
-    x: torch.Tensor,
-    *,
-    feat_cache: list,
-    feat_idx: list[int],
-    first_chunk: bool = False,
-    layers: Layers,
+    decoder: nn.Module, x: torch.Tensor, *, feat_cache: list, feat_idx: list, first_chunk: bool = False, layers: Layers
 ) -> torch.Tensor:
     """Return frames ``[B, C, T, H, W]`` of a latent frame ``[B, c, t, h, w]``; update both lists."""
     run, x = _CausalRun(feat_cache, feat_idx, layers), layers.band(x)
@@ -58,15 +45,12 @@ def encode(
 
 
 class _CausalRun:
-    """One call of a decoder or an encoder, which walks through the kept frames of its convolutions."""
-
     def __init__(self, feat_cache: list, feat_idx: list[int], layers: Layers) -> None:
         self._cache = feat_cache
         self._index = feat_idx
         self._layers = layers
 
     def past(self) -> torch.Tensor | None:
-        """Return the frames that were kept for the next convolution, or None."""
         kept = self._cache[self._index[0]]
         return kept if isinstance(kept, torch.Tensor) else None
 
@@ -85,18 +69,13 @@ class _CausalRun:
         return output
 
     def convolved(
-        self,
-        layer: nn.Conv3d,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        **options: Any,
+        self, layer: nn.Conv3d, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """Convolve causally, with options of :meth:`Layers.convolved`; the input has its past."""
         is_first = x.shape[2] == 1  # with zeros before it
         return self._layers.convolved(layer, x, residual, last_tap=is_first, **options)
 
     def behind(self, x: torch.Tensor) -> torch.Tensor:
-        """Put x behind the frames that were kept for the next convolution; keep the last two frames."""
         past = self.past()
         if past is not None or x.shape[2] > 1:
             known = [] if past is None else [past]
@@ -132,12 +111,10 @@ class _CausalRun:
         return self.convolved(block.conv2, frames, x)
 
     def attended(self, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Attend inside each frame."""
         norm = pixel_norm(x, attention.norm.gamma.flatten(), silu=False, backend=self._layers.backend)
         return x + attended(norm, *point_projections(attention.to_qkv, attention.proj), layers=self._layers)
 
     def upsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Double the width and height, and the frames where the module does."""
         if resample.mode == "upsample3d":
             if self._cache[self._index[0]] is None:  # the first frame stays one
                 self._cache[self._index[0]] = "Rep"
@@ -149,7 +126,6 @@ class _CausalRun:
         return self._layers.upsampled(resample.resample[1], x, padding=1)
 
     def downsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Halve the width and height, and the frames where the module does."""
         x = self._layers.halved(resample.resample[1], F.pad(dense(x), (0, 1, 0, 1)), (1, 2, 2))
         if resample.mode != "downsample3d":
             return x

@@ -1,10 +1,8 @@
 """The decoder of ``AutoencoderKLCogVideoX``: causal convolutions over time, and norms that latents scale and shift.
 
-diffusers decodes two latent frames per call, and passes the last two frames before every causal convolution from call
-to call. Each of its norms enlarges the latents to the size of the features and projects them to a scale and a shift of
-each pixel. Here the projections run on latents as they are, and the norm reads the scale and shift of each pixel there.
-One op normalises, applies them and SiLU, and writes behind two frames of the past. Frames are repeated behind the
-convolution of an upsampling, which has half as many to read.
+diffusers passes the last two frames before every causal convolution from call to call. Each of its norms enlarges the
+latents to the size of the features and projects them to a scale and a shift of each pixel; here the projections run on
+latents as they are. Frames are repeated behind the convolution of an upsampling, which has half as many to read.
 """
 
 from typing import Any
@@ -13,12 +11,10 @@ import torch
 from torch import nn
 
 from dit_accel.kernels import pad_video
-from dit_accel.stages.vae.layers import Layers
+from dit_accel.stages.vae.layers import Layers, MaybeTensor
 
-KNOWN = {
-    *(f"CogVideoX{part}3D" for part in ("Decoder", "MidBlock", "UpBlock", "ResnetBlock", "SpatialNorm", "Upsample")),
-    *("CogVideoXCausalConv3d", "CogVideoXSafeConv3d", "ModuleList", "GroupNorm", "Conv2d", "SiLU", "Dropout"),
-}
+PARTS = ("Decoder3D", "MidBlock3D", "UpBlock3D", "ResnetBlock3D", "SpatialNorm3D", "Upsample3D")
+KNOWN = {f"CogVideoX{part}" for part in (*PARTS, "CausalConv3d", "SafeConv3d")}
 REQUIRED = {"pad_mode": ("first", "constant"), "use_conv_shortcut": (False,)}
 PAST = 2  # frames before the first one that a convolution reads
 
@@ -50,13 +46,7 @@ class _CogVideoXRun:
         self._layers = layers
 
     def convolved(
-        self,
-        convolution: nn.Module,
-        frames: torch.Tensor,
-        past: torch.Tensor | None,
-        residual: torch.Tensor | None = None,
-        *,
-        biased: bool = True,
+        self, layer: nn.Module, frames: torch.Tensor, past: MaybeTensor, residual: MaybeTensor = None, **options: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolve causally; return the frames that the next call reads before its own too.
 
@@ -64,8 +54,8 @@ class _CogVideoXRun:
         """
         if past is not None:
             frames[:, :, :PAST] = past
-        layer = convolution.conv
-        features = self._layers.convolved(layer, frames, residual, padding=layer.padding[1], biased=biased)
+        padding = layer.conv.padding[1]
+        features = self._layers.convolved(layer.conv, frames, residual, padding=padding, **options)
         return features, frames[:, :, -PAST:].clone()
 
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,7 +67,6 @@ class _CogVideoXRun:
     def block(
         self, block: nn.Module, x: torch.Tensor, past: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Run a residual block; return the frames that it keeps too."""
         kept = {}
         first, second = block.conv1, block.conv2
         h, kept["conv1"] = self.convolved(first, self.normed(block.norm1, x), past.get("conv1"), biased=False)
@@ -89,7 +78,6 @@ class _CogVideoXRun:
         return x, kept
 
     def upsampled(self, upsampler: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Double the width and height, and the frames where the module does."""
         frames = x.shape[2]
         x = self._layers.upsampled(upsampler.conv, x, padding=1)
         return _nearest_frames(x, 2 * frames - frames % 2) if upsampler.compress_time else x
@@ -106,5 +94,4 @@ def _nearest_frames(x: torch.Tensor, frames: int) -> torch.Tensor:
 
 
 def _numbered(name: str, modules: nn.ModuleList) -> list[tuple[str, nn.Module]]:
-    """Return modules with the names that their frames have in ``conv_cache``."""
     return [(f"{name}_{place}", module) for place, module in enumerate(modules)]

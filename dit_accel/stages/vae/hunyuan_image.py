@@ -12,10 +12,7 @@ from dit_accel.stages.vae.autoencoder_kl import convolved, residual_block
 from dit_accel.stages.vae.layers import Layers, attended, parts_of, point_projections
 
 SHARED_FROM = 2**12  # latents
-KNOWN = {
-    *("HunyuanImageDecoder2D", "HunyuanImageMidBlock", "HunyuanImageResnetBlock", "HunyuanImageAttentionBlock"),
-    *("HunyuanImageUpsample", "ModuleList", "Conv2d", "GroupNorm", "SiLU"),
-}
+KNOWN = {f"HunyuanImage{part}" for part in ("Decoder2D", "MidBlock", "ResnetBlock", "AttentionBlock", "Upsample")}
 REQUIRED = {"padding_mode": ("zeros",), "conv_shortcut": (None,)}
 
 

@@ -1,22 +1,20 @@
 """The decoder of ``AutoencoderKLHunyuanVideo``: causal convolutions whose borders repeat pixels and the first frame.
 
-Features stay in channels-last layout. Group normalisation and SiLU write their output with its border, so nothing is
-padded or converted, and bias and residual are added where a convolution stores its sums. The middle block attends
-frame by frame, each to the frames up to it, instead of masking half of all scores.
+Group normalisation and SiLU write their output with its border, and bias and residual are added where a convolution
+stores its sums. The middle block attends frame by frame, each to the frames up to it, instead of masking half of all.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from dit_accel.stages.vae.autoencoder_kl import has_one_head, projections
-from dit_accel.stages.vae.layers import Layers, attended, parts_of
+from dit_accel.stages.vae.layers import Layers, MaybeTensor, attended, parts_of
 
 SHARED_FROM = 2**12  # latents
-KNOWN = {
-    *(f"HunyuanVideo{part}" for part in ("Decoder3D", "MidBlock3D", "UpBlock3D", "CausalConv3d")),
-    *("HunyuanVideoResnetBlockCausal3D", "HunyuanVideoUpsampleCausal3D", "Attention", "ModuleList", "Conv3d"),
-    *("GroupNorm", "SiLU", "Linear", "Dropout"),
-}
+PARTS = ("Decoder3D", "MidBlock3D", "UpBlock3D", "CausalConv3d", "ResnetBlockCausal3D", "UpsampleCausal3D")
+KNOWN = {"Attention", *(f"HunyuanVideo{part}" for part in PARTS)}
 REQUIRED = {"pad_mode": ("replicate",), "upsample_factor": ((1, 2, 2), (2, 2, 2))}
 
 
@@ -37,31 +35,24 @@ def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torc
             frames = part.upsample_factor[0] == 2
             x = layers.upsampled(part.conv.conv, layers.padded(x, 1 if frames else 2), frames=frames)
         else:
-            h = _behind_norm(part.norm1, part.conv1, x, layers)
+            h = _behind_norm(part.norm1, part.conv1, x, layers, biased=False)
             if part.conv_shortcut is not None:  # here, so that nothing holds the block's input, a third of the peak
                 x = layers.convolved(part.conv_shortcut.conv, x)
-            x = _behind_norm(part.norm2, part.conv2, h, layers, x, input_bias=part.conv1.conv.bias, biased=True)
+            x = _behind_norm(part.norm2, part.conv2, h, layers, part.conv1.conv.bias, residual=x)
             del h
-    return layers.whole(_behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True))
+    return layers.whole(_behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers))
 
 
 def _behind_norm(
-    norm: nn.GroupNorm,
-    convolution: nn.Module,
-    x: torch.Tensor,
-    layers: Layers,
-    residual: torch.Tensor | None = None,
-    *,
-    input_bias: torch.Tensor | None = None,
-    biased: bool = False,
+    norm: nn.Module, layer: nn.Module, x: torch.Tensor, layers: Layers, bias: MaybeTensor = None, **options: Any
 ) -> torch.Tensor:
-    """Normalise, apply SiLU and convolve."""
-    moments = layers.moments(norm, x, input_bias)
+    """Add a bias, normalise, apply SiLU and convolve."""
+    moments = layers.moments(norm, x, bias)
 
     def some(frames: slice) -> torch.Tensor:
-        return layers.group_norm(norm, x, input_bias, moments, before=2, border=1, frames=frames)
+        return layers.group_norm(norm, x, bias, moments, before=2, border=1, frames=frames)
 
-    return layers.convolved_by_frames(convolution.conv, x, some, residual, biased=biased)
+    return layers.convolved_by_frames(layer.conv, x, some, **options)
 
 
 def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:

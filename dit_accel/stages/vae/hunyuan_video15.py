@@ -1,21 +1,19 @@
 """The decoder of ``AutoencoderKLHunyuanVideo15``: causal convolutions whose borders repeat pixels and the first frame.
 
-Features stay in channels-last layout. RMS normalisation and SiLU write their output with its border, so nothing is
-padded or converted. The middle block attends frame by frame, each to the frames up to it; diffusers fills a mask of all
-scores row by row. An upsampling moves channels into pixels and frames, in one copy that adds its shortcut.
+RMS normalisation and SiLU write their output with its border. The middle block attends frame by frame, each to the
+frames up to it. An upsampling moves channels into pixels and frames, in one copy that adds its shortcut.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from dit_accel.kernels import pad_video, pixel_norm
-from dit_accel.stages.vae.layers import Layers, attended, parts_of, point_projections
+from dit_accel.stages.vae.layers import Layers, MaybeTensor, attended, parts_of, point_projections
 
-KNOWN = {
-    *(f"HunyuanVideo15{part}" for part in ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock")),
-    *(f"HunyuanVideo15{part}" for part in ("Upsample", "CausalConv3d", "RMS_norm")),
-    *("ModuleList", "Conv3d", "SiLU"),
-}
+PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
+KNOWN = {f"HunyuanVideo15{part}" for part in PARTS}
 REQUIRED = {"pad_mode": ("replicate",)}
 PADDING = {"before": 2, "border": 1}
 
@@ -27,36 +25,29 @@ def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torc
     for part in (part for stage in (decoder.mid_block, *decoder.up_blocks) for part in parts_of(stage)):
         kind = type(part).__name__.removeprefix("HunyuanVideo15")
         x = {"ResnetBlock": _block, "AttnBlock": _attended, "Upsample": _upsampled}[kind](part, x, layers)
-    return _behind_norm(decoder.norm_out, decoder.conv_out, x, layers, biased=True)
+    return _behind_norm(decoder.norm_out, decoder.conv_out, x, layers)
 
 
 def _block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    h = _behind_norm(block.norm1, block.conv1, x, layers)
+    h = _behind_norm(block.norm1, block.conv1, x, layers, biased=False)
     if block.conv_shortcut is not None:
         x = layers.convolved(block.conv_shortcut, x)
-    return _behind_norm(block.norm2, block.conv2, h, layers, x, input_bias=block.conv1.conv.bias, biased=True)
+    return _behind_norm(block.norm2, block.conv2, h, layers, block.conv1.conv.bias, residual=x)
 
 
 def _behind_norm(
-    norm: nn.Module,
-    convolution: nn.Module,
-    x: torch.Tensor,
-    layers: Layers,
-    residual: torch.Tensor | None = None,
-    *,
-    input_bias: torch.Tensor | None = None,
-    biased: bool = False,
+    norm: nn.Module, layer: nn.Module, x: torch.Tensor, layers: Layers, bias: MaybeTensor = None, **options: Any
 ) -> torch.Tensor:
-    """Normalise, apply SiLU and convolve."""
+    """Add a bias, normalise, apply SiLU and convolve."""
     weight = norm.gamma.flatten()
 
     def normed(frames: slice) -> torch.Tensor:
         start = max(0, frames.start - PADDING["before"])
         padding = PADDING | {"before": PADDING["before"] - (frames.start - start)}
         some = x[:, :, start : frames.stop]
-        return pixel_norm(some, weight, input_bias=input_bias, backend=layers.backend, **padding)
+        return pixel_norm(some, weight, input_bias=bias, backend=layers.backend, **padding)
 
-    return layers.convolved_by_frames(convolution.conv, x, normed, residual, biased=biased)
+    return layers.convolved_by_frames(layer.conv, x, normed, **options)
 
 
 def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
@@ -78,10 +69,7 @@ def _upsampled(upsampler: nn.Module, x: torch.Tensor, layers: Layers) -> torch.T
 
 
 def _spread_into(out: torch.Tensor, y: torch.Tensor, x: torch.Tensor, times: int) -> None:
-    """Add y and x, whose channels are ``[times, 2, 2, C]`` of the result; x repeats each of its C.
-
-    With fewer ``times`` than its convolution has, y has more C than the result, and the first ones count.
-    """
+    """Add y, whose first channels count, and x, whose are repeated: ``[times, 2, 2, C]`` of the result."""
     y, x = (item.unflatten(-1, (times, 2, 2, -1)) for item in (y, x))  # [B, T, H, W, times, 2, 2, C]
     split = x.shape[-1], -1
     y = y[..., : out.shape[-1]].unflatten(-1, split)

@@ -18,6 +18,8 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
+MaybeTensor = torch.Tensor | None
+Frames = Callable[[slice], torch.Tensor]  # some of them
 BYTES = 2**30  # of normalised features at a time, at least one frame
 CONVERSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of weights [O, C, kt, kh, kw]
     "dense": dense,
@@ -43,29 +45,22 @@ class Layers:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.bands is None else self.bands.whole(x)
 
-    def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: torch.Tensor | None = None) -> torch.Tensor:
+    def moments(self, norm: nn.GroupNorm, x: torch.Tensor, input_bias: MaybeTensor = None) -> torch.Tensor:
         """Return mean and variance of each group of whole features, ``[B, groups, 2]``."""
         output = kernels.group_moments(x, groups=norm.num_groups, input_bias=input_bias, backend=self.backend)
         return output if self.bands is None else self.bands.merged(output)
 
     def group_norm(
-        self,
-        norm: nn.GroupNorm,
-        x: torch.Tensor,
-        input_bias: torch.Tensor | None = None,
-        moments: torch.Tensor | None = None,
-        *,
-        border: int = 0,
-        **settings: Any,
+        self, norm: nn.Module, x: torch.Tensor, bias: MaybeTensor = None, moments: MaybeTensor = None, **settings: Any
     ) -> torch.Tensor:
         """Normalise features with settings of :func:`dit_accel.kernels.group_norm`.
 
         A border has neighbours' rows, or repeats pixels. ``moments`` are those of whole features; None = compute them.
         """
-        moments = self.moments(norm, x, input_bias) if moments is None else moments
-        settings |= {"groups": norm.num_groups, "eps": norm.eps, "border": border, "backend": self.backend}
-        output = kernels.group_norm(x, norm.weight, norm.bias, input_bias=input_bias, moments=moments, **settings)
-        if border and self.bands is not None:
+        moments = self.moments(norm, x, bias) if moments is None else moments
+        settings |= {"groups": norm.num_groups, "eps": norm.eps, "backend": self.backend}
+        output = kernels.group_norm(x, norm.weight, norm.bias, input_bias=bias, moments=moments, **settings)
+        if settings.get("border") and self.bands is not None:
             self.bands.exchange_border(output)
         return output
 
@@ -98,13 +93,7 @@ class Layers:
         return kernels.convolution(x, weight, bias, residual, **options)
 
     def convolved_by_frames(
-        self,
-        layer: nn.Conv3d,
-        x: torch.Tensor,
-        normed: Callable[[slice], torch.Tensor],
-        residual: torch.Tensor | None = None,
-        *,
-        biased: bool = True,
+        self, layer: nn.Conv3d, x: torch.Tensor, normed: Frames, residual: MaybeTensor = None, **options: bool
     ) -> torch.Tensor:
         """Normalise and convolve ``[B, C, T, H, W]``, and add a residual; large videos a few frames at a time.
 
@@ -114,12 +103,12 @@ class Layers:
         rows = height if self.bands is None else self.bands.tallest(x)  # ranks take as many frames at a time
         some = max(1, BYTES * frames * height // (x.numel() * rows * x.element_size()))
         if some >= frames:
-            return self.convolved(layer, normed(slice(0, frames)), residual, biased=biased)
+            return self.convolved(layer, normed(slice(0, frames)), residual, **options)
         out = x.new_empty(batch, frames, height, width, layer.out_channels).permute(0, 4, 1, 2, 3)
         for start in range(0, frames, some):
             part = slice(start, min(start + some, frames))
             added = None if residual is None else residual[:, :, part]
-            out[:, :, part] = self.convolved(layer, normed(part), added, biased=biased)
+            out[:, :, part] = self.convolved(layer, normed(part), added, **options)
         return out
 
     def upsampled(

@@ -1,10 +1,8 @@
 """The decoders of ``AutoencoderKLLTXVideo`` and ``AutoencoderKLLTX2Video``, which decode whole videos at once.
 
-Before each convolution diffusers normalises pixels, repeats frames at one end or both and, in LTX-2, reflects pixels at
-the borders. Here features stay in channels-last layout. One op normalises, applies the shift and scale of the timestep
-and SiLU, and writes into the padded input of the convolution. The next norm adds the bias of a convolution. An
-upsampling moves channels into pixels: its convolution gives them in an order in which one copy reads and writes
-contiguous memory.
+One op normalises, applies the shift and scale of the timestep and SiLU, and writes into the padded input of the
+convolution. The next norm adds the bias of a convolution. An upsampling moves channels into pixels: its convolution
+gives them in an order in which one copy reads and writes contiguous memory.
 """
 
 import torch
@@ -12,24 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from dit_accel.kernels import pad_video, pixel_norm
-from dit_accel.stages.vae.layers import Layers, dense
+from dit_accel.stages.vae.layers import Layers, MaybeTensor, dense
 
 PARTS = ("Decoder3d", "MidBlock3d", "UpBlock3d", "ResnetBlock3d", "Upsampler3d", "CausalConv3d")
-KNOWN = {
-    *(f"{prefix}Video{part}" for prefix in ("LTX", "LTX2") for part in PARTS),
-    *("ModuleList", "Conv3d", "SiLU", "Dropout", "RMSNorm", "PerChannelRMSNorm", "LayerNorm", "Linear"),
-    *("PixArtAlphaCombinedTimestepSizeEmbeddings", "Timesteps", "TimestepEmbedding"),
-}
+KNOWN = {"PerChannelRMSNorm", "PixArtAlphaCombinedTimestepSizeEmbeddings", "Timesteps", "TimestepEmbedding"}
+KNOWN |= {f"{prefix}Video{part}" for prefix in ("LTX", "LTX2") for part in PARTS}
 REQUIRED = {"per_channel_scale1": (None,), "padding_mode": ("zeros", "reflect"), "RMSNorm.weight": (None,)}
 
 
 def decode(
-    decoder: nn.Module,
-    latents: torch.Tensor,
-    temb: torch.Tensor | None = None,
-    causal: bool | None = None,
-    *,
-    layers: Layers,
+    decoder: nn.Module, latents: torch.Tensor, temb: MaybeTensor = None, causal: bool | None = None, *, layers: Layers
 ) -> torch.Tensor:
     """Return frames ``[B, C, T, H, W]`` of latents ``[B, c, t, h, w]``.
 
@@ -63,16 +53,10 @@ class _LTXRun:
         self._layers = layers
 
     def padded(self, x: torch.Tensor, convolution: nn.Conv3d) -> torch.Tensor:
-        """Return the input of a convolution that has no norm before it."""
         return pad_video(x, border=_border(convolution, "reflect"), reflect=True, **self._frames)
 
     def normed(
-        self,
-        norm: nn.Module,
-        x: torch.Tensor,
-        modulation: tuple[torch.Tensor | None, ...],
-        convolution: nn.Conv3d,
-        bias: torch.Tensor | None = None,
+        self, norm: nn.Module, x: torch.Tensor, modulation: tuple, convolution: nn.Conv3d, bias: MaybeTensor = None
     ) -> torch.Tensor:
         """Return the input of a convolution behind a norm, with a shift and a scale, and SiLU."""
         settings = {"eps": norm.eps, "border": _border(convolution, "reflect"), "reflect": True, **self._frames}
@@ -85,7 +69,6 @@ class _LTXRun:
         return self._layers.convolved(convolution, padded, residual, padding=padding, biased=biased)
 
     def block(self, block: nn.Module, x: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
-        """Run a residual block; ``embedding`` of the timestep is ``[B, 4 C]``."""
         first, second = block.conv1.conv, block.conv2.conv
         modulation = _modulation(block.scale_shift_table, embedding) or (None,) * 4
         h = self.convolved(first, self.normed(block.norm1, x, modulation[:2], first), biased=False)

@@ -9,10 +9,11 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, MiniMaxH3Scheduler, UniPCMultistepScheduler
 from torch import nn
 
-from scripts.bench.model_speed.models import MODELS, TINY, TINY_FLUX
+from dit_accel.modular_call import called_as_standard
+from scripts.bench.model_speed.models import MODELS, TINY, TINY_FLUX, TINY_MINIMAX_H3, as_loaded
 
 Sizes = Mapping[str, Any]
 
@@ -47,9 +48,10 @@ class Call:
 class Case:
     """Pipeline at the size of a published image or video; `model` is the last part of its id on the Hub.
 
-    `transformer` builds it at published and at toy size; `texts` maps a text encoder's number to its name in `ENCODERS`
-    and the tokens of every prompt; `size`: height, width and frames (None = an image); `decodes_in`: dtype of the
-    autoencoder on a GPU; `tiles`: diffusers decodes in tiles, as the model's page on the Hub advises, and ours whole.
+    `pipeline`: its class, or its blocks'. `transformer` builds it at published and at toy size; `texts` maps a text
+    encoder's number to its name in `ENCODERS` and the tokens of every prompt; `sound`: an audio autoencoder; `size`:
+    height, width and frames (None = an image); `decodes_in`: dtype of the autoencoder on a GPU; `tiles`: diffusers
+    decodes in tiles, as the model's page on the Hub advises, and ours whole.
     """
 
     model: str
@@ -64,6 +66,8 @@ class Case:
     components: Mapping[str, Any] = field(default_factory=dict)
     decodes_in: torch.dtype = torch.bfloat16
     tiles: bool = False
+    sound: str = ""
+    tiny_frames: int = 5
 
 
 _NARROW = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -88,6 +92,11 @@ _QWEN25 = {
     "num_key_value_heads": 4,
     "vocab_size": 152_064,
 }
+_QWEN3_32B = {
+    **_QWEN3,
+    **{"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "tie_word_embeddings": False,
+}
 _LLAMA = {
     "hidden_size": 4096,
     "intermediate_size": 14_336,
@@ -102,6 +111,7 @@ def _qwen_vl(text: Sizes, sections: list[int]) -> Sizes:
     """Add the rotary embedding, and a small vision tower, which sees no image."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     vision = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32, "fullatt_block_indexes": [0]}
+    vision |= {"deepstack_visual_indexes": [0]}
     return {
         "text_config": {**text, "rope_parameters": rope},
         "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
@@ -121,6 +131,11 @@ ENCODERS = {
         _qwen_vl(_QWEN25, [16, 24, 24]),
         _qwen_vl({**_NARROW_LLAMA, "hidden_size": 32, "head_dim": 16}, [2, 3, 3]),
     ),
+    "qwen3-vl-32b": Part(
+        "Qwen3VLForConditionalGeneration",
+        _qwen_vl(_QWEN3_32B, [24, 20, 20]),
+        _qwen_vl({**_NARROW_LLAMA, "hidden_size": 32, "head_dim": 16, "num_hidden_layers": 51}, [2, 3, 3]),
+    ),
     "qwen3-4b": Part("Qwen3ForCausalLM", _QWEN3, _NARROW_LLAMA),
     "qwen3-4b-states": Part("Qwen3Model", _QWEN3, _NARROW_LLAMA),
     "llama-8b": Part("LlamaModel", _LLAMA, {**_NARROW_LLAMA, "hidden_size": 32, "num_hidden_layers": 3}),
@@ -129,6 +144,11 @@ _BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("
 _IMAGES = {**_BLOCKS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
 _IMAGES |= {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 _NARROW_BLOCKS = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
+TINY_H3 = {"block_out_channels": (8,) * 6, "layers_per_block": 1, "norm_num_groups": 4}
+TINY_H3 |= {"decoder_num_layers": 2, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 16}
+_UNSCALED = {"latents_mean": [0.0] * 32, "latents_std": [1.0] * 32}
+_TINY_SOUND = {"encoder_dim": 2, "latent_dim": 64, "num_attention_heads": 2, "decoder_dim": 128}
+_TINY_SOUND |= {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),)}
 AUTOENCODERS = {
     "flux": Part(
         "AutoencoderKL",
@@ -139,7 +159,16 @@ AUTOENCODERS = {
     "qwen-image": Part("AutoencoderKLQwenImage", {}, {"base_dim": 8}),
     "wan": Part("AutoencoderKLWan", {}, {"base_dim": 8}),
     "hunyuan": Part("AutoencoderKLHunyuanVideo", {}, _NARROW_BLOCKS),
+    "minimax-h3": Part("AutoencoderKLMiniMaxH3", {}, TINY_H3),
+    "minimax-h3-sound": Part("AutoencoderKLMiniMaxH3Audio", _UNSCALED, {**_UNSCALED, **_TINY_SOUND}),
 }
+
+
+class Processor:
+    """Replacement of a processor of texts without images."""
+
+    def create_mm_token_type_ids(self, ids: list[list[int]]) -> list[list[int]]:
+        return [[0] * len(item) for item in ids]
 
 
 def _both(name: str) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
@@ -152,6 +181,7 @@ def _shifting(**config: Any) -> Callable[[], Any]:
 
 _TINY_Z_IMAGE = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 16}
 _TINY_Z_IMAGE |= {"axes_dims": [4, 6, 6], "axes_lens": [1024, 64, 64]}
+_TINY_H3_BLOCKS = {**TINY_MINIMAX_H3, "text_dim": 32, "in_channels": 24, "audio_in_channels": 32}
 _CLIP_480P = (480, 832, 81)
 _FLUX_TEXTS = {"": ("clip-l", 60), "_2": ("t5-xxl", 60)}
 FEW_STEPS = 8  # at most; presets compute nearly all of so few
@@ -233,6 +263,19 @@ CASES = {
         decodes_in=torch.float16,  # as its page on the Hub advises
         tiles=True,
     ),
+    "minimax-h3": Case(
+        "minimax-h3",
+        "MiniMaxH3Blocks",
+        (MODELS["minimax-h3"].build, lambda: diffusers.MiniMaxH3Transformer3DModel(**_TINY_H3_BLOCKS)),
+        {"": ("qwen3-vl-32b", 60)},
+        "minimax-h3",
+        lambda: MiniMaxH3Scheduler(12.0),
+        (Call(50, EVERY_FIFTH, sparse="minimax-h3"),),
+        size=(480, 832, 124),  # 5 s
+        tiny_frames=124,  # its blocks take no fewer
+        components={"audio_scheduler": MiniMaxH3Scheduler(3.0), "processor": Processor()},
+        sound="minimax-h3-sound",
+    ),
 }
 _FEW = Call(4, None, arguments={"guidance_scale": 1.0}, sla="wan21-sla")
 CASES["wan-1.3b-few-steps"] = replace(CASES["wan-1.3b"], calls=(_FEW,))
@@ -246,7 +289,7 @@ class Tokenizer:
         self._count, self._vocabulary = count, vocabulary
 
     def __call__(
-        self, text: str | list[str], padding: bool | str = False, max_length: int | None = None, **_: Any
+        self, text: str | list[str], padding: bool | str = False, max_length: int | None = None, **settings: Any
     ) -> transformers.BatchEncoding:
         """Return ``input_ids`` and ``attention_mask``, int64 ``[texts, tokens]``, padded with zeros on the right."""
         texts = [text] if isinstance(text, str) else text
@@ -258,6 +301,8 @@ class Tokenizer:
             seeded = torch.Generator().manual_seed(zlib.crc32(item.encode()))
             ids[row, :count] = torch.randint(1, self._vocabulary, (count,), generator=seeded)
             mask[row, :count] = 1
+        if isinstance(text, str) and "return_tensors" not in settings:
+            return transformers.BatchEncoding({"input_ids": ids[0].tolist()})
         return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
 
     def tokenize(self, text: str) -> list[str]:
@@ -271,24 +316,38 @@ class Tokenizer:
 def build(case: Case, *, tiny: bool) -> Any:
     """Build a pipeline on the GPU in bf16, or at toy size on the CPU in float32."""
     parts: dict[str, Any] = {}
-    with _creating("cpu" if tiny else "cuda", torch.float32 if tiny else torch.bfloat16):
+    device = "cpu" if tiny else "cuda"
+    with _creating(device, torch.float32 if tiny else torch.bfloat16):
         parts["transformer"] = case.transformer[tiny]()
         for number, (name, _) in case.texts.items():
             part = ENCODERS[name]
             kind = getattr(transformers, part.kind)
             parts[f"text_encoder{number}"] = kind(kind.config_class(**(part.tiny if tiny else part.config)))
-        part = AUTOENCODERS[case.autoencoder]
-        parts["vae"] = getattr(diffusers, part.kind)(**(part.tiny if tiny else part.config))
+    with _creating(device, torch.float32 if tiny else case.decodes_in):
+        parts["vae"] = as_loaded(_autoencoder(case.autoencoder, tiny=tiny))
+    if case.sound:
+        with _creating(device, torch.float32):
+            parts["audio_vae"] = _autoencoder(case.sound, tiny=tiny)
     for part in parts.values():
         part.eval().requires_grad_(False)
-    if not tiny:
-        parts["vae"].to(case.decodes_in)
     for number, (name, count) in case.texts.items():
         vocabulary = parts[f"text_encoder{number}"].get_input_embeddings().num_embeddings
         parts[f"tokenizer{number}"] = Tokenizer(count, vocabulary, 77 if name == "clip-l" else 512)
-    pipe = getattr(diffusers, case.pipeline)(**parts, scheduler=case.scheduler(), **case.components)
+    parts |= {"scheduler": case.scheduler(), **case.components}
+    kind = getattr(diffusers, case.pipeline)
+    if issubclass(kind, diffusers.ModularPipelineBlocks):
+        pipe = kind().init_pipeline()
+        pipe.update_components(**parts)
+        called_as_standard(pipe)
+    else:
+        pipe = kind(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _autoencoder(name: str, *, tiny: bool) -> nn.Module:
+    part = AUTOENCODERS[name]
+    return getattr(diffusers, part.kind)(**(part.tiny if tiny else part.config))
 
 
 def arguments(case: Case, call: Call, *, tiny: bool) -> dict[str, Any]:
@@ -303,7 +362,7 @@ def size(case: Case, *, tiny: bool) -> tuple[int, int, int | None]:
     """Return height, width and frames; None = an image."""
     if not tiny:
         return case.size
-    return 32, 64, None if case.size[2] is None else 5
+    return 32, 64, None if case.size[2] is None else case.tiny_frames
 
 
 def steps(call: Call, *, tiny: bool) -> int:

@@ -62,7 +62,8 @@ def markdown(document: dict[str, Any]) -> str:
         "|---" * (len(titles) + 3) + "|",
     ]
     for row in sorted(measured(document), key=_order):
-        cells = [name_of(row), LABELS[row["way"]], str(row["gpus"]), f"{row['computed_steps']} of {row['steps']}"]
+        way = LABELS[row["way"]] + (f", {row['timed_steps']} steps timed" if "timed_steps" in row else "")
+        cells = [name_of(row), way, str(row["gpus"]), f"{row['computed_steps']} of {row['steps']}"]
         cells += [f"{seconds:.2f}" for seconds in (row["seconds"], *(row["stages"][name] for name in COLUMNS))]
         cells.append(f"{row['speed_up']:.2f}×" if "speed_up" in row else "")
         cells += ["" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}", row.get("decoded") or ""]

@@ -146,27 +146,34 @@ def ways_of(call: Call, *, alone: bool) -> list[str]:
     return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
 
 
-def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: bool) -> Row:
+def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, few: int | None = None, *, tiny: bool) -> Row:
     """Time a call: a warm-up, of two steps where these compile all kernels, then whole calls.
 
-    A way in `WHOLE` gets `runs` of these. Processes that share a call warm up twice, because each decodes the first
-    latents by itself, to compare.
+    A way in `WHOLE` gets `runs` of these, and a warm-up of twice ``few`` steps, if that is given. The others get one
+    call, of ``few`` steps, whose share of the denoising is added for each step left out. Processes that share a call
+    warm up twice, because each decodes the first latents by itself, to compare.
     """
     values, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
+    few = few or count
+    warm, timed = (min(2 * few, count), count) if way in WHOLE else (2, min(few, count))
     tiled = _in_tiles(pipe.vae) if case.tiles and way not in OURS else nullcontext()
     with tiled, WAYS[way](pipe, call, count) as describe:
         for _ in range(1 + dist.is_initialized()):
-            _checked(pipe, case, values | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
+            _checked(pipe, case, values | {"num_inference_steps": warm}, tiny=tiny)
         with peak_memory(pipe.device) as memory:
-            output = [_checked(pipe, case, values, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
+            whole = values | {"num_inference_steps": timed}
+            output = [_checked(pipe, case, whole, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
         facts = describe()
-    seconds = [item.seconds for item in output]
+    stages = {name: statistics.median(item.stages[name] for item in output) for name in output[0].stages}
+    left_out = (count - timed) * call.branches / output[0].calls * stages["denoising"]
+    seconds = [item.seconds + left_out for item in output]
     return {
         "seconds": statistics.median(seconds),
         "seconds_each": seconds,
-        "stages": {name: statistics.median(item.stages[name] for item in output) for name in output[0].stages},
+        "stages": stages | {"denoising": stages["denoising"] + left_out},
         **memory,
         "computed_steps": count,
+        **({} if timed == count else {"timed_steps": timed}),
         **facts,
     }
 

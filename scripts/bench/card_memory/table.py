@@ -45,7 +45,9 @@ def _lines(rows: list[Row]) -> Iterator[list[str]]:
             pairs.setdefault(key, {})[row["run"]] = row
     for (*_, card), pair in pairs.items():
         plain, ours = pair.get("plain", {}), pair.get("balanced", {})
-        cells = [*_key_cells(ours or plain), str(card)]
+        row = ours or plain
+        frames = f", {4 * row['latents'][2] - 3} frames" if len(row["latents"]) == 5 else ""
+        cells = [MODELS[row["case"]] + frames, FORMS[row["weights"]], row["way"], str(card)]
         if all(row.get("fits") is False for row in (plain, ours)):  # a run that was not measured has no row
             yield [*cells, *[UNFIT] * 3, "", "", ""]
             continue
@@ -64,13 +66,6 @@ def _figure(row: Row, key: str, digits: int) -> str:
     if not row.get("fits"):
         return UNFIT if row else ""
     return "" if row[key] is None else f"{row[key]:.{digits}f}"
-
-
-def _key_cells(row: Row) -> list[str]:
-    model = MODELS[row["case"]]
-    if len(row["latents"]) == 5:
-        model += f", {4 * row['latents'][2] - 3} frames"
-    return [model, FORMS[row["weights"]], row["way"]]
 
 
 def _name(row: Row) -> str:

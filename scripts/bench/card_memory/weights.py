@@ -11,10 +11,6 @@ from dit_accel.models.beside.quantized_linears import block_linears
 Q4_BLOCK = 32  # weights that share a scale
 
 
-def _as_built(transformer: nn.Module) -> None:
-    pass
-
-
 def _stored_in_float8(transformer: nn.Module) -> None:
     """Layerwise casting of diffusers: every weight is stored in float8, and computed in the model's dtype."""
     transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=transformer.dtype)
@@ -84,7 +80,7 @@ def _replace(transformer: nn.Module, replacement: Callable[[nn.Linear], nn.Modul
 
 # name: (package that it needs, or None; function that changes a transformer)
 WEIGHTS: dict[str, tuple[str | None, Callable[[nn.Module], None]]] = {
-    "bf16": (None, _as_built),
+    "bf16": (None, lambda transformer: None),
     "cast": (None, _stored_in_float8),
     "int8": ("torchao", _by_torchao("Int8WeightOnlyConfig")),
     "float8": ("torchao", _by_torchao("Float8WeightOnlyConfig")),

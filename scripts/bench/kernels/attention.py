@@ -75,11 +75,6 @@ def with_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
     return q, k, v
 
 
-def attention_flops(case: Case) -> float:
-    """FLOPs of dense attention: two products of 2 S² D per head."""
-    return 4.0 * case.batch * case.heads * case.tokens**2 * case.head_dim
-
-
 def time_attention(
     recorder: Recorder,
     op: str,
@@ -102,9 +97,10 @@ def time_attention(
     density = inputs.density if density is None else density
     call = partial(kernels.attention, *qkv, inputs.plan, backend=backend, **options)
     verify = partial(_verify, qkv, inputs, bound)
-    work = attention_flops(inputs.case) * density
+    case = inputs.case
+    work = 4.0 * case.batch * case.heads * case.tokens**2 * case.head_dim * density  # two products of 2 S² D per head
     return recorder.time(
-        op, backend, kind, inputs.case, call, verify, density=density, work=work, baselines=baselines, timer=timer
+        op, backend, kind, case, call, verify, density=density, work=work, baselines=baselines, timer=timer
     )
 
 

@@ -52,15 +52,11 @@ def _flex(q, k, v, inputs: Inputs) -> Attention:
         full_kv_num_blocks=full_count,
         full_kv_indices=plan.kv_index,
         BLOCK_SIZE=plan.block,
-        mask_mod=_every_pair,
+        mask_mod=lambda batch, head, query, key: query >= 0,
         seq_lengths=(plan.tokens, plan.tokens),
     )
     arguments = [x.transpose(1, 2) for x in (q, k, v)]
     return lambda: _compiled_flex()(*arguments, block_mask=mask).transpose(1, 2)
-
-
-def _every_pair(batch, head, query, key):
-    return query >= 0
 
 
 @functools.cache

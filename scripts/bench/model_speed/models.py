@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import diffusers
@@ -176,12 +177,16 @@ def _flux2(sizes: Mapping[str, Any], side: int, width: int) -> Model:
 
 
 def _as_loaded(kind: Callable[..., torch.nn.Module], **sizes: Any) -> torch.nn.Module:
-    """Build a transformer with the weights in float32 that ``from_pretrained`` keeps so."""
-    transformer = kind(**sizes)
-    for name, module in transformer.named_modules():
-        if name.rpartition(".")[2] in transformer._keep_in_fp32_modules:
-            module.float()
-    return transformer
+    return as_loaded(kind(**sizes))
+
+
+def as_loaded(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model, with the weights in float32 that ``from_pretrained`` keeps so."""
+    wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, weight in chain(model.named_parameters(), model.named_buffers()):
+        if not wide.isdisjoint(name.split(".")):
+            weight.data = weight.data.float()
+    return model
 
 
 def _krea2(sizes: Mapping[str, Any], side: int, text: int, layers: int, width: int) -> Model:
@@ -307,7 +312,7 @@ _TINY_LTX2 = {
     **{"in_channels": 8, "out_channels": 8, "audio_in_channels": 4, "audio_out_channels": 4},
     **{"cross_attention_dim": 32, "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16},
 }
-_TINY_MINIMAX_H3 = {
+TINY_MINIMAX_H3 = {
     **_TINY_ATTENTION,
     **{"hidden_size": 48, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 32, "text_dim": 16, "rope_freq_dim": 2},
     **{"in_channels": 4, "audio_in_channels": 8, "time_embed_hidden_dim": 16, "time_embed_dim": 16, "freq_dim": 16},
@@ -333,7 +338,7 @@ TINY = {
         *(32, 16),
     ),
     "ltx2": _ltx2(_TINY_LTX2, (3, 6, 8), 10, 12, 16),
-    "minimax-h3": _minimax_h3(_TINY_MINIMAX_H3, (3, 6, 8), 10, 12, 16),
+    "minimax-h3": _minimax_h3(TINY_MINIMAX_H3, (3, 6, 8), 10, 12, 16),
     "wan-1.3b": _wan(_TINY_WAN, _TINY_CLIP, 32, variants=CFG),
     "wan-14b": _wan(_TINY_WAN, _TINY_CLIP, 32, **CFG["CFG"]),
     "wan-i2v-14b": _wan(

@@ -29,7 +29,8 @@ def tables(rows: Sequence[Row]) -> str:
         entries = []
         for share in FRACTIONS:
             ours = [at(in_cell, share, statistic) for statistic in (mean, min)]
-            best = [best_rival(in_cell, share, statistic) for statistic in (mean, min)]
+            rivals = [row for row in in_cell if row["series"] != LOOP and row["computed"] <= 1.02 * share]
+            best = [max((statistic(row["psnr"]) for row in rivals), default=None) for statistic in (mean, min)]
             if ours[0] is None:
                 entries.append("")
                 continue
@@ -110,12 +111,6 @@ def at(rows: Sequence[Row], share: float, statistic: Statistic, series: str = LO
     if not points or not points[0][0] <= share <= points[-1][0]:
         return None
     return float(np.interp(share, *zip(*points, strict=True)))
-
-
-def best_rival(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
-    """Highest PSNR in dB of any other setting with at most this computed fraction."""
-    others = [row for row in rows if row["series"] != LOOP and row["computed"] <= 1.02 * share]
-    return max((statistic(row["psnr"]) for row in others), default=None)
 
 
 def _row(*entries: object) -> str:
