@@ -108,15 +108,13 @@ def main() -> int:
 def _run(options: argparse.Namespace, is_first: bool, ranks: int) -> int:
     device = "cpu" if options.tiny else "cuda"
     rows: list[dict[str, Any]] = []
-    cases = [(FusedDecode, "decoded", 3, *case) for case in CASES]
+    cases = [(FusedDecode, "decoded", 3, *case) for case in CASES if options.only in case[3]]
     if ranks == 1:
-        cases += [(FusedEncode, "encoded", 9, *case) for case in ENCODED]
+        cases += [(FusedEncode, "encoded", 9, *case) for case in ENCODED if options.only in case[3]]
     for stage, verb, least, kind, config, tiny, what, shape, dtypes in cases:
         config = {**config, **(tiny if options.tiny else {})}
         shape = (*shape[:2], *(min(item, least) for item in shape[2:])) if options.tiny else shape
         for name in dtypes.split():
-            if options.only not in what:
-                continue
             torch.manual_seed(0)  # all ranks have the same weights
             with torch.device(device):
                 autoencoder = kind(**{key: value for key, value in config.items() if key not in TILED})
