@@ -14,6 +14,8 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
 from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.models.beside.quantized_linears import block_linears
+from scripts.bench.card_memory.weights import WEIGHTS
 from tests.levels import CLOSED_LOOP, HEADS, LAYERS
 from tests.rounding import distance, equal_up_to_rounding
 from tests.tiny import flux, tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
@@ -52,9 +54,15 @@ def group_offload(pipe, kind):
     pipe.transformer.enable_group_offload(CPU, offload_type=kind, num_blocks_per_group=1)
 
 
-def torchao_weights(pipe, config):
-    torchao = pytest.importorskip("torchao.quantization")
-    torchao.quantize_(pipe.transformer, getattr(torchao, config)())
+def stored(form):
+    """Return a function that stores weights of blocks in another form."""
+    package, change = WEIGHTS[form]
+
+    def store(pipe):
+        pytest.importorskip(package or "torch")
+        change(pipe.transformer)
+
+    return store
 
 
 def quanto_weights(pipe):
@@ -73,55 +81,32 @@ def modelopt_weights(pipe):
     modelopt.quantize(pipe.transformer, modelopt.INT8_DEFAULT_CFG, lambda _: tiny_output(pipe, "flux", steps=1))
 
 
-def replace_linears(pipe, make, multiple=1):
-    """Replace all linear layers whose input divides by ``multiple`` with the result of ``make``."""
-    for module in list(pipe.transformer.modules()):
-        for name, layer in module.named_children():
-            if type(layer) is torch.nn.Linear and layer.in_features % multiple == 0:
-                setattr(module, name, make(layer))
-
-
-def gguf_weights(pipe):
-    """Weights like those of a .gguf file of type Q8_0, in blocks of 32 features."""
-    gguf = pytest.importorskip("gguf")
-    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
-
-    def packed(layer):
-        kind = gguf.GGMLQuantizationType.Q8_0
-        output = GGUFLinear(layer.in_features, layer.out_features, compute_dtype=torch.float32)
-        numbers = torch.from_numpy(gguf.quantize(layer.weight.detach().numpy(), kind))
-        output.weight = GGUFParameter(numbers, quant_type=kind)
-        output.bias = layer.bias
-        return output
-
-    replace_linears(pipe, packed, multiple=32)
-
-
-class PackedLinear(torch.nn.Linear):
-    """Linear layer like bitsandbytes' ``Linear4bit``: its weight is uint8 ``[elements / 2, 1]``, two a byte."""
+class PackedLayer(torch.nn.Module):
+    """Layer like SVDQuant's, whose kernels need a GPU: no linear layer, and no ``weight``."""
 
     def __init__(self, layer):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        super().__init__()
         self.bias, self.scale = layer.bias, layer.weight.detach().abs().max() / 7
-        low, high = (layer.weight / self.scale).round().add(8).to(torch.uint8).view(-1, 2).unbind(1)
-        self.weight = torch.nn.Parameter((low + 16 * high)[:, None], requires_grad=False)
+        self.qweight = torch.nn.Parameter((layer.weight / self.scale).round().to(torch.int8), requires_grad=False)
 
     def forward(self, x):
-        nibbles = torch.cat([self.weight % 16, self.weight // 16], dim=1).view(self.out_features, self.in_features)
-        return torch.nn.functional.linear(x, (nibbles.to(x.dtype) - 8) * self.scale, self.bias)
+        return torch.nn.functional.linear(x, self.qweight * self.scale, self.bias)
 
 
 # name: (function that adds it, reason for dense attention at level head, or None)
 COMPANIONS = {
-    "layerwise-casting": (
-        lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
-        HOOKED,
-    ),
-    "torchao-int8": (functools.partial(torchao_weights, config="Int8WeightOnlyConfig"), PACKED),
-    "torchao-float8": (functools.partial(torchao_weights, config="Float8WeightOnlyConfig"), PACKED),
+    "layerwise-casting": (stored("cast"), HOOKED),
+    "torchao-int8": (stored("int8"), PACKED),
+    "torchao-float8": (stored("float8"), PACKED),
+    "torchao-nvfp4": (stored("torchao-nvfp4"), PACKED),
     "quanto-int8": (quanto_weights, NO_LINEAR),
-    "gguf": (gguf_weights, NO_LINEAR),
-    "packed-4-bit": (functools.partial(replace_linears, make=PackedLinear), NO_LINEAR),
+    "gguf": (stored("q4"), NO_LINEAR),
+    "bitsandbytes-nf4": (stored("nf4"), NO_LINEAR),
+    "nvfp4": (stored("nvfp4"), NO_LINEAR),
+    "svdquant": (
+        lambda pipe: [pipe.transformer.set_submodule(n, PackedLayer(x)) for n, x in [*block_linears(pipe.transformer)]],
+        NO_LINEAR,
+    ),
     "sdnq": (sdnq_weights, None),  # it keeps some layers as they are
     "modelopt": (modelopt_weights, NO_LINEAR),
     "lora-hot-swap": (hot_swap, NO_LINEAR),

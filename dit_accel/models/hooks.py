@@ -60,17 +60,11 @@ class Hook(ModelHook):
 
 
 def stateless(code: Code) -> Code:
-    """Declare that calls of a hook, attention processor or forward inside a transformer may be skipped.
+    """Declare that calls of a hook, attention processor or forward inside a transformer may be skipped, and return it.
 
     Use it for code whose state changes with every call but does not change the output: a counter for a log, a timer, a
     store of attention maps. Forecast steps do not call the code. A transformer with such a hook around the whole of it
-    can also run as a CUDA graph.
-
-    Args:
-        code: a function, an object, or a class for all its objects; so this is also a decorator.
-
-    Returns:
-        The same ``code``.
+    can also run as a CUDA graph. It also decorates functions, and classes for all their objects.
 
     Raises:
         UnsupportedError: it takes no attributes, as a list's ``append``.
@@ -288,10 +282,7 @@ def why_not_replaceable(module: torch.nn.Module) -> str | None:
 
 @contextmanager
 def _beneath_offload(module: torch.nn.Module) -> Iterator[None]:
-    """Context in which ``module.forward`` is the forward that accelerate's offload hook wraps.
-
-    diffusers removes and adds offload hooks at the end of every pipeline call, which would lose a hook on top of them.
-    """
+    """Within the block, ``module.forward`` is the forward beneath accelerate's offload hook, which comes and goes."""
     if not hasattr(module, "_old_forward"):
         yield
         return

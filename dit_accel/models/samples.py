@@ -166,10 +166,7 @@ class TextMasks:
         self._measured = WeakIdKeyDictionary()  # mask -> its version, TextLengths
 
     def lengths(self, mask: torch.Tensor) -> TextLengths:
-        """Return the prompts' lengths from the mask ``[B, T]``; each new mask costs one host synchronisation.
-
-        A transformer reads as many text tokens as the mask has ones; a text refiner reads the marked tokens.
-        """
+        """Return the prompts' lengths from the mask ``[B, T]``; each new mask costs one host synchronisation."""
         version = 0 if mask.is_inference() else mask._version
         known = self._measured.get(mask)
         if known is None or known[0] != version:

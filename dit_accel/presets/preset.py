@@ -85,7 +85,7 @@ class Preset(Section):
             (records_nothing, "memory", ["history_dtype"], unrecorded, "forecast.level to layer"),
             (level != "head", "memory", ["offload"], of_heads, "forecast.level to head"),
             (repeats, "memory", ["offload"], "with order 0", "forecast.order to 1"),
-            (self.linear.dtype is None, "linear", linear, "without a dtype", "linear.dtype to int8 or float8"),
+            (self.linear.dtype is None, "linear", linear, "without a dtype", "linear.dtype to auto"),
             (not self.stages.prompts, "stages", ["prompts_mib"], "without prompts", "stages.prompts to true"),
             (not self.stages.decode, "stages", ["share"], "without decode", "stages.decode to true"),
         )

@@ -251,9 +251,9 @@ class Kernels(Section):
 class Linear(Section):
     """Linear layers of the blocks in 8 bits, on computed steps."""
 
-    dtype: Literal["int8", "float8"] | None = None
-    """8-bit dtype of rows and weights, with one scale each; null = no rounding. If features have similar sizes, the
-    error of int8 is a third of float8's (e4m3); float8 needs an RTX 4090, H100 or later."""
+    dtype: Literal["auto", "int8", "float8"] | None = None
+    """8-bit dtype of rows and weights, with one scale each; null = no rounding. The error of int8 is a third of
+    float8's (e4m3), which needs an RTX 4090, H100 or later. auto: float8 on a B300, otherwise int8."""
     exclude: list[str] = Field(default_factory=list, examples=[["*.to_out.0"]])
     """Layers that are not rounded, by their names in the transformer; `*` matches anything: `*.to_out.0`."""
     weights: Literal["auto", "device", "host"] = "auto"

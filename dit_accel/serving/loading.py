@@ -73,7 +73,7 @@ def load_pipeline(
             pipe = _from_pretrained(source, **dtype_argument(precision))
         load_loras(pipe, how.loras)
         if how.quantize is not None:
-            _quantize(pipe, how.quantize, place)
+            quantize(pipe, how.quantize, place)
         if how.offload == "group":
             _offload_groups(pipe, place)
         elif how.offload != "none":
@@ -109,15 +109,16 @@ def _from_pretrained(source: str, **dtype: torch.dtype) -> Any:
 def _require_float8(place: torch.device, precision: torch.dtype) -> None:
     import torch
 
-    from dit_accel.tools.advise.cards import FLOAT8_SINCE
+    from dit_accel.kernels.backends import FP8_CAPABILITY
 
-    has_products = place.type == "cuda" and torch.cuda.get_device_capability(place) >= FLOAT8_SINCE
+    has_products = place.type == "cuda" and torch.cuda.get_device_capability(place) >= FP8_CAPABILITY
     if not has_products or precision is not torch.bfloat16:
         needs = "bfloat16 on a GPU of compute capability 8.9 or later (RTX 4090, H100)"
         raise ArgumentError("quantize", f"float8 needs {needs}, got {precision} on {place}; use int8")
 
 
-def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
+def quantize(pipe: Any, kind: str, place: torch.device) -> None:
+    """Store the linear layers of a pipeline's transformers in int8, or in float8 with activations, by torchao."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8WeightOnlyConfig, PerRow, quantize_
 
     from dit_accel.models import denoisers

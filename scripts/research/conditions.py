@@ -10,6 +10,8 @@ whole batch get them one by one. Writes a JSON file after every part, and at the
     python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures
     python -m scripts.research.conditions --output docs/results/few-steps-demo-flux --models demo-flux --few-steps 4 8 \
         --prompts 64 --rivals dbcache spectrum
+    python -m scripts.research.conditions --output docs/results/eight-bits --few-steps 28 50 --eight-bits int8 float8 \
+        --rivals
     python -m scripts.research.conditions --output docs/results/budgets --few-steps 20 28 --budgets 5 6 7 8 9 10 \
         --rivals meancache
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json
@@ -33,6 +35,7 @@ import torch
 from dit_accel import accelerated
 from dit_accel.kernels.blocks.quantized_linear import LINEAR_DTYPES
 from dit_accel.models import denoisers
+from dit_accel.models.beside import linear_trial
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.measure.compare import PEERS, spread
 from dit_accel.tools.measure.compare.methods import Subject
@@ -48,6 +51,7 @@ from scripts.tables import as_json, write_table
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, in addition to the presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
 ONE_BY_ONE = ("SeaCache", "FirstBlockCache", "DBCache", "SCM")  # series that decide for a whole batch
+EIGHT_BITS = "layers in"
 PARTS = 3  # parts of a cell's settings, with several processes
 
 
@@ -55,6 +59,7 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
     """Return a row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
     cell, part, folder, options = work
     torch.set_num_threads(1)
+    linear_trial.TIMED = ()  # 8 bits stay where they are slower
     conditions = Conditions(cell, folder, options.prompts, options.split, options.device)
     counter = WorkCounter(denoisers(conditions.pipe))
     with counter.calibrating():
@@ -63,7 +68,7 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
     rows = []
     for series, name, put_on in islice(settings(conditions.subject, options), part.start, None, part.step):
         try:
-            output, computed = run_setting(conditions, counter, put_on, one_by_one=series.startswith(ONE_BY_ONE))
+            output, computed = run_setting(conditions, counter, put_on, series)
         except Exception as error:
             if series == LOOP:
                 raise
@@ -79,33 +84,38 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
 
 
 def run_setting(
-    conditions: Conditions, counter: WorkCounter, put_on: Any, *, one_by_one: bool
+    conditions: Conditions, counter: WorkCounter, put_on: Any, series: str
 ) -> tuple[list[torch.Tensor], float]:
     """Return the outputs of a setting, and its computed share of the plain run."""
     prompts = conditions.prompts
     output: list[torch.Tensor] = []
     computed = 0.0
-    for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
+    for group in [[prompt] for prompt in prompts] if series.startswith(ONE_BY_ONE) else [prompts]:
         with put_on():
             pass  # calibrates here if needed, before runs are counted
         with put_on(), counter.counting() as share:
             output += conditions.run(group)
+            if series.startswith(EIGHT_BITS):  # whose layers the counter does not see
+                return output, conditions.pipe.dit_accel.report().computed_fraction
             computed += share()  # share of the plain run of all prompts
     return output, computed
 
 
 def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     """Yield series, name, and a function that applies the setting to the pipeline."""
+    for dtype in (None, *options.eight_bits):
+        series = LOOP if dtype is None else f"{EIGHT_BITS} {dtype}"
+        changes = {"per_prompt": True, "linear.dtype": dtype, **dict(options.set)}
+        for level in options.levels:
+            yield series, level, partial(accelerated, subject.pipe, level, **changes)
+        for target in options.targets:
+            put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
+            yield series, f"target {target:g}", put_on
+        if dtype is not None:
+            yield series, "exact", partial(accelerated, subject.pipe, "exact", linear={"dtype": dtype})
     changes = {"per_prompt": True, **dict(options.set)}
-    for level in LEVELS:
-        yield LOOP, level, partial(accelerated, subject.pipe, level, **changes)
-    for target in options.targets:
-        put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
-        yield LOOP, f"target {target:g}", put_on
     for steps in options.budgets:
         yield BUDGET, f"{steps} steps", partial(accelerated, subject.pipe, "balanced", computed_steps=steps, **changes)
-    for dtype in LINEAR_DTYPES if options.few_steps and not options.budgets else ():
-        yield "8 bits", f"layers in {dtype}", partial(accelerated, subject.pipe, "exact", linear={"dtype": dtype})
     for rival in options.rivals:
         for method in spread(PEERS[rival].methods(subject.steps), options.settings):
             yield method.series, method.name, partial(method.put_on, subject)
@@ -125,15 +135,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedulers", nargs="+", default=["Euler", *SOLVERS], help="only cells with these schedulers")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
+    parser.add_argument("--levels", nargs="*", choices=LEVELS, default=LEVELS, help="presets of the loop")
     parser.add_argument("--targets", type=float, nargs="*", default=TARGETS)
     parser.add_argument("--settings", type=int, default=5, help="maximum number of settings per method")
     parser.add_argument("--set", type=key_value, nargs="*", default=[], help="keys of the preset, as warmup=4")
     able = [name for name in PEERS if not name.startswith("fewer-steps")]
     parser.add_argument("--rivals", nargs="*", choices=able, default=RIVALS, help="other methods")
-    parser.add_argument(
-        "--few-steps", type=int, nargs="+", help="runs of so many steps, and layers in 8 bits, instead of the cells"
-    )
+    parser.add_argument("--few-steps", type=int, nargs="+", help="runs of so many steps instead of the cells")
     parser.add_argument("--guidance", type=float, help="true classifier-free guidance of these runs (image models)")
+    parser.add_argument(
+        "--eight-bits", nargs="*", choices=LINEAR_DTYPES, default=[], help="the same with layers in these dtypes too"
+    )
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of runs of few steps")
     parser.add_argument("--budgets", type=int, nargs="*", default=[], help="numbers of computed steps to measure too")
     parser.add_argument("--processes", type=int, default=1, help="number of parallel parts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -149,7 +162,8 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         options.prompts, options.targets, options.settings = 1, (), 1
         small = {"size": 64, "dtype": "float32"}
     if options.few_steps:
-        return [Cell(m, steps=n, guidance=options.guidance, **small) for m in models for n in options.few_steps]
+        kind = {"guidance": options.guidance, "dtype": options.dtype, **small}
+        return [Cell(m, steps=n, **kind) for m in models for n in options.few_steps]
     if options.smoke:
         kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
         return [Cell(name, steps=8, **small, **kind) for name in models for kind in kinds]

@@ -12,14 +12,11 @@ from accelerate import cpu_offload
 from dit_accel import accelerate_pipeline
 from dit_accel.models.beside.control_net import hook_of
 from dit_accel.models.conditions import Conditions
+from tests.parallel_ranks import modes_of
 from tests.test_changes_under_way import CHANGES
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 12
-
-
-def modes(pipe):
-    return [step.mode for step in pipe.dit_accel.report().steps]
 
 
 @pytest.mark.parametrize("when", ["begins", "ends"])
@@ -27,10 +24,10 @@ def test_a_control_net_that_begins_or_ends(when):
     """The steps in which its strength changes are computed."""
     pipe = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo")
     tiny_output(pipe, "flux-controlnet", steps=STEPS)
-    changed_step = modes(pipe).index("dispatch", 4)
+    changed_step = modes_of(pipe).index("dispatch", 4)
     window = {"begins": "control_guidance_start", "ends": "control_guidance_end"}[when]
     tiny_output(pipe, "flux-controlnet", steps=STEPS, **{window: changed_step / STEPS})
-    assert modes(pipe)[changed_step] != "dispatch"
+    assert modes_of(pipe)[changed_step] != "dispatch"
     noted = f"conditioning_scale of the ControlNet changed at step {changed_step}: caches dropped"
     assert noted in pipe.dit_accel.report().notes
 
@@ -42,7 +39,7 @@ def test_equal_tensors_made_anew_are_no_change():
     def run(callback):
         asked = ["latents", "prompt_embeds"]
         arguments = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": asked}
-        return tiny_output(pipe, "wan", steps=STEPS, **arguments), modes(pipe)
+        return tiny_output(pipe, "wan", steps=STEPS, **arguments), modes_of(pipe)
 
     latents, expected = run(lambda pipe, step, timestep, tensors: tensors)
     anew, found = run(lambda pipe, step, timestep, tensors: {key: item.clone() for key, item in tensors.items()})

@@ -10,6 +10,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from dit_accel import accelerate_pipeline, stateless
 from dit_accel.errors import UnsupportedError
 from tests.levels import HEADS, LAYERS
+from tests.parallel_ranks import modes_of
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 12
@@ -178,10 +179,6 @@ WAYS = {
 }
 
 
-def modes(pipe):
-    return [step.mode for step in pipe.dit_accel.report().steps]
-
-
 def notes(pipe):
     return [note for note in pipe.dit_accel.report().notes if "dit_accel.stateless" in note]
 
@@ -209,7 +206,7 @@ def test_code_whose_state_changes_with_every_call_sees_every_step(name, way, sta
     expected = run(plain, name)
     add(pipe, state())
     result = run(accelerate_pipeline(pipe, preset), name)
-    assert "dispatch" not in modes(pipe) and torch.equal(result, expected)
+    assert "dispatch" not in modes_of(pipe) and torch.equal(result, expected)
     [note] = notes(pipe)
     assert note.startswith(f"every step computed: {named}") and "timestep" in note
 
@@ -221,7 +218,7 @@ def test_inside_of_blocks_too(preset):
     pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
     processors(pipe, Count())
     run(pipe)
-    assert set(modes(pipe)) <= {"full", "update"} and len(notes(pipe)) == 1
+    assert set(modes_of(pipe)) <= {"full", "update"} and len(notes(pipe)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:dit-accel")
@@ -236,11 +233,11 @@ def test_code_that_is_added_during_a_run_or_acts_late_sees_the_rest_of_it():
         return tensors
 
     run(pipe, callback_on_step_end=add)
-    assert "dispatch" in modes(pipe)[:7] and modes(pipe)[-3:].count("dispatch") == 0
+    assert "dispatch" in modes_of(pipe)[:7] and modes_of(pipe)[-3:].count("dispatch") == 0
     assert notes(pipe)[0].startswith("rest of the run computed: hook ")
     added[0].remove()
     run(pipe)
-    assert "dispatch" in modes(pipe)[-6:] and not notes(pipe)
+    assert "dispatch" in modes_of(pipe)[-6:] and not notes(pipe)
 
 
 def caching(pipe):
@@ -283,10 +280,10 @@ def test_other_code_is_skipped(add):
     """As many steps are forecast as without it, and nothing is noted."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "turbo")
     run(pipe)
-    expected = modes(pipe)
+    expected = modes_of(pipe)
     add(pipe)
     run(pipe)
-    assert modes(pipe) == expected and "dispatch" in expected and not notes(pipe)
+    assert modes_of(pipe) == expected and "dispatch" in expected and not notes(pipe)
 
 
 def test_a_hook_that_may_return_something_later_is_noted():
@@ -302,7 +299,7 @@ def test_a_hook_that_may_return_something_later_is_noted():
     handle = first_block(pipe).register_forward_hook(late)
     run(pipe)
     [note] = notes(pipe)
-    assert "late of " in note and "only watched" in note and "dispatch" in modes(pipe)
+    assert "late of " in note and "only watched" in note and "dispatch" in modes_of(pipe)
     handle.remove()
     first_block(pipe).register_forward_hook(stateless(late))
     run(pipe)

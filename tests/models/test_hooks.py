@@ -50,9 +50,8 @@ class Behind(Named, ModelHook):
         return [*output, self.name]
 
 
-class Ours(Named, Hook):
-    def new_forward(self, module, *args):
-        return [*self.fn_ref.original_forward(*args), self.name]
+class Ours(Around, Hook):
+    pass
 
 
 class Plain(nn.Module):

@@ -19,6 +19,7 @@ from dit_accel.models.free_memory import FreeMemory
 from dit_accel.models.graphs.limits import why_not_module
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from tests.models.fake_graph import RecordedGraph
+from tests.models.test_quantized_linears import linears_of
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
@@ -28,10 +29,6 @@ HOST = {"linear.dtype": "int8", "linear.weights": "host"}
 
 def on_host(pipe, preset="exact", **overrides):
     return accelerate_pipeline(pipe, preset, **{**HOST, **overrides})
-
-
-def linears_of(pipe):
-    return pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver.linears
 
 
 def result(pipe, name="flux", steps=STEPS):

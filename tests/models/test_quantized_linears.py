@@ -15,7 +15,9 @@ from dit_accel.models.beside import linear_trial, quantized_linears
 from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.beside.quantized_linears import LEAST_ROWS, block_linears, project_together, roundable
 from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.graphs.limits import why_not_module
 from dit_accel.models.hooks import Hook
+from scripts.bench.card_memory.weights import WEIGHTS
 from tests.rounding import distance
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -166,15 +168,8 @@ def test_a_layer_alone_takes_its_rows_of_a_product_with_wider_layers():
         assert all(map(torch.equal, linears._part(layer), alone))
 
 
-def test_excluded_layers_run_as_they_are():
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8, **{"linear.exclude": ["*.to_?", "single_*"]})
-    names = list(linears_of(pipe).layers)
-    assert "transformer_blocks.0.attn.to_out.0" in names
-    assert not any(name.startswith("single_") or name.endswith(("to_q", "to_k", "to_v")) for name in names)
-
-
 def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone(pipe):
-    with pytest.raises(UnsupportedError, match="every plain linear layer is excluded or offloaded"):
+    with pytest.raises(UnsupportedError, match=r"every plain linear layer .* is excluded or offloaded"):
         accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*"]})
     with pytest.raises(UnsupportedError, match=r"names '\*\.to_outt', which matches no layer; layers are .*to_out"):
         accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*.to_outt"]})
@@ -186,6 +181,33 @@ def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone(pipe):
     with pytest.raises(UnsupportedError, match=r"is compiled, and linear\.dtype 'int8' replaces layers inside"):
         accelerate_pipeline(pipe, "exact", **INT8)
     assert not hooked(pipe)
+
+
+def test_auto_takes_int8_where_the_gpu_multiplies_it_fast(monkeypatch):
+    """Its error is a third of float8's."""
+    for capability, dtype in {(8, 6): "int8", (9, 0): "int8", (10, 3): "float8"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, item=capability: item)
+        assert quantized_linears.dtype_for(load_preset("exact-8bit").linear, torch.device("cuda")) == dtype
+
+
+@pytest.mark.parametrize("form", ["int8", "float8"])
+def test_weights_of_torchao_run_as_the_weights_that_they_stand_for(monkeypatch, form):
+    """To the bit, if copies fit on the GPU, and torchao's own run again afterwards. A graph may read them."""
+    monkeypatch.setattr(quantized_linears, "LEAST_ROWS", 1)  # others would run by torchao's products
+    pipe, other = tiny_pipeline("flux"), tiny_pipeline("flux")
+    for item in (pipe, other):
+        WEIGHTS[form][1](item.transformer)
+    for layer in roundable(other.transformer, load_preset("exact", **INT8).linear).values():
+        layer.weight = torch.nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+    plain = tiny_output(pipe, "flux", steps=STEPS)
+    expected, *runs = (accelerate_pipeline(item, "exact", **INT8) for item in (other, pipe, pipe))
+    expected = tiny_output(expected, "flux", steps=STEPS)
+    assert all(torch.equal(tiny_output(item, "flux", steps=STEPS), expected) for item in runs)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    assert why_not_module("to_q", layer, layer.weight.device) is None
+    linears_of(pipe)._is_short = lambda: True
+    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)
+    assert pipe.dit_accel.report().notes == [quantized_linears.CROWDED]
 
 
 def test_an_input_that_changes_in_place_is_rounded_anew():
@@ -215,12 +237,14 @@ def test_calls_that_run_as_they_are():
 
 
 def test_layers_that_are_never_rounded():
-    """Modulations, and layers that accelerate offloads."""
+    """Modulations, layers whose names match a pattern, and layers that accelerate offloads."""
     transformer = tiny_pipeline("flux").transformer
     section = load_preset("exact", **INT8).linear
     layers = roundable(transformer, section)
     assert layers and not any("norm" in name for name in layers)
     assert any("norm" in name for name, _ in block_linears(transformer))
+    some = roundable(transformer, load_preset("exact", **INT8, **{"linear.exclude": ["*.to_?", "single_*"]}).linear)
+    assert some and not any(name.startswith("single_") or name.endswith(("to_q", "to_k", "to_v")) for name in some)
     name = next(iter(layers))
     layers[name]._hf_hook = object()
     assert roundable(transformer, section).keys() == layers.keys() - {name}

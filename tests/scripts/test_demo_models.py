@@ -83,16 +83,6 @@ def test_tokenizers_round_trip(make, tmp_path):
     assert loaded("Zèbres, 日本 & 7 okapis").input_ids
 
 
-def test_t5_holds_each_word_whole():
-    """Each word of the grammar, in lower case and capitalised, is one known token."""
-    tokenizer = make_t5_tokenizer(vocabulary())
-    words = vocabulary() + [word.capitalize() for word in vocabulary()]
-    tokens = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
-    assert {len(ids) for ids in tokens} == {1}
-    assert len({ids[0] for ids in tokens}) == len(words)
-    assert all(ids[0] != tokenizer.unk_token_id for ids in tokens)
-
-
 def test_text_encoding_knows_order_and_ignores_padding():
     """Swapping two colours changes the encoding of both shapes; a longer padding changes nothing before it."""
     tokenizer = make_t5_tokenizer(vocabulary())

@@ -116,7 +116,7 @@ def loaded(monkeypatch):
         monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", from_pretrained)
         monkeypatch.setattr(loading, "_resolve_device", lambda device: torch.device(device or "cuda"))
         monkeypatch.setattr(loading, "load_loras", lambda pipe, loras: pipe.done.append(("loras", *loras)))
-        monkeypatch.setattr(loading, "_quantize", lambda pipe, kind, place: pipe.done.append(("quantize", kind)))
+        monkeypatch.setattr(loading, "quantize", lambda pipe, kind, place: pipe.done.append(("quantize", kind)))
         monkeypatch.setattr(loading, "_offload_groups", lambda pipe, place: pipe.offload_groups(place))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
         load_pipeline(source, how, Console(quiet=quiet, file=io.StringIO()))
@@ -235,5 +235,5 @@ def test_layers_get_the_kind_that_is_asked_for(monkeypatch, kind, config):
 
     configs = []
     monkeypatch.setattr(torchao.quantization, "quantize_", lambda module, config, *_, **__: configs.append(config))
-    loading._quantize(tiny_pipeline("flux"), kind, torch.device("cpu"))
+    loading.quantize(tiny_pipeline("flux"), kind, torch.device("cpu"))
     assert [type(each).__name__ for each in configs] == [f"{config}Config"]

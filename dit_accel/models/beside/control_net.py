@@ -124,10 +124,7 @@ def control_net(pipe: Any) -> torch.nn.Module | None:
 
 
 def watch_net(net: torch.nn.Module, *, defers: bool) -> Callable[[], None]:
-    """Hook a ControlNet, in place of an earlier hook of ours; return a function that removes the hook.
-
-    The function keeps no net alive, and leaves the hook of another pipeline that has replaced this one.
-    """
+    """Hook a ControlNet; return a function that removes this hook, unless another of ours replaced it."""
     remove_hook(net)
     hook = ControlNetHook(parameter_names(net), defers=defers)
     register_hook(net, hook)

@@ -1,8 +1,7 @@
 """Time computed calls with 8-bit layers and with unchanged layers, and keep the faster.
 
-Layers in 8 bits take more launches: the input is rounded first. A CUDA graph hides that. Calls that can't be captured,
-for example under hooks, may be slower than without 8 bits: a step of Qwen-Image, which has 840 layers in
-8 bits, takes 0.15 s instead of 0.13 on one H200.
+Layers in 8 bits take more launches, because the input is rounded first, and are slower where no CUDA graph hides that:
+a step of Qwen-Image, which has 840 of them, takes 0.15 s instead of 0.13 on one H200.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,8 +21,7 @@ UNCHANGED = 2  # timed calls; the first loads kernels
 class LinearTrial:
     """Decide for each kind of call whether its layers run in 8 bits.
 
-    The first three calls of a kind run in 8 bits, the next two unchanged, each timed, which waits for the GPU. Calls on
-    a CPU, and calls that replay a graph, stay in 8 bits.
+    Three calls of a kind run in 8 bits, then two unchanged, all timed. Calls on a CPU or in a graph stay in 8 bits.
     """
 
     def __init__(self, stopwatch: Callable[[torch.device], Stopwatch] = stopwatch_on) -> None:

@@ -1,7 +1,7 @@
 """Plain linear layers of a transformer's blocks that run in 8 bits while a pipeline is accelerated.
 
 Weights are rounded at the start of each run, which takes milliseconds, so later changes to the weights take effect. The
-rounded copies are freed at the end of the run. Layers that are not plain (quantised, offloaded) run unchanged.
+rounded copies are freed at the end of the run. Layers that are neither plain nor in 8 bits of torchao run unchanged.
 
 With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device. Only weights that
 have changed are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
@@ -31,14 +31,17 @@ from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.free_memory import is_short, read_host_memory, read_memory
 from dit_accel.models.graphs.cuda_graph import Turns
 from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, is_compiled
+from dit_accel.models.stored_weights import is_readable, plain_weight
 from dit_accel.presets import Linear
 
 NEEDED = (
     "linear.weights: layers with few tokens, under gradients or autocast, compiled or offloaded in groups have their "
     "weights on the device"
 )
+CROWDED = "linear layers unchanged: with copies of torchao's weights less than a quarter of the GPU would stay free"
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
 MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
+SLOW_INT8 = {(10, 3)}  # B300, whose int8 products are slower than those of bf16
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 
@@ -69,7 +72,7 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
     found = {
         name: layer
         for name, layer in block_linears(transformer)
-        if "norm" not in name and type(layer.weight) in PLAIN_TENSORS and layer.weight.dtype in FLOAT_DTYPES
+        if "norm" not in name and is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
     }
     excluded: set[str] = set()
     for pattern in section.exclude:
@@ -96,18 +99,17 @@ class QuantizedLinears:
     def __init__(
         self, transformer: nn.Module, section: Linear, note: Callable[[str], None], moved: Callable[[], None]
     ) -> None:
-        assert section.dtype is not None
-        self.dtype = section.dtype
+        self._section = section
         if any(is_compiled(module) for module in transformer.modules()):
             raise UnsupportedError(
-                f"{type(transformer).__name__} is compiled, and linear.dtype {self.dtype!r} replaces layers inside "
+                f"{type(transformer).__name__} is compiled, and linear.dtype {section.dtype!r} replaces layers inside "
                 "it: leave linear.dtype out, or reload the pipeline without compiling it"
             )
         self.layers = roundable(transformer, section)
         if not self.layers:
             raise UnsupportedError(
-                f"linear.dtype {self.dtype!r} finds no layer to round: in the blocks of {type(transformer).__name__} "
-                "every plain linear layer is excluded or offloaded"
+                f"linear.dtype {section.dtype!r} finds no layer to round: every plain linear layer in the blocks of "
+                f"{type(transformer).__name__} is excluded or offloaded"
             )
         self._place = section.weights
         if self._place == "host" and any(find_hook(module, OFFLOAD_HOOK) for module in transformer.modules()):
@@ -115,16 +117,21 @@ class QuantizedLinears:
                 f"linear.weights 'host' keeps weights on the host, and group offload of {type(transformer).__name__} "
                 "moves them to the GPU: leave one of them out"
             )
-        require_capability(self.dtype, next(iter(self.layers.values())).weight.device)
+        device = next(iter(self.layers.values())).weight.device
+        self.dtype = dtype_for(section, device)
+        require_capability(self.dtype, device)
         self._transformer = transformer
         self._note = note
         self._moved = moved
         self._run: object = None
         self._trial = LinearTrial()
         self._remarked: object = None  # the run whose report says that layers stay unchanged
+        self._crowded: object = None  # the run in which copies of weights that can't move find no room
         self._kind: Hashable = None  # of the call in progress
         self.is_resting = False  # the call in progress leaves all layers unchanged
-        self.on_host = HostWeights(transformer, () if self._place == "device" else self.layers.values(), self._leave)
+        movable = [layer for layer in self.layers.values() if type(layer.weight) in PLAIN_TENSORS]
+        self._can_move = len(movable) == len(self.layers)
+        self.on_host = HostWeights(transformer, () if self._place == "device" else movable, self._leave)
         self._ready: dict[nn.Linear, Rounded] = {}  # rounded for the first call, which joins some
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
         self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # device of these layers at their first call
@@ -157,12 +164,15 @@ class QuantizedLinears:
 
     def _begin(self, run: RunReport, kind: Hashable) -> None:
         """Choose how the call runs, and round the weights again if a new run has begun."""
-        self._kind, slower = kind, self._trial.slower(kind)
+        self._kind, slower, self.dtype = kind, self._trial.slower(kind), dtype_for(self._section, self._device)
+        if not self._can_move and run is not self._run and run is not self._crowded and self._is_short():
+            self._crowded = run
+            self._note(CROWDED)
         if slower is not None and self._remarked is not run:
             self._remarked = run
             dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
             self._note(SLOWER.format(dtype, 1000 * slower[1], 1000 * slower[0], self.dtype))
-        self.is_resting = slower is not None or self.is_timing
+        self.is_resting = slower is not None or self.is_timing or run is self._crowded
         if self.is_resting or run is self._run:
             return
         self._run = run
@@ -171,8 +181,8 @@ class QuantizedLinears:
         self._note(f"{remark}, weights of {len(self.on_host)} on the host" if self.on_host else remark)
         for layers, device in self._together.items():  # now: a captured graph would round in each replay
             held, weights = self._weights.get(layers), [layer.weight for layer in layers]
-            are_plain = all(type(item) in PLAIN_TENSORS for item in weights)
-            if not are_plain or any(self.on_host.device_of(layer) != device for layer in layers):  # offloaded since
+            are_there = all(self.on_host.device_of(layer) == device for layer in layers)
+            if not are_there or not all(map(is_readable, weights)):  # offloaded or replaced since
                 self._weights.pop(layers, None)
                 continue
             known = self._states.get(layers) if all(layer in self.on_host for layer in layers) else None
@@ -266,7 +276,7 @@ class QuantizedLinears:
         return (
             self.reads(x)
             and not (torch.is_grad_enabled() and weight.requires_grad)
-            and type(weight) in PLAIN_TENSORS
+            and is_readable(weight)
             and (weight.dtype, self.on_host.device_of(layer)) == (x.dtype, x.device)
         )
 
@@ -300,7 +310,7 @@ class QuantizedLinears:
     def _round(self, layer: nn.Linear, device: torch.device) -> Rounded:
         require_capability(self.dtype, device)
         bias = None if layer.bias is None else layer.bias.clone()
-        return Rounded(*quantize_rows(layer.weight.to(device), dtype=self.dtype), bias)
+        return Rounded(*quantize_rows(plain_weight(layer.weight).to(device), dtype=self.dtype), bias)
 
     def _part(self, layer: nn.Linear) -> Rounded | None:
         """Return a layer's rounded weights, if they exist; they may be rows of weights that are used together."""
@@ -367,6 +377,14 @@ def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[t
     if not are_alike or len({(layer.out_features, layer.bias is None) for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
+
+
+def dtype_for(section: Linear, device: torch.device) -> str:
+    """Return the 8-bit dtype of layers on a device; auto = int8, whose error is smaller, where it is fast."""
+    if section.dtype != "auto":
+        return str(section.dtype)
+    is_slow = device.type == "cuda" and torch.cuda.get_device_capability(device) in SLOW_INT8
+    return "float8" if is_slow else "int8"
 
 
 def require_capability(dtype: str, device: torch.device) -> None:

@@ -93,10 +93,7 @@ class _HunyuanBlockHook(JointBlockHook):
     def _project(
         self, attn: Attention, x: torch.Tensor, linear: nn.Module, norm: RMSNorm, rotary: Rotary, *, out: torch.Tensor
     ) -> None:
-        """Write queries or keys of the stream ``x`` ``[B, S, C]`` to the start of ``out`` ``[B, T, H, D]``.
-
-        RoPE's tables are of the joint sequence.
-        """
+        """Write queries or keys of the stream ``x`` ``[B, S, C]`` to the start of ``out`` ``[B, T, H, D]``."""
         is_plain = parts.why_not_plain(norm, x.device) is None and parts.why_not_sliceable(linear, x.device) is None
         if self.driver.facts.fuses and is_plain and norm.weight.dtype == x.dtype:
             plan = self.driver.every_row(*out.shape[:3], x.device)

@@ -231,8 +231,7 @@ def _project_both(
 def of_frames(norm: nn.Module, inputs: SimpleNamespace, count: int) -> tuple[int | None, Values]:
     """Return None and the values ``[B, 1, C]`` of a block's norm: shift, scale, gate of its attention, then of its MLP.
 
-    HunyuanVideo's image-to-video variant (``token_replace``) modulates the first frame's tokens by a separate
-    embedding: it gives the number of these tokens, and a pair for each value.
+    With ``token_replace`` return the number of the first frame's tokens, and a pair for each value.
     """
     values = in_parts(modulation(norm, inputs.temb), count)
     embedding = getattr(inputs, "token_replace_emb", None)

@@ -115,10 +115,7 @@ def normalise_pair(
 
 
 def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """``torch.cat([first, second], dim=1)`` of streams ``[B, S, C]``, for reading only.
-
-    If both are adjacent parts of one sequence, as a single block returns them, nothing is copied.
-    """
+    """``torch.cat([first, second], dim=1)`` of streams ``[B, S, C]``, to read only; adjacent ones are not copied."""
     offset, strides = first.storage_offset() + first.shape[1] * first.stride(1), first.stride()
     follows = second.storage_offset() == offset and second.stride() == strides
     if not follows or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():

@@ -55,11 +55,7 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
         return known[1]
 
     def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values, Values]:
-        """Return the modulations; with ``zero_cond_t`` the tokens of images to edit have a separate timestep.
-
-        ``modulate_index`` then marks their tokens, and the batch of embeddings holds first the latents' timestep, then
-        that of the images to edit.
-        """
+        """Return the modulations; with ``zero_cond_t`` tokens of images to edit have the second half of embeddings."""
         temb, index, image = inputs.temb, getattr(inputs, "modulate_index", None), block.img_mod(inputs.temb)
         if getattr(block, "zero_cond_t", False):  # diffusers 0.36 has neither
             temb = temb.chunk(2)[0]

@@ -110,10 +110,7 @@ def _rows_of_any_head(plan: AttentionPlan) -> AttentionPlan:
 
 
 def _modulation(block: nn.Module, temb: torch.Tensor, parts: Iterable[int]) -> list[torch.Tensor]:
-    """Return some of shift, scale and gate of attention, then of the MLP, float32 ``[B, 1, C]``.
-
-    With a timestep per token (``expand_timesteps``) they are ``[B, S, C]``.
-    """
+    """Return some of shift, scale and gate of attention, then of the MLP, float32 ``[B, 1 or S, C]``."""
     temb = temb if temb.ndim == 4 else temb[:, None]  # [B, 1 or S, 6, C]
     return [block.scale_shift_table[:, part] + temb[:, :, part].float() for part in parts]
 

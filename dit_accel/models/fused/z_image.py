@@ -98,11 +98,7 @@ class ZImageBlockHook(BlockHook):
 
 
 def _modulation(block: nn.Module, inputs: SimpleNamespace, names: Sequence[str]) -> list[torch.Tensor]:
-    """Return the modulations that follow some of the norms, times the norms' weights: float32 ``[B, 1 or S, C]``.
-
-    A norm before a part has a scale, of which 1 is subtracted; a norm behind a part has a gate. With input images
-    each token has its own values.
-    """
+    """Return scales - 1 or gates after some of the norms, times the norms' weights: float32 ``[B, 1 or S, C]``."""
 
     def values(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
         return dict(zip(NORMS, block.adaLN_modulation(embedding).float().unsqueeze(1).chunk(4, dim=2), strict=True))

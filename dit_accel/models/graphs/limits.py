@@ -20,6 +20,7 @@ from dit_accel.models.hooks import (
     is_stateless,
     runs_known_code,
 )
+from dit_accel.models.stored_weights import is_readable
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # types of arguments in a graph's key
@@ -73,7 +74,7 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
     linear = find_hook(module, LINEAR_HOOK)
     unread = module.weight if linear is not None and module in linear.linears.on_host else None
     for item in (*module._parameters.values(), *module._buffers.values()):
-        if item is not None and item is not unread and (type(item) not in PLAIN_TENSORS or item.device != device):
+        if item is not None and item is not unread and (not is_readable(item) or item.device != device):
             return f"a weight of {where} is a {type(item).__name__} on {item.device}"
     return None
 

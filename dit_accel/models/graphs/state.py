@@ -20,6 +20,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
+from dit_accel.models.stored_weights import parts_of
 
 NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -47,8 +48,9 @@ class ModelState:
         found = self._follow()
         self._counts, self._keys, self._held = self._numbers_of_attributes(), self._entries(), self._values()
         weights = self._weights_now()
+        stored = [part for item in weights if item is not None for part in parts_of(item)]
         self._refs = [type(None) if item is None else weakref.ref(item) for item in weights]
-        self._tensors = [weakref.ref(item) for item in (*weights, *found) if type(item) in PLAIN_TENSORS]
+        self._tensors = [weakref.ref(item) for item in (*stored, *found) if type(item) in PLAIN_TENSORS]
         self._numbers = [item for item in found if type(item) in PLAIN_TENSORS and item.device.type == "cpu"]
         self._places, self._versions = self._placed(), self._written()
         self._paths = [*self._named()]

@@ -42,11 +42,8 @@ class SharedBranches:
         """Return the output of a call that is not forecast.
 
         The first call of its kind runs on all devices, because the form of the output is not known yet. ``observe``
-        takes the output from any device, and returns the output for the pipeline.
-
-        Raises:
-            UnsupportedError: the output has another form than in an earlier call of its kind, so other devices can't
-                receive it.
+        takes the output from any device, and returns the output for the pipeline. A form that other devices can't
+        receive, because an earlier call had another, is an UnsupportedError.
         """
         group = getattr(self._transformer, GROUP, None)
         if group is None:

@@ -16,7 +16,7 @@ from dit_accel.models.parallel.context_parallel import config_of, split_plan
 
 
 def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> Any:
-    """Run a pipeline on several devices, in place; call it before or after ``accelerate_pipeline``.
+    """Run a pipeline on several devices, in place, and return it; before or after ``accelerate_pipeline``.
 
     Every process calls the pipeline with the same arguments and gets the same result.
 
@@ -27,9 +27,6 @@ def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> A
         branches: number of devices, or of groups of ``ulysses`` devices, that share branches of guidance: 2 if the
             pipeline calls its transformer once with and once without the prompt. Needs ``accelerate_pipeline``; preset
             `exact` is enough.
-
-    Returns:
-        The same pipeline.
 
     Raises:
         UnsupportedError: the number of processes is not ``ulysses * branches``, the model can't share its tokens, or

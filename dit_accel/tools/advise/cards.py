@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
 VARIANTS = {"laptop", "ti", "super", "d", "nvl", "mig", "pro", "max", "ultra", "q", "xt", "xtx"}  # other GPUs by a word
 
 

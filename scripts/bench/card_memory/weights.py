@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dit_accel.models.beside.quantized_linears import block_linears
+from dit_accel.models.stored_weights import parts_of
 
 Q4_BLOCK = 32  # weights that share a scale
 
@@ -19,9 +20,11 @@ def _stored_in_float8(transformer: nn.Module) -> None:
 def _by_torchao(config: str) -> Callable[[nn.Module], None]:
     def quantize(transformer: nn.Module) -> None:
         from torchao import quantization
+        from torchao.prototype import mx_formats
 
         names = {name for name, _ in block_linears(transformer)}
-        quantization.quantize_(transformer, getattr(quantization, config)(), lambda _, name: name in names)
+        make = getattr(mx_formats if config.startswith("NVFP4") else quantization, config)
+        quantization.quantize_(transformer, make(), lambda _, name: name in names)
 
     return quantize
 
@@ -72,6 +75,19 @@ def _as_nf4(transformer: nn.Module) -> None:
     _replace(transformer, replacement)
 
 
+def _as_nvfp4(transformer: nn.Module) -> None:
+    """Weights as in Black Forest Labs' checkpoints in NVFP4: blocks of 16 values with a scale in e4m3."""
+    from diffusers.quantizers.bfl import utils  # since diffusers 0.42
+
+    def replacement(layer: nn.Linear) -> nn.Module:
+        new = utils.BFLNVFP4Linear(layer.in_features, layer.out_features, compute_dtype=layer.weight.dtype)
+        weight, new.weight_scale, new.weight_scale_2 = utils.quantize_nvfp4(layer.weight.data)
+        new.weight, new.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+        return new
+
+    _replace(transformer, replacement)
+
+
 def _replace(transformer: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> None:
     for name, layer in list(block_linears(transformer)):
         if layer.in_features % Q4_BLOCK == 0:
@@ -86,6 +102,8 @@ WEIGHTS: dict[str, tuple[str | None, Callable[[nn.Module], None]]] = {
     "float8": ("torchao", _by_torchao("Float8WeightOnlyConfig")),
     "q4": ("gguf", _as_gguf),
     "nf4": ("bitsandbytes", _as_nf4),
+    "nvfp4": (None, _as_nvfp4),
+    "torchao-nvfp4": ("torchao", _by_torchao("NVFP4WeightOnlyConfig")),
 }
 
 
@@ -96,12 +114,5 @@ def why_not_available(weights: str) -> str | None:
 
 
 def bytes_of(transformer: nn.Module) -> int:
-    """Bytes of a transformer's parameters as they are stored."""
-    return sum(_bytes(parameter) for parameter in transformer.parameters())
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    parts = getattr(type(tensor), "tensor_data_names", None)  # torchao's tensors report the dtype that they stand for
-    if parts is None:
-        return tensor.numel() * tensor.element_size()
-    return sum(_bytes(getattr(tensor, part)) for part in parts)
+    """Bytes of a transformer's parameters as they are stored; torchao's report the dtype that they stand for."""
+    return sum(part.nbytes for parameter in transformer.parameters() for part in parts_of(parameter))

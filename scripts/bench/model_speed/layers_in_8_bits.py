@@ -1,10 +1,11 @@
-"""Layers in 8 bits whose original weights wait on the host."""
+"""Layers in 8 bits whose original weights wait on the host, or are stored in 8 bits by torchao."""
 
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from dit_accel import load_preset
+from dit_accel.serving.loading import quantize
 
 from .bench import STEPS, Bench, noting_failure
 from .measures import limit_memory, peak_memory
@@ -21,6 +22,18 @@ def weights_on_host(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row | {"relative_error": bench.relative_error(ON_HOST)}
     yield bench.accelerated(f"{run}, CUDA graphs", load_preset(ON_HOST, **{"kernels.graphs": "always"}), 8, warm=4)
     yield _accelerated_before_it_moves(bench, f"{run}, {CARD_GIB} GiB")
+
+
+def weights_by_torchao(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Time what `--quantize` loads, by torchao's products and by those of `linear.dtype`, as CUDA graphs."""
+    for kind in ("int8", "float8") if bench.device.type == "cuda" else ("int8",):  # torchao's float8 needs a GPU
+        quantized = Bench(bench.model, bench.device.type, bench.timed_steps)
+        quantize(quantized, kind, quantized.device)
+        quantized.velocity = bench.velocity
+        for run, dtype in ((f"--quantize {kind}", None), (f"--quantize {kind}, {kind} layers", kind)):
+            preset = load_preset("exact", **{"linear.dtype": dtype, "kernels.graphs": "always"})
+            row = quantized.accelerated(f"{run}, CUDA graphs", preset, 6, warm=4)
+            yield row | {"relative_error": quantized.relative_error(preset)}
 
 
 def _accelerated_before_it_moves(bench: Bench, run: str) -> dict[str, Any]:

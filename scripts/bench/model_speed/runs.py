@@ -12,7 +12,7 @@ from dit_accel import Preset, load_preset
 from dit_accel.models.families import require_family
 
 from .bench import STEPS, Bench
-from .layers_in_8_bits import weights_on_host
+from .layers_in_8_bits import weights_by_torchao, weights_on_host
 
 # FlashOmni's table 1: (40%, 1%, 6, 1, 0) skips 39% of all attention. That is 57% of each of the 34 DISPATCH steps among
 # 50, nearly all of it whole rows.
@@ -147,6 +147,7 @@ RUNS = {
     "linear": linear_layers,
     "host": weights_on_host,
     "batches": batches,
+    "torchao": weights_by_torchao,
 }
 
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from dit_accel.kernels import quantize_rows, quantized_linear
 from dit_accel.models import denoisers
-from dit_accel.models.beside.quantized_linears import LEAST_ROWS, roundable
+from dit_accel.models.beside.quantized_linears import LEAST_ROWS, dtype_for, roundable
+from dit_accel.models.stored_weights import plain_weight
 from dit_accel.presets import Linear
 from dit_accel.tools.measure.timing import removed_after
 
@@ -38,8 +39,8 @@ class LinearTap:
     """Measures the linear layers in a plain pipeline's blocks in the dtype of section ``linear``."""
 
     def __init__(self, pipe: Any, section: Linear) -> None:
-        self._dtype = str(section.dtype)
         self._layers = [layer for model in denoisers(pipe).values() for layer in roundable(model, section).items()]
+        self._dtype = dtype_for(section, pipe._execution_device)
         self._errors: dict[str, list[float]] = defaultdict(list)
         self._calls: dict[str, int] = defaultdict(int)
 
@@ -66,7 +67,7 @@ class LinearTap:
             return
         x = x[:: max(len(x) // ROWS, 1)]
         exact = functional.linear(x, layer.weight, layer.bias).float()
-        rows, weights = (quantize_rows(matrix, dtype=self._dtype) for matrix in (x, layer.weight))
+        rows, weights = (quantize_rows(matrix, dtype=self._dtype) for matrix in (x, plain_weight(layer.weight)))
         rounded = quantized_linear(*rows, *weights, layer.bias, out_dtype="float32")
         self._errors[pattern].append(((rounded - exact).norm() / exact.norm().clamp(min=1e-12)).item())
 
