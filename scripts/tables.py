@@ -15,10 +15,9 @@ from typing import Any
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
     r"budgets": ("scripts.research.conditions_study.report", "budgets", ["rows"]),
     r"calls": ("scripts.bench.call_speed.table", "markdown", []),
-    r"changes-under-way": ("scripts.research.changes_under_way", "table", ["rows"]),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),
     r"conditions": ("scripts.research.conditions_study.report", "tables", ["rows"]),
-    r"edited-latents": ("scripts.checks.edited_latents", "table", ["rows"]),
+    r"compiled-kernels": ("scripts.checks.compiled_kernels", "table", ["kernels"]),
     r"every-class": ("scripts.checks.class_study.report", "markdown", []),
     r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),
     r"few-steps-.+": ("scripts.research.conditions_study.report", "every_setting", ["rows"]),

@@ -187,7 +187,7 @@ def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, 
     results = []
     for by_descriptor in (False, True):
         matrix = values_as_matrix(v, plan, None, quantized, zero_fills=by_descriptor)
-        config = {"KEY_TILE": 64, "STAGES": 1, "num_warps": 4, "BY_DESCRIPTOR": by_descriptor}
         results.append(torch.full_like(q, math.nan))
-        attend(plan, quantized, matrix, config, results[-1], None)
+        sizes = {"KEY_TILE": 64, "STAGES": 1, "num_warps": 4}
+        attend(plan, quantized, matrix, sizes, by_descriptor, results[-1], None)
     assert torch.equal(*results)

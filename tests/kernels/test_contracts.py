@@ -98,7 +98,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"tile_means": True}, r"tile_means must be False with plan\.linear_bits: .*linear attention"),
         ({"plan": "sparge"}, "plan must be an AttentionPlan from lower or plan, got str"),
         ({"plan": plan(batch=2)}, r"plan must have the batch and heads of q, \[1, 2\], got \[2, 2\]"),
-        ({"plan": plan(heads=3)}, r"plan must have the batch and heads of q, \[1, 2\], got \[1, 3\]"),
         ({"plan": plan(tokens=131)}, "plan must have q's 130 tokens, got 131"),
     ],
     "differentiable_attention": [
@@ -117,7 +116,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"feature_map": "exp"}, r"feature_map must be one of \('softmax', 'elu', 'relu'\), got 'exp'"),
         ({"kv_len": zeros(1)}, "kv_len must have dtype torch.int32, got torch.float32"),
         ({"plan": plan()}, "plan must have linear_bits, got None; lower symbols of policy sla"),
-        ({"plan": plan(tokens=131)}, "plan must have q's 130 tokens, got 131"),
     ],
     "gemm_q": [
         ({"weight": zeros(32, 41)}, r"weight must have shape \[H \* D, 40\], got \[32, 41\]"),
@@ -126,7 +124,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"norm_weight": zeros(32)}, r"norm_weight must have shape \[16\], got \[32\]"),
         ({"out": zeros(1, 100, 2, 16)}, r"out must have shape \[1, 130, 2, 16\], got \[1, 100, 2, 16\]"),
         ({"offset": 31}, "x must lie inside the plan's 130 tokens, got tokens 31 to 131"),
-        ({"offset": -1}, "x must lie inside the plan's 130 tokens, got tokens -1 to 99"),
         ({"rope": (zeros(100, 16), zeros(130, 16))}, r"rope cos must have shape \[130, 16\]"),
     ],
     "gemm_o_update": [
@@ -134,7 +131,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"weight": zeros(40, 33)}, r"weight must have shape \[N, 32\], got \[40, 33\]"),
         ({"bias": zeros(41)}, r"bias must have shape \[40\], got \[41\]"),
         ({"history": [zeros(1, 129, 2, 16)]}, r"history\[0\] must have shape \[1, 130, 2, 16\]"),
-        ({"offset": 1}, "o must lie inside the plan's 130 tokens, got tokens 1 to 131"),
         (
             {"history": [Q, Q], "previous": (zeros(1, 1, 130, 40), PLAN.mask64)},
             "previous stack must have an entry for each of 2 in history, got 1",
@@ -162,14 +158,10 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"tau": None, "top_k": 0.0}, "top_k must be above 0 and at most 1, got 0.0"),
         ({"rows": zeros(1, 1, 2).bool()}, r"rows must have shape \[1, 1, 3\], got \[1, 1, 2\]"),
     ],
-    "select_rows": [
-        ({"probabilities": zeros(1, 1, 2, 3)}, r"probabilities must have shape \[B, H, 3, 3\], got \[1, 1, 2, 3\]"),
-        ({"tau": 1.5}, "tau must be between 0 and 1, got 1.5"),
-    ],
+    "select_rows": [({"tau": 1.5}, "tau must be between 0 and 1, got 1.5")],
     "classify_tiles": [
         ({"probabilities": zeros(1, 1, 4, 5)}, r"probabilities must have shape \[B, H, 4, 4\], got \[1, 1, 4, 5\]"),
         ({"critical": -0.1}, "critical must be between 0 and 1, got -0.1"),
-        ({"negligible": 1.5}, "negligible must be between 0 and 1, got 1.5"),
         ({"critical": 0.6, "negligible": 0.5}, r"critical and negligible must sum to at most 1, got 0.6 \+ 0.5"),
         ({"valid_blocks": zeros(2).int()}, r"valid_blocks must have shape \[1\], got \[2\]"),
     ],
@@ -177,24 +169,16 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"k": zeros(1, 70, 3, 16)}, r"k must have shape \[1, S, 2, 16\], got \[1, 70, 3, 16\]"),
         ({"threshold": 0.0}, "threshold must be positive, in units of 1 / N, got 0.0"),
         ({"group": 32}, r"group must be one of \(1, 64, 128\), got 32"),
-        ({"block": 32}, r"block must be one of \(64, 128\), got 32"),
     ],
-    "pooled_map": [
-        ({"k": TURNED}, "k must have stride 1 along its last axis"),
-        ({"block": 32}, r"block must be one of \(64, 128\), got 32"),
-    ],
+    "pooled_map": [({"block": 32}, r"block must be one of \(64, 128\), got 32")],
     "lower": [({"order": "row"}, r"order must be one of .*, got 'row'")],
     "transpose_lists": [({"order": "column"}, r"order must be one of .*, got 'column'")],
     "symbols_from_mask": [
         ({"mask": zeros(1, 1, 4, 5).bool()}, "mask must have shape .* S, S"),
         ({"mask": zeros(1, 3, 4, 4).bool()}, r"mask must have shape \[1 or 1, 2 or 1, S, S\], got \[1, 3, 4, 4\]"),
     ],
-    "pack_bits": [
-        ({"mask": zeros(2, 0).bool()}, r"mask must have shape \[..., n\] with n >= 1"),
-    ],
-    "unpack_bits": [
-        ({"n": 9}, r"bits must have shape \[..., ceil\(n / 8\)\]"),
-    ],
+    "pack_bits": [({"mask": zeros(2, 0).bool()}, r"mask must have shape \[..., n\] with n >= 1")],
+    "unpack_bits": [({"n": 9}, r"bits must have shape \[..., ceil\(n / 8\)\]")],
     "add_gated_norm_modulate": [
         ({"scale": zeros(2, 3, 32)}, r"scale must have shape \[2 or 1, 7 or 1, 32\], got \[2, 3, 32\]"),
         ({"update": zeros(2, 7, 16)}, r"update must have shape \[2, 7, 32\]"),
@@ -253,7 +237,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
     ],
     "pad_video": [({"before": -1}, "before, after and border must be at least 0, got -1, 0 and 0")],
     "causal_norm": [
-        ({"weight": zeros(5)}, r"weight must have shape \[6\], got \[5\]"),
         ({"past": zeros(1, 6, 3, 2, 4)}, "past must have at most 2 frames, got 3"),
         ({"past": zeros(1, 6, 1, 2, 3)}, r"past must have shape \[1, 6, P, 2, 4\]"),
     ],

@@ -46,6 +46,9 @@ def test_the_second_like_call_runs_what_the_first_compiled():
     assert arguments[0] is first
     ((grid, arguments),) = kernel.runs
     assert grid == (7, 1, 1) and arguments[0] is second and arguments[1:] == (None, 5, 1, 64, True)
+    other = Kernel()
+    run(other, first)
+    assert len(other.compiled_for) == 1
 
 
 OTHERS = {
@@ -67,10 +70,3 @@ def test_another_call_is_compiled_anew(other, monkeypatch):
     run(kernel, torch.zeros(8))
     run(kernel, **{"x": torch.zeros(8)} | other)
     assert len(kernel.compiled_for) == 2 and not kernel.runs
-
-
-def test_kernels_do_not_share():
-    kernels = Kernel(), Kernel()
-    for kernel in kernels:
-        run(kernel, torch.zeros(8))
-    assert [len(kernel.compiled_for) for kernel in kernels] == [1, 1]

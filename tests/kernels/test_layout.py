@@ -3,20 +3,11 @@
 import pytest
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.layout import TokenLayout, block_count
-
-
-def test_block_count_rounds_up():
-    """A ragged tail is a separate block."""
-    assert [block_count(tokens, 128) for tokens in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
+from dit_accel.kernels.layout import TokenLayout
 
 
 @pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
-@pytest.mark.parametrize(
-    "text, vision",
-    [(0, 200), (1, 199), (64, 64), (64, 63), (37, 132), (70, 1), (128, 256), (10, 10)],
-    ids=str,
-)
+@pytest.mark.parametrize("text, vision", [(0, 200), (64, 64), (64, 63), (37, 132), (70, 1), (128, 256), (9, 9)])
 def test_blocks_are_text_if_they_hold_any(text, vision, text_first):
     """Text blocks have at least one text token, vision blocks none, and together they are all blocks."""
     layout = TokenLayout(text, vision, block=64, text_first=text_first)

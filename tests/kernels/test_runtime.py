@@ -14,10 +14,11 @@ from dit_accel.kernels._cuda.attention import tensor_map_limit
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 @pytest.mark.parametrize("source", sorted(runtime.SOURCES.glob("*.cu")), ids=lambda path: path.stem)
-def test_sources_compile_without_a_warning(source, tmp_path):
+def test_sources_compile_without_a_warning_or_a_spill(source, tmp_path):
     flags = ["-cubin", "-std=c++17", "-Werror", "all-warnings", "-gencode", "arch=compute_90a,code=sm_90a"]
-    run = subprocess.run(["nvcc", *flags, "-o", tmp_path / "out", source], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    command = ["nvcc", *flags, "-Xptxas", "-v", "-o", tmp_path / "out", source]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0 and " 0 bytes spill stores" in run.stderr, run.stderr
 
 
 @pytest.fixture

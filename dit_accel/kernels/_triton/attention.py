@@ -8,9 +8,8 @@ blocks of their row in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e), r
 
 Without masks a row's tile that is cut by the end of the keys, at most one, follows in a second loop. With masks one
 loop goes over all tiles, and whole FULL tiles skip the mask (see ``attention_steps``). Unused features are compiled
-out. On Hopper the loop does not prefetch: three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB for
-the queries and one tile, which holds the keys and then the values), and each computes while the others wait. Dense
-attention of head dimension 128 and 33K tokens on one H200 runs at 551 TF, with two programs and two stages at 544 TF.
+out. On Hopper the loop does not prefetch: three programs fit a multiprocessor (168 registers, 49 KiB of shared memory).
+At head dimension 128 and 33K tokens they run at 551 TF on one H200, two programs with two stages at 544 TF.
 """
 
 import torch
@@ -28,6 +27,7 @@ from dit_accel.kernels._triton.attention_steps import (
     tile_descriptor,
     visits_of_row,
 )
+from dit_accel.kernels._triton.configs import config
 from dit_accel.kernels._triton.launch import key_end_of, launch, precision
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
@@ -189,24 +189,14 @@ def _attention(
         tl.store(lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset, row_lse, query_valid)
 
 
-def _config(
-    q: torch.Tensor, plan: AttentionPlan, has_pv_threshold: bool, by_descriptor: bool, is_hopper: bool
-) -> dict[str, int]:
-    """Sizes of tiles and pipeline; on other GPUs than Hopper they fit the smallest shared memory (sm89: 99 KiB)."""
-    block = plan.block
-    if q.dtype == torch.float32:  # on scalar units, for tests
-        return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8}
-    if is_hopper and plan.masks is not None and not has_pv_threshold and (q.shape[-1] <= 64 or not by_descriptor):
-        # 512 tokens, 8 heads of 64: 7.1 us with tiles of 128 keys and three stages, 7.5 us with two, 8.8 us with one
-        return {"QUERIES": 64, "KEY_TILE": block if q.shape[-1] <= 64 else 64, "STAGES": 3, "num_warps": 4}
-    if by_descriptor:
-        # tiles of 64 keys leave room for prefetching and need it: 483 TF with three stages, 431 TF with one
-        stages = {"STAGES": 1, "maxnreg": 168} if block == 128 else {"STAGES": 3}
-        return {"QUERIES": 64, "KEY_TILE": block, "num_warps": 4} | stages
-    if has_pv_threshold:
-        return {"QUERIES": 64, "KEY_TILE": block, "STAGES": 1, "num_warps": 4}
-    stages = 3 if plan.masks is None else 2  # masks take shared memory too
-    return {"QUERIES": block, "KEY_TILE": 64, "STAGES": stages, "num_warps": block // 16}
+def _kernel(q: torch.Tensor, plan: AttentionPlan, has_pv_threshold: bool) -> str:
+    """Name of this variant in ``CONFIGS``."""
+    if q.dtype == torch.float32:
+        return "attention"
+    masks = ", masks" if plan.masks is not None and not has_pv_threshold else ""
+    heads = ", heads of 64" if masks and plan.block == 128 and q.shape[-1] <= 64 else ""
+    blocks = ", blocks of 64" if plan.block == 64 else ""
+    return f"attention{', pv_threshold' if has_pv_threshold else masks}{heads}{blocks}"
 
 
 def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:
@@ -215,22 +205,22 @@ def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None
     # a short call is launch-bound, and two descriptors would make its launch a third longer
     wants_descriptor = is_hopper and q.dtype != torch.float32 and (plan.masks is None or not plan.is_short)
     by_descriptor = wants_descriptor and fits_descriptor(k) and fits_descriptor(v)
-    config = _config(q, plan, pv_threshold is not None, by_descriptor, is_hopper)
+    sizes = config(_kernel(q, plan, pv_threshold is not None), q, by_descriptor)
     codes, pool, codes_strides = masks_of(plan)
     tensors = (
         q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.full_count, plan.kv_index,
         kv_len, codes, pool,
-        tile_descriptor(k, config["KEY_TILE"]) if by_descriptor else None,
-        tile_descriptor(v, config["KEY_TILE"]) if by_descriptor else None,
+        tile_descriptor(k, sizes["KEY_TILE"]) if by_descriptor else None,
+        tile_descriptor(v, sizes["KEY_TILE"]) if by_descriptor else None,
     )  # fmt: skip
     numbers = (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *codes_strides,
         heads, heads // k.shape[2], blocks, tokens, scale * LOG2_E, (pv_threshold or 0.0) * LOG2_E,
     )  # fmt: skip
     launch(
-        _attention, plan.work.numel() * (plan.block // config["QUERIES"]), tensors, numbers,
+        _attention, plan.work.numel() * (plan.block // sizes["QUERIES"]), tensors, numbers,
         BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=1 if kv_len is None else 1 << (blocks - 1).bit_length(),
         HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=tokens % plan.block != 0,
         HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
-        PRECISION=precision(q), **config,
+        PRECISION=precision(q), **sizes,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from dit_accel.kernels._triton.attention_steps import (
     tile_descriptor,
     visits_of_row,
 )
+from dit_accel.kernels._triton.configs import config
 from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
@@ -234,11 +235,8 @@ def _longest_first(position, count, blocks, LONG: tl.constexpr):
     heads = count // blocks
     short = position - heads * long_blocks
     others = blocks - long_blocks
-    return tl.where(
-        short < 0,
-        position % heads * blocks + position // heads,
-        short // others * blocks + long_blocks + short % others,
-    )
+    later = short // others * blocks + long_blocks + short % others
+    return tl.where(short < 0, position % heads * blocks + position // heads, later)
 
 
 @triton.jit
@@ -252,17 +250,6 @@ def _store_rows(
     tl.store(out + offset[:, None] + tl.arange(0, HEAD_DIM)[None, :], values, (token < tokens)[:, None])
 
 
-def _config(q: torch.Tensor, by_descriptor: bool) -> dict[str, int]:
-    """Tokens per step of either loop (``TILE``), and the pipeline; on Hopper two programs fit a multiprocessor.
-
-    With 5% of 512 x 512 tiles of 12 heads of 128 on one H200, dQ runs at 571 TF and dK, dV at 627 TF; in tiles of 32
-    tokens at 554 and 558 TF.
-    """
-    if q.dtype == torch.float32:  # on scalar units, for tests
-        return {"TILE": 16, "STAGES": 1, "num_warps": 8}
-    return {"TILE": 64 if by_descriptor else 32, "STAGES": 2, "num_warps": 4}
-
-
 def attention_backward(
     q, k, v, o, lse, do, plan, by_key, scale, kv_len
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -273,24 +260,17 @@ def attention_backward(
     # the interpreter, without a GPU, takes Hopper's path
     is_hopper = hopper_limit(q) is None and q.dtype != torch.float32
     by_descriptor = is_hopper and all(fits_descriptor(x) for x in (q, k, v, do))
-    config = _config(q, by_descriptor)
+    sizes_of_tiles = config("attention, backward", q, by_descriptor)
     q_tiles, k_tiles, v_tiles, do_tiles = (
-        tile_descriptor(x, config["TILE"]) if by_descriptor else None for x in (q, k, v, do)
+        tile_descriptor(x, sizes_of_tiles["TILE"]) if by_descriptor else None for x in (q, k, v, do)
     )
     codes, pool, codes_strides = masks_of(plan)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *codes_strides)
     sizes = (plan.heads, plan.blocks, plan.tokens)
     scales = (scale, scale * LOG2_E)
-    options = {
-        "BLOCK": plan.block,
-        "HEAD_DIM": q.shape[-1],
-        "HAS_KV_LEN": kv_len is not None,
-        "HAS_MASKS": codes is not None,
-        "IS_RAGGED": plan.tokens % plan.block != 0,
-        "BY_DESCRIPTOR": by_descriptor,
-        "PRECISION": precision(q),
-        **config,
-    }
+    tile = {"BLOCK": plan.block, "HEAD_DIM": q.shape[-1], "BY_DESCRIPTOR": by_descriptor, "PRECISION": precision(q)}
+    ends = {"HAS_KV_LEN": kv_len is not None, "IS_RAGGED": plan.tokens % plan.block != 0}
+    options = tile | ends | {"HAS_MASKS": codes is not None} | sizes_of_tiles
     programs = (plan.work.numel() * (plan.block // TOKENS),)
     with on_device(q):
         _prepare[programs](

@@ -10,13 +10,13 @@ In float8, probabilities and their sum are multiplied by 256, because e4m3 only 
 permutes keys so that the registers of the scores are the operand of the next product.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels._triton.attention_steps import LN_2, is_negligible, visits_of_row
-from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
+from dit_accel.kernels._triton.configs import architecture, config
+from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels._triton.quantize import SLOTS, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.constants import LOG2_E
 
@@ -39,11 +39,9 @@ def _tile(
     matrix, row, column, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr
 ):  # fmt: skip
     if BY_DESCRIPTOR:
-        tile = matrix.load([row, column])
-    else:
-        of_row = matrix + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * row_stride
-        tile = tl.load(of_row + column + tl.arange(0, COLUMNS)[None, :])
-    return tile
+        return matrix.load([row, column])
+    of_row = matrix + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * row_stride
+    return tl.load(of_row + column + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
@@ -76,9 +74,7 @@ def _attention_int8(
     steps = tl.load(kv_count + row) * TILES
     key_blocks = kv_index + row.to(tl.int64) * blocks
     if HAS_PV_THRESHOLD:  # it needs the last tile with a key; otherwise tiles without keys need no special case
-        key_end = tokens
-        if HAS_KV_LEN:
-            key_end = tl.minimum(tl.load(kv_len + batch), tokens)
+        key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
         _, _, steps, _ = visits_of_row(
             kv_count, kv_count, key_blocks, row, blocks, key_end, BLOCK, LIST, HAS_KV_LEN, HAS_MASKS=False
         )
@@ -131,20 +127,12 @@ def _attention_int8(
         tl.store(lse + (row // blocks).to(tl.int64) * tokens + token, row_lse, token < tokens)
 
 
-def config_of(q: torch.Tensor, block: int, fp8: bool, by_tile: bool = False) -> dict[str, int]:
-    """Sizes of tiles and pipeline; ``by_tile``: a step must be a whole tile."""
-    key_tile = 32 if q.dtype == torch.float32 and not fp8 else None
-    if is_hopper_or_later(q):  # three programs per multiprocessor, of which one waits while the others compute
-        return {"KEY_TILE": key_tile or block, "STAGES": 1, "num_warps": 4, "maxnreg": 168, "BY_DESCRIPTOR": True}
-    return {"KEY_TILE": key_tile or (block if by_tile else 64), "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
-
-
-def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=None) -> None:
-    head_dim, key_tile, rows = out.shape[-1], config["KEY_TILE"], 64
+def attend(plan, quantized, matrix, sizes, by_descriptor, out, lse, kv_len=None, pv_threshold=None) -> None:
+    head_dim, key_tile, rows = out.shape[-1], sizes["KEY_TILE"], 64
     fp8 = quantized.values is not None
     key_rows = quantized.keys.numel() // head_dim
     matrices = quantized.keys, quantized.exact_keys, matrix.values
-    if config["BY_DESCRIPTOR"]:
+    if by_descriptor:
         matrices = (
             TensorDescriptor(quantized.keys, [key_rows, head_dim], [head_dim, 1], [key_tile, head_dim]),
             TensorDescriptor(quantized.exact_keys, [key_rows, SLOTS], [SLOTS, 1], [key_tile, SLOTS]),
@@ -163,7 +151,7 @@ def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=
             HAS_KV_LEN=kv_len is not None, LIST=triton.next_power_of_2(plan.blocks),
             HAS_PV_THRESHOLD=pv_threshold is not None,
             BLOCK=plan.block, ROWS=rows, HEAD_DIM=head_dim, SLOTS=SLOTS, FP8=fp8, HAS_LSE=lse is not None,
-            PRECISION=precision(out), **config,
+            BY_DESCRIPTOR=by_descriptor, PRECISION=precision(out), **sizes,
         )  # fmt: skip
 
 
@@ -187,6 +175,9 @@ def values_as_matrix(v, plan, kv_len, quantized, zero_fills) -> ValueMatrix:
 
 def attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
     quantized = quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse=lse is not None)
-    config = config_of(q, plan.block, quantized.values is not None, by_tile=pv_threshold is not None)
-    matrix = values_as_matrix(v, plan, kv_len, quantized, zero_fills=config["BY_DESCRIPTOR"])
-    attend(plan, quantized, matrix, config, out, lse, kv_len, pv_threshold)
+    kernel = "attention, int8" + (", pv_threshold" if pv_threshold is not None else "")
+    sizes = config(kernel, q if quantized.values is None else quantized.values)
+    sizes = sizes | {"KEY_TILE": min(sizes["KEY_TILE"], plan.block)}
+    by_descriptor = architecture(q.device) in ("sm90", "sm100")
+    matrix = values_as_matrix(v, plan, kv_len, quantized, zero_fills=by_descriptor)
+    attend(plan, quantized, matrix, sizes, by_descriptor, out, lse, kv_len, pv_threshold)

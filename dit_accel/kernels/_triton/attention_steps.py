@@ -96,16 +96,11 @@ def pairs_that_attend(
     words = tl.zeros([QUERIES, KEYS], tl.int32)
     for part in tl.static_range((KEYS + 31) // 32):
         partial = tl.load(pool_words + part, code >= FIRST_PARTIAL, other=-1) >> (first_key % 32)
-        causal = _lowest_bits((query_block - key_block) * BLOCK + query - first_key - part * 32 + 1)
+        count = (query_block - key_block) * BLOCK + query - first_key - part * 32 + 1  # of the word's keys
+        causal = tl.where(count < 32, (1 << tl.minimum(tl.maximum(count, 0), 31)) - 1, -1)
         word = tl.where(code == CAUSAL, causal, partial)
         words = tl.where(key // 32 == part, word[:, None], words)
     return (words >> (key & 6) & (1 << (key & 25))) != 0
-
-
-@triton.jit
-def _lowest_bits(count):
-    """Words in which the lowest ``count`` bits are set: none below 1, all from 32 on."""
-    return tl.where(count < 32, (1 << tl.minimum(tl.maximum(count, 0), 31)) - 1, -1)
 
 
 @triton.jit

@@ -12,13 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.attention_steps import (
-    LOWEST,
-    fits_descriptor,
-    load_tile,
-    softmax_step,
-    tile_descriptor,
-)
+from dit_accel.kernels._triton.attention_steps import LOWEST, fits_descriptor, load_tile, softmax_step, tile_descriptor
+from dit_accel.kernels._triton.configs import config
 from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import BEST_SHARE, LOG2_E
@@ -152,41 +147,25 @@ def _select_keys(
             _store_keys(bits, excess, start, key_end, first_row, rows, row_bytes, QUERIES, KEY_TILE, SHARE_ROW)
 
 
-def _configs(q: torch.Tensor, group: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of tiles and pipeline of both launches; the second takes one group, or 64 queries with separate rows."""
-    queries = max(group, 64)
-    if q.dtype == torch.float32:  # on scalar units, for tests
-        common = {"KEY_TILE": 16, "STAGES": 1, "num_warps": 8}
-        return common | {"QUERIES": 64}, common | {"QUERIES": queries}
-    return (
-        {"QUERIES": 64, "KEY_TILE": 128, "STAGES": 1, "num_warps": 4},
-        {"QUERIES": queries, "KEY_TILE": 64, "STAGES": 3, "num_warps": 4},
-    )
-
-
 def select_keys_into(bits, q, k, threshold, group, kv_len) -> None:
     batch, queries, heads, head_dim = q.shape
     by_descriptor = hopper_limit(q) is None and q.dtype != torch.float32 and fits_descriptor(k)
-    by_query, by_key = _configs(q, group)
+    by_query = config("key selection, sums", q)
+    by_key = config("key selection, bits", q) | {"QUERIES": max(group, 64)}  # a group, or 64 queries of separate rows
     programs = triton.cdiv(queries, by_query["QUERIES"]) * batch * heads
     splits = min(max(PROGRAMS // programs, 1), MAX_SPLITS, triton.cdiv(k.shape[1], by_query["KEY_TILE"]))
     maxima, sums = torch.empty(2, splits, batch * heads, queries, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:3], *k.stride()[:3])
     scale_log2 = head_dim**-0.5 * LOG2_E
-    common = {
-        "HEAD_DIM": head_dim,
-        "HAS_KV_LEN": kv_len is not None,
-        "BY_DESCRIPTOR": by_descriptor,
-        "PRECISION": precision(q),
-    }
-    tiles = [tile_descriptor(k, config["KEY_TILE"]) if by_descriptor else None for config in (by_query, by_key)]
+    ends = {"HAS_KV_LEN": kv_len is not None, "BY_DESCRIPTOR": by_descriptor, "PRECISION": precision(q)}
+    tiles = [tile_descriptor(k, sizes["KEY_TILE"]) if by_descriptor else None for sizes in (by_query, by_key)]
     with on_device(q):
         _sum_exponentials[(triton.cdiv(queries, by_query["QUERIES"]), batch * heads, splits)](
             q, k, maxima, sums, kv_len, tiles[0], *strides, heads, queries, k.shape[1], scale_log2,
-            **common, **by_query,
+            HEAD_DIM=head_dim, **ends, **by_query,
         )  # fmt: skip
         _select_keys[(triton.cdiv(queries, by_key["QUERIES"]), batch * heads, splits)](
             q, k, maxima, sums, bits, kv_len, tiles[1], *strides, heads, queries, k.shape[1],
             bits.shape[2], bits.shape[3], scale_log2, math.log2(threshold), math.log2(BEST_SHARE),
-            SHARE_ROW=group > 1, **common, **by_key,
+            SHARE_ROW=group > 1, HEAD_DIM=head_dim, **ends, **by_key,
         )  # fmt: skip

@@ -71,11 +71,6 @@ def multiprocessors(tensor: torch.Tensor) -> int:
     return device_properties(tensor.device).multi_processor_count if tensor.is_cuda else INTERPRETER_PROGRAMS
 
 
-def is_hopper_or_later(tensor: torch.Tensor) -> bool:
-    """Return True if a program has 227 KiB of shared memory (sm90, sm100); sm86, sm89 and sm120 have 99 KiB."""
-    return tensor.is_cuda and device_properties(tensor.device).major in (9, 10)
-
-
 def precision(x: torch.Tensor) -> str:
     """Precision of products: exact for float32, which is for tests; other types use the matrix units directly."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -26,17 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
+from dit_accel.kernels._triton.configs import config
 from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels._triton.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
 GROUP_BYTES = 2**29
 SUM_ROWS, SUM_COLUMNS = 32, 64
-SUM_WARPS = 4
-# For bfloat16, by block. At least two programs fit a multiprocessor's registers: one loads while the other computes.
-STATE_CONFIG = {64: {"num_warps": 4, "maxnreg": 168}, 128: {"num_warps": 8, "maxnreg": 128}}
-OUTPUT_CONFIG = {"num_warps": 8, "maxnreg": 128}
-FLOAT32_CONFIG = {"num_warps": 8}
 
 
 @triton.jit
@@ -211,14 +207,11 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
-def products(x: torch.Tensor, config: dict[str, int] = FLOAT32_CONFIG) -> dict[str, int | str]:
-    """Constants of products; ``config`` applies to bfloat16. float16 uses TF32, which has as many mantissa bits.
-
-    The number of tokens fits the shared memory of every GPU since sm80 (sm89: 99 KiB).
-    """
+def products(x: torch.Tensor, part: str) -> dict[str, int | str]:
+    """Constants of the products of a part. float16 uses TF32, which has as many mantissa bits."""
     if x.dtype == torch.bfloat16:
-        return {"TOKENS": 64, "PRECISION": "tf32"} | config
-    return {"TOKENS": 32, "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee"} | FLOAT32_CONFIG
+        return {"TOKENS": 64, "PRECISION": "tf32"} | config(f"linear attention, {part}", x)
+    return {"TOKENS": 32, "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee", "num_warps": 8}
 
 
 def head_groups(q: torch.Tensor, plan: AttentionPlan) -> Iterator[slice]:
@@ -242,7 +235,7 @@ def sum_states(k, v, plan, group, feature_map, kv_len, shared_value=None) -> Row
         _block_states[(batch * columns * heads,)](
             k, v, shared_value, kv_len, states, feature_sums, k.stride()[:3], v.stride()[:3], tokens, heads, columns,
             HAS_SHARED=shared_value is not None, HAS_LENGTHS=kv_len is not None, FEATURES=feature_map,
-            BLOCK=plan.block, HEAD_DIM=head_dim, **products(k, STATE_CONFIG[plan.block]),
+            BLOCK=plan.block, HEAD_DIM=head_dim, **products(k, f"states, blocks of {plan.block}"),
         )  # fmt: skip
     sums = torch.bmm(marginal, states).unflatten(-1, (head_dim, head_dim))
     return RowSums(marginal, sums, sum_features(marginal, feature_sums))
@@ -255,7 +248,7 @@ def sum_features(marginal: torch.Tensor, feature_sums: torch.Tensor) -> torch.Te
     with on_device(out):
         _sum_features[(triton.cdiv(rows, SUM_ROWS), len(marginal))](
             marginal, feature_sums, out, marginal.stride(1), marginal.stride(2), rows, columns,
-            ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, HEAD_DIM=out.shape[-1], num_warps=SUM_WARPS,
+            ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, HEAD_DIM=out.shape[-1],
         )  # fmt: skip
     return out
 
@@ -264,7 +257,7 @@ def linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, a
     batch, tokens, _, head_dim = q.shape
     for group in head_groups(q, plan):
         row_sums = sum_states(k[:, :, group], v[:, :, group], plan, group, feature_map, kv_len)
-        heads, options = group.stop - group.start, products(q, OUTPUT_CONFIG)
+        heads, options = group.stop - group.start, products(q, "outputs")
         with on_device(q):
             _outputs[(batch * plan.blocks * (plan.block // options["TOKENS"]) * heads,)](
                 q[:, :, group], row_sums.sums, row_sums.feature_sums, plan.mask64, projection, out[:, :, group],
@@ -358,7 +351,7 @@ def linear_attention_backward(
     dq, dk, dv = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(3))
     means = _mean_values(v, kv_len)
     for group in head_groups(q, plan):
-        heads, options = group.stop - group.start, products(q)
+        heads, options = group.stop - group.start, products(q, "gradients")
         of_group = [x[:, :, group] for x in (q, k, v, do, dq, dk, dv)]
         group_q, group_k, group_v, group_do, group_dq, group_dk, group_dv = of_group
         mean = means[:, group].contiguous()

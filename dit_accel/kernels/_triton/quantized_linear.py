@@ -4,12 +4,12 @@ The product is tiled: on Hopper the copy engine loads tiles of both sides severa
 scales and bias are applied when they are stored.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2, unit_stride
+from dit_accel.kernels._triton.configs import config
+from dit_accel.kernels._triton.launch import launch, multiprocessors, next_power_of_2, unit_stride
 from dit_accel.kernels._triton.rounding import store_units, turn
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LARGEST, SMALLEST_SCALE
@@ -108,19 +108,13 @@ def _product(
         tl.store(pointers, sums.to(out.dtype.element_ty), row_inside[:, None] & column_inside[None, :])
 
 
-def _config(values: torch.Tensor) -> dict[str, int]:
-    if is_hopper_or_later(values):
-        return {"ROWS": 128, "COLUMNS": 256, "CHANNELS": 128, "STAGES": 4, "num_warps": 8}
-    return {"ROWS": 128, "COLUMNS": 128, "CHANNELS": 64, "STAGES": 3, "num_warps": 8}
-
-
 def product_into(values, scales, weight, weight_scales, bias, out) -> None:
     """Compute ``out``, which has a row for each row of ``values`` and a column for each row of ``weight``."""
     columns, channels = weight.shape
     values = values.reshape(-1, channels)
     rows = len(values)
-    config = _config(values)
-    tile = config["ROWS"], config["COLUMNS"], config["CHANNELS"]
+    sizes = config("linear layers", values)
+    tile = sizes["ROWS"], sizes["COLUMNS"], sizes["CHANNELS"]
     by_descriptor = hopper_limit(values) is None  # the interpreter, without a GPU, takes Hopper's path
     value_tiles = weight_tiles = None
     if by_descriptor:
@@ -131,5 +125,5 @@ def product_into(values, scales, weight, weight_scales, bias, out) -> None:
     launch(
         _product, programs,
         (values, weight, scales, weight_scales, bias, out, value_tiles, weight_tiles), (rows, columns, channels),
-        GROUPED=GROUP, PROGRAMS=programs, HAS_BIAS=bias is not None, BY_DESCRIPTOR=by_descriptor, **config,
+        GROUPED=GROUP, PROGRAMS=programs, HAS_BIAS=bias is not None, BY_DESCRIPTOR=by_descriptor, **sizes,
     )  # fmt: skip

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.attention_steps import go_on_from, softmax_step
-from dit_accel.kernels._triton.launch import is_hopper_or_later, key_end_of, multiprocessors, on_device, precision
+from dit_accel.kernels._triton.configs import config
+from dit_accel.kernels._triton.launch import key_end_of, multiprocessors, on_device, precision
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -145,21 +146,10 @@ def count_slices_into(plan: AttentionPlan) -> None:
         )  # fmt: skip
 
 
-def _config(q: torch.Tensor, block: int) -> dict[str, int]:
-    """Sizes of tiles and pipeline, and the programs that share a multiprocessor.
-
-    Three stages need 128 KiB. With every key single, 12 heads of 128 and 32760 tokens on one H200 they take 14.6 ms,
-    two stages 21.5 ms.
-    """
-    if q.dtype == torch.float32:  # on scalar units, for tests
-        return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8, "programs": 1}
-    stages = 3 if is_hopper_or_later(q) else 2
-    return {"QUERIES": block, "KEY_TILE": 64, "STAGES": stages, "num_warps": block // 16, "programs": 128 // block}
-
-
 def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
-    config = _config(q, plan.block)
-    programs = min(plan.work.numel() * (plan.block // config["QUERIES"]), multiprocessors(q) * config.pop("programs"))
+    sizes = config("single keys" if plan.block == 128 else "single keys, blocks of 64", q)
+    resident = multiprocessors(q) * (128 // plan.block)
+    programs = min(plan.work.numel() * (plan.block // sizes["QUERIES"]), resident)
     bits = plan.slices.bits.contiguous()
     row_bytes = bits.shape[-1]
     position_type = torch.uint16 if plan.tokens <= SHORT_POSITIONS else torch.int32
@@ -171,5 +161,5 @@ def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             plan.heads, plan.heads // k.shape[2], plan.blocks, plan.tokens, row_bytes, scale * LOG2_E,
             BLOCK=plan.block, HEAD_DIM=q.shape[-1], BYTES=BYTES, HAS_KV_LEN=kv_len is not None,
-            PRECISION=precision(q), LOG2_E=LOG2_E, **config,
+            PRECISION=precision(q), LOG2_E=LOG2_E, **sizes,
         )  # fmt: skip

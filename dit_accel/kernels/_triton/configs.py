@@ -1,0 +1,111 @@
+"""Sizes of tiles, pipeline stages and warps of the kernels whose best sizes depend on the GPU.
+
+A kernel's columns, of which a launch takes the first that fits:
+
+    float32 | tma: sm90, tiles by its copy engine | the GPU's own, such as sm90 | "": 99 KiB of shared memory
+
+Sizes of sm90 are measured. The others fit and spill little (``scripts/checks/compiled_kernels.py``). sm100 has 16 warps
+where a product stands in a condition: 4 and 8 warps use its tensor memory, for which Triton 3.6 can't compile that.
+"""
+
+import functools
+
+import torch
+
+from dit_accel.kernels.backends import device_properties
+
+Config = dict[str, int]
+
+
+def _sizes(stages: int, warps: int, **sizes: int) -> Config:
+    return {**sizes, "STAGES": stages, "num_warps": warps}
+
+
+def _tile(queries: int, keys: int, stages: int, warps: int) -> Config:
+    return _sizes(stages, warps, QUERIES=queries, KEY_TILE=keys)
+
+
+_SCALAR = _tile(64, 16, 1, 8)  # scalar units, for tests
+# Three programs of 64 queries fit a multiprocessor: one computes while the others wait.
+_THREE_PROGRAMS = _tile(64, 128, 1, 4) | {"maxnreg": 168}
+_TWO_PROGRAMS = {"num_warps": 8, "maxnreg": 128}  # one loads while the other computes
+# Tiles of 64 keys leave room for prefetching and need it: 483 TF with three stages, 431 TF with one.
+_PREFETCHED = _tile(64, 64, 3, 4)
+_INT8 = _sizes(1, 4, KEY_TILE=128, maxnreg=168)
+
+CONFIGS: dict[str, dict[str, Config]] = {
+    "attention": {"float32": _SCALAR, "tma": _THREE_PROGRAMS, "": _tile(128, 64, 3, 8)},
+    "attention, blocks of 64": {"": _PREFETCHED},
+    "attention, masks": {  # they take shared memory too
+        "tma": _THREE_PROGRAMS, "sm90": _PREFETCHED, "sm100": _tile(128, 64, 2, 16), "": _tile(128, 64, 2, 8),
+    },
+    # 512 tokens, 8 heads of 64: 7.1 us with tiles of 128 keys and three stages, 7.5 us with two, 8.8 us with one
+    "attention, masks, heads of 64": {
+        "sm90": _tile(64, 128, 3, 4), "sm100": _tile(128, 64, 2, 16), "": _tile(128, 64, 2, 8),
+    },
+    "attention, masks, blocks of 64": {"sm90": _PREFETCHED, "sm100": _tile(64, 64, 2, 16), "": _tile(64, 64, 2, 4)},
+    "attention, pv_threshold": {"tma": _THREE_PROGRAMS, "sm100": _tile(64, 128, 2, 16), "": _tile(64, 128, 2, 8)},
+    "attention, pv_threshold, blocks of 64": {
+        "tma": _PREFETCHED, "sm100": _tile(64, 64, 1, 16), "": _tile(64, 64, 1, 4),
+    },
+    "attention, int8": {
+        "float32": _sizes(1, 4, KEY_TILE=32), "sm90": _INT8, "sm100": _INT8, "": _sizes(2, 4, KEY_TILE=64),
+    },
+    # a step is a whole tile
+    "attention, int8, pv_threshold": {
+        "sm90": _INT8, "sm100": _sizes(2, 16, KEY_TILE=128), "": _sizes(2, 8, KEY_TILE=128),
+    },
+    # 5% of 512 x 512 tiles, 12 heads of 128 on one H200: dQ 571 TF and dK, dV 627 TF; in tiles of 32 tokens 554 and 558
+    "attention, backward": {"float32": _sizes(1, 8, TILE=16), "tma": _sizes(2, 4, TILE=64), "": _sizes(2, 4, TILE=32)},
+    # every key single, 12 heads of 128, 32760 tokens on one H200: 14.6 ms, with two stages 21.5 ms
+    "single keys": {
+        "float32": _SCALAR, "sm90": _tile(128, 64, 3, 8), "sm100": _tile(128, 64, 3, 8),
+        "sm120": _tile(128, 32, 2, 8), "": _tile(128, 64, 2, 8),
+    },
+    "single keys, blocks of 64": {
+        "float32": _SCALAR, "sm90": _PREFETCHED, "sm100": _tile(64, 64, 3, 8), "": _tile(64, 64, 2, 8),
+    },
+    "key selection, sums": {"float32": _SCALAR, "sm90": _tile(64, 128, 1, 4), "": _tile(64, 64, 2, 4)},
+    "key selection, bits": {"float32": _SCALAR, "": _PREFETCHED},
+    "linear attention, states, blocks of 128": {"sm120": {"num_warps": 8, "maxnreg": 168}, "": _TWO_PROGRAMS},
+    "linear attention, states, blocks of 64": {"sm90": {"num_warps": 4, "maxnreg": 168}, "": _TWO_PROGRAMS},
+    "linear attention, outputs": {"": _TWO_PROGRAMS},
+    "linear attention, gradients": {"": {"num_warps": 8}},
+    # dense 4608 x 3072 x 3072 in bf16 on one H200: 0.135 ms plain, 0.19 ms fused; GEMM-O 0.16 ms; F.linear 0.12 ms
+    "GEMM-Q": {
+        "float32": _sizes(2, 8, K_TILE=32), "sm90": _sizes(3, 8, K_TILE=64), "sm100": _sizes(3, 8, K_TILE=64),
+        "": _sizes(3, 8, K_TILE=32),
+    },
+    "GEMM-Q, norm and RoPE": {
+        "float32": _sizes(2, 8, K_TILE=32), "sm90": _sizes(3, 8, K_TILE=128), "sm100": _sizes(3, 8, K_TILE=128),
+        "": _sizes(3, 8, K_TILE=32),
+    },
+    "GEMM-O": {
+        "float32": _sizes(2, 8, N_TILE=64, K_TILE=32), "sm90": _sizes(3, 8, N_TILE=256, K_TILE=64),
+        "sm100": _sizes(3, 8, N_TILE=128, K_TILE=64), "": _sizes(3, 8, N_TILE=128, K_TILE=32),
+    },
+    "linear layers": {
+        "sm90": _sizes(4, 8, ROWS=128, COLUMNS=256, CHANNELS=128),
+        "sm100": _sizes(4, 8, ROWS=128, COLUMNS=128, CHANNELS=128),
+        "": _sizes(3, 8, ROWS=128, COLUMNS=128, CHANNELS=64),
+    },
+}  # fmt: skip
+
+
+def config(kernel: str, tensor: torch.Tensor, by_descriptor: bool = False) -> Config:
+    """Return a kernel's sizes for the dtype and device of ``tensor``; ``by_descriptor``: tiles are copied by TMA."""
+    return _config(kernel, tensor.device, tensor.dtype == torch.float32, by_descriptor)
+
+
+def architecture(device: torch.device) -> str:
+    """Return the column of a device: the first GPU of its generation from sm90 on; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    properties = device_properties(device)
+    return f"sm{properties.major}{properties.minor if properties.major == 8 else 0}"
+
+
+@functools.cache  # called at every launch
+def _config(kernel: str, device: torch.device, is_float32: bool, by_descriptor: bool) -> Config:
+    columns = ["float32"] * is_float32 + ["tma"] * by_descriptor + [architecture(device), ""]
+    return next(CONFIGS[kernel][column] for column in columns if column in CONFIGS[kernel])
