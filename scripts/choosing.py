@@ -45,7 +45,8 @@ def calls() -> str:
         card = row["device"].removeprefix("NVIDIA ").split()[0]  # NVIDIA H100 80GB HBM3 is an H100
         cells = [name_of(row), f"{row['gpus']} × {card}", f"{row['computed_steps']} of {row['steps']}"]
         cells += [f"{row['plain']['stages'][name]:.2f} → {row['stages'][name]:.2f}" for name in STAGES]
-        cells.append(f"{row['plain']['seconds']:.2f} → **{row['seconds']:.2f}**")
+        few = f" ({row['plain']['timed_steps']} steps timed)" if "timed_steps" in row["plain"] else ""
+        cells.append(f"{row['plain']['seconds']:.2f}{few} → **{row['seconds']:.2f}**")
         cells += [f"{row['others'][way]:.2f}" if way in row["others"] else "" for way in OTHERS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Source: [calls, on other cards too](../results/calls.json)."])
