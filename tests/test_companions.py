@@ -41,6 +41,14 @@ def hot_swap(pipe):
     pipe.load_lora_weights(tiny_flux_lora(pipe, seed=1), adapter_name="style", hotswap=True)
 
 
+def two_loras(pipe):
+    """A distillation's LoRA and a style's, with weights of their own."""
+    pytest.importorskip("peft")
+    for seed, name in enumerate(("turbo", "style")):
+        pipe.load_lora_weights(tiny_flux_lora(pipe, seed=seed), adapter_name=name)
+    pipe.set_adapters(["turbo", "style"], [1.0, 0.6])
+
+
 def ip_adapter(pipe):
     """Projections of an image prompt, with weights that have an effect."""
     flux.add_ip_adapter(pipe)
@@ -110,6 +118,7 @@ COMPANIONS = {
     "sdnq": (sdnq_weights, None),  # it keeps some layers as they are
     "modelopt": (modelopt_weights, NO_LINEAR),
     "lora-hot-swap": (hot_swap, NO_LINEAR),
+    "two-loras": (two_loras, NO_LINEAR),
     "ip-adapter": (ip_adapter, None),
     "group-offload-blocks": (functools.partial(group_offload, kind="block_level"), None),
     "group-offload-leaves": (functools.partial(group_offload, kind="leaf_level"), HOOKED),

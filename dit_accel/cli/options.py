@@ -6,7 +6,7 @@ Each command derives a dataclass ``Options`` from one of these and takes it as i
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -28,12 +28,6 @@ MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-PROJECTED = {  # keys of a preset, by the arguments of a fine-tuning
-    "critical": "skip.critical",
-    "negligible": "skip.negligible",
-    "feature_map": "skip.feature_map",
-    "block": "blocks.size",
-}
 
 
 def option_of(field: str) -> str:
@@ -188,15 +182,16 @@ class RunOptions(SizeOptions, LoadingOptions):
         """
         from dit_accel.models.presets import load_preset
         from dit_accel.presets import default_preset
+        from dit_accel.sla.checkpoints import checkpoint_preset
 
-        name = self.preset or model_preset(self.model)
+        name = self.preset or model_preset(self.model) or checkpoint_preset(self.model)
         overrides = _parse_pairs("set", "KEY=VALUE, e.g. target_error=0.1", self.overrides)
         if name == "none" and refusal:
             raise ArgumentError("preset", refusal)
         if name != "none":
             load_preset(default_preset(name, is_video=False), **overrides)
         loading = self.loading()
-        return name, with_projections(name, overrides, loading.loras), loading
+        return name, with_projections(name, overrides, [*loading.loras, self.model]), loading
 
 
 def parse_loras(texts: list[str] | None) -> dict[str, float]:
@@ -218,20 +213,21 @@ def parse_loras(texts: list[str] | None) -> dict[str, float]:
     return loras
 
 
-def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
-    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
+def with_projections(preset: str | None, overrides: dict[str, Any], sources: Iterable[str]) -> dict[str, Any]:
+    """Add projections that LoRAs' folders or the model's hold to the overrides, if the preset has their policy."""
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset
-    from dit_accel.sparse.projections import PROJECTIONS, trained_with
+    from dit_accel.sla.checkpoints import checkpoint_preset, trained_overrides
 
-    files = [file for file in (Path(source) / PROJECTIONS for source in loras) if file.is_file()]
-    if not files or preset == "none":
+    folders = [source for source in sources if Path(source).is_dir()]
+    trained = {source: name for source in folders if (name := checkpoint_preset(source)) is not None}
+    if not trained or preset == "none":
         return overrides
     skip = load_preset(default_preset(preset, is_video=False), **overrides).skip
-    if skip.policy != "sla" or skip.projection is not None:
+    fitting = [source for source, name in trained.items() if load_preset(name).skip.policy == skip.policy]
+    if not fitting or getattr(skip, "projection", None) is not None:
         return overrides
-    trained = {PROJECTED[name]: value for name, value in trained_with(files[0]).items()}
-    return {"skip.projection": str(files[0]), **trained, **overrides}
+    return {**trained_overrides(fitting[0]), **overrides}
 
 
 def _resolved(source: str, option: str = "lora") -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from dit_accel.errors import ShapeError
 
 BLOCK_SIZES = (64, 128)
+Grid = tuple[int, int, int]  # tokens of a video along frames, height and width
 
 
 def block_count(tokens: int, block: int) -> int:
@@ -24,6 +25,7 @@ class TokenLayout:
     vision: int  # tokens: latents, and reference tokens after them
     block: int = 128  # tokens in a block, 64 or 128
     text_first: bool = True  # text precedes vision (FLUX); False: it follows (HunyuanVideo)
+    grid: Grid | None = None  # of a video's vision tokens
 
     def __post_init__(self) -> None:
         if self.block not in BLOCK_SIZES:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.layout import Grid
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.memory import ModelSize
@@ -36,10 +37,10 @@ from dit_accel.models.token_order_hook import ReorderInput, ReorderOutput, Token
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset
 from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.policies import policy_of
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.tile_site import TileSite
-from dit_accel.sparse.token_order import Grid
 
 RASTER = "tokens keep their order: frames have their own timesteps, or a causal mask"
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # by the name of the transformer's list of blocks
@@ -109,11 +110,16 @@ class FamilyDriver(TransformerDriver):
     def prepare(self) -> None:
         super().prepare()
         self._refuse_compiled()
-        _, head_dim = self.family.heads(self.transformer)
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
         self._costs = BlockCosts(self.family, self.blocks(), self._sites)
         sites = {item.site: name for name, attentions in self._sites.items() for item in attentions}
-        self._projections = Projections(self.preset, self.name, TRANSFORMER_NAMES, sites, head_dim)
+        heads, skip = self.family.heads(self.transformer), self.preset.skip
+        self._needs_grid = any(policy_of(variant).needs_grid for variant in skip.variants)
+        is_whole = self.family.order is not None and config_of(self.transformer) is None
+        if self._needs_grid and (not is_whole or any(self.family.attentions.values())):
+            model = type(self.transformer).__name__
+            raise UnsupportedError(f"skip.policy 'vsa' needs a video's tokens alone in attention, on one GPU: {model}")
+        self._projections = Projections(self.preset, self.name, TRANSFORMER_NAMES, sites, heads)
 
     def _refuse_compiled(self) -> None:
         """Raise an error if the preset works inside blocks and these, or the transformer, are compiled."""
@@ -180,7 +186,7 @@ class FamilyDriver(TransformerDriver):
         features = arguments.get(self.family.computes_in, latents)
         self._grid = None if self._order is None else tokens.grid
         is_parallel, exchange = config_of(self.transformer) is not None, None
-        if is_parallel:
+        if is_parallel and not self._needs_grid:
             exchange = self._exchanges.of(self.transformer, tokens, self.token_order, latents.device)
         return arguments, CallFacts(
             fuses=can_fuse and not shares_layers(self.transformer) and self.fuses_kernels(features),
@@ -305,17 +311,10 @@ class CaughtAttention:
         self._sample = 0
         return tokens.seen(self._facts.sees_text)
 
-    def attend(
-        self,
-        tokens: Tokens,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dense: Callable[[], torch.Tensor],
-    ) -> torch.Tensor | None:
+    def attend(self, caught: interceptor.Caught) -> torch.Tensor | None:
         """Run the attention at its site; None = it can't run there."""
         facts, preset = self._driver.facts, self._driver.preset
+        tokens, (q, *_), mask, dense, _ = caught
         text = facts.text if self._facts.sees_text else None
         head_dim = q.shape[-1] if preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
@@ -326,7 +325,7 @@ class CaughtAttention:
         if reason is not None:
             self.fall_back(reason)
             return None
-        attend = self._driver.site(self._facts.site, self._facts.block, self._sample).attend_computed
+        site = self._driver.site(self._facts.site, self._facts.block, self._sample)
         self._sample += tokens.padding == "sample"
         if reads_mask:
             kv_len = interceptor.key_lengths(mask, tokens)
@@ -334,10 +333,7 @@ class CaughtAttention:
             kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
         shared = facts.exchange
         if shared is not None:  # diffusers has already exchanged tokens for heads
-            q, k, v = map(shared.arrange, (q, k, v))
-
-        def whole() -> torch.Tensor:
-            return dense() if shared is None else shared.arrange(dense())
-
-        o = interceptor.with_leading_keys(attend, tokens, preset.blocks.size, (q, k, v), whole, kv_len, mask)
+            qkv = tuple(map(shared.arrange, caught.qkv))
+            caught = caught._replace(qkv=qkv, dense=lambda: shared.arrange(dense()))
+        o = interceptor.with_leading_keys(site.attend_computed, caught, preset.blocks.size, kv_len)
         return o if o is None or shared is None else shared.as_received(o)

@@ -7,7 +7,7 @@ The processor is not replaced, because diffusers creates new ones from its class
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,14 +16,21 @@ from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.families.family import Tokens
-from dit_accel.models.hooks import Hook
-from dit_accel.sparse.tile_site import Inputs
+from dit_accel.models.hooks import Hook, parameter_names
+from dit_accel.sparse.inputs import Inputs
 
-# From tokens, q, k, v [B, S, H, D], their mask and their dense attention to the output; None = run the model's own.
-Attend = Callable[
-    [Tokens, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[[], torch.Tensor]],
-    torch.Tensor | None,
-]
+
+class Caught(NamedTuple):
+    """One call of torch's attention, of the tokens of a module's call."""
+
+    tokens: Tokens
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [B, S, H, D] each
+    mask: torch.Tensor | None  # may mark the valid text tokens
+    dense: Callable[[], torch.Tensor]  # the model's own attention, [B, S, H, D]
+    x: torch.Tensor | None = None  # the module's first argument
+
+
+Attend = Callable[[Caught], torch.Tensor | None]  # to the output [B, S, H, D]; None = run the model's own
 MISSED = (
     "attends without calling torch's scaled_dot_product_attention: select it with "
     'transformer.set_attention_backend("native")'
@@ -37,7 +44,7 @@ OTHER_KEYS = "attends to other keys than its own tokens', for example a key-valu
 
 
 class AttentionHook(Hook):
-    """Passes the queries, keys and values of an attention module to ``attend``.
+    """Passes attention of a module to ``attend``.
 
     ``tokens`` returns the tokens of a call to intercept, or None. Other attentions of the module, such as those to an
     image prompt, run unchanged. ``missed`` gets the reason why a call was not intercepted.
@@ -53,7 +60,8 @@ class AttentionHook(Hook):
         tokens = self._tokens()
         if tokens is None:
             return self.fn_ref.original_forward(*args, **kwargs)
-        with Catching(tokens, self._attend) as catching:
+        x = args[0] if args else kwargs[parameter_names(module)[0]]
+        with Catching(tokens, lambda caught: self._attend(caught._replace(x=x))) as catching:
             output = self.fn_ref.original_forward(*args, **kwargs)
         if catching.missed is not None and not kwargs.get(PERTURBED):
             self._missed(catching.missed if kwargs.get(NABLA) is None else OWN_TILES)
@@ -100,8 +108,8 @@ class Catching(TorchFunctionMode):
             self.missed = "attends with dropout, a causal mask, shared keys or its own scale"
             return None
         self.missed = None
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        output = self._attend(tokens, q, k, v, attn_mask, lambda: dense().transpose(1, 2))
+        qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        output = self._attend(Caught(tokens, qkv, attn_mask, lambda: dense().transpose(1, 2)))
         return None if output is None else output.transpose(1, 2)
 
 
@@ -124,22 +132,17 @@ def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor 
 
 
 def with_leading_keys(
-    attend: Callable[[Inputs], torch.Tensor | None],
-    tokens: Tokens,
-    block: int,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    dense: Callable[[], torch.Tensor],
-    kv_len: torch.Tensor | None,
-    mask: torch.Tensor | None = None,
+    attend: Callable[[Inputs], torch.Tensor | None], caught: Caught, block: int, kv_len: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Run ``attend`` with padded text moved from the front to behind the image, because kernels need valid keys first.
 
     Kernels also need as many queries as keys: if text has no queries, zeros stand for them and their output is dropped.
-    Tensors are those of :class:`~dit_accel.sparse.tile_site.Inputs`; ``mask`` may mark the valid text tokens.
+    ``kv_len`` is that of :class:`~dit_accel.sparse.inputs.Inputs`.
     """
+    tokens, qkv, mask, dense, x = caught
     is_padded = kv_len is not None and tokens.padding != "all"
     if not (tokens.text and tokens.text_first) or (tokens.text_asks and not is_padded):
-        return attend(Inputs(*qkv, tokens.layout(block), dense, kv_len))
+        return attend(Inputs(*qkv, tokens.layout(block), dense, kv_len, x=x))
     text, layout, order = tokens.text, replace(tokens, text_first=False).layout(block), None
     if tokens.padding == "mask" and mask is not None:
         order = (~mask[:, 0, -1, :text]).int().argsort(dim=1, stable=True)[..., None, None]

@@ -15,7 +15,7 @@ from torch import nn
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.kept import Kept
 from dit_accel.models.hooks import Hook, parameter_names
-from dit_accel.sparse.token_order import Grid, inverse_order, token_order
+from dit_accel.sparse.token_order import Grid, token_order
 
 MOST_ORDERS = 4  # two grids, each with its inverse
 Reorder = Callable[[torch.Tensor, int, bool], torch.Tensor]  # takes tokens, their axis, and True to restore
@@ -38,9 +38,8 @@ class TokenOrder:
         """Bring all tokens of the video, along ``axis`` of ``x``, into this order, or restore raster order."""
         if grid is None:
             return x
-        order = self._on_device.get(
-            (grid, x.device, undo), lambda: (inverse_order(self.of(grid)) if undo else self.of(grid)).to(x.device)
-        )
+        key = grid, x.device, undo
+        order = self._on_device.get(key, lambda: (self.of(grid).argsort() if undo else self.of(grid)).to(x.device))
         if x.shape[axis] != len(order):
             raise UnsupportedError(
                 f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the video on one device, got "

@@ -159,7 +159,7 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
         for key in LOOP_KEYS:
             forecast.pop(key, None)
     if chosen_skip.get("policy") not in (None, skip.get("policy")):
-        for key in ("layers", "refresh", "residual"):  # keys of the previous policy
+        for key in ("layers", "refresh", "residual", "projection"):  # keys of the previous policy
             skip.pop(key, None)
     drop_foreign_keys(skip, chosen_skip)
     layers, changed_layers = _sections("layers", skip, chosen_skip)

@@ -114,16 +114,16 @@ class Preset(Section):
             )
         if kernels.qk_dtype is not None and kernels.attention == "cuda":
             yield f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
-        if kernels.qk_dtype is not None and any(variant.policy == "static" for variant in variants):
+        policies = {variant.policy for variant in variants}
+        if kernels.qk_dtype is not None and (masked := policies & {"static", "vsa"}):
             yield (
-                f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy 'static' has masks "
-                "inside of tiles: remove one of them"
+                f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy {min(masked)!r} has "
+                "masks inside of tiles: remove one of them"
             )
+        if "vsa" in policies and (level == "head" or self.blocks != Blocks(size=64)):
+            yield "skip.policy 'vsa' cuts cubes of 64 tokens below level head: set blocks.size to 64, in raster order"
         if self.schedule.per_prompt and level != "output":
-            yield (
-                "schedule.per_prompt works on the transformer's output, which only level 'output' forecasts, and "
-                f"forecast.level is '{level}': remove schedule.per_prompt"
-            )
+            yield f"schedule.per_prompt needs forecast.level 'output', got '{level}': remove schedule.per_prompt"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in variants):
             yield "schedule.per_prompt changes the batch between steps, so masks can't be kept: set skip.refresh to 1"
         for (name, key), why in self._idle_keys().items():

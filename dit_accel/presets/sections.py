@@ -55,8 +55,6 @@ class AdaptiveSchedule(Schedule):
     interval: ClassVar[int | None] = None
 
     control: Literal["adaptive"] = "adaptive"
-    """The closed loop, which measures the forecast error at every computed step and sets the distance to the next one
-    by it."""
     target_error: float = Field(gt=0.0, allow_inf_nan=False, examples=[0.05])
     """Bound on the sum of the relative L2 errors ‖F − F̂‖/‖F‖ of the forecasts between two computed steps. Each error is
     weighted by its effect on the result: by how far its step moves the latents, and how much that shift grows until
@@ -127,7 +125,6 @@ class IntervalSchedule(FixedSchedule):
     """Choice of the computed steps by a fixed interval, as in the papers."""
 
     control: Literal["interval"] = "interval"
-    """Every `interval`-th step is computed (the papers)."""
     interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
     """One computed step, then interval − 1 forecast steps. The first step after the warm-up is computed; 1 computes
     every step."""
@@ -165,7 +162,6 @@ class OutputForecast(Forecast):
     """Forecasts of the transformer's output, for any model."""
 
     level: Literal["output"] = "output"
-    """The transformer's output, for any model."""
     corrector: bool = False
     """A computed step also corrects the errors of the forecasts before it, estimated by interpolation through its own
     output. This works for flow models and schedulers that add up outputs without noise (Euler, UniPC, DPM++); otherwise
@@ -189,14 +185,12 @@ class LayerForecast(_InBlocks):
     """Forecasts of each block's outputs."""
 
     level: Literal["layer"] = "layer"
-    """Attention and MLP outputs of each block (TaylorSeer, FORA)."""
 
 
 class HeadForecast(_InBlocks):
     """Forecasts of single rows of each head."""
 
     level: Literal["head"] = "head"
-    """Rows of each head, chosen by the symbols (FlashOmni)."""
 
 
 Forecast.forms = {"output": OutputForecast, "layer": LayerForecast, "head": HeadForecast}

@@ -11,7 +11,6 @@ from dit_accel.presets.complaints import explained
 from dit_accel.presets.section import MOST_STEPS, MOST_TOKENS, Formed, any_form
 
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
-_ALTERNATIVES = (("tau_kv", "top_k"),)  # naming one of them in a block or an override replaces the other
 _COMPUTED_STEPS = {  # keys of steps 'all', with their effect
     "refresh": "says how long computed steps keep their masks",
     "residual": "corrects computed steps that leave tiles out",
@@ -25,10 +24,11 @@ class Skip(Formed):
 
     chooser: ClassVar[str] = "policy"
 
-    policy: Literal["none", "sparge", "sla", "fg_attn", "static"] = "none"
+    policy: Literal["none", "sparge", "sla", "fg_attn", "static", "vsa"] = "none"
     """none: nothing is left out. sparge: in each row, the tiles of least probability in the pooled map (SpargeAttn).
     sla: critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA).
-    fg_attn: single keys for each row of tiles (FG-Attn). static: a fixed pattern (OmniAttention)."""
+    fg_attn: single keys for each row of tiles (FG-Attn). static: a fixed pattern (OmniAttention). vsa: cubes of a
+    video's tokens, and attention between cubes (VSA)."""
     steps: Literal["dispatch", "all"] = "dispatch"
     """dispatch: only forecast steps leave tiles out; they attend at level head alone. all: every step after the warm-up
     does, at any level; a computed step chooses its tiles by its own queries and keys."""
@@ -103,14 +103,12 @@ class NoSkip(Skip):
     """Nothing is left out, except in blocks with their own policy."""
 
     policy: Literal["none"] = "none"
-    """Nothing is left out."""
 
 
 class SpargeSkip(Skip):
     """Leaves out the attention tiles of least probability in the pooled map (SpargeAttn)."""
 
     policy: Literal["sparge"] = "sparge"
-    """In each row, the tiles of least probability in the pooled map (SpargeAttn)."""
     tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
     """Probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv). At level
     head it grows with reuse.ramp."""
@@ -135,33 +133,30 @@ class SpargeSkip(Skip):
 
     @model_validator(mode="after")
     def _consistent(self) -> SpargeSkip:
-        for key, other in _ALTERNATIVES:
-            if self._says(key) and self._says(other):
-                raise ValueError(f"{other} replaces {key}: remove one of them")
+        if self.top_k is not None and "tau_kv" in self.model_fields_set:
+            raise ValueError("top_k replaces tau_kv: remove one of them")
         if self.probe_error is not None and not self.probe_blocks:
             raise ValueError(
                 "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
             )
         return self
 
-    def _says(self, key: str) -> bool:
-        return key in self.model_fields_set and getattr(self, key) is not None
-
 
 class SlaSkip(Skip):
     """Critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA)."""
 
     policy: Literal["sla"] = "sla"
-    """Critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA)."""
     critical: float = Field(default=0.05, gt=0.0, le=1.0)
     """Share of a row's tiles, of highest probability, that attend."""
     negligible: float = Field(default=0.10, ge=0.0, lt=1.0)
     """Share of a row's tiles, of lowest probability, that are left out."""
     feature_map: Literal["softmax", "elu", "relu"] = "softmax"
     """Feature map of linear attention, for queries and keys."""
+    linear: Literal["marginal", "all"] = "marginal"
+    """Tiles of linear attention; all, critical ones too, is how TurboWan was trained."""
     projection: str | None = None
-    """safetensors file with the projections of linear attention, one matrix ``[D, D]`` by block name; null = without
-    linear attention. In a preset file the path is relative to the file's folder."""
+    """safetensors file, or folder of a checkpoint, with projections of linear attention, a matrix ``[D, D]`` a block;
+    null = without linear attention. In a preset file the path is relative to the file's folder."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SlaSkip:
@@ -172,11 +167,23 @@ class SlaSkip(Skip):
         return self
 
 
+class VsaSkip(Skip):
+    """Cubes of a video's tokens attend to the likeliest cubes, and through a gate to the means of all cubes (VSA)."""
+
+    policy: Literal["vsa"] = "vsa"
+    steps: Literal["all"] = "all"
+    residual: Literal[False] = False
+    probe_blocks: Literal[0] = 0
+    sparsity: float = Field(default=0.8, ge=0.0, lt=1.0)
+    """Share of a row's cubes that is left out."""
+    projection: str | None = None
+    """safetensors file, or folder of a checkpoint, with the gates; null = without attention to means."""
+
+
 class FgAttnSkip(Skip):
     """Leaves out single keys for each row of tiles (FG-Attn)."""
 
     policy: Literal["fg_attn"] = "fg_attn"
-    """Single keys for each row of tiles (FG-Attn)."""
     mask: Literal["exact", "average_query"] = "exact"
     """exact: a key's scores with all queries of a row decide whether it stays. average_query: its score with their mean
     does, which is cheaper and less accurate."""
@@ -189,7 +196,6 @@ class StaticSkip(Skip):
     """A fixed pattern, which does not depend on queries and keys (OmniAttention)."""
 
     policy: Literal["static"] = "static"
-    """A fixed pattern, which does not depend on queries and keys (OmniAttention)."""
     pattern: Literal["causal", "sliding"] = "sliding"
     """causal: keys up to the query. sliding: keys within half a window on either side."""
     window: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
@@ -206,7 +212,7 @@ class StaticSkip(Skip):
 
 
 Skip.forms = {
-    form.model_fields["policy"].default: form for form in (NoSkip, SpargeSkip, SlaSkip, FgAttnSkip, StaticSkip)
+    form.model_fields["policy"].default: form for form in (NoSkip, SpargeSkip, SlaSkip, FgAttnSkip, StaticSkip, VsaSkip)
 }
 if TYPE_CHECKING:
     AnySkip = Skip
@@ -218,9 +224,8 @@ def drop_foreign_keys(values: dict[str, Any], changes: dict[str, Any]) -> None:
     """Drop the values that changes exclude: keys of other policies, and alternatives."""
     for key in Skip.foreign_keys(changes.get("policy")):
         values.pop(key, None)
-    for pair in _ALTERNATIVES:
-        for key, other in (pair, pair[::-1]):
-            if changes.get(key) is not None and other not in changes:
-                values.pop(other, None)
+    for key, other in (("tau_kv", "top_k"), ("top_k", "tau_kv")):  # naming one of them replaces the other
+        if changes.get(key) is not None and other not in changes:
+            values.pop(other, None)
     if changes.get("pattern") not in (None, "sliding"):
         values.pop("window", None)

@@ -6,6 +6,7 @@
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from dit_accel.kernels.layout import BLOCK_SIZES, TokenLayout
 from dit_accel.kernels.plans.classification import require_shares
 from dit_accel.kernels.plans.lowering import lower
 from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.policies.sla import classified
 
 BACKENDS = ("auto", "reference", "triton")
@@ -42,8 +44,7 @@ class Settings:
         if self.head_dim < 1:
             raise ShapeError(f"head_dim must be at least 1, got {self.head_dim}")
         require_shares(self.critical, self.negligible)
-        valid = (("feature_map", FEATURE_MAPS), ("block", BLOCK_SIZES), ("backend", BACKENDS))
-        for name, values in valid:
+        for name, values in (("feature_map", FEATURE_MAPS), ("block", BLOCK_SIZES), ("backend", BACKENDS)):
             if getattr(self, name) not in values:
                 raise ShapeError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
 
@@ -51,16 +52,14 @@ class Settings:
 class SparseLinearAttention(nn.Module):
     """Self-attention ``O = O^s + Proj(O^l)`` (SLA, equation 6), for inference and training.
 
-    Each call classifies its tiles by the pooled map. In each row the ``critical`` share of highest probability attends
-    (O^s), the ``negligible`` share of lowest probability is left out, and linear attention approximates the marginal
-    tiles in between (O^l). ``projection`` is the only parameter. It starts at zero, so a new module is sparse attention
-    alone. Gradients flow to q, k, v and ``projection``, but not through the classification. Forward and backward never
-    make the host wait.
+    Each call classifies its tiles by the pooled map. ``projection`` is the only parameter. It starts at zero, so a new
+    module is sparse attention alone. Gradients flow to q, k, v and ``projection``, but not through the classification.
+    Forward and backward never make the host wait.
 
     Args:
         head_dim: D of the inputs.
-        critical: share of a row's tiles that attend, 0..1; at least one does, unless it is 0.
-        negligible: share of a row's tiles that are left out, 0..1; with ``critical`` at most 1.
+        critical: share of a row's tiles that attend (O^s), 0..1; at least one does, unless it is 0.
+        negligible: share that is left out, 0..1; linear attention (O^l) approximates the tiles in between.
         feature_map: phi of linear attention: "softmax" over the head dimension, "elu" (elu + 1) or "relu".
         block: tokens in a block, 64 or 128; a tile is block × block.
         backend: backend of all kernels: "auto", "reference" or "triton".
@@ -69,17 +68,9 @@ class SparseLinearAttention(nn.Module):
         ShapeError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        critical: float = 0.05,
-        negligible: float = 0.10,
-        feature_map: str = "softmax",
-        block: int = 64,
-        backend: str = "auto",
-    ) -> None:
+    def __init__(self, head_dim: int, critical: float = 0.05, negligible: float = 0.10, **others: Any) -> None:
         super().__init__()
-        self.settings = Settings(head_dim, critical, negligible, feature_map, block, backend)
+        self.settings = Settings(head_dim, critical, negligible, **others)
         self.projection = nn.Linear(head_dim, head_dim, bias=False)
         nn.init.zeros_(self.projection.weight)
 
@@ -139,8 +130,8 @@ class SparseLinearAttention(nn.Module):
                 f"layout must have q's {q.shape[1]} tokens in blocks of {settings.block}, "
                 f"got {layout.tokens} in blocks of {layout.block}"
             )
-        shares = settings.critical, settings.negligible
-        symbols = classified(q, k, layout, *shares, kv_len=kv_len, backend=settings.backend)
+        inputs = Inputs(q, k, k, layout, q.clone, kv_len)  # values and dense attention choose no tile
+        symbols = classified(inputs, settings.critical, settings.negligible, settings.backend)
         return lower(symbols, backend=settings.backend)
 
     def extra_repr(self) -> str:

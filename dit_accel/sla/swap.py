@@ -1,9 +1,5 @@
 """Replace a diffusers model's attention by SLA, and fine-tune the model with it.
 
-sites = swap_attention(pipe, critical=0.05, negligible=0.10)
-...                                        # train pipe.transformer.parameters(), which include the projections
-save_swapped(pipe, folder)                 # load_swapped(pipe, folder) resumes the training
-
 The saved model runs without this module: ``folder/transformer`` is a plain diffusers model, or ``folder`` is a LoRA of
 diffusers if one was trained. The preset key ``skip.projection`` takes ``folder/sla.safetensors``.
 """
@@ -21,10 +17,10 @@ from dit_accel.models import denoisers, dtype_argument
 from dit_accel.models.families import require_family
 from dit_accel.models.families.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names
-from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
+from dit_accel.models.interceptor import Catching, Caught, key_lengths, with_leading_keys
 from dit_accel.sla.module import SparseLinearAttention
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.projections import PROJECTIONS, TRAINED_WITH, load_projections, trained_with
-from dit_accel.sparse.tile_site import Inputs
 
 LORA = "pytorch_lora_weights.safetensors"  # diffusers' file name of a LoRA
 
@@ -68,10 +64,8 @@ class SlaProcessor(nn.Module):
         def attend(inputs: Inputs) -> torch.Tensor:
             return self.attention(*inputs[:3], layout=inputs.layout, kv_len=inputs.kv_len)
 
-        def attend_sla(
-            seen: Tokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any
-        ) -> Any:
-            return with_leading_keys(attend, seen, block, (q, k, v), dense, key_lengths(mask, seen), mask)
+        def attend_sla(caught: Caught) -> torch.Tensor | None:
+            return with_leading_keys(attend, caught, block, key_lengths(caught.mask, caught.tokens))
 
         with Catching(tokens.seen(self._sees_text), attend_sla) as catching:
             output = self.base(attn, *args, **kwargs)
@@ -80,9 +74,7 @@ class SlaProcessor(nn.Module):
         return output
 
 
-def swap_attention(
-    pipe: Any, *, critical: float = 0.05, negligible: float = 0.10, feature_map: str = "softmax", block: int = 64
-) -> dict[str, SparseLinearAttention]:
+def swap_attention(pipe: Any, **settings: Any) -> dict[str, SparseLinearAttention]:
     """Replace each block's self- or joint attention by a new :class:`~dit_accel.sla.SparseLinearAttention`.
 
     The projections become submodules of the transformer: they are in its parameters, in its ``state_dict`` and in
@@ -90,7 +82,7 @@ def swap_attention(
 
     Args:
         pipe: a plain (not accelerated) pipeline of an adapted family, or its transformer.
-        critical, negligible, feature_map, block: arguments of each attention.
+        settings: ``critical``, ``negligible``, ``feature_map`` and ``block`` of each attention.
 
     Returns:
         The attentions by site. A site has the block's name in the report; a second attention ends with ``.attn2``.
@@ -102,7 +94,7 @@ def swap_attention(
     for transformer, found in _attentions(pipe):
         _, head_dim = require_family(transformer).heads(transformer)
         for layer in found:
-            attention = SparseLinearAttention(head_dim, critical, negligible, feature_map, block)
+            attention = SparseLinearAttention(head_dim, **settings)
             attentions[layer.site] = attention.to(transformer.device, transformer.dtype)
     restore_attention(pipe)
     _put_in(pipe, attentions)
@@ -126,10 +118,8 @@ def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
 def save_swapped(pipe: Any, folder: str | Path) -> None:
     """Write each transformer as diffusers does, without projections, and the projections to ``sla.safetensors``.
 
-    If a transformer has a LoRA, only the LoRA is written, in the form of ``pipe.load_lora_weights(folder)``.
-
-    Raises:
-        UnsupportedError: nothing is swapped, there are several LoRAs, or a LoRA in a pipeline of several transformers.
+    If a transformer has a LoRA, only the LoRA is written, in the form of ``pipe.load_lora_weights(folder)``. Several
+    LoRAs, or several transformers with one, are an :class:`UnsupportedError`, as is a pipeline without SLA.
     """
     attentions = swapped_attention(pipe)
     if not attentions:
@@ -146,13 +136,9 @@ def save_swapped(pipe: Any, folder: str | Path) -> None:
 
 
 def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttention]:
-    """Load the files of :func:`save_swapped` into a pipeline of the same kind, and swap its attention.
+    """Load the files of :func:`save_swapped` into a pipeline of the same kind, and return the swapped attentions.
 
-    Returns:
-        The attentions by site, with the saved settings and projections.
-
-    Raises:
-        UnsupportedError: the file has projections for other blocks than the pipeline's.
+    Projections for other blocks than the pipeline's are an :class:`UnsupportedError`.
     """
     folder = Path(folder)
     if (folder / LORA).exists():
@@ -161,14 +147,12 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
         for name, transformer in denoisers(pipe).items():
             loaded = type(transformer).from_pretrained(folder / name, **dtype_argument(transformer.dtype))
             setattr(pipe, name, loaded.to(transformer.device))
-    attentions = swap_attention(pipe, **trained_with(folder / PROJECTIONS))
-    projections = load_projections(folder / PROJECTIONS)
+    attentions = swap_attention(pipe, **trained_with(folder))
+    projections, sites = load_projections(folder), ", ".join(attentions)
     if projections.keys() != attentions.keys():
-        raise UnsupportedError(
-            f"{folder / PROJECTIONS} must hold blocks {', '.join(attentions)}, got {', '.join(projections)}"
-        )
+        raise UnsupportedError(f"{folder / PROJECTIONS} must hold blocks {sites}, got {', '.join(projections)}")
     for name, projection in projections.items():
-        attentions[name].projection.load_state_dict({"weight": projection})
+        attentions[name].projection.load_state_dict({"weight": projection.weight})
     return attentions
 
 

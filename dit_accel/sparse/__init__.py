@@ -6,5 +6,5 @@ follows one attention in one call: the policy computes symbols, attention runs u
 output, and the probe (``probe.py``) measures the error. ``head_site.py`` extends it at level head (FlashOmni) with rows
 that are reused and the cached bias of the output projection. ``site_state.py`` has the records that both keep from step
 to step. ``token_order.py`` orders a video's tokens so that blocks are compact, and ``projections.py`` reads the learned
-projections of SLA. The package knows no models and no pipelines.
+projections of SLA and VSA. The package knows no models and no pipelines.
 """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, gemm_q, lower, pooled_map, unpack_bits
+from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, gemm_q, lower, unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.loop.forecast import forecast_weights
 from dit_accel.loop.storage import StoredHistory
@@ -46,17 +46,6 @@ class HeadSite(TileSite):
         if self._call.records and not self.caches_bias:  # otherwise project_out records
             self._record(o if inputs.gate is None else o * inputs.gate)
         return o
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_len: torch.Tensor | None = None,
-        plan: AttentionPlan | None = None,
-    ) -> torch.Tensor:
-        """Return attention ``[B, S, H, D]`` under a plan; None = the plan of this DISPATCH call."""
-        return super().attend(q, k, v, kv_len, self.plan if plan is None else plan)
 
     def query(
         self,
@@ -109,9 +98,9 @@ class HeadSite(TileSite):
         """Compute tile and row symbols; return the plan of this call's own attention, which computes every row."""
         if not (self._skips or self.caches_bias):
             return None
-        q, k, _, layout, _, kv_len, _ = inputs
-        pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
-        symbols = self._tiles(inputs, pooled)
+        if self.caches_bias:
+            inputs = inputs._replace(pooled=inputs.scored())
+        symbols = self._tiles(inputs)
         drawn = lower(symbols) if self._skips else None
         attended = None if drawn is None else self._attended(drawn)
         if not self.caches_bias:  # a FULL step's tiles do not belong to the cached bias
@@ -119,7 +108,7 @@ class HeadSite(TileSite):
             return attended
         every_row = symbols.cache_bits
         tau_rows = self._preset.reuse.tau_q * self._ramp
-        symbols = replace(symbols, cache_bits=row_bits(pooled.probabilities, layout, tau_rows))
+        symbols = replace(symbols, cache_bits=row_bits(inputs.scored().probabilities, inputs.layout, tau_rows))
         before = self.state.symbols.cache_bits if self._rebases else every_row
         projected = unpack_bits(symbols.cache_bits ^ before, symbols.heads).float().mean()[None]
         self._plan = lower(symbols)

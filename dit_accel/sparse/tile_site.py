@@ -1,33 +1,20 @@
 """One attention in a computed call: compute symbols from q and k, attend under them, and measure the error."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from dit_accel.kernels import PooledMap, attention, lower
-from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels import attention, lower
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.report import AttentionRecord
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.policies import policy_of
 from dit_accel.sparse.probe import attention_error, probed_rows
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import Densities, SiteState, state_name
-
-
-class Inputs(NamedTuple):
-    """Inputs of one attention."""
-
-    q: torch.Tensor  # [B, S, H, D], as k and v
-    k: torch.Tensor
-    v: torch.Tensor
-    layout: TokenLayout
-    dense: Callable[[], torch.Tensor]  # the model's own attention, for calls that leave no tile out
-    kv_len: torch.Tensor | None = None  # int32 [B], valid keys of each sample; None = all
-    gate: torch.Tensor | None = None  # [B, S, H, D], multiplies the output before its projection; None = 1
 
 
 class TileSite:
@@ -56,6 +43,7 @@ class TileSite:
         self._projections = projections
         self._skip = preset.skip.at(block or name)
         self._policy = policy_of(self._skip)
+        self._target: float | None = getattr(self._skip, "probe_error", None)
 
     @property
     def dispatches(self) -> bool:
@@ -63,9 +51,13 @@ class TileSite:
 
     def attend_computed(self, inputs: Inputs) -> torch.Tensor:
         """Return attention ``[B, S, H, D]`` of a call that computes every row; compute and record its symbols."""
-        q, k, v, _, dense, kv_len, _ = inputs
-        plan = self._draw(inputs)
-        o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
+        if not self._skips:
+            return self._attend_drawn(inputs)
+        return self._policy.attend(self._attend_drawn, inputs, self._projections.of(self._name, inputs.q))
+
+    def _attend_drawn(self, inputs: Inputs) -> torch.Tensor:
+        plan, dense = self._draw(inputs), inputs.dense
+        o = dense() if plan is None else self.attend(plan, *inputs[:3], kv_len=inputs.kv_len)
         is_exact = plan is None
         if self._skips and self._skip.residual:
             is_exact = self.state.drawn_step == self._call.tick.step
@@ -75,25 +67,21 @@ class TileSite:
                 self._densities.attended.add_(1)
             else:
                 o.add_(self.state.residual.read())
-        if self._skip.probe_blocks and not is_exact:
-            self._probe(inputs, o)
+        if self._skip.probe_blocks and not is_exact:  # dense attention on a few rows; the host reads the error later
+            rows = probed_rows(inputs.layout, self._skip.probe_blocks, self.state.probe_turn)
+            self.state.probe_turn += 1
+            self._densities.error.copy_(attention_error(o, *inputs[:3], rows, kv_len=inputs.kv_len))
+            self.state.probed = sum(row.stop - row.start for row in rows) / inputs.layout.tokens
         return o
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_len: torch.Tensor | None,
-        plan: AttentionPlan,
-    ) -> torch.Tensor:
+    def attend(self, plan: AttentionPlan, *qkv: torch.Tensor, kv_len: torch.Tensor | None = None) -> torch.Tensor:
         """Return attention ``[B, S, H, D]`` under a plan, with the policy's extra pass; reused rows are undefined."""
         kernels, config = self._preset.kernels, self._skip
         options = {"qk_dtype": kernels.qk_dtype, "backend": kernels.attention, **self._policy.options(config)}
-        o = attention(q, k, v, plan, kv_len=kv_len, **options)
+        o = attention(*qkv, plan, kv_len=kv_len, **options)
         backend = "reference" if kernels.attention == "reference" else "auto"
-        projection = self._projections.of(self._name, q)
-        return self._policy.add(o, q, k, v, plan, config, projection=projection, kv_len=kv_len, backend=backend)
+        projection = self._projections.of(self._name, o)
+        return self._policy.add(o, qkv, plan, config, projection, kv_len=kv_len, backend=backend)
 
     def announce(self, symbols: SparseSymbols | None, densities: torch.Tensor) -> None:
         """Store new symbols in the call, and queue their :class:`Densities`, float32 ``[6]`` on the device."""
@@ -112,9 +100,8 @@ class TileSite:
         probed = state.densities.error if state.probed else None
         if call.skips:
             call.report.attentions.append(AttentionRecord(self._name, call.tick.step, state.densities.attended, probed))
-        target = self._policy.target_error(self._skip)
-        if probed is not None and target is not None:
-            state.tighten(probed, target)
+        if probed is not None and self._target is not None:
+            state.tighten(probed, self._target)
 
     def _draw(self, inputs: Inputs) -> AttentionPlan | None:
         """Compute new symbols; return the plan of this call's own attention, None = dense."""
@@ -126,17 +113,16 @@ class TileSite:
         self.announce(symbols, densities_of(drawn, attended))
         return attended
 
-    def _tiles(self, inputs: Inputs, pooled: PooledMap | None = None) -> SparseSymbols:
+    def _tiles(self, inputs: Inputs) -> SparseSymbols:
         """Return the policy's symbols, under which every row computes: kept from an earlier step, or new ones."""
         state, step = self.state, self._call.tick.step
         if state.kept is not None and step - state.drawn_step < self._skip.refresh:
             return state.kept
         growth = self._ramp
-        if self._policy.target_error(self._skip) is not None:
+        if self._target is not None:
             growth *= state.growth
             state.drawn_growth = state.growth
-        config, (q, k, _, layout, _, kv_len, _) = self._policy.ramped(self._skip, growth), inputs
-        symbols = self._policy.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
+        symbols = self._policy.draw(inputs, self._policy.ramped(self._skip, growth))
         if self._skip.refresh > 1:
             state.kept, state.drawn_step = symbols, step
         return symbols
@@ -149,14 +135,6 @@ class TileSite:
         skip, is_new = self._skip, self.state.drawn_step == self._call.tick.step
         in_full = self._policy.keeps_scores(skip) and skip.refresh > 1 and is_new and not skip.residual
         return None if in_full else drawn
-
-    def _probe(self, inputs: Inputs, o: torch.Tensor) -> None:
-        """Compute dense attention on a few rows, and the error, which the host reads later."""
-        q, k, v, layout, _, kv_len, _ = inputs
-        rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
-        self.state.probe_turn += 1
-        self._densities.error.copy_(attention_error(o, q, k, v, rows, kv_len=kv_len))
-        self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
 
     @property
     def _ramp(self) -> float:
@@ -184,11 +162,7 @@ def densities_of(
 
 
 def _density(plan: AttentionPlan) -> torch.Tensor:
-    """Return the share of scores that a plan computes, in tiles and in single keys, as float32 ``[1]``.
-
-    A ragged tile counts as a whole tile, so single keys are also counted relative to whole tiles. Linear attention is
-    not counted: it is fast, and its time does not depend on the number of tiles.
-    """
+    """Return the share of whole tiles' scores that a plan computes, without linear attention, as float32 ``[1]``."""
     tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
     if plan.slices is None:
         return tiles

@@ -6,7 +6,8 @@ compact boxes instead. The tokens of a box are more similar (SpargeAttn, section
 represents them better, and fewer tiles carry the mass of a row. The *spread* of blocks below is the mean squared
 distance of tokens from their block's centre, for a grid of 21 × 30 × 52 and blocks of 128; in raster order it is 234.
 
-An order is a permutation, int64 ``[S]``: place i of the order has the token at place ``order[i]`` of raster order.
+An order is a permutation, int64 ``[S]``: place i of the order has the token at place ``order[i]`` of raster order. Its
+``argsort`` is the inverse permutation.
 """
 
 from functools import lru_cache
@@ -14,8 +15,7 @@ from functools import lru_cache
 import torch
 
 from dit_accel.errors import ShapeError
-
-Grid = tuple[int, int, int]  # tokens along frames, height and width
+from dit_accel.kernels.layout import Grid
 
 TOKEN_ORDERS = ("raster", "hilbert", "tiles")
 
@@ -42,13 +42,6 @@ def token_order(name: str, grid: Grid, block: int, *, first_frame_apart: bool = 
     if name == "raster":
         return torch.arange(frames * height * width)
     return hilbert_order(grid) if name == "hilbert" else tiles_order(grid, block)
-
-
-def inverse_order(order: torch.Tensor) -> torch.Tensor:
-    """Return the inverse permutation: ``x[order][inverse_order(order)]`` is ``x``."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
 
 
 def hilbert_order(grid: Grid) -> torch.Tensor:

@@ -66,7 +66,8 @@ class Check:
         spec = importlib.util.spec_from_file_location("dit_accel_nodes", NODES / "__init__.py")
         self.nodes = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.nodes)
-        self.by_diffusers = self._diffusers_picture()
+        packed = self.pipe._pack_latents(self.noise, 1, 16, self.side, self.side)
+        self.by_diffusers = self.pipe(self.prompt, latents=packed, output_type="np", **self.arguments).images[0]
         self.sigmas = self.pipe.scheduler.sigmas.clone()
         self.wanted = self._conditions(self.prompt, slice(None))
 
@@ -122,10 +123,6 @@ class Check:
         vae = self.pipe.vae
         decoded = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
         return self.pipe.image_processor.postprocess(decoded, output_type="np")[0]
-
-    def _diffusers_picture(self) -> Any:
-        packed = self.pipe._pack_latents(self.noise, 1, 16, self.side, self.side)
-        return self.pipe(self.prompt, latents=packed, output_type="np", **self.arguments).images[0]
 
     @torch.no_grad()
     def _conditions(self, prompt: str, tokens: slice) -> list:

@@ -293,4 +293,4 @@ def test_commands_use_what_slas_fine_tuning_wrote_beside_a_lora(handed_on, monke
     asked = []
     monkeypatch.setattr("dit_accel.cli.options.with_projections", lambda *given: asked.append(given) or {name: value})
     seen = handed_on(*command, "-m", "some/pictures", "--image", "black.png", "--lora", "owner/name:0.5")
-    assert asked == [(None, {}, {"owner/name": 0.5})] and seen[name] == value
+    assert asked == [(None, {}, ["owner/name", "some/pictures"])] and seen[name] == value

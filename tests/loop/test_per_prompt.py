@@ -262,7 +262,7 @@ def test_rows_taken_and_joined_are_the_batch():
     "preset, overrides, complaint",
     [
         ("flux-taylorseer", {"schedule.per_prompt": True}, "per_prompt belongs to control 'adaptive'"),
-        ("balanced", LAYERS_APART, "per_prompt works on .*'layer'"),
+        ("balanced", LAYERS_APART, "per_prompt needs .*'layer'"),
         ("wan21-sparge-balanced", {"schedule.per_prompt": True, "skip.refresh": 2}, "set skip.refresh to 1"),
         ("flux-taylorseer", {"forecast.corrector": True}, "corrector belongs to level 'output', and level is 'layer'"),
         ("flux-taylorseer", {"forecast.damping": True}, "damping belongs to level 'output', and level is 'layer'"),

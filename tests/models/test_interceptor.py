@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from dit_accel.models.families.family import Tokens
-from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
+from dit_accel.models.interceptor import Catching, Caught, key_lengths, with_leading_keys
 
 TEXT, VISION, HEADS, DIM = 5, 7, 2, 16
 TOKENS = Tokens(TEXT, VISION)
@@ -32,7 +32,7 @@ def test_an_attention_of_another_kind_is_the_models_own(options):
     torch.manual_seed(0)
     expected, caught = functional.scaled_dot_product_attention(*inputs(), **options), []
     torch.manual_seed(0)
-    with Catching(TOKENS, lambda tokens, *_: caught.append(tokens)) as catching:
+    with Catching(TOKENS, lambda call: caught.append(call.tokens)) as catching:
         output = functional.scaled_dot_product_attention(*inputs(), **options)
     assert caught == ([TOKENS] if options in USUAL else [])
     assert catching.missed is None if caught else "its own scale" in catching.missed and torch.equal(output, expected)
@@ -68,5 +68,5 @@ def test_text_that_counts_is_put_first_and_comes_back_in_its_place(valid):
         q, k, v = (x.transpose(1, 2) for x in arguments[:3])
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=keys[:, None, None]).transpose(1, 2)
 
-    output = with_leading_keys(attend, tokens, 64, qkv, lambda: expected, key_lengths(mask, tokens), mask)
+    output = with_leading_keys(attend, Caught(tokens, qkv, mask, lambda: expected), 64, key_lengths(mask, tokens))
     torch.testing.assert_close(output[counts], expected[counts])

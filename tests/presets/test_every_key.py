@@ -52,6 +52,7 @@ BASES = {  # by section, and by form where it has several: a pipeline and a pres
     "skip.sla": wan(skip={"policy": "sla", "steps": "all", "critical": 0.3, "projection": PROJECTION}),
     "skip.fg_attn": wan(skip={"policy": "fg_attn", "steps": "all", "key_threshold": 1.5}),
     "skip.static": wan(skip={"policy": "static", "steps": "all", "window": 96}),
+    "skip.vsa": wan(skip={"policy": "vsa", "sparsity": 0.7, "projection": PROJECTION + ".gates"}),
     "reuse": flux(schedule=INTERVAL, forecast=HEAD, reuse=ROWS, skip={"policy": "sparge", "top_k": 0.5}),
     "blocks": wan(skip=TILES),
     "kernels": wan(skip=TILES),
@@ -119,6 +120,7 @@ CHANGES = {  # by key: another value
         "critical": 0.6,
         "negligible": 0.5,
         "feature_map": "relu",
+        "linear": "all",
         "projection": None,
     },
     "skip.fg_attn": {
@@ -134,6 +136,7 @@ CHANGES = {  # by key: another value
         "pattern": beside("causal", instead_of="window"),
         "window": 300,
     },
+    "skip.vsa": {"refresh": 3, "layers": {BLOCKS[1]: {"sparsity": 0.3}}, "sparsity": 0.3, "projection": None},
     "reuse": {"tau_q": 0.2, "ramp": 0.01, "degrade_below": 1.0},
     "blocks": {"size": 128, "token_order": "hilbert"},
     "kernels": {
@@ -172,13 +175,15 @@ def sections():
 
 @pytest.fixture(scope="module")
 def projection(tmp_path_factory):
-    """A file of SLA's projections for tiny Wan."""
+    """A file of SLA's projections for tiny Wan, and one of VSA's gates."""
     with accelerated(pipeline("wan"), "exact") as pipe:
         blocks = pipe.dit_accel.report().layers
-    size = pipeline("wan").transformer.config.attention_head_dim
+    config = pipeline("wan").transformer.config
     file = tmp_path_factory.mktemp("sla") / "sla.safetensors"
     generator = torch.Generator().manual_seed(0)
-    save_file({block: torch.randn(size, size, generator=generator) for block in blocks}, file)
+    size = config.attention_head_dim
+    for path, side in ((file, size), (f"{file}.gates", size * config.num_attention_heads)):
+        save_file({block: torch.randn(side, side, generator=generator) for block in blocks}, path)
     return file
 
 

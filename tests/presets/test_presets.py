@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
 from dit_accel.presets import default_preset, load_preset, preset_names, preset_path, preset_schema
@@ -106,15 +105,6 @@ def test_a_plain_name_means_the_video_form_for_videos():
         assert default_preset(same, is_video=True) is same
 
 
-def test_preset_is_frozen():
-    """A preset can't be changed in place, nor can its sections."""
-    preset = load_preset("exact")
-    with pytest.raises(ValidationError):
-        preset.model = "flux"
-    with pytest.raises(ValidationError):
-        preset.schedule.interval = 2
-
-
 def test_keys_are_plain_keywords():
     """A key that one section has alone needs no section; dotted keys and sections mean the same, and merge."""
     plain = load_preset("turbo", warmup=3, order=1, target_error=0.1, budget_gib=4.0)
@@ -205,22 +195,6 @@ def test_overrides_leave_their_arguments_alone():
     assert load_preset(preset).model_fields_set == preset.model_fields_set
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "expected"),
-    [
-        ("balanced", INTERVAL, ("interval", 5, None)),
-        ("balanced", dict(reversed(INTERVAL.items())), ("interval", 5, None)),
-        ("balanced", {"schedule": {"control": "interval", "interval": 5}}, ("interval", 5, None)),
-        ("flux-taylorseer", {"control": "adaptive", "target_error": 0.1}, ("adaptive", None, 0.1)),
-    ],
-    ids=["control-first", "interval-first", "section", "adaptive"],
-)
-def test_override_switches_to_the_other_control(name, overrides, expected):
-    """Choosing the other control drops the base's key of the first, in any order of the overrides."""
-    schedule = load_preset(name, **overrides).schedule
-    assert (schedule.control, schedule.interval, schedule.target_error) == expected
-
-
 @pytest.mark.parametrize("level", ["output", "layer"])
 def test_nothing_to_skip_may_be_said_where_nothing_skips(level):
     """Like ``memory.offload: false``: the value is the default and asks for nothing."""
@@ -282,17 +256,6 @@ def test_what_is_no_preset_is_refused(preset, complaint, tmp_path, monkeypatch):
     Path("latin.yaml").write_bytes(b"description: caf\xe9\n")
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset)
-
-
-@pytest.mark.parametrize("level", ["output", "layer"])
-def test_tiles_on_all_steps_have_effect_at_any_level(level, write):
-    """With ``skip.steps: all`` the sections of computed attention apply even without DISPATCH attention."""
-    sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
-    preset = load_preset("balanced", model="any", **sections, level=level)
-    values = preset.effective()
-    assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
-    assert "reuse" not in values
-    assert load_preset(write(yaml.safe_dump(values))).effective() == values
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from dit_accel.sparse.policies import policy_of
 POLICY_KEYS = {  # that it alone has
     "none": (),
     "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "means", "probe_error"),
-    "sla": ("critical", "negligible", "feature_map", "projection"),
+    "sla": ("critical", "negligible", "feature_map", "linear", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
+    "vsa": ("sparsity", "projection"),
 }
 TILES = {"top_k": 0.3, "similarity": 0.5, "sinks": True, "pv_threshold": -8.0, "means": True, "probe_error": 0.05}
 VALUES = {  # valid ones, by policy
     "sparge": TILES,
-    "sla": {"critical": 0.25, "negligible": 0.75, "feature_map": "elu", "projection": "p.safetensors"},
+    "sla": {"critical": 0.25, "negligible": 0.75, "projection": "p.safetensors", "feature_map": "elu"},
     "fg_attn": {"mask": "average_query", "key_threshold": 0.25},
     "static": {"pattern": "sliding", "window": 256},
 }
@@ -48,7 +49,7 @@ def test_keys_of_a_policy_are_taken_and_kept(policy):
     assert VALUES[policy].items() <= section.items()
     assert load_preset(preset, skip=section).effective() == preset.effective()
     for other in VALUES.keys() - {policy}:
-        assert section.keys().isdisjoint(POLICY_KEYS[other])
+        assert section.keys().isdisjoint({*POLICY_KEYS[other]} - {"projection"})
         key, value = list(VALUES[other].items())[-1]
         with pytest.raises(PresetError, match=f"{key} belongs to policy '{other}', and policy is '{policy}'"):
             load_preset(preset, skip={key: value})
@@ -71,8 +72,7 @@ def test_a_section_called_by_its_name_makes_the_form_that_is_said(section, key):
 
 def test_what_a_form_has_no_key_for_reads_as_without_effect():
     """Readers of a preset need not check the form or the policy first; dumps and files do not contain such keys."""
-    dense, sla, sparge = Skip(), Skip(policy="sla"), Skip(policy="sparge")
-    assert policy_of(dense).target_error(dense) is policy_of(sparge).projection(sparge) is None
+    sla = Skip(policy="sla")
     assert policy_of(sla).options(sla) == {}
     interval, adaptive = Schedule(control="interval", interval=3), Schedule(target_error=0.1)
     assert (interval.target_error, interval.per_prompt) == (None, False)
@@ -84,7 +84,9 @@ def test_what_a_form_has_no_key_for_reads_as_without_effect():
 
 
 def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
-    base = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, residual=True)
+    """Nor does it keep changes for single blocks, or the lifetime of masks."""
+    layers = {"transformer.blocks.0": {"tau_kv": 0.01}}
+    base = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, residual=True, layers=layers)
     skip = load_preset(base, **{"skip.policy": "fg_attn", "skip.key_threshold": 0.25}).skip
     assert skip.model_fields_set == {"policy", "steps", "key_threshold"}
     with pytest.raises(PresetError, match="similarity belongs to policy 'sparge'"):
@@ -188,7 +190,7 @@ def test_a_probe_serves_all_blocks_that_leave_something_out():
     layers = {"a": {"policy": "none"}, "b": {"probe_error": 0.2}, "c": {"policy": "fg_attn"}}
     skip = wan(policy="sparge", probe_blocks=4, probe_error=0.1, layers=layers).skip
     assert [variant.probe_blocks for variant in map(skip.at, "abcd")] == [0, 4, 4, 4]
-    assert [policy_of(variant).target_error(variant) for variant in map(skip.at, "abcd")] == [None, 0.2, None, 0.1]
+    assert [getattr(variant, "probe_error", None) for variant in map(skip.at, "abcd")] == [None, 0.2, None, 0.1]
 
 
 STATIC = {"policy": "static", "window": 64}
@@ -207,16 +209,6 @@ def test_what_8_bits_can_not_be_combined_with_is_refused(skip, kernels, complain
     preset = wan(**skip)
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset, kernels={"qk_dtype": "int8", **kernels})
-
-
-def test_another_policy_takes_nothing_over_from_the_first(tmp_path):
-    """Neither changes for single blocks, nor the lifetime of masks."""
-    file = tmp_path / "tuned.yaml"
-    file.write_text(
-        "base: wan21-sparge\nskip: {refresh: 5, layers: {transformer.blocks.0: {tau_kv: 0.01}}}\n", encoding="utf-8"
-    )
-    skip = load_preset(file, **{"skip.policy": "fg_attn"}).skip
-    assert (skip.policy, skip.layers, skip.refresh, skip.steps) == ("fg_attn", {}, 1, "all")
 
 
 def test_a_projections_path_begins_at_the_presets_folder(tmp_path):

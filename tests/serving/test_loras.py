@@ -126,7 +126,7 @@ def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path)
     save_file({"transformer.blocks.0": torch.zeros(2, 2)}, tmp_path / "sla.safetensors", metadata=metadata)
     loras = parse_loras([f"{tmp_path}:0.5"])
     assert with_projections("wan21-sla", {"skip.negligible": 0.3}, loras) == {
-        "skip.projection": str(tmp_path / "sla.safetensors"),
+        "skip.projection": str(tmp_path),
         "skip.critical": 0.1,
         "skip.negligible": 0.3,
         "skip.feature_map": "elu",

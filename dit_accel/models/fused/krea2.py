@@ -65,7 +65,7 @@ class Krea2BlockHook(BlockHook):
             q, gate = torch.empty_like(v), _heads(attn.num_heads, attn.to_gate(x)).sigmoid()
             norm = SimpleNamespace(weight=(1 + norm_q.weight).to(x.dtype), eps=norm_q.eps)
             site.query(x, attn.to_q.weight, attn.to_q.bias, norm, rotary, out=q, offset=0)
-            o = site.attend(q, k, v)
+            o = site.attend(site.plan, q, k, v)
         else:
             q, gate = (_heads(attn.num_heads, output) for output in project_together((attn.to_q, attn.to_gate), x))
             q, gate = norm_rope(q, 1 + norm_q.weight, rotary, eps=norm_q.eps), gate.sigmoid()

@@ -85,7 +85,7 @@ class WanBlockHook(BlockHook):
             k, v = parts.key_value(attn, x)
         tables = tuple(table[0, :, 0].float() for table in rotary)  # of [1, S, 1, D]
         q, k = parts.normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
-        o = self.attend_computed(site, attn, q, k, v) if rows is None else site.attend(q, k, v)
+        o = self.attend_computed(site, attn, q, k, v, x=x) if rows is None else site.attend(site.plan, q, k, v)
         return attn.to_out[1](self.project_out(site, attn.to_out[0], o))
 
     def attend_to_prompt(

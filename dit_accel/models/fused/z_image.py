@@ -77,7 +77,7 @@ class ZImageBlockHook(BlockHook):
             k, v = (parts.heads_of(attn, layer(x)) for layer in (attn.to_k, attn.to_v))
             q, k = torch.empty_like(v), parts.normalise_heads(attn.norm_k, k, rotary[0])
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary[0], out=q, offset=0)
-            o = site.attend(q, k, v)
+            o = site.attend(site.plan, q, k, v)
         else:
             q, k, v = (
                 parts.heads_of(attn, output) for output in project_together((attn.to_q, attn.to_k, attn.to_v), x)

@@ -15,7 +15,6 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.families.family import Family, Tokens
-from dit_accel.sparse.token_order import inverse_order
 
 RING = "ring attention passes keys in parts, so no tiles can be skipped: use ulysses_degree instead"
 
@@ -98,7 +97,7 @@ class Exchange:
         arranged = _arrangement(tokens, text, vision, order)
         is_arranged = torch.equal(arranged, torch.arange(len(arranged)))
         self._arranged = None if is_arranged else arranged.to(device)
-        self._received = None if is_arranged else inverse_order(arranged).to(device)
+        self._received = None if is_arranged else arranged.argsort().to(device)
 
     def divides(self, heads: int) -> bool:
         return heads % self._ranks == 0
@@ -211,7 +210,7 @@ def _arrangement(tokens: Tokens, text: list[int], vision: list[int], order: torc
         of_text += tokens.vision
     shares = zip(of_text.split(text), of_vision.split(vision), strict=True)
     received = torch.cat([part for share in shares for part in (share if tokens.text_first else share[::-1])])
-    arranged = inverse_order(received)
+    arranged = received.argsort()
     if order is not None:
         arranged[of_vision] = arranged[of_vision][order]
     return arranged

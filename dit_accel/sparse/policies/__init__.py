@@ -15,9 +15,10 @@ import torch
 from dit_accel.errors import UnsupportedError, shown
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.lowering import lower
-from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import dense, fg_attn, sla, sparge, static
+from dit_accel.sparse.inputs import Inputs
+from dit_accel.sparse.policies import dense, fg_attn, sla, sparge, static, vsa
 from dit_accel.sparse.policies.policy import Policy
 
 POLICIES: dict[str, Policy] = {  # by the value of `skip.policy`
@@ -26,6 +27,7 @@ POLICIES: dict[str, Policy] = {  # by the value of `skip.policy`
     "sla": sla.Sla(),
     "fg_attn": fg_attn.FgAttn(),
     "static": static.Static(),
+    "vsa": vsa.Vsa(),
 }
 
 
@@ -40,26 +42,30 @@ def policy_of(config: Skip) -> Policy:
     return POLICIES[config.policy]
 
 
-def plan(
+def drawn(
     q: torch.Tensor,
     k: torch.Tensor,
     config: Skip,
     *,
     layout: TokenLayout | None = None,
     kv_len: torch.Tensor | None = None,
-    **options: Any,
-) -> AttentionPlan:
-    """Return the plan of one attention, the lowered symbols of the policy that ``config`` names; every row computes.
+) -> SparseSymbols:
+    """Return the symbols of one attention, of the policy that ``config`` names; every row computes.
 
     Args:
         q, k: ``[B, S, H, D]``, the inputs of attention.
         config: section ``skip`` of a preset, for one block (:meth:`~dit_accel.presets.Skip.at`).
         layout: layout of the S tokens; None = no token is text, and blocks have 128 tokens.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-        options: further arguments of the policy's own ``draw``.
 
     Raises:
         UnsupportedError: ``config`` is no section ``skip``.
     """
     layout = TokenLayout(0, q.shape[1]) if layout is None else layout
-    return lower(policy_of(config).draw(q, k, layout, config, kv_len=kv_len, **options))
+    inputs = Inputs(q, k, k, layout, q.clone, kv_len)  # values and dense attention choose no tile
+    return policy_of(config).draw(inputs, config)
+
+
+def plan(q: torch.Tensor, k: torch.Tensor, config: Skip, **options: Any) -> AttentionPlan:
+    """Return the plan of one attention, the lowered symbols of :func:`drawn`, which has the arguments and errors."""
+    return lower(drawn(q, k, config, **options))

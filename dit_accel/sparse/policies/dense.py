@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
-
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.policies.policy import Policy, every_row
 
 
@@ -14,8 +13,8 @@ class Dense(Policy):
 
     leaves_out = False
 
-    def draw(self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Any, **options: Any) -> SparseSymbols:
-        return SparseSymbols(every_row(q, layout), None, q.shape[2], layout.tokens, layout.block)
+    def draw(self, inputs: Inputs, config: Any) -> SparseSymbols:
+        return every_row(inputs.q, inputs.layout, None)
 
     def row_bytes(self, layout: TokenLayout) -> int:
         return 0

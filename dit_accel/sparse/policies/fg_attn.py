@@ -10,10 +10,11 @@ import torch
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.plans.pooling import PooledMap, block_means
+from dit_accel.kernels.plans.pooling import block_means
 from dit_accel.kernels.plans.selection import select_keys
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.presets.skip import FgAttnSkip
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.policies.policy import Policy, every_row
 
 # In units of 1 / N. The paper has 0.5 for both. The mean of queries has a flatter distribution than single queries: at
@@ -24,25 +25,14 @@ THRESHOLDS = {"exact": 0.5, "average_query": 0.1}
 class FgAttn(Policy):
     """Select single keys in ``slice_bits``; every row computes, and rows and columns with text compute whole."""
 
-    def draw(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        config: FgAttnSkip,
-        *,
-        kv_len: torch.Tensor | None = None,
-        pooled: PooledMap | None = None,
-    ) -> SparseSymbols:
-        """Return the keys that compute (FG-Attn, section 4.3); ``pooled`` is ignored, as it has no single keys."""
+    def draw(self, inputs: Inputs, config: FgAttnSkip) -> SparseSymbols:
+        """Return the keys that compute (FG-Attn, section 4.3)."""
+        q, layout, kv_len = inputs.q, inputs.layout, inputs.kv_len
         averages = config.mask == "average_query"
         queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)
         threshold = config.key_threshold or THRESHOLDS[config.mask]
-        slice_bits = select_keys(queries, k, threshold, group=group, block=layout.block, kv_len=kv_len)
-        skip_bits = promote_tiles(slice_bits, layout, kv_len)
-        return SparseSymbols(
-            every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, slice_bits=slice_bits
-        )
+        slice_bits = select_keys(queries, inputs.k, threshold, group=group, block=layout.block, kv_len=kv_len)
+        return every_row(q, layout, promote_tiles(slice_bits, layout, kv_len), slice_bits=slice_bits)
 
     def row_bytes(self, layout: TokenLayout) -> int:
         return super().row_bytes(layout) + layout.blocks * layout.block // 8

@@ -12,17 +12,10 @@ from dit_accel.kernels.plans.selection import select_rows, select_tiles
 
 
 def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> torch.Tensor:
-    """Return the rows that compute (FlashOmni, section 3.3, equation 1), packed.
+    """Return the rows that compute, as ``cache_bits`` of symbols, from the pooled map P̃, float32 ``[B, H, T, T]``.
 
-    Vision block i is scored by its contribution to text, ``C_i = Σ_{text j} P̃[j, i]``, and by the guidance it takes
-    from text, ``G_i = Σ_{text j} softmax_vision(P̃[vision, j])_i``. With each score sorted ascending, a block is
-    reused if and only if both running sums stay within ``tau`` of the total. Rows with text always compute.
-
-    In a sequence without text the only score is the attention that the block receives, ``M_i = Σ_j P̃[j, i]``. In each
-    head the block with the highest score always computes.
-
-    P̃ (``probabilities``) is float32 ``[B, H, T, T]``, the result ``cache_bits`` of symbols, uint8
-    ``[B, T, ceil(H / 8)]``, 1 = compute.
+    With text they are those of :func:`select_rows`. Without it a block's score is ``M_i = Σ_j P̃[j, i]``: blocks whose
+    scores, lowest first, sum to at most ``tau`` of the total are reused, but never the highest of a head.
     """
     if layout.text:
         return select_rows(probabilities, tau, text=layout.text_blocks, vision=layout.vision_blocks)

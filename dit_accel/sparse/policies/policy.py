@@ -1,15 +1,15 @@
 """Interface of a policy, for sites and tools."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.plans.pooling import PooledMap
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.sparse.inputs import Inputs, Projection
 
 
 class Policy(ABC):
@@ -19,22 +19,18 @@ class Policy(ABC):
     """
 
     leaves_out = True  # False: attention is dense, and the site computes no symbols
+    needs_grid = False  # True: the tokens are those of one video, all of them and no text
+    projects_heads = False  # True: learned projections are over the features of all heads, and not of one
 
     @abstractmethod
-    def draw(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        config: Any,
-        *,
-        kv_len: torch.Tensor | None = None,
-        pooled: PooledMap | None = None,
-    ) -> SparseSymbols:
-        """Return the symbols of one attention, under which every row computes, without a wait for the GPU.
+    def draw(self, inputs: Inputs, config: Any) -> SparseSymbols:
+        """Return the symbols of one attention, under which every row computes, without a wait for the GPU."""
 
-        ``pooled`` is the pooled map of these q and k ``[B, S, H, D]``; None = the policy computes it if it needs it.
-        """
+    def attend(
+        self, attend: Callable[[Inputs], torch.Tensor], inputs: Inputs, projection: Projection | None
+    ) -> torch.Tensor:
+        """Return ``attend(inputs)``, attention ``[B, S, H, D]`` under new symbols; by default as it is."""
+        return attend(inputs)
 
     def row_bytes(self, layout: TokenLayout) -> int:
         """Return the bytes of the symbols for one row of a head; by default one bit a tile."""
@@ -62,26 +58,14 @@ class Policy(ABC):
         """
         return config
 
-    def target_error(self, config: Any) -> float | None:
-        """Return the bound on the error on the probe's rows, which :meth:`ramped` enforces; None = no bound."""
-        return None
-
-    def projection(self, config: Any) -> str | None:
-        """Return the file of learned matrices ``[D, D]`` for :meth:`add`; None = the policy needs none."""
-        return None
-
     def add(
         self,
         o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv: Sequence[torch.Tensor],
         plan: AttentionPlan,
         config: Any,
-        *,
-        projection: torch.Tensor | None,
-        kv_len: torch.Tensor | None = None,
-        backend: str = "auto",
+        projection: Projection | None,
+        **options: Any,
     ) -> torch.Tensor:
         """Return attention's output ``o`` ``[B, S, H, D]`` with an extra pass added in place; by default unchanged."""
         return o
@@ -93,11 +77,8 @@ class Policy(ABC):
         """
         return {}
 
-    def fitted(self, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return the changes, extended by changes of other keys that they need."""
-        return changes
 
-
-def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    """Return ``cache_bits`` under which all rows of ``q`` ``[B, S, H, D]`` compute: uint8 ``[B, T, ceil(H / 8)]``."""
-    return pack_bits(torch.ones(q.shape[0], layout.blocks, q.shape[2], dtype=torch.bool, device=q.device))
+def every_row(q: torch.Tensor, layout: TokenLayout, skip_bits: torch.Tensor | None, **lists: Any) -> SparseSymbols:
+    """Return symbols under which all rows of ``q`` ``[B, S, H, D]`` compute, with ``lists`` of their constructor."""
+    rows = pack_bits(torch.ones(q.shape[0], layout.blocks, q.shape[2], dtype=torch.bool, device=q.device))
+    return SparseSymbols(rows, skip_bits, q.shape[2], layout.tokens, layout.block, **lists)

@@ -3,21 +3,15 @@
 A mean represents the tokens of its block only if they are similar. With ``similarity`` (θ), blocks of queries or keys
 whose mean pairwise cosine is below θ are *fix* blocks (section 3.2). A fix block of queries computes its whole row. A
 fix block of keys computes its whole column and is removed from the compressed softmax, whose rows sum to 1 over the
-other blocks. The cosine covers valid tokens that are not 0, because 0 has no direction: ragged tails, padding and
-blocks of zeros are no reason to compute. (Queries of 0 attend to all keys equally. Tiles of equal probability are kept
-or skipped together, so such a row keeps its tiles.)
+other blocks. The cosine covers valid tokens that are not 0, because 0 has no direction.
 """
 
 from typing import Any
 
-import torch
-
-from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.plans.pooling import PooledMap, pooled_map
 from dit_accel.kernels.plans.selection import select_tiles
-from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.presets.skip import SpargeSkip
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.policies.policy import Policy, every_row
 
 # Values that `dit-accel tune` tries.
@@ -29,45 +23,21 @@ MASSES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.55)
 class Sparge(Policy):
     """Select the tiles that compute (SpargeAttn, sections 3.2 and 3.3); every row computes."""
 
-    def draw(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        config: SpargeSkip,
-        *,
-        kv_len: torch.Tensor | None = None,
-        pooled: PooledMap | None = None,
-        causal: bool = False,
-    ) -> SparseSymbols:
+    def draw(self, inputs: Inputs, config: SpargeSkip) -> SparseSymbols:
         """Return the tiles of highest probability in the pooled map (equations 4 and 5, with τ = 1 − tau_kv).
 
         Rows and columns with text are kept whole, because text guides vision and vision guides text (FlashOmni,
-        observation 1). If ``causal``, tiles on the diagonal always compute, under a causal mask; later tiles never
-        compute, and rows of the map sum to 1 over the other tiles.
+        observation 1).
         """
-        pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
-        probabilities, whole = pooled.probabilities, {"always": layout.text_blocks}
+        pooled, whole = inputs.scored(), {"always": inputs.layout.text_blocks}
         if config.similarity is not None:
             whole["rows"] = pooled.q_similarity < config.similarity
             whole["columns"] = pooled.k_similarity < config.similarity
-        if causal:
-            probabilities = probabilities.tril()
-            smallest = torch.finfo(torch.float32).tiny
-            probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=smallest)
         tau = config.tau_kv if config.top_k is None else None
-        skip_bits = select_tiles(probabilities, tau, top_k=config.top_k, **whole)
+        skip_bits = select_tiles(pooled.probabilities, tau, top_k=config.top_k, **whole)
         if config.sinks:
             skip_bits[..., 0] |= 1
-        masks = None
-        if causal:
-            square = torch.ones(layout.blocks, layout.blocks, dtype=torch.bool, device=q.device)
-            skip_bits = skip_bits & pack_bits(square.tril()) | pack_bits(square.tril() & square.triu())
-            codes = torch.full(square.shape, FULL_TILE, dtype=torch.int32, device=q.device)
-            codes.fill_diagonal_(CAUSAL_TILE)
-            pool = torch.empty(0, layout.block, layout.block // 8, dtype=torch.uint8, device=q.device)
-            masks = TileMasks(codes[None, None], pool)
-        return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, masks)
+        return every_row(inputs.q, inputs.layout, skip_bits)
 
     def options(self, config: SpargeSkip) -> dict[str, Any]:
         return {"pv_threshold": config.pv_threshold, "tile_means": config.means}
@@ -78,9 +48,6 @@ class Sparge(Policy):
             return config
         top_k = None if config.top_k is None else 1 - (1 - config.top_k) * growth
         return config.model_copy(update={"tau_kv": config.tau_kv * growth, "top_k": top_k})
-
-    def target_error(self, config: SpargeSkip) -> float | None:
-        return config.probe_error
 
     def thresholds(self, config: SpargeSkip) -> dict[str, tuple[float, ...]]:
         similarity = {} if config.similarity is None else {"similarity": SIMILARITIES}

@@ -1,15 +1,12 @@
-"""Masks that do not depend on queries and keys, built tile by tile without an S × S mask.
+"""Masks that do not depend on queries and keys, built tile by tile without an S × S mask; every row computes.
 
-Causal, packed documents, and text interleaved with images are OmniAttention's (section 3.1.2). In addition there are a
-sliding window and the policy ``static`` of presets. All return :class:`~dit_accel.kernels.symbols.SparseSymbols` under
-which every row computes:
+Causal, packed documents, and text interleaved with images are OmniAttention's (section 3.1.2). Policy ``static`` of
+presets also has a sliding window.
 
->>> from dit_accel.kernels import lower
->>> plan = lower(interleaved([133, 309, 70], [True, False, True], heads=8))  # text, an image, text
+>>> plan = lower(block_mask_from_segments([133, 309, 70], causal=[True, False, True], past=True))  # text, image, text
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,6 +16,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.tile_masks import symbols_from_intervals
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.presets.skip import StaticSkip
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.policies.policy import Policy
 
 _SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has one or two layouts, and a few layers with another pattern
@@ -27,7 +25,7 @@ _SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has one or two layouts, a
 def block_mask_from_segments(
     lengths: Sequence[int],
     *,
-    causal: bool | Sequence[bool],
+    causal: bool | Sequence[bool] = False,
     past: bool = False,
     device: str | torch.device = "cpu",
     **options: int,
@@ -60,41 +58,13 @@ def block_mask_from_segments(
     return symbols_from_intervals(first[:, None], end[:, None], **options)
 
 
-def causal(tokens: int, **options: Any) -> SparseSymbols:
-    """Let each query attend to itself and earlier keys, with the options of :func:`block_mask_from_segments`."""
-    return block_mask_from_segments([tokens], causal=True, **options)
-
-
-def documents(lengths: Sequence[int], *, causal: bool | Sequence[bool] = False, **options: Any) -> SparseSymbols:
-    """Let each packed document attend to itself, with the options of :func:`block_mask_from_segments`."""
-    return block_mask_from_segments(lengths, causal=causal, **options)
-
-
-def interleaved(lengths: Sequence[int], causal: Sequence[bool], **options: Any) -> SparseSymbols:
-    """Return the mask of text, which attends causally, and images, which attend to themselves whole.
-
-    Both attend to all earlier segments. See :func:`block_mask_from_segments` for the options.
-    """
-    return block_mask_from_segments(lengths, causal=causal, past=True, **options)
-
-
-def sliding(tokens: int, window: int, *, device: str | torch.device = "cpu", **options: int) -> SparseSymbols:
-    """Return a sliding window: query q attends to the ``window`` keys from ``q - window // 2`` on.
-
-    See :func:`block_mask_from_segments` for the options.
-    """
-    first, end = _around(torch.arange(tokens, device=device), window)
-    return symbols_from_intervals(first[:, None], end[:, None], **options)
-
-
 class Static(Policy):
     """Apply ``config.pattern`` to vision tokens; text attends to all tokens, and all tokens attend to text."""
 
-    def draw(
-        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: StaticSkip, **options: Any
-    ) -> SparseSymbols:
+    def draw(self, inputs: Inputs, config: StaticSkip) -> SparseSymbols:
         """Return the symbols of a layout, which are computed once and shared by all sites and steps."""
-        key = layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
+        q = inputs.q
+        key = inputs.layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
         return _SYMBOLS.get(key, lambda: _symbols_of_layout(*key))
 
     def plan_entries(self, rows: int) -> int:

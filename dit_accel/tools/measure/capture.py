@@ -24,9 +24,9 @@ from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.families.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names, register_hook, remove_hook
-from dit_accel.models.interceptor import AttentionHook, key_lengths, with_leading_keys
+from dit_accel.models.interceptor import AttentionHook, Caught, key_lengths, with_leading_keys
 from dit_accel.models.session import timestep_of
-from dit_accel.sparse.tile_site import Inputs
+from dit_accel.sparse.inputs import Inputs
 from dit_accel.sparse.token_order import Grid, token_order
 
 
@@ -120,22 +120,13 @@ class AttentionTap:
     def _seen(self, sees_text: bool) -> Tokens | None:
         return None if self._tokens is None else self._tokens.seen(sees_text)
 
-    def _attend(
-        self,
-        attention: Attention,
-        first_frame_apart: bool,
-        tokens: Tokens,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dense: Callable[[], torch.Tensor],
-    ) -> torch.Tensor | None:
+    def _attend(self, attention: Attention, first_frame_apart: bool, caught: Caught) -> torch.Tensor | None:
         def visit(inputs: Inputs) -> torch.Tensor | None:
-            site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, tokens.grid, first_frame_apart)
+            grid = caught.tokens.grid
+            site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, grid, first_frame_apart)
             return self._visit(site, *inputs[:3])
 
-        return with_leading_keys(visit, tokens, self._block, (q, k, v), dense, key_lengths(mask, tokens), mask)
+        return with_leading_keys(visit, caught, self._block, key_lengths(caught.mask, caught.tokens))
 
 
 def _refuse(site: str, reason: str) -> None:

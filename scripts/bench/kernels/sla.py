@@ -99,11 +99,9 @@ def _leaves(qkv: QKV) -> list[torch.Tensor]:
 
 
 def _symbols(module: SparseLinearAttention, q: torch.Tensor, k: torch.Tensor) -> SparseSymbols:
-    from dit_accel.sparse.policies.sla import classified
+    from dit_accel.sparse.policies import Skip, drawn
 
-    settings = module.settings
-    layout = TokenLayout(0, q.shape[1], settings.block)
-    return classified(q, k, layout, settings.critical, settings.negligible)
+    return drawn(q, k, Skip(policy="sla"), layout=TokenLayout(0, q.shape[1], module.settings.block))
 
 
 def _forward_parts(module: SparseLinearAttention, qkv: QKV, symbols: SparseSymbols) -> dict[str, Callable[[], object]]:

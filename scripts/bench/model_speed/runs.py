@@ -1,8 +1,8 @@
 """Runs of a model's benchmark; each yields its rows one after the other."""
 
+import itertools
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from dit_accel import Preset, load_preset
 from dit_accel.models.families import require_family
+from dit_accel.sla.checkpoints import trained_preset
 
 from .bench import STEPS, Bench
 from .layers_in_8_bits import weights_by_torchao, weights_on_host
@@ -91,19 +92,32 @@ def papers(bench: Bench) -> Iterator[dict[str, Any]]:
     sparge = load_preset(f"{family}-sparge")
     yield bench.accelerated("SpargeAttn", sparge, 5, tiles=SPARGE_TILES[family])
     with tempfile.TemporaryDirectory() as folder:
-        file = _random_projections(bench, Path(folder))
-        yield bench.accelerated("SLA", load_preset("wan21-sla", model=model, skip={"projection": str(file)}), 5)
+        file = _random_checkpoint(bench, folder, "proj_l")
+        yield bench.accelerated("SLA", load_preset("wan21-sla", model=model, skip={"projection": file}), 5)
     single_keys = load_preset("wan21-fgattn", model=model, **{"schedule.warmup": 1})
     yield bench.accelerated("FG-Attn", single_keys, 15, keys=FG_ATTN_KEYS, warm=4)
 
 
-def _random_projections(bench: Bench, folder: Path) -> Path:
-    """Write a random projection of SLA's linear attention for every attention layer; all weights are random."""
+def trained(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Time the steps of TurboWan (SLA) and FastWan (VSA), which have few, also with layers in 8 bits."""
+    for module, run, scores in (("proj_l", "SLA", (None, "int8")), ("to_gate_compress", "VSA", (None,))):
+        with tempfile.TemporaryDirectory() as folder:
+            preset = trained_preset(_random_checkpoint(bench, folder, module))
+            for qk_dtype, dtype in itertools.product(scores, (None, "float8")):
+                changed = load_preset(preset, **{"kernels.qk_dtype": qk_dtype, "linear.dtype": dtype})
+                parts = [run, f"{qk_dtype} scores" if qk_dtype else "", f"{dtype} layers" if dtype else ""]
+                yield bench.accelerated(", ".join(filter(None, parts)), changed, 4)
+
+
+def _random_checkpoint(bench: Bench, folder: str, module: str) -> str:
+    """Write a random projection of SLA or gate of VSA for every attention layer; all weights are random."""
     family = require_family(bench.transformer)
-    _, head_dim = family.heads(bench.transformer)
+    heads, head_dim = family.heads(bench.transformer)
+    side = head_dim if module == "proj_l" else heads * head_dim
     sites = [item.site for item in family.all_attentions(bench.transformer, "transformer")]
-    save_file({site: torch.randn(head_dim, head_dim) / head_dim for site in sites}, folder / "projections.safetensors")
-    return folder / "projections.safetensors"
+    weights = {f"{site}.{module}.weight": torch.randn(side, side, device="cpu") / side for site in sites}
+    save_file(weights, f"{folder}/model.safetensors")
+    return folder
 
 
 def kernel_times(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -142,6 +156,7 @@ RUNS = {
     "dispatch": dispatch_steps,
     "flashomni": flashomni_steps,
     "papers": papers,
+    "trained": trained,
     "kernels": kernel_times,
     "exact": exact,
     "linear": linear_layers,

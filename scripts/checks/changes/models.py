@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/models/token_order_hook.py": [
         ("order-of-another-grid", "tokens of another video run in that video's order",
          "tests/models/test_token_order_hook.py",
-         "(grid, x.device, undo),", "(x.device, undo),")],
+         "key = grid, x.device, undo", "key = x.device, undo")],
     "dit_accel/models/component_times.py": [
         ("failed-parts-stay-open", "an exception in a component leaves the times of later calls correct",
          "tests/models/test_component_times.py",

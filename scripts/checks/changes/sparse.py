@@ -17,6 +17,14 @@ MUTANTS: list[Mutant] = table({
         ("window-of-another-layer", "layers with another window have masks of their own",
          "tests/sparse/policies/test_static.py",
          "return _SYMBOLS.get(key, lambda", "return _SYMBOLS.get((layout, config.pattern, *key[3:]), lambda")],
+    "dit_accel/sparse/policies/vsa.py": [
+        ("keys-of-no-token", "places of no token are hidden as keys", "tests/sparse/policies/test_vsa.py",
+         "< kinds[:, None, None]", ">= 0 * kinds[:, None, None]"),
+        ("means-of-places", "a smaller cube's mean is over its own tokens", "tests/sparse/policies/test_vsa.py",
+         "(sums / self.sizes[:, None, None])", "(sums / PLACES)")],
+    "dit_accel/sparse/policies/sla.py": [
+        ("linear-on-marginal-alone", "linear attention of TurboWan covers all", "tests/sparse/policies/test_vsa.py",
+         'if config.linear == "all":', 'if config.linear == "none":')],
     "dit_accel/sparse/projections.py": [
         ("projection-of-another-dtype", "a projection has the dtype of its queries", "tests/sla/test_swap.py",
          "key = site, like.device, like.dtype", "key = site, like.device")],

@@ -257,7 +257,8 @@ def alone(transformer: torch.nn.Module, inputs: Callable[..., dict[str, Any]]) -
             arguments[time] = torch.full_like(arguments[time], value)
             branches = []
             for branch in (arguments, {name: _negated(name, options) for name, options in arguments.items()}):
-                leaves = pytree.tree_leaves(_plain(transformer(**branch)))
+                output = transformer(**branch)
+                leaves = pytree.tree_leaves([*output.values()] if isinstance(output, dict) else output)
                 predicted = predictions(leaves, arguments)
                 branches.append([leaf for leaf, is_one in zip(leaves, predicted, strict=True) if is_one])
             outputs = [2 * one - other for one, other in zip(*branches, strict=True)]
@@ -299,7 +300,3 @@ def _negated(name: str, value: Any) -> Any:
     """An argument of the second branch of guidance, which has other embeddings of the prompt."""
     is_prompt = name.startswith("encoder_hidden_states") and isinstance(value, torch.Tensor)
     return -value if is_prompt and value.is_floating_point() else value
-
-
-def _plain(output: Any) -> Any:
-    return list(output.values()) if isinstance(output, dict) else output

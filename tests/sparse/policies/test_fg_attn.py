@@ -7,9 +7,8 @@ import torch
 
 from dit_accel.kernels import attention, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.plans.pooling import block_means
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import fg_attn, plan
+from dit_accel.sparse.policies import drawn, plan
 from tests.kernels.conftest import DEVICE
 from tests.pairs import every_pair
 
@@ -69,7 +68,7 @@ def test_keys_stay_by_definition(layout, mask, shortened):
     q, k = queries_and_keys(layout, sharpness=4.0)
     kv_len = [layout.tokens, layout.tokens - 30 if shortened else layout.tokens]
     limit = torch.tensor(kv_len, dtype=torch.int32, device=DEVICE) if shortened else None
-    symbols = fg_attn.FgAttn().draw(q, k, layout, config(mask=mask), kv_len=limit)
+    symbols = drawn(q, k, config(mask=mask), layout=layout, kv_len=limit)
     keys = keys_of(symbols)
     expected = keys_by_definition(q, k, layout, mask, 0.5 if mask == "exact" else 0.1, kv_len)
     for b, length in enumerate(kv_len):  # whether a row holds keys behind the last valid one means nothing
@@ -84,7 +83,7 @@ def test_keys_stay_by_definition(layout, mask, shortened):
 def test_tiles_that_keep_every_key_are_whole(layout):
     """At a threshold that nothing misses no single key is left over, also in the ragged last tile; and all is dense."""
     q, k = queries_and_keys(layout)
-    symbols = fg_attn.FgAttn().draw(q, k, layout, config(key_threshold=1e-9))
+    symbols = drawn(q, k, config(key_threshold=1e-9), layout=layout)
     assert unpack_bits(symbols.skip_bits, layout.blocks).all()
     assert not symbols.slice_bits.any()
 
@@ -95,7 +94,7 @@ def test_attention_of_the_plan_is_the_masked_softmax(mask):
     q, k = queries_and_keys(layout, sharpness=3.0)
     kv_len = torch.tensor([300, 260], dtype=torch.int32, device=DEVICE)
     out = attention(q, k, k, plan(q, k, config(mask=mask), layout=layout, kv_len=kv_len), kv_len=kv_len)
-    symbols = fg_attn.FgAttn().draw(q, k, layout, config(mask=mask), kv_len=kv_len)
+    symbols = drawn(q, k, config(mask=mask), layout=layout, kv_len=kv_len)
     pairs = keys_of(symbols).repeat_interleave(layout.block, 2)[:, :, :300]
     pairs &= torch.arange(300) < kv_len.cpu()[:, None, None, None]
     q, k = q.double().cpu(), k.double().cpu()
@@ -104,18 +103,11 @@ def test_attention_of_the_plan_is_the_masked_softmax(mask):
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [40, 64, 300])
-def test_mean_queries(tokens):
-    q = torch.randn(2, tokens, 3, 16, dtype=torch.float16)
-    expected = torch.stack([block.double().mean(1) for block in q.split(64, 1)], 1)
-    torch.testing.assert_close(block_means(q, 64).double(), expected, rtol=1e-3, atol=1e-3)
-
-
 @every_mask
 def test_tiles_of_padding_alone_are_not_computed(mask):
     """A tile whose keys are all beyond the sample's end is no whole tile, though each of its valid keys stays."""
     layout = TokenLayout(0, 256, 64)
     q, k = queries_and_keys(layout)
     kv_len = torch.tensor([256, 100], dtype=torch.int32, device=DEVICE)
-    symbols = fg_attn.FgAttn().draw(q, k, layout, config(mask=mask), kv_len=kv_len)
+    symbols = drawn(q, k, config(mask=mask), layout=layout, kv_len=kv_len)
     assert not unpack_bits(symbols.skip_bits, layout.blocks)[1, :, :, 2:].any()

@@ -61,14 +61,6 @@ def test_block_is_reused_iff_both_scores_agree(layout, tau):
             assert set((~rows[b, h]).nonzero().flatten().tolist()) == contribution & guidance
 
 
-@every_layout
-def test_threshold_1_reuses_all_of_vision(layout):
-    """The whole score is within 1, for any rounding; text is still computed."""
-    rows = row_mask(pooled(layout, heads=16), layout, 1.0)
-    assert not rows[..., layout.vision_blocks].any()
-    assert rows[..., layout.text_blocks].all()
-
-
 def reused_by_received_mass(probabilities: torch.Tensor, tau: float) -> set[int]:
     """Blocks of one head's float64 ``[T, T]`` to which the others attend least; never the one they attend to most."""
     received = {i: sum(float(row[i]) for row in probabilities) for i in range(len(probabilities))}

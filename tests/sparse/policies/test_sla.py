@@ -6,7 +6,7 @@ import torch
 from dit_accel.kernels import classify_tiles, pooled_map, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import policy_of
+from dit_accel.sparse.policies import drawn
 
 BLOCK = 64
 CONFIG = Skip(policy="sla", critical=0.2, negligible=0.3)
@@ -25,7 +25,7 @@ def features(seed: int) -> torch.Tensor:
 def test_classes_come_from_the_pooled_map(layout):
     """Every row is computed; with text, its rows and columns are critical and the shares apply to the others."""
     q, k = features(0), features(1)
-    symbols = policy_of(CONFIG).draw(q, k, layout, CONFIG)
+    symbols = drawn(q, k, CONFIG, layout=layout)
     assert unpack_bits(symbols.cache_bits, 3).all()
     expected = classify_tiles(pooled_map(q, k, BLOCK).probabilities, 0.2, 0.3, always=layout.text_blocks)
     assert torch.equal(symbols.skip_bits, expected[0]) and torch.equal(symbols.linear_bits, expected[1])
@@ -47,7 +47,7 @@ def test_padding_is_in_no_class(valid):
     layout, kv_len = LAYOUTS["no-text"], torch.tensor([800, valid], dtype=torch.int32)
     q, k = features(0), features(1)
     padded, alone = (
-        policy_of(CONFIG).draw(queries, keys, of, CONFIG, kv_len=lengths)
+        drawn(queries, keys, CONFIG, layout=of, kv_len=lengths)
         for queries, keys, of, lengths in (
             (q, k, layout, kv_len),
             (q[1:, :valid], k[1:, :valid], TokenLayout(0, valid, BLOCK), None),

@@ -9,7 +9,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.plans.tile_masks import mask_from_plan
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import plan, policy_of
+from dit_accel.sparse.policies import drawn, plan, policy_of
 from tests.pairs import every_pair
 
 TOKENS, HEADS, HEAD_DIM = 1000, 2, 32
@@ -43,7 +43,7 @@ def cosine(x: torch.Tensor) -> float:
     return (unit @ unit.T).mean().item() if len(x) else 1.0
 
 
-def naive_tiles(q, k, layout, config, key_end, causal) -> torch.Tensor:
+def naive_tiles(q, k, layout, config, key_end) -> torch.Tensor:
     """One head by the paper's equations, in float64: q, k ``[S, D]`` -> bool ``[T, T]``."""
     size, count = layout.block, layout.blocks
     queries = [q[i * size : (i + 1) * size].double() for i in range(count)]
@@ -56,10 +56,9 @@ def naive_tiles(q, k, layout, config, key_end, causal) -> torch.Tensor:
     fix = [is_fix(key) for key in keys]
     tiles = torch.zeros(count, count, dtype=torch.bool)
     for i in range(count):
-        past = range(i + 1) if causal else range(count)
         weights = {
             j: math.exp(queries[i].mean(0) @ keys[j].mean(0) / math.sqrt(HEAD_DIM))
-            for j in past
+            for j in range(count)
             if len(keys[j]) and not fix[j]
         }
         total, mass, kept = sum(weights.values()), 0.0, []
@@ -73,7 +72,6 @@ def naive_tiles(q, k, layout, config, key_end, causal) -> torch.Tensor:
         whole = is_fix(queries[i]) or i in text
         kept = set(range(count)) if whole else {*kept, *text, *(j for j in range(count) if fix[j])}
         kept |= {0} if config.sinks else set()
-        kept = ({j for j in kept if j <= i} | {i}) if causal else kept
         tiles[i, list(kept)] = True
     return tiles
 
@@ -88,40 +86,38 @@ SETTINGS = {
 }
 
 
-@every_pair(config=SETTINGS, text=(0, TEXT), block=(64, 128), causal=(False, True))
-def test_tiles_equal_the_papers_equations(queries_and_keys, config, text, block, causal):
+@every_pair(config=SETTINGS, text=(0, TEXT), block=(64, 128))
+def test_tiles_equal_the_papers_equations(queries_and_keys, config, text, block):
     """Selective compression by a loop over blocks, with a ragged tail, zero tokens and a sample that ends early."""
     q, k = queries_and_keys
     layout = TokenLayout(text, TOKENS - text, block, text_first=False)
     kv_len = torch.tensor([TOKENS, 700], dtype=torch.int32)
-    symbols = policy_of(config).draw(q, k, layout, config, kv_len=kv_len, causal=causal)
+    symbols = drawn(q, k, config, layout=layout, kv_len=kv_len)
     assert unpack_bits(symbols.cache_bits, HEADS).all()
     tiles = unpack_bits(symbols.skip_bits, layout.blocks)
     for b, end in enumerate(kv_len.tolist()):
         valid = -(-end // block)  # a tile without a valid key attends to nothing, whatever its bit says
         for h in range(HEADS):
-            expected = naive_tiles(q[b, :, h], k[b, :, h], layout, config, end, causal)
+            expected = naive_tiles(q[b, :, h], k[b, :, h], layout, config, end)
             assert torch.equal(tiles[b, h, :, :valid], expected[:, :valid])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both-ways", "causal"])
 @pytest.mark.parametrize("tokens, block", [(300, 64), (300, 128), (256, 128), (65, 64)])
-def test_a_plan_attends_to_the_pairs_of_its_tiles(queries_and_keys, tokens, block, causal):
+def test_a_plan_attends_to_the_pairs_of_its_tiles(queries_and_keys, tokens, block):
     q, k = (x[:, 400 : 400 + tokens] for x in queries_and_keys)
-    options = {"layout": TokenLayout(0, tokens, block), "causal": causal}
+    layout = TokenLayout(0, tokens, block)
     config = Skip(policy="sparge", top_k=0.5, similarity=0.5)
-    tiles = unpack_bits(policy_of(config).draw(q, k, config=config, **options).skip_bits, options["layout"].blocks)
+    tiles = unpack_bits(drawn(q, k, config, layout=layout).skip_bits, layout.blocks)
     expected = tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :tokens, :tokens]
-    assert torch.equal(mask_from_plan(plan(q, k, config, **options)), expected.tril() if causal else expected)
+    assert torch.equal(mask_from_plan(plan(q, k, config, layout=layout)), expected)
 
 
 def test_plan_needs_nothing_but_queries_and_keys(queries_and_keys):
     """Without a layout all tokens count equally and blocks have 128 tokens."""
     q, k = queries_and_keys
-    lowered = plan(q, k, Skip(policy="sparge", tau_kv=0.2))
-    assert (lowered.tokens, lowered.block) == (TOKENS, 128)
-    explicit = plan(q, k, Skip(policy="sparge", tau_kv=0.2), layout=TokenLayout(0, TOKENS, 128))
-    assert torch.equal(lowered.kv_count, explicit.kv_count)
+    config = Skip(policy="sparge", tau_kv=0.2)
+    lowered, explicit = plan(q, k, config), plan(q, k, config, layout=TokenLayout(0, TOKENS, 128))
+    assert lowered.block == 128 and torch.equal(lowered.kv_count, explicit.kv_count)
     assert (plan(q, k, Skip()).kv_count == lowered.blocks).all()
 
 

@@ -11,7 +11,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.plans.tile_masks import mask_from_plan, symbols_from_mask
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import policy_of, static
+from dit_accel.sparse.policies import drawn, static
 
 every_block = pytest.mark.parametrize("block", [64, 128])
 LENGTHS = [[1], [64], [65], [300], [133, 309, 70], [1, 63, 64, 65, 1, 128], [256, 68, 188], [5] * 40]
@@ -33,42 +33,36 @@ def test_segments(lengths, block):
     is_own, is_past = segment == segment[:, None], token <= token[:, None]
     is_text = [number % 2 == 0 for number in range(len(lengths))]
     options = {"block": block, "batch": 2, "heads": 3}
-    assert torch.equal(mask_of(static.documents(lengths, **options)), is_own)
-    assert torch.equal(mask_of(static.documents(lengths, causal=True, **options)), is_own & is_past)
+    assert torch.equal(mask_of(static.block_mask_from_segments(lengths, **options)), is_own)
+    assert torch.equal(mask_of(static.block_mask_from_segments(lengths, causal=True, **options)), is_own & is_past)
     of_images = is_own & ~torch.tensor(is_text)[segment]
-    assert torch.equal(mask_of(static.interleaved(lengths, is_text, **options)), is_past | of_images)
-    causal = static.causal(sum(lengths), **options)
+    assert torch.equal(
+        mask_of(static.block_mask_from_segments(lengths, causal=is_text, past=True, **options)), is_past | of_images
+    )
+    causal = static.block_mask_from_segments([sum(lengths)], causal=True, **options)
     assert torch.equal(mask_of(causal), is_past) and (causal.masks is None or causal.masks.pool.shape[0] == 0)
 
 
 def test_the_papers_interleaved_tiles():
     """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as in the paper's figure."""
-    symbols = static.interleaved([133, 309, 70], [True, False, True], block=64)
+    symbols = static.block_mask_from_segments([133, 309, 70], causal=[True, False, True], past=True, block=64)
     letters = {FULL_TILE: "F", CAUSAL_TILE: "C"}
     computes = unpack_bits(symbols.skip_bits, 8)[0, 0]
-    drawn = [
+    kinds = [
         "".join(letters.get(code, "P") for code in codes[computes[row]].tolist())
         for row, codes in enumerate(symbols.masks.codes[0, 0])
     ]
-    assert drawn == ["C", "FC", "FFPPPPP", *["FFFFFFP"] * 4, "FFFFFFFC"]
+    assert kinds == ["C", "FC", "FFPPPPP", *["FFFFFFP"] * 4, "FFFFFFFC"]
     assert symbols.masks.pool.shape[0] == 5  # of 9 PARTIAL tiles
-
-
-@every_block
-@pytest.mark.parametrize("window", [1, 2, 33, 128, 200, 1000])
-def test_sliding(window, block):
-    """``window`` keys, except those beyond the ends: equally many before and after the query, or one more."""
-    key = torch.arange(300)
-    expected = (key >= key[:, None] - window // 2) & (key < key[:, None] - window // 2 + window)
-    assert torch.equal(mask_of(static.sliding(300, window, block=block)), expected)
-    assert expected[150].sum() == min(window, 300)
 
 
 @every_block
 @every_lengths
 def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, block):
     """The symbols equal those of the whole mask, which keeps one of several equal entries."""
-    symbols = static.documents(lengths, causal=[number % 3 == 0 for number in range(len(lengths))], block=block)
+    symbols = static.block_mask_from_segments(
+        lengths, causal=[number % 3 == 0 for number in range(len(lengths))], block=block
+    )
     expected = symbols_from_mask(mask_of(symbols)[None, None], block=block)
     assert all(torch.equal(one, other) for one, other in zip(symbols.tensors(), expected.tensors(), strict=True))
 
@@ -101,7 +95,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 def draw_static(layout, config, batch=2, heads=3):
     q = torch.zeros(batch, layout.tokens, heads, 16)
-    return policy_of(config).draw(q, q, layout, config)
+    return drawn(q, q, config, layout=layout)
 
 
 @every_layout
@@ -138,6 +132,6 @@ def test_policy_makes_symbols_once():
 
 def test_long_sequences_need_no_square():
     """65536 tokens: a mask over pairs would take 4.3 GB; these symbols take 1.1 MB."""
-    symbols = static.sliding(65536, 4096)
+    symbols = draw_static(TokenLayout(0, 65536), Skip(policy="static", window=4096), batch=1, heads=1)
     assert sum(tensor.numel() * tensor.element_size() for tensor in symbols.tensors()) < 1.2e6
     assert symbols.masks.pool.shape[0] == 2

@@ -172,15 +172,16 @@ def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
         if skips_values(config):
             fixed["pv_threshold"] = None
         key, row = fast
-        yield [policy.fitted(config, {**fixed, key: value}) if key else fixed for value in row]
+        yield [{**fixed, key: value} if key else fixed for value in row]
 
 
 class _Measured:
     def __init__(self, block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> None:
         self._preset = preset
         config = preset.skip.at(block)
-        projections = policy_of(config).projection(config)
-        self._projection = None if projections is None else load_projections(projections).get(block)
+        projections = getattr(config, "projection", None)
+        held = {} if projections is None else load_projections(projections)
+        self._projection = held.get(block, held.get(block.partition(".")[2]))  # a checkpoint names no transformer
         self._samples = []
         for sample in samples:
             q, k, v = (x.to(device) for x in sample.tensors)
@@ -204,7 +205,7 @@ class _Measured:
                 backend=preset.kernels.attention,
             )
             projection = None if self._projection is None else self._projection.to(q)
-            policy.add(output, q, k, v, tiles, changed, projection=projection, kv_len=site.kv_len)
+            policy.add(output, (q, k, v), tiles, changed, projection, kv_len=site.kv_len)
             errors.append(((output.float() - dense).abs().sum() / dense.abs().sum()).item())
             sparsities.append(left_out(tiles))
         return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
