@@ -66,10 +66,11 @@ class Rows:
         whole = (shares * mean).sum(0)
         return torch.stack([whole, (shares * (variance + (mean - whole).square())).sum(0)], -1)
 
-    def exchange_border(self, x: torch.Tensor) -> None:
+    def exchange_border(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Write the neighbours' rows into the border of ``[B, C, T, H + 2, W + 2]``; it stays at an image's border."""
         rows = x.permute(0, 2, 3, 4, 1)  # dense pixels
-        edges = self._gathered(torch.stack([rows[:, :, 1], rows[:, :, -2]]))  # [ranks, 2, B, T, W + 2, C]
+        edges = torch.stack([rows[:, :, 1], rows[:, :, -2]]).to(dtype or x.dtype)  # x's may differ between ranks
+        edges = self._gathered(edges)  # [ranks, 2, B, T, W + 2, C]
         if self._ranks.rank > 0:
             rows[:, :, 0] = edges[self._ranks.rank - 1, 1]
         if self._ranks.rank < self._ranks.count - 1:

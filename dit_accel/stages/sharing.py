@@ -91,7 +91,8 @@ class Bands:
                 return self._decode(module, *args, **kwargs, layers=layers)
             except Exception as error:  # whatever memory, a compiler or a kernel raises: other ranks wait for this one
                 self.failure = error.with_traceback(None)  # which keeps features alive
-        args, named = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), before)
+        dtype = args[0].dtype  # kept frames may be narrower, but not in the reference
+        args, named = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta", dtype), before)
         meta = {id(item): nn.Parameter(item.to("meta"), requires_grad=False) for item in module.parameters()}
         meta |= {id(item): item.to("meta") for item in module.buffers()}
         shapes = Layers("reference")

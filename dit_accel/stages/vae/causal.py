@@ -65,7 +65,7 @@ class _CausalRun:
         output, kept = causal_norm(x, weight, past, frames=frames, border=1, **options)
         self._keep(kept)
         if self._layers.bands is not None:
-            self._layers.bands.exchange_border(output)
+            self._layers.bands.exchange_border(output, x.dtype)
         return output
 
     def convolved(
