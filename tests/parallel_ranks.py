@@ -53,9 +53,8 @@ SHARED = {
     "qwen-image": ("residual", "sparse"),
 }
 ODD = {"flux": ("balanced", "residual"), "wan": ("exact", "sparse"), "3 heads": ("balanced", "residual")}
-FUSES = {"flux": ("layer", "exact"), "hunyuan": ("layer", "exact")} | dict.fromkeys(
-    ("flux2", "wan", "qwen-image"), ("layer",)
-)
+FUSES = {"flux": ("layer", "exact"), "hunyuan": ("layer", "exact"), "minimax-h3": ("layer", "sparse")}
+FUSES |= dict.fromkeys(("flux2", "wan", "qwen-image"), ("layer",))
 GRAPHS = tuple(  # every two of family, preset and kind of block once
     (family, preset, "plain" if (preset == "exact") == (family != "wan") else "fused")
     for family in ("flux", "wan", "hunyuan")

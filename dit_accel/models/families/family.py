@@ -42,6 +42,7 @@ class Tokens:
     grid: Grid | None = None  # of a video's tokens: frames, height, width
     padding: Literal["text", "all", "mask", "sample"] = "text"
     text_asks: bool = True  # False: text has keys and no queries
+    split_as_one: bool = False  # devices share text and vision together, text first, not apart
 
     def seen(self, text: bool) -> Tokens:
         return self if text else replace(self, text=0)

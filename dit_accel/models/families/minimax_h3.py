@@ -11,7 +11,7 @@ from dit_accel.models.families.family import Arguments, BlockWork, Family, Load,
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     video, audio, text = (arguments[f"{kind}hidden_states"].shape[1] for kind in ("", "audio_", "encoder_"))
-    return Tokens(text, video + audio)
+    return Tokens(text, video + audio, split_as_one=True)
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
@@ -43,6 +43,7 @@ FAMILY = Family(
     makes="videos",
     words=("minimaxh3",),
     is_modular=True,
+    sharing=("ulysses",),
     computes_in="encoder_hidden_states",  # the patch projections, and so the latents, are float32
     fused="layer",
 )

@@ -52,7 +52,6 @@ class BlockHook(Hook, ABC):
 
     @property
     def call(self) -> Any:
-        """The call in progress."""
         return self.driver.session.call
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
@@ -197,7 +196,6 @@ class BlockHook(Hook, ABC):
         return forecast(method, history, call.coordinate, call.branch.order)
 
     def site(self) -> TileSite | HeadSite:
-        """Return the block's attention site in this call."""
         return self.driver.site(self.name, self.name)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:

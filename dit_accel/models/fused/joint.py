@@ -60,7 +60,6 @@ class JointBlockHook(BlockHook):
         return x
 
     def epsilon(self, block: nn.Module) -> float:
-        """Return the epsilon of the block's layer norms."""
         return 1e-6
 
     def tables(self, inputs: SimpleNamespace) -> Rotary:

@@ -50,7 +50,6 @@ class Krea2BlockHook(BlockHook):
         return add_gated(x, mlp, mlp_gate)
 
     def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
-        """Attention and MLP from the cache; their gates are fresh."""
         attended, mlp = self.recall("attention and mlp")
         _, _, gate, _, _, mlp_gate = _modulation(block, inputs.temb)
         return add_gated(add_gated(inputs.hidden_states, attended, gate), mlp, mlp_gate)

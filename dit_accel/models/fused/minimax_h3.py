@@ -46,7 +46,6 @@ class MiniMaxH3BlockHook(BlockHook):
         return add_gated(x, mlp, mlp_gate, rows=rows)
 
     def forecast(self, block: nn.Module, inputs: SimpleNamespace) -> torch.Tensor:
-        """Attention and MLP from the cache; their gates are fresh."""
         attended, mlp = self.recall("attention and mlp")
         _, _, gate, _, _, mlp_gate = _modulation(block, inputs.temb)
         x = add_gated(inputs.hidden_states, attended, gate, rows=inputs.adaln_indices)

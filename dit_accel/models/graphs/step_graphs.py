@@ -117,7 +117,6 @@ class StepGraphs:
         return sum(isinstance(kept, Captured) for kept in self._kept.values())
 
     def clear(self) -> None:
-        """Free all graphs and their memory."""
         with self._lock:
             self._turns.end()
             # None = such a call has run once; a str = the reason why it is not captured.

@@ -7,6 +7,7 @@ rank's share has some text and some image tokens, so they arrive mixed, and symb
 
 from __future__ import annotations  # a torch without distributed has no ProcessGroup
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -91,7 +92,11 @@ class Exchange:
         self.tokens = tokens
         self._group = group
         self._ranks = dist.get_world_size(group)
-        text, vision = _shares(tokens.text, self._ranks), _shares(tokens.vision, self._ranks)
+        text, vision = (_shares(count, self._ranks) for count in (tokens.text, tokens.vision))
+        if tokens.split_as_one:
+            ends = [0, *accumulate(_shares(tokens.text + tokens.vision, self._ranks))]
+            text = [min(end, tokens.text) - min(start, tokens.text) for start, end in pairwise(ends)]
+            vision = [end - start - part for (start, end), part in zip(pairwise(ends), text, strict=True)]
         self._counts = [sum(share) for share in zip(text, vision, strict=True)]  # of each rank
         self._count = self._counts[dist.get_rank(group)]
         arranged = _arrangement(tokens, text, vision, order)
