@@ -9,6 +9,7 @@ import argparse
 import importlib
 import json
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,19 @@ def write_result(file: Path | None, document: Any, table: str | None = None) -> 
         file.with_name(f"{file.name}.md").write_text(table, encoding="utf-8")
         file = file.with_name(f"{file.name}.json")
     file.write_text(as_json(document), encoding="utf-8")
+
+
+def write_rows(
+    file: Path | None, facts: dict[str, Any], rows: Iterable[dict[str, Any]], shown: Collection[str]
+) -> dict[str, Any]:
+    """Print the ``shown`` parts of each row, and write it as it comes, after the runs of earlier commands."""
+    earlier = json.loads(file.read_text(encoding="utf-8"))["runs"] if file and file.exists() else []
+    facts = facts | {"rows": []}
+    for row in rows:
+        facts["rows"].append(row)
+        print(json.dumps({key: value for key, value in row.items() if key in shown}), flush=True)
+        write_result(file, {"runs": [*earlier, facts]})
+    return facts
 
 
 def write_table(file: Path, text: str) -> None:

@@ -40,9 +40,9 @@ def read_host_memory() -> FreeMemory:
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError, KeyError):  # no cgroup, or "max"
+    except (OSError, ValueError):  # no cgroup, or "max"
         return FreeMemory(host.available, host.total)
-    files = int(counts["active_file"]) + int(counts["inactive_file"])  # copies of files, dropped on demand
+    files = sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))  # their copies give way
     return FreeMemory(min(host.available, limit - used + files), min(host.total, limit))
 
 

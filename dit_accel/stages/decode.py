@@ -3,7 +3,8 @@
 Whatever calls the decoder stays as it is, so tiling, slicing and offloading work as before. The first output of each
 shape is compared with the decoder's own; where it differs by more than the rounding of its dtype explains, the decoder
 runs on its own from then on. The autoencoder's ``_decode`` is watched too: between its begin and end weights are
-converted and modules checked once, and if a kernel fails in the middle, the decode begins anew without kernels.
+converted and modules checked once, and if a kernel fails in the middle or memory does not suffice, the decode begins
+anew without kernels and without CUDA graphs of steps.
 Ranks that make an image or video together share its decode (:mod:`dit_accel.stages.sharing`).
 """
 
@@ -26,6 +27,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
 from dit_accel.models.caller import direct_caller
+from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import is_compiled, is_known_class, runs_known_code
 from dit_accel.models.stand_in import StandIn
 from dit_accel.stages.sharing import Bands, FailedError, Ranks, all_decode, group_of, ranks_of
@@ -112,10 +114,13 @@ class FusedDecode:
             return self._attempt(original, decode, args, kwargs)
         except _GivenUp as error:
             given_up: str | None = str(error)
+        except torch.OutOfMemoryError:
+            given_up = "memory did not suffice at first"
         except FailedError as error:
             self._has_failed = True
             given_up = None if error.__cause__ is None else _raised(error.__cause__)
         del decode  # with converted weights
+        StepGraphs.lend_all()
         return self._attempt(original, _Decode(self._backend, given_up), args, kwargs)
 
     def _attempt(self, original: Callable[..., Any], decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -190,12 +195,7 @@ class FusedDecode:
         """Return the output of the first call of a form, which decides about the later ones."""
         form = _form(args, kwargs)
         copied, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # decoders of videos keep frames in lists
-        try:
-            expected = original(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            if _lists(kwargs) and self._is_inside():  # the frames of the past that the comparison keeps were too much
-                raise _GivenUp("no memory to compare with the decoder's own output") from None
-            raise
+        expected = original(*args, **kwargs)
         size = _images(expected).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = f"{OWN} {self.part}: its output is no image"

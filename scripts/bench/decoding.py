@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -41,6 +40,7 @@ from torch import nn
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.call_speed.pipelines import TINY_H3
+from scripts.bench.model_speed.measures import peak_memory, stopwatch
 from scripts.bench.model_speed.models import as_loaded
 from scripts.bench.model_speed.ranks import join
 from scripts.tables import write_result
@@ -187,20 +187,13 @@ def _measured(
     result = [run(compared) for _ in range(2)][-1].float().cpu()  # rows are shared the second time
     error = ((result - exact).norm() / exact.norm()).item()
     run(values)
-    is_gpu = torch.cuda.is_available()
-    if is_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if is_gpu else 0
-    times = []
-    for _ in range(RUNS):
-        started = time.perf_counter()
-        run(values)
-        if is_gpu:
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - started))
-    peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if is_gpu else 0.0
-    return {"ms": statistics.median(times), "gib": peak, "error": error}
+    held, times = torch.cuda.memory_allocated() / 2**30 if values.is_cuda else 0.0, []
+    with peak_memory(values.device) as memory:
+        for _ in range(RUNS):
+            elapsed = stopwatch(values.device)
+            run(values)
+            times.append(elapsed())
+    return {"ms": statistics.median(times), "gib": (memory["peak_gib"] or 0.0) - held, "error": error}
 
 
 if __name__ == "__main__":

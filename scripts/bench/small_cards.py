@@ -2,7 +2,6 @@
 """Time transformers of full size in the memory of a small card, with random weights, plain and by `balanced`.
 
     python -m scripts.bench.small_cards --models flux --output docs/results/small-cards.json
-    python -m scripts.bench.small_cards --models flux --weights bf16 --ways sequential --steps 5
     python -m scripts.bench.small_cards --tiny                        # the same paths on the CPU, in seconds
 
 The process may allocate no more than a card of 24, 16 or 12 GiB leaves. The GPU's speed and its bus stay as they are:
@@ -17,12 +16,12 @@ smaller card is not repeated for that one. The JSON is written after each row, a
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +31,12 @@ from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import headline
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.card_memory.table import markdown
-from scripts.bench.card_memory.ways import STARTS, WAYS, start, why_not_together
+from scripts.bench.card_memory.ways import WAYS
 from scripts.bench.card_memory.weights import WEIGHTS, bytes_of, why_not_available
 from scripts.bench.model_speed.bench import Bench
-from scripts.bench.model_speed.measures import limit_memory
+from scripts.bench.model_speed.measures import limit_memory, peak_memory, profiled, stopwatch
 from scripts.bench.model_speed.models import MODELS, TINY, Model, variant
-from scripts.tables import names_in, write_result
+from scripts.tables import names_in, write_rows
 
 Row = dict[str, Any]
 CARDS = (24, 16, 12)  # GiB
@@ -46,7 +45,7 @@ TIMED = {"control": "interval", "warmup": 1, "interval": 3, "cooldown": 0}  # co
 NO_TIME = "no time was left"
 NAMES = ("flux", "wan-14b", "qwen-image", "hunyuan")
 SHOWN = ("case", "weights", "way", "run", "card_gib", "fits", "computed_seconds", "forecast_seconds", "seconds")
-SHOWN += ("peak_gib", "host_gib", "copies", "setup_seconds", "error")
+SHOWN += ("peak_gib", "counted_gib", "lines", "copies", "setup_seconds", "error")
 
 
 class Case(NamedTuple):
@@ -71,16 +70,9 @@ def main() -> int:
     options = _options()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     deadline = time.monotonic() + options.seconds
-    rows: list[Row] = []
-    facts = describe_run(device) | {"rows": rows}
-    earlier = json.loads(options.output.read_text())["runs"] if options.output and options.output.exists() else []
-    for name in options.models:
-        for weights in options.weights:
-            for row in measure_weights(name, weights, options, device, deadline):
-                rows.append(row)
-                print(json.dumps({key: value for key, value in row.items() if key in SHOWN}), flush=True)
-                write_result(options.output, {"runs": [*earlier, facts]})
-    print(markdown({"runs": [facts]}))
+    forms = product(options.models, options.weights)
+    rows = chain.from_iterable(measure_weights(*form, options, device, deadline) for form in forms)
+    print(markdown({"runs": [write_rows(options.output, describe_run(device), rows, SHOWN)]}))
     return 0
 
 
@@ -96,17 +88,15 @@ def measure_weights(
     if time.monotonic() > deadline:
         yield {**facts, "error": NO_TIME}
         return
-    started = time.perf_counter()
     limit_memory(device, None)
-    _free_pinned(device)
+    if device.type == "cuda":  # the pinned memory of an earlier model, which blocks of other sizes can't use
+        getattr(torch._C, "_host_emptyCache", int)()
     bench = Bench(case.model, device.type)
     WEIGHTS[weights][1](bench.transformer)
     facts |= {"weights_gib": bytes_of(bench.transformer) / 2**30}
-    print(f"{name}, {weights}: built in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     for way in options.ways:
-        reason = NO_TIME if time.monotonic() > deadline else why_not_together(weights, way)
-        if reason is not None:
-            yield {**facts, "way": way, "error": reason}
+        if time.monotonic() > deadline:
+            yield {**facts, "way": way, "error": NO_TIME}
             continue
         for row in measure_way(bench, case, facts, way, options.steps, deadline):
             yield {**facts, "way": way, **row}
@@ -115,10 +105,6 @@ def measure_weights(
 def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int, deadline: float) -> Iterator[Row]:
     """Yield a row for each card, first accelerated, then plain; group offload is enabled once for all of them."""
     device = torch.device("cuda", 0) if bench.device.type == "cuda" else bench.device
-    largest = max(CARDS) - CONTEXT
-    if way in STARTS and facts["weights_gib"] > largest:
-        yield from ({"run": run, "card_gib": card, "fits": False} for run in ("balanced", "plain") for card in CARDS)
-        return
     started = time.perf_counter()
     accelerate_pipeline(bench, "balanced", schedule=TIMED)
     try:
@@ -141,7 +127,7 @@ def measure_cards(
 ) -> Iterator[Row]:
     """Yield the row of each card, largest first; after the deadline one that says so."""
     row: Row = {}
-    whole = bytes_of(bench.transformer) / 2**30 if way in STARTS else 0.0
+    whole = bytes_of(bench.transformer) / 2**30 if way == "model" else 0.0
     for card in CARDS:
         limit = card - CONTEXT
         is_same = row.get("fits") and (row["reserved_gib"] is None or row["reserved_gib"] <= limit)
@@ -151,7 +137,7 @@ def measure_cards(
             if time.monotonic() > deadline:
                 yield {"error": NO_TIME}
                 return
-            if way in STARTS:
+            if way == "model":
                 bench.transformer.to("cpu")
             row = _in_memory(bench, case, way, steps, device, limit) | {"measured_as_gib": card}
         yield {"card_gib": card, **row}
@@ -168,10 +154,14 @@ def _in_memory(bench: Bench, case: Case, way: str, steps: int, device: torch.dev
 def timed(bench: Bench, case: Case, way: str, steps: int, device: torch.device) -> Row:
     """Time the first steps of a run, and return the seconds of each kind of step and of the whole denoising."""
     is_plain = not hasattr(bench, "dit_accel")
-    begin = start(bench.transformer, device) if way in STARTS else 0.0
+    elapsed = stopwatch(device)
+    if way == "model":
+        bench.transformer.to(device)
+    begin = elapsed() / 1000
     steps = 1 + (steps - 1) // TIMED["interval"] if is_plain else steps  # as many computed steps
     run = bench.loop(steps + (0 if is_plain else 1))  # one more step, which is profiled
-    seconds = [milliseconds / 1000 for milliseconds in bench.timed(run, steps)]
+    with peak_memory(device) as memory:
+        seconds = [milliseconds / 1000 for milliseconds in bench.timed(run, steps)]
     facts: Row = {}
     if is_plain:
         computed, forecast, count = statistics.median_low(seconds[1:]), None, case.steps
@@ -179,27 +169,20 @@ def timed(bench: Bench, case: Case, way: str, steps: int, device: torch.device) 
         facts["copies"] = _copies(run, device)
         modes = [step.mode for step in bench.dit_accel.report().steps]
         facts["copies"]["mode"] = modes[steps]
-        computed, forecast = (  # the lower one of two: kernels are compiled in the first step of a kind
-            statistics.median_low(
-                [item for item, step_mode in zip(seconds, modes[:steps], strict=True) if step_mode == mode]
-            )
-            for mode in ("update", "dispatch")
-        )
+        pairs = [*zip(modes, seconds, strict=False)]
+        of_kind = ([item for mode, item in pairs if mode == kind] for kind in ("update", "dispatch"))
+        computed, forecast = map(statistics.median_low, of_kind)  # kernels are compiled in the first step of a kind
         count = case.computed
         facts["fallbacks"] = sorted({item["reason"] for item in bench.dit_accel.report().fallbacks})
     whole = begin + count * computed + (case.steps - count) * (forecast or 0.0)
-    on_gpu = device.type == "cuda"
     return {
         "start_seconds": begin,
-        "first_step_seconds": seconds[0],
         "computed_seconds": computed,
         "forecast_seconds": forecast,
         "computed_steps": count,
         "seconds": whole,
         "seconds_each": seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
-        "host_gib": _host_gib(),
+        **memory,
         **facts,
     }
 
@@ -209,32 +192,15 @@ def _copies(run: Iterator[torch.Tensor], device: torch.device) -> Row:
     if device.type != "cuda":
         next(run)
         return {"count": None, "ms": None}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        next(run)
-        torch.cuda.synchronize()
-    times = [event.time_range.end - event.time_range.start for event in profiler.events() if "HtoD" in event.name]
+    times = [event.time_range.end - event.time_range.start for event in profiled(run, 1) if "HtoD" in event.name]
     return {"count": len(times), "ms": sum(times) / 1000}
-
-
-def _free_pinned(device: torch.device) -> None:
-    """Free the pinned host memory of an earlier model, which torch keeps: blocks of other sizes can't use it."""
-    if device.type == "cuda":
-        free = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-        if free is not None:
-            free()
-
-
-def _host_gib() -> float | None:
-    """Host memory of this process, in GiB; None where the system does not report it."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * 4096 / 2**30 if file.exists() else None
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names_in(NAMES), default=list(NAMES), help=f"among {', '.join(NAMES)}")
     parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
-    parser.add_argument("--ways", type=names_in(WAYS), default=list(WAYS)[:3], help=f"among {', '.join(WAYS)}")
+    parser.add_argument("--ways", type=names_in(WAYS), default=list(WAYS), help=f"among {', '.join(WAYS)}")
     parser.add_argument("--frames", type=int, default=81, help="of videos; default %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="accelerated steps that are timed; default %(default)s")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new measurement after this time")

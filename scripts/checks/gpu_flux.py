@@ -2,16 +2,19 @@
 
 import statistics
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
 
-from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from scripts.bench.kernels.gate import host_must_not_wait
+from scripts.bench.model_speed.bench import Bench
+from scripts.bench.model_speed.models import MODELS
 from tests.tiny import tiny_inputs, tiny_pipeline
 
-TEXT, SIDE = 512, 64  # 1024 x 1024 pixels: 64 x 64 tokens after packing
 STEPS = 8
 # A short run with every mode: FULL FULL UPDATE DISPATCH DISPATCH UPDATE DISPATCH FULL.
 HEADS = load_preset("flux-flashomni-paper", schedule={"warmup": 2, "interval": 3}, reuse={"tau_q": 0.95, "ramp": 0.3})
@@ -20,65 +23,29 @@ OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3, "cooldown": 
 BF16_BOUND = 5e-3  # relative L2 after four blocks; one H200 measured 3.4e-3, and 6.3e-3 from sparse to plain
 
 
-def transformer(double: int, single: int, dtype: torch.dtype) -> FluxTransformer2DModel:
+def flux(double: int, single: int) -> Bench:
     """Build a model of FLUX.1-dev's width (24 heads of 128) with this number of blocks and seeded random weights."""
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            model = FluxTransformer2DModel(num_layers=double, num_single_layers=single, guidance_embeds=True)
-        finally:
-            torch.set_default_dtype(default)
-    return model.eval().requires_grad_(False)
+    build = partial(FluxTransformer2DModel, num_layers=double, num_single_layers=single, guidance_embeds=True)
+    return Bench(replace(MODELS["flux"], build=build), "cuda")
 
 
-def inputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Arguments of one image's call, except latents and timestep."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    ids = torch.zeros(SIDE * SIDE, 3, device="cuda", dtype=dtype)
-    ids[:, 1] = torch.arange(SIDE, device="cuda").repeat_interleave(SIDE)
-    ids[:, 2] = torch.arange(SIDE, device="cuda").repeat(SIDE)
-    return {
-        "encoder_hidden_states": torch.randn(1, TEXT, 4096, device="cuda", dtype=dtype, generator=generator),
-        "pooled_projections": torch.randn(1, 768, device="cuda", dtype=dtype, generator=generator),
-        "guidance": torch.full([1], 3.5, device="cuda", dtype=dtype),
-        "img_ids": ids,
-        "txt_ids": torch.zeros(TEXT, 3, device="cuda", dtype=dtype),
-        "return_dict": False,
-    }
-
-
-@torch.no_grad()
-def denoise(model: FluxTransformer2DModel) -> list[torch.Tensor]:
-    """Run a rectified-flow loop and return the transformer's output at every step."""
-    dtype = model.dtype
-    call, outputs = inputs(dtype), []
-    latents = torch.randn(1, SIDE * SIDE, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
-    for timestep in timesteps():
-        (velocity,) = model(hidden_states=latents.to(dtype), timestep=timestep.expand(1).to(dtype), **call)
-        latents = latents - velocity.float() / STEPS
-        outputs.append(velocity.float())
-    return outputs
-
-
-def timesteps() -> torch.Tensor:
-    return torch.linspace(1.0, 1 / STEPS, STEPS, device="cuda")
+def denoise(bench: Bench) -> list[torch.Tensor]:
+    """Run a denoising loop and return the transformer's output at every step."""
+    return [velocity.float() for velocity in bench.loop(STEPS)]
 
 
 def check_few_layers() -> list[dict[str, Any]]:
     """Compare attention and GEMMs in Triton, and as chosen by "auto", with the torch reference; bf16, at full width."""
-    model = transformer(2, 2, torch.bfloat16)
-    plain = denoise(model)
+    bench = flux(2, 2)
+    plain = denoise(bench)
     rows = []
     for name, preset in (("heads", HEADS), ("heads, no tiles", load_preset(HEADS, **{"skip.policy": "none"}))):
         runs, reports = {}, {}
         for backend in ("reference", "triton", "auto"):
             changes = {"kernels": {"attention": backend, "gemm": backend}}
-            acceleration = accelerate_transformer(model, preset, timesteps(), **changes)
-            runs[backend] = denoise(model)
-            reports[backend] = acceleration.report()
-            acceleration.restore()
+            runs[backend] = denoise(accelerate_pipeline(bench, preset, **changes))
+            reports[backend] = bench.dit_accel.report()
+            restore_pipeline(bench)
         for backend in ("triton", "auto"):
             report = reports[backend]
             error = max(_distance(a, b) for a, b in zip(runs[backend], runs["reference"], strict=True))
@@ -98,19 +65,14 @@ def check_few_layers() -> list[dict[str, Any]]:
 
 def check_full_size() -> list[dict[str, Any]]:
     """Check all 57 blocks: finite outputs, and milliseconds of each mode compared with a plain step."""
-    model = transformer(19, 38, torch.bfloat16)
-    denoise(model)
-    plain = accelerate_transformer(model, "exact", timesteps())
-    denoise(model)
-    plain_ms = 1000 * statistics.median(step.seconds for step in plain.report().steps)
-    plain.restore()
+    bench = flux(19, 38)
+    denoise(bench)
+    denoise(accelerate_pipeline(bench, "exact"))
+    plain_ms = 1000 * statistics.median(step.seconds for step in bench.dit_accel.report().steps)
     rows = []
     for name, preset in (("output", OUTPUT), ("layer", LAYERS), ("head", HEADS)):
-        acceleration = accelerate_transformer(model, preset, timesteps())
-        denoise(model)  # compiles
-        outputs = denoise(model)
-        report = acceleration.report()
-        acceleration.restore()
+        denoise(accelerate_pipeline(bench, preset))  # compiles
+        outputs, report = denoise(bench), bench.dit_accel.report()
         by_mode: dict[str, list[float]] = {}
         for step in report.steps:
             by_mode.setdefault(step.mode, []).append(1000 * step.seconds)

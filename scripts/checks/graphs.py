@@ -32,6 +32,7 @@ import torch
 from dit_accel import Preset, accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.tools.measure.origin import describe_run
 from scripts.bench.model_speed.bench import Bench, busy_and_span
+from scripts.bench.model_speed.measures import peak_memory, profiled, stopwatch
 from scripts.bench.model_speed.models import MODELS, TINY
 from scripts.bench.model_speed.ranks import join, on_any, share_tokens
 from scripts.checks.graphs_study import situations
@@ -62,7 +63,12 @@ def main() -> int:
             if on_any(is_over) if ranks > 1 else is_over:
                 rows.append({"check": what, "skipped": f"{options.seconds:.0f} s are over"})
             else:
-                rows.append({"check": what, **_guarded(measure)})
+                try:
+                    row = measure()
+                except Exception as error:
+                    traceback.print_exc()
+                    row = {"error": f"{type(error).__name__}: {error}", "passed": False}
+                rows.append({"check": what, **row})
             rows[-1]["at_seconds"] = round(time.perf_counter() - started, 1)
             print(json.dumps(rows[-1]), flush=True)
             if options.output and rank == 0:
@@ -77,12 +83,8 @@ def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Ca
     device = "cpu" if smoke else "cuda"
     benches: dict[str, Bench] = {}  # the latest one, by kind of transformer
     if ranks == 1:
-        chosen = list(situations.SITUATIONS)[: 2 if smoke else None]
-        for name in chosen:
-            yield (
-                f"change of {name}",
-                partial(followed, partial(situations.differences, situations.SITUATIONS[name]), device),
-            )
+        for name, situation in list(situations.SITUATIONS.items())[: 2 if smoke else None]:
+            yield f"change of {name}", partial(followed, partial(situations.differences, situation), device)
         if not smoke:
             yield "two threads", partial(followed, situations.threads, device)
             yield "two streams", partial(followed, situations.streams, device)
@@ -139,18 +141,14 @@ def _measured(bench: Bench, preset: Preset, timed: int) -> dict[str, Any]:
     accelerate_pipeline(bench, preset)
     is_gpu = bench.device.type == "cuda"
     try:
-        if is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         run, outputs, times = bench.loop(BEFORE + timed + 1), [], []
-        for _ in range(BEFORE + timed):
-            started = _now(is_gpu)
-            outputs.append(next(run).clone())
-            times.append(1000 * (_now(is_gpu) - started))
-        row = {"ms": statistics.median(times[BEFORE:]), "ms_before": times[:BEFORE], "outputs": outputs}
+        with peak_memory(bench.device) as memory:
+            for _ in range(BEFORE + timed):
+                elapsed = stopwatch(bench.device)
+                outputs.append(next(run).clone())
+                times.append(elapsed())
+        row = {"ms": statistics.median(times[BEFORE:]), "ms_before": times[:BEFORE], "outputs": outputs, **memory}
         if is_gpu:
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            row["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             row["gpu_idle"] = _idle(run)
         report, (driver,) = bench.dit_accel.report(), bench.dit_accel._drivers
         row["densities"] = [item.density for item in report.attentions if item.step < BEFORE + timed]
@@ -166,11 +164,7 @@ def _measured(bench: Bench, preset: Preset, timed: int) -> dict[str, Any]:
 
 def _idle(run: Iterator[torch.Tensor]) -> float:
     """Share of the next step in which no kernel runs, under the profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        next(run)
-        torch.cuda.synchronize()
-    on_gpu = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    busy, span = busy_and_span((event.time_range.start, event.time_range.end) for event in on_gpu)
+    busy, span = busy_and_span((event.time_range.start, event.time_range.end) for event in profiled(run, 1))
     return 1 - busy / span
 
 
@@ -203,20 +197,6 @@ def tiny_run(family: str, device: str) -> dict[str, Any]:
         "notes": report.notes,
         "passed": max(differences) == 0,
     }
-
-
-def _guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return measure()
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}", "passed": False}
-
-
-def _now(is_gpu: bool) -> float:
-    if is_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _options() -> argparse.Namespace:

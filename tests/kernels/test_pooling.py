@@ -8,6 +8,7 @@ import torch
 from dit_accel.kernels import pooled_map
 from tests.kernels.conftest import IMPLEMENTED, is_refused
 from tests.pairs import every_pair
+from tests.sparse.policies.test_sparge import cosine
 
 CASES = {
     "ragged": (2, 200, 3, 64),
@@ -24,19 +25,14 @@ def naive_map(q, k, block, lengths):
     q, k = q.double(), k.double()
     starts = range(0, tokens, block)
 
-    def similarity(x):
-        x = x[x.norm(dim=-1) > 0]
-        unit = x / x.norm(dim=-1, keepdim=True)
-        return (unit @ unit.T).mean().item() if len(x) else 1.0
-
     probabilities = torch.zeros(batch, heads, len(starts), len(starts), dtype=torch.float64)
     q_similarity, k_similarity = torch.zeros(2, batch, heads, len(starts), dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
             q_blocks = [q[b, s : s + block, h] for s in starts]
             k_blocks = [k[b, s : min(s + block, max(s, lengths[b])), h] for s in starts]
-            q_similarity[b, h] = torch.tensor([similarity(x) for x in q_blocks])
-            k_similarity[b, h] = torch.tensor([similarity(x) for x in k_blocks])
+            q_similarity[b, h] = torch.tensor([cosine(x) for x in q_blocks])
+            k_similarity[b, h] = torch.tensor([cosine(x) for x in k_blocks])
             kept = [j for j, x in enumerate(k_blocks) if len(x)]
             if kept:
                 k_mean = torch.stack([k_blocks[j].mean(0) for j in kept]) - k[b, : lengths[b], h].mean(0)

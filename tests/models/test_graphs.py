@@ -555,6 +555,9 @@ def test_graphs_leave_short_memory_to_decoding(graph):
     graph.free = 99 * GIB
     tiny_output(pipe, "wan", steps=2)
     assert len(kept) == 2
+    StepGraphs.lend_all()  # as a decode that lacks memory
+    assert len(kept) == 0 and torch.equal(tiny_output(pipe, "wan", steps=4), expected)
+    assert len(kept) == 0 and graph.captures == 8
 
 
 @pytest.mark.parametrize("is_same", [False, True], ids=["another-transformer", "the-same"])

@@ -1,6 +1,7 @@
 """Group offload of diffusers moves weights in computed steps only, whether it was enabled first or later."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,13 +14,6 @@ from tests.tiny import tiny_output, tiny_pipeline
 
 CPU, STEPS = torch.device("cpu"), 6
 EVERY_THIRD = load_preset("balanced", schedule={"control": "interval", "warmup": 2, "interval": 3, "cooldown": 0})
-
-
-class Stream:
-    """Stands in for a stream of a GPU."""
-
-    def synchronize(self):
-        pass
 
 
 @pytest.fixture
@@ -39,7 +33,7 @@ def moved(monkeypatch):
 
 def offload(pipe, kind, *, streamed):
     """``enable_group_offload``, which refuses streams on a CPU."""
-    kind, stream = group_offloading.GroupOffloadingType(kind), Stream() if streamed else None
+    kind, stream = group_offloading.GroupOffloadingType(kind), Mock() if streamed else None
     config = group_offloading.GroupOffloadingConfig(CPU, CPU, kind, streamed, False, False, 1, stream=stream)
     group_offloading._apply_group_offloading(pipe.transformer, config)
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from peft import LoraConfig
 from torch import nn
 
 from dit_accel.kernels.kept import capturing
+from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal
 from tests.stages import ROUNDING
@@ -69,19 +71,6 @@ def test_each_dtype_is_compared(fused):
     assert "differ from the decoder by 0.1" in fused.remark
 
 
-class Wrapped(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-def _wrap_a_convolution(vae):
-    vae.decoder.conv_in = Wrapped(vae.decoder.conv_in)
-
-
 def _replace_the_decoder(vae):
     vae.decoder.__class__ = type("Decoder", (type(vae.decoder),), {"__module__": "mine"})
 
@@ -96,7 +85,10 @@ def _compile_a_part(vae):
 
 CHANGES = {
     "hooked": (lambda vae: vae.decoder.mid_block.register_forward_hook(lambda *_: None), "mid_block has hooks"),
-    "wrapped": (_wrap_a_convolution, "conv_in is not the code of torch or diffusers"),
+    "wrapped": (
+        lambda vae: setattr(vae.decoder, "conv_in", type("Wrapped", (nn.Sequential,), {})(vae.decoder.conv_in)),
+        "conv_in is not the code of torch or diffusers",
+    ),
     "another class": (_replace_the_decoder, "the decoder is not the code of torch or diffusers"),
     "lora": (_add_a_lora, "is not the code of torch or diffusers"),
     "compiled": (_compile_a_part, "mid_block is compiled"),
@@ -140,6 +132,14 @@ def test_a_lack_of_memory_costs_no_image(lacks, count, are_fused, fused):
         assert (fused.decode() - fused.output).abs().max() < ROUNDING
         assert (FUSED if is_fused else "fused kernels raised OutOfMemoryError: no memory") in fused.remark
     assert len(calls) == count
+
+
+def test_a_decoder_that_lacks_memory_begins_anew_without_graphs(fused, monkeypatch):
+    """Graphs of steps may take the memory."""
+    monkeypatch.setattr(StepGraphs, "lend_all", lend_all := Mock())
+    fused.vae.decoder.register_forward_pre_hook(Mock(side_effect=[torch.OutOfMemoryError("no memory"), None]))
+    assert torch.equal(fused.decode(), fused.output) and "memory did not suffice" in fused.remark
+    lend_all.assert_called_once()
 
 
 def test_a_decode_that_begins_anew_has_freed_its_weights(fused):

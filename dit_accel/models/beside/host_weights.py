@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from dit_accel.loop.conditioning import version_of
-from dit_accel.models.free_memory import is_short, read_host_memory
 
 HOST = torch.device("cpu")
 SAMPLES = 512  # values of a tensor that are compared; merging an adapter changes nearly all values
@@ -37,11 +35,9 @@ class HostWeight:
         vars(self.layer).pop("_apply", None)
 
     def _move(self, device: torch.device) -> None:
-        weight = self.layer.weight
-        if weight.device == device:
-            return
         with torch.inference_mode(False):  # under which a call may run: later, the weight may be trained
-            weight.data = _on_host(weight.data) if device == HOST else weight.data.to(device)
+            # not to pinned memory: allocating that takes longer than the copy, and up to twice the memory
+            self.layer.weight.data = self.layer.weight.data.to(device)
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,15 +120,6 @@ class HostWeights(dict[nn.Module, HostWeight]):
             raise
         finally:
             self.clear()
-            getattr(torch._C, "_host_emptyCache", int)()  # pinned memory
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to pinned memory, which returns to the GPU faster, unless the host's memory is short or can't be pinned."""
-    if tensor.is_cuda and not is_short(read_host_memory(), 2 * tensor.nbytes):  # it rounds up to 2^n
-        with suppress(RuntimeError):
-            return torch.empty_like(tensor, device=HOST, pin_memory=True).copy_(tensor)
-    return tensor.to(HOST)
 
 
 def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:

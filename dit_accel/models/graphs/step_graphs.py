@@ -8,7 +8,7 @@ replayed, and outputs are copied out. Decisions of the loop, forecasts and measu
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -105,6 +105,7 @@ class StepGraphs:
         self._wanted = driver.preset.kernels.graphs
         self._preset_refuses = why_not_preset(driver.preset)
         self._failed: str | None = None
+        self._lends = False  # decoding has lacked memory
         self._lock = threading.RLock()  # guards all attributes: several threads may call one transformer
         self._turns = Turns()  # serialises uses of static inputs and of the pool
         self._run: object = None  # report of the run in which the model was looked at
@@ -132,6 +133,17 @@ class StepGraphs:
                 self._turns.end()
                 self._kept |= freed
 
+    @classmethod
+    def _holding(cls) -> Iterator["StepGraphs"]:
+        return filter(None, [item() for item in [*cls._all]])
+
+    @classmethod
+    def lend_all(cls) -> None:
+        """Free all graphs because other work lacks memory; later ones are on loan."""
+        for graphs in cls._holding():
+            graphs._lends = True
+            graphs.clear()
+
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a computed call of the transformer's own forward, from a graph if there is one."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -151,7 +163,7 @@ class StepGraphs:
                     if isinstance(kept, Captured):
                         return self._replay(kept, leaves)
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        for graphs in filter(None, [item() for item in [*self._all]]):
+        for graphs in self._holding():
             graphs.give_way(*devices, reason=CROWDED if graphs is self and isinstance(kept, str) else None)
         if kept is None:
             output, trial = self._graph.watch(compute, self._device(leaves))
@@ -184,7 +196,7 @@ class StepGraphs:
         """Capture a new graph, or return why not, or the trial if a later call may be captured."""
         memory = self._graph.memory(self._device(leaves))
         reason = trial.why_not(self._wanted, memory, is_shared=parallel_degree(self._driver.transformer) > 1)
-        is_lent = self._wanted == "auto" and is_short(memory, trial.peak)
+        is_lent = self._wanted == "auto" and (self._lends or is_short(memory, trial.peak))
         if is_lent and self._driver.net is not None:
             reason = reason or CONTROLLED
         if is_lent and reason is None and call.tick.is_last:  # the graph would be freed at once

@@ -20,7 +20,8 @@ BILLION = 2e9 / 2**30  # GiB of a billion parameters in bf16
 RESERVED = 1.0  # GiB of a card for driver, context, loaded kernels, and gaps between tensors
 STREAMS = 24  # tensors [tokens, width] that a plain step holds, at most (speed-flux2-klein-4b.json)
 TEXT = 512  # tokens
-DECODING = 1.1  # of the measured peak of an autoencoder, for latents and prompts in a whole call
+DECODING = 1.2  # of the measured peak of an autoencoder, for latents and prompts in a whole call (recommended.json)
+BY_FRAME = 1.5  # the same if one frame is decoded after another: the first decode is compared, and keeps frames twice
 RESULTS = 4 * 6 / 2**30  # GiB per pixel of the copies of a result that tiles are joined in
 STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
 TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
@@ -100,13 +101,13 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
     rows, columns, clip = kind.get("size", (1, 1, 1))
     tiled = kind.get("tiled_gib", 0.0)
     whole = kind.get("gib", math.inf if tiled else 0.0)
-    share = height * width / (rows * columns) * (frames / clip if clip else 1)  # 0: one frame after another
+    share = height * width / (rows * columns) * (DECODING * frames / clip if clip else BY_FRAME)  # 0: by frame
     return Footprint(
         tuple((STORED if quantized else 1) * BILLION * billions for billions in row["transformers"]),
         tuple(BILLION * TABLE["texts"].get(text, text) for text in row["texts"]),
         BILLION * row.get("vae_billions", kind.get("billions", 0.0)),
         STREAMS * calls * (tokens + TEXT) * row["width"] * BILLION / 1e9,
-        (DECODING * share * whole, tiled and DECODING * tiled * frames / clip + RESULTS * height * width * frames),
+        (share * whole, tiled and DECODING * tiled * frames / clip + RESULTS * height * width * frames),
         f"{height} x {width}" + (f" x {frames} frames" if frames > 1 else ""),
         "" if model.folder or row["part"] in squeeze(model.name) else row["ids"][0],
     )

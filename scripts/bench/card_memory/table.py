@@ -6,7 +6,6 @@ from typing import Any
 Row = dict[str, Any]
 MODELS = {"flux": "FLUX.1-dev", "wan-14b": "Wan 2.1 14B", "qwen-image": "Qwen-Image", "hunyuan": "HunyuanVideo"}
 FORMS = {
-    "bf16": "bf16",
     "cast": "stored in float8",
     "int8": "int8 (torchao)",
     "float8": "float8 (torchao)",
@@ -47,7 +46,7 @@ def _lines(rows: list[Row]) -> Iterator[list[str]]:
         plain, ours = pair.get("plain", {}), pair.get("balanced", {})
         row = ours or plain
         frames = f", {4 * row['latents'][2] - 3} frames" if len(row["latents"]) == 5 else ""
-        cells = [MODELS[row["case"]] + frames, FORMS[row["weights"]], row["way"], str(card)]
+        cells = [MODELS[row["case"]] + frames, FORMS.get(row["weights"], row["weights"]), row["way"], str(card)]
         if all(row.get("fits") is False for row in (plain, ours)):  # a run that was not measured has no row
             yield [*cells, *[UNFIT] * 3, "", "", ""]
             continue
@@ -69,4 +68,4 @@ def _figure(row: Row, key: str, digits: int) -> str:
 
 
 def _name(row: Row) -> str:
-    return ", ".join(filter(None, [MODELS[row["case"]], FORMS[row["weights"]], row.get("way", "")]))
+    return ", ".join(filter(None, [MODELS[row["case"]], FORMS.get(row["weights"], row["weights"]), row.get("way", "")]))

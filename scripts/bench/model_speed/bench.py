@@ -16,7 +16,7 @@ from dit_accel.errors import headline
 from dit_accel.pipeline import Acceleration
 
 from .forced import forced_density
-from .measures import peak_memory, stopwatch
+from .measures import peak_memory, profiled, stopwatch
 from .models import Model, batch, variant
 
 STEPS = 50
@@ -159,10 +159,7 @@ class Bench:
             "steps_by_mode": report.steps_by_mode,
             "computed_fraction": report.computed_fraction,
             "cache_gib": report.cache_bytes / 2**30,
-            **{
-                key: getattr(report, key)
-                for key in ("estimated_bytes", "memory_measures", "replayed", "not_captured", "notes", "fallbacks")
-            },
+            **{key: getattr(report, key) for key in OF_REPORT},
             **memory,
         }
 
@@ -204,12 +201,8 @@ class Bench:
         with self.accelerating(preset, tiles=tiles):
             run = self.loop(UNPROFILED_STEPS + PROFILED_STEPS)
             self.timed(run, UNPROFILED_STEPS)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                for _ in run:
-                    pass
-                torch.cuda.synchronize()
-        on_gpu = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-        return [(event.name, event.time_range.start, event.time_range.end) for event in on_gpu]
+            events = profiled(run, PROFILED_STEPS)
+        return [(event.name, event.time_range.start, event.time_range.end) for event in events]
 
     @contextmanager
     def accelerating(
@@ -252,13 +245,9 @@ def compiled_blocks(transformer: torch.nn.Module, device: torch.device, *, fullg
     try:
         yield
     finally:
-        _forget_compiled(transformer)
-
-
-def _forget_compiled(transformer: torch.nn.Module) -> None:
-    for module in transformer.modules():
-        module._compiled_call_impl = None  # torch has no public API to undo compilation
-    torch._dynamo.reset()
+        for module in transformer.modules():
+            module._compiled_call_impl = None  # torch has no public API to undo compilation
+        torch._dynamo.reset()
 
 
 @contextmanager

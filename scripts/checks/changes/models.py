@@ -134,7 +134,9 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/models/graphs/step_graphs.py": [
         ("a-graph-of-other-names", "a call with equal tensors under other names has a graph of its own",
          "tests/models/test_graphs.py",
-         "self._device(leaves), structure, forms, modes", "self._device(leaves), forms, modes")],
+         "self._device(leaves), structure, forms, modes", "self._device(leaves), forms, modes"),
+        ("graphs-lack-memory-again", "graphs are on loan after a decode lacked memory", "tests/models/test_graphs.py",
+         "self._lends or is_short(", "is_short(")],
     "dit_accel/models/graphs/cuda_graph.py": [
         ("the-first-watcher-ends-all", "a watched step keeps its filter while another one ends",
          "tests/models/test_cuda_graph.py",

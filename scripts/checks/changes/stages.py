@@ -24,6 +24,8 @@ MUTANTS: list[Mutant] = table({
         ("the-model-before-stays", "a kept output offloads the model that ran before", "tests/stages/test_prompts.py",
          "            previous.offload()", "            pass")],
     "dit_accel/stages/decode.py": [
+        ("graphs-keep-their-memory", "a decode that lacks memory frees graphs of steps", "tests/stages/test_decode.py",
+         "        StepGraphs.lend_all()\n", ""),
         ("a-closed-stage-begins", "a closed stage does nothing at the beginning of a call",
          "tests/stages/test_decoding_in_pipelines.py",
          "        self.parts.at_beginning.clear()\n", ""),

@@ -189,6 +189,11 @@ def test_counts_of_calls_are_not_below_measured_peaks():
             memory = counted(row["model"], row["size"], few=not row["guidance"])
             in_float32 = memory.autoencoder + memory.decoding[0] if row["case"].startswith("wan") else 0.0
             assert row["peak_gib"] <= memory.needed("whole", memory.decoding[0]) + in_float32, row["model"]
+    for row in (row for row in rows_of("recommended") if "peak_gib" in row):
+        memory = counted(MEASURED.get(row["case"], row["case"]), few=row["case"] not in ("flux", "wan-1.3b"))
+        in_float32 = memory.autoencoder + memory.decoding[0] if row["case"] == "wan-1.3b" else 0.0
+        way = "whole" if 'pipe.to("cuda")' in row["lines"] else "model"
+        assert row["peak_gib"] <= memory.needed(way, memory.decoding[0] + in_float32), row
     for row in rows_of("small-cards"):
         size = (480, 832, 33) if len(row["latents"]) == 5 else NO_SIZE
         memory = counted(MEASURED[row["case"]], size, few=True, quantized=row["weights"] != "bf16")

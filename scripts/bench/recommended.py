@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Run the lines that `dit-accel recommend` prints for cards of 24, 16 and 12 GiB, on pipelines with random weights.
+
+    python -m scripts.bench.recommended --models flux,z-image-turbo --output docs/results/recommended.json
+    python -m scripts.bench.recommended --tiny                        # the same calls on the CPU, where nothing moves
+
+The process may allocate no more than such a card leaves. A row has the peak by count and the measured one. Calls have
+at most eight steps, after one on the whole GPU that loads kernels; the seconds of all steps are calculated from them.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.errors import headline
+from dit_accel.tools.advise.recommend import recommend
+from dit_accel.tools.measure.origin import describe_run
+from dit_accel.tools.measure.timing import timed_output
+from scripts.bench.call_speed.pipelines import CASES, FEW_STEPS, Case, arguments, build
+from scripts.bench.model_speed.bench import OF_REPORT
+from scripts.bench.model_speed.measures import limit_memory, peak_memory
+from scripts.bench.small_cards import CONTEXT, SHOWN
+from scripts.tables import names_in, write_rows
+
+Row = dict[str, Any]
+GPUS = {"24": "rtx4090", "16": "rtx4080", "12": "rtx4070"}
+COMPUTED = {28: 10, 50: 14}  # steps of these that `EVERY_FIFTH` computes
+TIMED = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 0}
+
+
+def main() -> int:
+    options = _options()
+    device, deadline = torch.device("cpu" if options.tiny else "cuda:0"), time.monotonic() + options.seconds
+    rows = (row for name in options.models for row in run_model(name, options, device, deadline))
+    return int(any("error" in row for row in write_rows(options.output, describe_run(device), rows, SHOWN)["rows"]))
+
+
+def run_model(name: str, options: argparse.Namespace, device: torch.device, deadline: float) -> Iterator[Row]:
+    """Yield a row for each card, the largest first; a placement that left room for a smaller one is not run again."""
+    case, placed, row = CASES[name], [], {}
+    limit_memory(device, None)
+    pipe = build(case, tiny=options.tiny)
+    pipe.vae.to(pipe.transformer.dtype)  # as the lines load it
+    call_of(accelerate_pipeline(pipe, "balanced", schedule=TIMED), case, 3, tiny=options.tiny)
+    for card in options.cards:
+        facts = placement(case, card)
+        lines, limit = facts["lines"], int(card) - CONTEXT
+        if row.get("lines") != lines or (row.get("reserved_gib") or 0) > limit:
+            row = {}
+        if not row and lines and time.monotonic() < deadline:
+            try:
+                restore_pipeline(pipe)
+                limit_memory(device, None)
+                if lines != placed and device.type == "cuda":
+                    pipe.remove_all_hooks()
+                    for line in lines:
+                        exec(line, {"pipe": pipe, "torch": torch})
+                placed = lines
+                accelerate_pipeline(pipe, facts["preset"], schedule=facts["schedule"])
+                limit_memory(device, limit)
+                row = facts | call_of(pipe, case, FEW_STEPS, tiny=options.tiny)
+            except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find
+                row = {"error": headline(problem)}
+        yield {"case": name, **row, **facts}
+
+
+def placement(case: Case, card: str) -> Row:
+    """Return the recommended preset and lines for a card, no lines if the pipeline does not fit, and the peak."""
+    found = recommend(case.model, gpu=GPUS[card], **dict(zip(("height", "width", "frames"), case.size, strict=True)))
+    lines = [line for line in found.python.splitlines() if line.startswith("pipe.")]
+    facts = {"card_gib": int(card), "preset": found.choices[0][0], "lines": lines, "counted_gib": found.gib}
+    return facts | {"schedule": TIMED if case.calls[0].schedule else {}}
+
+
+def call_of(pipe: Any, case: Case, most: int, *, tiny: bool) -> Row:
+    """Call an accelerated pipeline for ``most`` steps: seconds, their parts, and peaks of memory."""
+    call = case.calls[0]
+    steps = min(call.steps, most)
+    with peak_memory(pipe._execution_device) as memory:
+        output = timed_output(pipe, arguments(case, call, tiny=tiny) | {"num_inference_steps": steps}, seed=0)
+    report = pipe.dit_accel.report()
+    computed = [step.seconds for step in report.steps if step.mode != "dispatch"]
+    forecast = [step.seconds for step in report.steps if step.mode == "dispatch"]
+    more = COMPUTED.get(call.steps, len(computed)) - len(computed)
+    each = {"computed_seconds": min(computed[-2:]), "forecast_seconds": statistics.median(forecast or [0.0])}
+    left = more * each["computed_seconds"] + (call.steps - steps - more) * each["forecast_seconds"]
+    return {
+        "steps": call.steps,
+        "seconds": output.seconds + left,
+        **each,
+        "measured_steps": [step.mode for step in report.steps],
+        "measured_seconds": output.seconds,
+        "stages": output.stages,
+        **memory,
+        "decoded": report.decoding,
+        **{key: getattr(report, key) for key in OF_REPORT if key != "memory_measures"},
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
+    parser.add_argument("--cards", type=names_in(GPUS), default=list(GPUS), help="GiB, the largest first")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new call after this time")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
