@@ -47,7 +47,7 @@ FAMILY = Family(
     words=("wan2",),
     steps=50,
     unguided=1.0,
-    distilled={"fastwan": None, "wan22lightning": 4},
+    distilled={"fastwan": None, "turbowan": None, "wan22lightning": 4},
     sharing=("ulysses", "branches"),
     fused="head",
 )

@@ -71,6 +71,7 @@ MODELS = {
     "Wan-AI/Wan2.2-Animate-14B-Diffusers": ("wan_animate", False, "WanAnimate", None),
     "Wan-AI/Wan2.1-VACE-14B-diffusers": ("wan_vace", False, "WanVACE", 50),
     "FastVideo/FastWan2.1-T2V-1.3B-Diffusers": ("wan", True, "Wan", None),
+    "mine/TurboWan2.1-T2V-1.3B-480P": ("wan", True, "Wan", None),
     "Skywork/SkyReels-V2-T2V-14B-540P-Diffusers": ("skyreels_v2", False, "SkyReelsV2", 50),
     "hunyuanvideo-community/HunyuanVideo-I2V": ("hunyuan_video", False, "HunyuanVideoImageToVideo", 50),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": ("hunyuan_video15", False, "HunyuanVideo15", 50),
