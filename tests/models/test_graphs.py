@@ -39,6 +39,7 @@ CASES = {
     "two-branches": ("wan", load_preset("video-turbo", model="wan", **TILES), 4),
     "masked-text": ("hunyuan", load_preset("video-turbo", model="hunyuan_video", **TILES), 2),
     "token-order": ("wan", load_preset("video-turbo", model="wan", **TILES, blocks={"token_order": "hilbert"}), 4),
+    "cubes": ("wan", load_preset("wan21-fastwan", interval=2, warmup=2), 4),
     "control-net": ("flux-controlnet", load_preset("balanced"), 1),
     "two-transformers": ("wan22", load_preset("video-balanced"), 4),
     "no-facts": ("ltx", load_preset("balanced"), 1),
