@@ -95,7 +95,7 @@ class RunReport:
         memory_measures: measures that make the caches smaller, from the preset or to meet its budget.
         prompts: one record a prompt, if the steps of a batch are decided for each prompt; otherwise empty.
         replayed: transformer calls that ran as CUDA graphs.
-        encoding: how many calls of text encoders were saved by kept outputs; None = there was none.
+        encoding: how many calls of encoders were saved by kept outputs; None = there was none.
         decoding: how the call's latents were decoded; None = they were not.
         not_captured: why some calls were not captured, with ``kernels.graphs: auto`` on a GPU; None = only first calls
             were not, or graphs are not asked for.

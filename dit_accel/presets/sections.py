@@ -278,7 +278,7 @@ class Stages(Section):
     """Where several GPUs make a large image or a video together, each decodes a band of its rows with fused kernels, if
     no process asks for latents. All processes must have the same value."""
     prompts: bool = True
-    """Keep the outputs of text encoders, bit for bit. An encoder that gets the same inputs again does not run, and is
-    not moved to the GPU if it is offloaded."""
+    """Keep the outputs of the encoders of prompts and input images, bit for bit. An encoder that gets the same inputs
+    again does not run, and is not moved to the GPU if it is offloaded."""
     prompts_mib: float = Field(default=512.0, gt=0.0, allow_inf_nan=False)
     """Most MiB of kept outputs, for each pipeline. The least recently used are dropped first."""

@@ -49,14 +49,11 @@ class Worker:
         self.previews = Previews(self.pipe)
 
     @property
-    def preset_in_use(self) -> Preset | None:
-        return getattr(getattr(self.pipe, "dit_accel", None), "preset", None)
-
-    @property
     def loaded(self) -> Loaded:
         unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
         form = VideoForm(self.medium.fps, unit or 1) if isinstance(self.medium, Clips) else None
-        return Loaded(form, self.preset_in_use, self.suffix, self.preset)
+        preset = getattr(getattr(self.pipe, "dit_accel", None), "preset", None)  # in use
+        return Loaded(form, preset, self.suffix, self.preset)
 
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
@@ -155,7 +152,7 @@ class Worker:
 
     def use(self, preset: Preset | None) -> None:
         """Change the preset; if the pipeline does not support it, nothing is changed."""
-        if preset == self.preset_in_use:
+        if preset == self.loaded.preset:
             return
         if preset is None:
             from dit_accel.pipeline import restore_pipeline

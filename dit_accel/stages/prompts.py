@@ -1,8 +1,8 @@
-"""Keep prompt embeddings: a text encoder that gets the inputs of an earlier call returns a copy of its earlier output.
+"""Keep embeddings of prompts and input images: an encoder that gets the inputs of an earlier call returns a copy.
 
-The entry of the encoder's calls is replaced (``_compiled_call_impl``, where ``module.compile()`` puts compiled code).
-It lies above all hooks, so an encoder that accelerate offloads stays in host memory if its output is kept. The encoder
-runs where its output could differ, under gradients, and where its code, hooks or inputs are not known.
+The entry of the encoder's calls is replaced (``_compiled_call_impl``, where ``module.compile()`` puts compiled code),
+or an autoencoder's ``encode``, which returns a distribution to draw from. It lies above all hooks, so an encoder that
+is offloaded stays in host memory if its output is kept. The encoder runs where its code, inputs or output may differ.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dit_accel.errors import headline
+from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.accounts import distinct_bytes
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_on
@@ -27,8 +28,9 @@ from dit_accel.models.stand_in import StandIn
 from dit_accel.stages.stamps import PLAIN, read_stamp
 
 ENTRY = "_compiled_call_impl"  # torch leaves it out of copies and pickles of a module
-OFF = "by the text encoders: stages.prompts is false"
-MOST_INPUT = 2**26  # bytes; reading larger inputs takes longer than some encoders
+ENTRIES = {"text_encoder": ENTRY, "image_encoder": ENTRY, "vae": "encode"}  # by the beginning of a component's name
+OFF = "by the encoders: stages.prompts is false"
+MOST_INPUT = 2**29  # bytes; reading larger inputs takes longer than some encoders
 VALUES = frozenset([*PLAIN, torch.dtype, torch.device])
 
 
@@ -37,7 +39,7 @@ class _NotKept(Exception):
 
 
 class PromptStore:
-    """Kept outputs of the text encoders of a pipeline, ``most`` bytes together. The least recently used goes first."""
+    """Kept outputs of the encoders of a pipeline, ``most`` bytes together. The least recently used goes first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -67,16 +69,15 @@ class PromptStore:
 
 
 class KeepingEntry:
-    """Entry of a text encoder's calls, which returns kept outputs while ``stages`` of pipelines use it."""
+    """Entry of an encoder's calls, which returns kept outputs while ``stages`` of pipelines use it."""
 
-    def __init__(self, encoder: nn.Module, store: PromptStore) -> None:
+    def __init__(self, encoder: nn.Module, entry: str, store: PromptStore) -> None:
         self.stages: tuple[KeptPrompts, ...] = ()
         self.store = store
         self._latest: tuple = ()
-        self._stand_in = StandIn(encoder, ENTRY, self._call)
+        self._stand_in = StandIn(encoder, entry, self._call)
 
     def leave(self, stage: KeptPrompts) -> None:
-        """End a stage's use of the entry; the last one removes it."""
         self.stages = tuple(item for item in self.stages if item is not stage)
         if not self.stages:
             self.store.forget(self)
@@ -103,7 +104,9 @@ class KeepingEntry:
             for stage, stopwatch in zip(stages, elapsed, strict=True):
                 stage.note(self, elapsed=stopwatch)
             return kept[0]
-        output = run(*args, **kwargs)
+        drawn, output = _random_states(), run(*args, **kwargs)
+        if reason is None and drawn != _random_states():
+            reason = "it draws random numbers"
         if reason is None:
             reason = self._keep(key, output, on_host=is_offloaded)
         if reason is None and not inputs.is_same(_Inputs(args, kwargs)):
@@ -130,8 +133,7 @@ class KeepingEntry:
             tensors = _tensors_in(output)
             size = distinct_bytes(tensors)
             if size > self.store.most:
-                most = self.store.most / 2**20
-                return f"its output has {size / 2**20:.3g} MiB, more than stages.prompts_mib allows ({most:.3g})"
+                return f"its output has {size / 2**20:.3g} MiB, more than stages.prompts_mib allows"
             devices = [tensor.device for tensor in tensors]
             copied = _copied(output, tensors, [torch.device("cpu")] * len(tensors) if on_host else devices)
             self.store.put(key, (*copied, devices), size)
@@ -143,7 +145,7 @@ class KeepingEntry:
 
 
 class KeptPrompts:
-    """Stage of one pipeline: keeps up to ``most`` bytes of outputs of its text encoders until it is closed."""
+    """Stage of one pipeline: keeps up to ``most`` bytes of outputs of its encoders until it is closed."""
 
     def __init__(self, pipe: Any, parts: CallParts, most: int) -> None:
         self._pipe, self.parts = weakref.ref(pipe), parts
@@ -151,8 +153,8 @@ class KeptPrompts:
         self._entries: dict[str, KeepingEntry] = {}
         self._begun = 0
         self._calls: list[tuple[str, str | None, bool]] = []  # name of the encoder, why not kept, is kept
-        for name, encoder in text_encoders(pipe):
-            entry = _entry_on(encoder) or KeepingEntry(encoder, self._store)  # of another pipeline with the encoder
+        for name, encoder, method, other in encoders(pipe):
+            entry = other or KeepingEntry(encoder, method, self._store)  # the other is another pipeline's
             entry.stages = (*entry.stages, self)
             self._entries[name] = entry
 
@@ -168,12 +170,11 @@ class KeptPrompts:
 
     @property
     def remark(self) -> str | None:
-        """Say how many calls of text encoders the latest run saved; None = there was none."""
+        """Say how many calls of encoders the latest run saved; None = there was none."""
         pipe = self._pipe()
-        for name, encoder in text_encoders(pipe) if pipe is not None else ():
-            if name in self._entries and _entry_on(encoder) is not self._entries[name]:
-                again = "call accelerate_pipeline(pipe) again"
-                return f"by the text encoders: pipe.{name} was replaced or compiled; {again}"
+        for name, *_, entry in encoders(pipe) if pipe is not None else ():
+            if name in self._entries and entry is not self._entries[name]:
+                return f"by the encoders: pipe.{name} was replaced or compiled; call accelerate_pipeline(pipe) again"
         calls = self._calls if self._begun == self.parts.begun else []
         if not calls:
             return None
@@ -191,18 +192,14 @@ class KeptPrompts:
             entry.leave(self)
 
 
-def _entry_on(encoder: nn.Module) -> KeepingEntry | None:
-    stand_in = vars(encoder).get(ENTRY)
-    return stand_in.owner if isinstance(stand_in, StandIn) else None
-
-
-def text_encoders(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the text encoders of a pipeline, each once, with their names."""
+def encoders(pipe: Any) -> Iterator[tuple[str, nn.Module, str, KeepingEntry | None]]:
+    """Yield the encoders of a pipeline, each once, with their names, and the method and entry of their calls."""
     seen: set[int] = set()
     for name, component in vars(pipe).items():
-        if name.startswith("text_encoder") and isinstance(component, nn.Module) and id(component) not in seen:
+        method = next((method for start, method in ENTRIES.items() if name.startswith(start)), "")
+        if isinstance(component, nn.Module) and hasattr(type(component), method) and id(component) not in seen:
             seen.add(id(component))
-            yield name, component
+            yield name, component, method, getattr(vars(component).get(method), "owner", None)
 
 
 class _Inputs:
@@ -248,8 +245,7 @@ def _why_not_now() -> str | None:
         return "gradients are on"
     if watches_all_calls():
         return "torch watches all modules or operations"
-    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return "it is captured as a CUDA graph" if is_capturing else None
+    return "it is captured as a CUDA graph" if is_capturing() else None
 
 
 def _modes(tensors: list[torch.Tensor]) -> tuple:
@@ -259,6 +255,11 @@ def _modes(tensors: list[torch.Tensor]) -> tuple:
     devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     streams = (torch.cuda.current_stream(device).cuda_stream for device in range(devices))
     return *autocast, *kernel_settings(), *streams
+
+
+def _random_states() -> list[bytes]:
+    """Return the states of the generators from which a module draws if it gets none."""
+    return [item.get_state().numpy().tobytes() for item in (torch.default_generator, *torch.cuda.default_generators)]
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:
@@ -279,8 +280,8 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
             pending += value.values()
         elif isinstance(value, (list, tuple)):
             pending += value
-        elif type(value).__module__.startswith("transformers.") and not isinstance(value, nn.Module):
-            pending += vars(value).values()  # caches of keys and values
+        elif type(value).__module__.startswith(("transformers.", "diffusers.")) and not isinstance(value, nn.Module):
+            pending += vars(value).values()  # caches of keys and values, and distributions
         else:
             raise _NotKept(f"its output holds a {type(value).__name__}")
     return list(found.values())

@@ -20,6 +20,7 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.models import component_times
 from dit_accel.models.conditions import ADAPTER_SETTINGS
 from dit_accel.models.hooks import LIBRARIES, is_known, is_known_class, module_of
+from dit_accel.models.stand_in import StandIn
 
 QUIET_HOOKS = (component_times.__name__, "transformers.utils.output_capturing")  # torch's hooks that change no output
 WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "torch._dynamo.eval_frame")  # of hooks and compiled code
@@ -133,7 +134,7 @@ def _why_not(kind: type[nn.Module], attributes: dict[str, Any], hooks: Sequence[
         return "has a forward hook"
     for forward in (attributes.get("forward"), attributes.get("_old_forward")):
         is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
-        if not is_own and module_of(forward) not in WRAPPERS:
+        if not is_own and not isinstance(forward, StandIn) and module_of(forward) not in WRAPPERS:
             return "has a forward of its own"
     return None
 

@@ -71,6 +71,6 @@ def test_a_served_video_has_its_sound(model, tmp_path):
     worker = Worker(Setup(model, call={"enable_sound": True, "enable_safety_check": False}))
     settings = {"prompt": "a fox", "seed": 3, "steps": 2, "width": 64, "height": 64, "num-frames": FRAMES}
     for fps, more in ((24, {}), (12, {"fps": 12.0})):
-        (made,) = worker.run([Job(0, settings | more)], worker.preset_in_use, ".mp4", lambda *_: None)
+        (made,) = worker.run([Job(0, settings | more)], worker.loaded.preset, ".mp4", lambda *_: None)
         (tmp_path / "made.mp4").write_bytes(made.data)
         assert level(tmp_path / "made.mp4", fps) > 0.05

@@ -194,16 +194,6 @@ def test_sides_of_a_comparison_have_their_own_sound(tmp_path):
     assert levels == {"o.wav": 8192, "o-plain.wav": 16384, "o-compare.wav": 8192}
 
 
-@pytest.mark.parametrize("suffix", [".mp4", ".gif"])
-def test_a_pipeline_that_made_no_sound_writes_the_same_bytes(tmp_path, suffix):
-    """As a pipeline that can't make any, and no .wav file."""
-    clip = np.arange(5 * 16 * 16 * 3, dtype=np.uint8).reshape(5, 16, 16, 3)
-    paths = [tmp_path / f"{name}{suffix}" for name in ("silent", "able")]
-    for path, medium in zip(paths, (Clips(8.0), Clips(8.0, 24_000)), strict=True):
-        assert medium.write(clip, path) == [path]
-    assert paths[0].read_bytes() == paths[1].read_bytes() and sorted(tmp_path.iterdir()) == sorted(paths)
-
-
 def test_sound_at_an_unknown_rate_is_left_out_with_a_warning(tmp_path):
     clip = np.zeros((5, 16, 16, 3), dtype=np.uint8)
     with pytest.warns(UserWarning, match="sound is left out, because its sampling rate is unknown"):

@@ -151,14 +151,6 @@ def test_a_mask_of_one_value_is_that_everywhere(mode, colour, level):
     assert request.mask.mode == "L" and request.mask.getextrema() == (level, level)
 
 
-def test_a_mask_has_the_size_of_the_first_image():
-    """Both sides count, and the second image's do not."""
-    images = [file((24, 8)), file((8, 24))]
-    assert read("edits", LIMITS, {"image": images, "mask": [file((24, 8), "L")]}).mask.size == (24, 8)
-    for size in ((8, 24), (24, 16), (16, 8)):
-        assert read("edits", LIMITS, {"image": images, "mask": [file(size, "L")]}) == "mask"
-
-
 def test_jobs_have_their_own_seeds_and_share_all_else():
     """Seeds follow each other from the given one; width and height are not exchanged."""
     request = read("images", LIMITS, {"n": 2, "seed": 7, "size": "96x32", "negative_prompt": "", "guidance": 0})
