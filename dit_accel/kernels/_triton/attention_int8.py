@@ -35,13 +35,13 @@ def _in_operand_order(probabilities):
 
 
 @triton.jit
-def _tile(
-    matrix, row, column, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr
-):  # fmt: skip
+def _tile(matrix, row, column, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr):
     if BY_DESCRIPTOR:
-        return matrix.load([row, column])
-    of_row = matrix + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * row_stride
-    return tl.load(of_row + column + tl.arange(0, COLUMNS)[None, :])
+        tile = matrix.load([row, column])
+    else:  # Triton also compiles what follows a return: a descriptor has no address
+        of_row = matrix + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * row_stride
+        tile = tl.load(of_row + column + tl.arange(0, COLUMNS)[None, :])
+    return tile
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that is not present, with a replacement for Triton's driver, and read ptxas' figures."""
+"""Compile kernels for a GPU that is not present, with a replacement for Triton's driver, and read their figures."""
 
 import re
 import subprocess
@@ -101,14 +101,12 @@ def _described(gpu: Gpu, kernel: Any) -> dict[str, Any]:
     that fit a multiprocessor, and the share of instructions that run on the matrix units.
     """
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared / KIB
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(kernel.asm["ptx"])
-        target = re.search(r"\.target (\w+)", kernel.asm["ptx"]).group(1)
-        ptxas = "ptxas-blackwell" if gpu.capability >= 100 else "ptxas"
-        printed = _tool(ptxas, "-v", f"--gpu-name={target}", str(source), "-o", str(binary))
-        code = _tool("cuobjdump", "-sass", str(binary))
-    registers = int(re.search(r"Used (\d+) registers", printed).group(1))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        command = [TOOLS / "cuobjdump", "-sass", "-res-usage", binary.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
     limits = [gpu.warps // warps, REGISTERS // (32 * warps * -(-registers // 8) * 8)]
     limits += [int((gpu.shared + 1) // (shared + 1))] if shared else []  # the driver adds 1 KiB to each program
     instructions = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S", code))
@@ -117,12 +115,7 @@ def _described(gpu: Gpu, kernel: Any) -> dict[str, Any]:
         "warps": warps,
         "registers": registers,
         "shared": round(shared, 1),
-        "spilled": sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", printed)),
+        "spilled": spilled,
         "programs": min(limits),
         "products": round(len(re.findall(PRODUCTS, code)) / instructions, 3),
     }
-
-
-def _tool(name: str, *arguments: str) -> str:
-    done = subprocess.run([str(TOOLS / name), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
