@@ -36,7 +36,7 @@ def command(options: ReportOptions) -> None:
 
     if options.check is not None:
         found = kit.problems(options.check)
-        typer.echo("\n".join(found) or f"{options.check} is whole, and its figures fit its images")
+        typer.echo("\n".join(found) or f"whole; its figures fit its images\n{kit.row(options.check / 'report.json')}")
         if found:
             raise typer.Exit(1)
         return

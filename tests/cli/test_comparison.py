@@ -87,15 +87,7 @@ def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
 def test_each_result_is_compared_with_its_own():
     """Of several results, with the sounds of both sides; without a comparison the side that ran is written."""
     plain, fast = (
-        Side.of(
-            Output(
-                [f"{side} {place}" for place in (0, 1)],
-                9.0,
-                4.0,
-                2,
-                sounds=[f"{side} sound {place}" for place in (0, 1)],
-            )
-        )
+        Side(Output([f"{side} 0", f"{side} 1"], 9.0, 4.0, 2, sounds=[f"{side} sound 0", f"{side} sound 1"]), [4.0])
         for side in ("plain", "fast")
     )
     written = []

@@ -2,14 +2,13 @@
 
 import json
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 from PIL import Image
 
 from dit_accel.cli import compare
 from dit_accel.tools.measure import kit
-
-SMALL = ("--steps", "6", "--height", "32", "--width", "32")
 
 
 def sealed(change):
@@ -45,7 +44,6 @@ FORGED = {  # change, and what the check says of it
     "another figure": (lambda _, document: row(document).update(psnr_db=50.0), "was changed after"),
     "unfinished": (lambda _, document: document.pop("digest"), "KeyError"),
     "another schema": (lambda _, document: document.update(schema="1"), "this version checks"),
-    "no mapping": (lambda _, document: document.update(results=3), "was changed after"),
     "missing image": (lambda folder, _: (folder / "report-images/000-plain.png").unlink(), "is missing"),
     "another image": (other_image, "000-turbo.png is missing or was changed"),
     "another image, sealed": (other_image_and_digest, "turbo: PSNR of prompt 0"),
@@ -63,7 +61,7 @@ def test_a_report_is_whole_until_something_is_changed(run, model, tmp_path, monk
     monkeypatch.setattr(kit, "RUNS", 10**9)  # the fewest prompts
     monkeypatch.setattr(kit, "PEERS", "fewer-steps")
     folder, file = tmp_path / "report", tmp_path / "report/report.json"
-    asked = ("report", "-m", model, *SMALL, "--minutes", "2")
+    asked = ("report", "-m", model, "--steps", "6", "--height", "32", "--width", "32", "--minutes", "2")
     with monkeypatch.context() as patch:
         clock = count(step=40)  # seconds between two looks at it
         patch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -74,7 +72,7 @@ def test_a_report_is_whole_until_something_is_changed(run, model, tmp_path, monk
     document, images = file.read_text(), {path: path.read_bytes() for path in folder.glob("report-images/*")}
     assert [row["name"] for row in json.loads(document)["results"]] == ["quality", "balanced", "turbo", "3 steps"]
     assert {"report-sheet.png", "report.md", "report.png"} <= {path.name for path in folder.iterdir()}
-    assert "whole" in run("report", "--check", folder).stdout
+    assert run("report", "--check", folder).stdout.endswith(f"{kit.row(file)}\n")
     for name, (change, message) in FORGED.items():
         changed = json.loads(document)
         change(folder, changed)
@@ -86,3 +84,9 @@ def test_a_report_is_whole_until_something_is_changed(run, model, tmp_path, monk
     file.write_text("[1")
     assert "is no report" in run("report", "--check", folder).stdout
     assert "can't be read" in run("report", "--check", tmp_path / "nowhere").stdout
+
+
+def test_reports_of_others_are_in_the_table():
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "comparing.md"
+    for file in guide.parents[1].glob("results/community/*.json"):
+        assert kit.row(file) in guide.read_text(encoding="utf-8")

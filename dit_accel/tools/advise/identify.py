@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import diffusers
 
@@ -76,7 +75,8 @@ def identify(model: str) -> Identity:
         return Identity(model, model, _makes_videos(model), is_loadable=False)
     squeezed, folder = squeeze(model), demo_path(model) or Path(model)
     is_distilled, steps = distillation(model)
-    index = _index(folder)
+    files = [folder / name for name in ("model_index.json", "modular_model_index.json")]
+    index = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
     components = [item for item in index.values() if isinstance(item, list) and len(item) in (2, 3)]
     classes = [item[1] for item in components if isinstance(item[1], str)]  # after its library
     if any("UNet" in name for name in classes) or _has(TABLE["with_unet"], "" if folder.exists() else squeezed):
@@ -135,11 +135,6 @@ def _makes_videos(family: str, *names: str) -> bool:
 
 def _has(parts: Iterable[str], *names: str) -> bool:
     return any(part in name for part in parts for name in names)
-
-
-def _index(folder: Path) -> dict[str, Any]:
-    files = [folder / name for name in ("model_index.json", "modular_model_index.json")]
-    return next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
 
 
 def _require_loadable(model: str) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from dit_accel.presets.loading import LEVELS
 from dit_accel.tools.files import write_whole
+from dit_accel.tools.measure.compare.report import speedup_of
 from dit_accel.tools.measure.compare.sheet import PLAIN, image_name
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
 from dit_accel.tools.measure.repeats import PLAIN_STEPS
@@ -71,6 +72,14 @@ def problems(folder: Path) -> list[str]:
         return [f"can't be read: {error}"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{STEM}.json is no report: {type(error).__name__}: {error}"]
+
+
+def row(file: Path) -> str:
+    """Return a report's row in the table of docs/guide/comparing.md, from its JSON file."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    ours = [row for row in document["results"] if row["name"].removeprefix("video-") in LEVELS]
+    cells = [f"{speedup_of(row).median:.2f}×, {row['psnr_db']:.1f}, {min(row['psnr_db_each']):.1f}" for row in ours]
+    return f"| {' | '.join((document['settings']['model'], document['origin']['device'], *cells))} |"
 
 
 def _in_rows(folder: Path, document: dict[str, Any]) -> Iterator[str]:
