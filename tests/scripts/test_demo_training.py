@@ -100,7 +100,6 @@ def test_a_toy_training_run_yields_a_pipeline(model, tmp_path, train):
 
 
 def test_autoencoders_are_trained_and_taken_apart(tmp_path, train):
-    """The decoder alone with ``--freeze-encoder``, and with ``--vae`` that of another state."""
     arguments = ("--model", "demo-wan", "--output")
     train(*arguments, tmp_path / "demo", "--state", tmp_path / "state")
     train(*arguments, tmp_path / "decoder", "--resume", tmp_path / "state", "--vae-seconds", 1, "--freeze-encoder")

@@ -39,7 +39,6 @@ def make_vae(family):
 
 
 def gradients(family, vae, drawn, latents):
-    """Gradients of all weights and the latents, with a loss that depends on place and frame."""
     latents = latents.clone().requires_grad_()
     loss = 0
     for values in (family.encode(vae, drawn), family.decode(vae, latents)):

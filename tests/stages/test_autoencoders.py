@@ -46,7 +46,7 @@ IN_PARTS = [
     ("cogvideox", "slices", [(2, 4, 2, 3, 5)]),
     ("ltx 0.9.5", "tiles", [(2, 4, 5, 6, 8)]),
     ("ltx 2", "frames", [(2, 4, 5, 6, 8)]),
-    ("minimax-h3", "tiles", [(2, 4, 12, 3, 4), (1, 4, 3, 1, 9)]),
+    ("minimax-h3", "tiles", [(2, 4, 12, 3, 4), (1, 4, 3, 1, 16)]),  # 15 tiles are two batches
 ]
 ENCODED = [  # of a video the first frame alone, then four frames a call
     *((name, "whole", [(2, 3, 16, 16), (2, 3, 18, 26)]) for name in AUTOENCODERS if name.startswith("flux")),

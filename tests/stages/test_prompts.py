@@ -26,8 +26,6 @@ ENCODERS = {"clip": encoders.clip, "t5": encoders.t5, "llama": encoders.llama, "
 
 
 class Pipe:
-    """A pipeline with text encoders and nothing else."""
-
     def __init__(self, *encoders):
         vars(self).update({f"text_encoder_{place}": encoder for place, encoder in enumerate(encoders)})
 

@@ -34,14 +34,16 @@ class Lines:
         source = _literal(str(model.folder or self._source))
         lines = ["import torch", "import diffusers", "import dit_accel", *row.get("before", [])]
         lines.append(f"pipe = diffusers.{kind}Pipeline.from_pretrained({source}{parts}{dtype})")
-        lines += ["pipe.load_components(dtype=torch.bfloat16)"] if model.is_modular else []
+        workflow = f'workflow="{row["workflow"]}", ' if "workflow" in row else ""
+        lines += [f"pipe.load_components({workflow}dtype=torch.bfloat16)"] if model.is_modular else []
         adapters = [f"lora-{index}" for index in range(len(self.loras))]
         for adapter, lora in zip(adapters, self.loras, strict=True):
             place, file = repository_and_file(lora)
             rest = "" if file is None else f", weight_name={_literal(file)}"
             lines.append(f"pipe.load_lora_weights({_literal(place)}, adapter_name={_literal(adapter)}{rest})")
         lines += [f"pipe.set_adapters({json.dumps(adapters)}, {list(self.loras.values())})"] if adapters else []
-        lines.append(WAYS[self.plan.way]["python"].format(self.device))
+        way = "modular" if model.is_modular and self.plan.way == "model" else "python"
+        lines.append(WAYS[self.plan.way][way].format(self.device))
         lines += ["pipe.vae.enable_tiling()"] if self.plan.in_tiles else []
         lines.append(f'dit_accel.accelerate_pipeline(pipe, "{self.preset}")')
         lines += [f"dit_accel.parallelize_pipeline(pipe, {self.sharing})"] if self.sharing else []

@@ -74,6 +74,9 @@ def recommend(
     steps = steps or next((number for _, number in names if number), None) or _default_steps(identity, few=few)
     memory = count(identity, (height, width, frames), few=few, quantized=quantized)
     plan, on_memory = _planned(memory, card)
+    if plan is not None and plan.way == "group" and identity.is_modular:  # whose blocks diffusers does not offload
+        counted = on_memory.partition(", so ")[0]
+        plan, on_memory = None, f"{counted}, which is too little even with offloading of whole components."
     sharing, on_sharing = _shared(identity, gpus, plan, few=few)
     choices = TABLE["choices_for_few_steps" if steps is not None and steps <= NOTHING_TO_SKIP else "choices"]
     notes = (MEASURED, *_on_steps(steps, few=few), *on_sharing, on_memory)

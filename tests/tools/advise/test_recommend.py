@@ -220,7 +220,7 @@ def test_no_line_runs_out_of_memory_by_its_own_count(gpu):
             assert "not counted" in text or card.memory_gib is None, model
         else:
             assert found.gib <= card.memory_gib - RESERVED, model
-        offloads = {"model": "enable_model_cpu_offload()", "group": "enable_group_offload("}
+        offloads = {"model": "cpu_offload(", "group": "enable_group_offload("}
         options = parse(found.shell) if found.shell else {}
         assert not options or {way for way in offloads if offloads[way] in found.python} == {options["offload"]} - {
             "none"
@@ -277,6 +277,9 @@ TO_GPU = 'pipe.to("cuda")'
         ("HiDream-ai/HiDream-I1-Full", {"gpu": "4090"}, "text_encoder_4=text_encoder_4", "dit-accel generate --"),
         ("black-forest-labs/FLUX.1-dev", {"gpu": "t4"}, "by plain torch", "-balanced"),
         ("FLUX.1-dev", {"steps": 8}, "--model black-forest-labs/FLUX.1-dev --preset balanced", "MODEL"),
+        ("MiniMaxAI/MiniMax-H3", {}, 'load_components(workflow="t2va", ', "--offload"),
+        ("MiniMaxAI/MiniMax-H3", {"gpu": "h100"}, 'enable_auto_cpu_offload(device="cuda")', TO_GPU),
+        ("MiniMaxAI/MiniMax-H3", {"gpu": "4090"}, "offloading of whole components", "dit-accel generate"),
         ("FLUX.1-dev", {"steps": 4, "quantized": True, "gpu": "4090"}, "--preset exact", "--offload group"),
     ],
     ids=str,

@@ -46,8 +46,6 @@ class Method:
 
 @dataclass(frozen=True)
 class Peer:
-    """An acceleration method that is not ours."""
-
     series: str
     name: str  # of a setting: a format string for its values
     settings: Sequence[tuple] | Callable[[int], Sequence[tuple]]  # values of each setting, or by the number of steps

@@ -50,7 +50,6 @@ class Target:
 
     @property
     def least(self) -> float:
-        """Smallest noticeable slack."""
         return 0.25 if self.metric == "psnr" else 0.02
 
     @property

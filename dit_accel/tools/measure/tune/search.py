@@ -14,8 +14,6 @@ LEAST_GAIN = 0.002  # minimum gain in computed fraction for leaving the preset's
 
 
 class Score(NamedTuple):
-    """Quality and cost of one setting."""
-
     slack: float  # margin to the target, in the target's unit; negative = the target is missed
     cost: float  # computed fraction of the blocks' FLOPs
 
