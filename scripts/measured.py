@@ -25,10 +25,11 @@ from scripts.research.setting_lists.tiles import LOOP, TILED
 
 FILE = preset_path("balanced").with_name("measured.json")
 GUIDE = RESULTS.parents[1] / "guide" / "tuning.md"
-CONDITIONS, FEW_STEPS = RESULTS.name, "few-steps-demo-flux.json"
+CONDITIONS = RESULTS.name
+BF16 = (CONDITIONS, "few-steps-demo-flux.json"), "closed loop", "bfloat16"  # files, series and dtype
+INT8 = ("eight-bits.json",), "layers in int8", "float32"
 STEPS = (100, 50, 28, 20, 12, 8, 4)
 UNTRAINED_GUIDANCE = 5.0  # of a cell that no range includes
-FIGURES = re.compile(r"(50 steps: )[\d. to]+( of the FLOPs, )[\d to]+( dB)")
 PAIRS = re.compile(r"calibration: \[.*\]")
 MOST = re.compile(r"[\d.]+( dB for images and )[\d.]+( for videos)")
 
@@ -53,14 +54,15 @@ def run_of(rows: Sequence[tuple[float, float]], models: set[str], steps: int, dt
     }
 
 
-def loop_runs(level: str, *, video: bool) -> list[Run]:
-    """Runs of a preset of the closed loop, by number of steps: of conditions.json, else of the file of few steps."""
+def loop_runs(level: str, kind: tuple[Sequence[str], str, str], *, video: bool) -> list[Run]:
+    """Runs of a preset of the closed loop, by number of steps, each from the first of the files that has it."""
+    sources, series, dtype = kind
     rows: dict[int, list[tuple[str, str, float, float]]] = {}
-    for source in (CONDITIONS, FEW_STEPS):
+    for source in sources:
         known = set(rows)
         for row in document(source)["rows"]:
             cell = {"dtype": "bfloat16", "guidance": None, "steps": None} | row["cell"]
-            is_counted = cell["dtype"] == "bfloat16" and cell["guidance"] != UNTRAINED_GUIDANCE
+            is_counted = (cell["dtype"], row["series"]) == (dtype, series) and cell["guidance"] != UNTRAINED_GUIDANCE
             steps = cell["steps"] or 50
             if row["name"] == level and (cell["model"] in VIDEOS) == video and is_counted and steps not in known:
                 rows.setdefault(steps, []).append((source, cell["model"], row["computed"], fmean(row["psnr"])))
@@ -68,7 +70,7 @@ def loop_runs(level: str, *, video: bool) -> list[Run]:
     for steps in STEPS:
         if steps in rows:
             ((source,), models) = ({row[place] for row in rows[steps]} for place in (0, 1))
-            found.append(run_of([row[2:] for row in rows[steps]], models, steps, "bfloat16", source))
+            found.append(run_of([row[2:] for row in rows[steps]], models, steps, dtype, source))
     return found
 
 
@@ -87,7 +89,11 @@ def single_run(name: str, source: str) -> Run:
 
 def measurements() -> dict[str, list[Run]]:
     """Runs by preset; presets without figures are left out."""
-    loops = {"video-" * video + level: loop_runs(level, video=video) for level in LEVELS for video in (False, True)}
+    loops = {}
+    for name in preset_names():
+        plain = name.removesuffix("-8bit")
+        if (level := plain.removeprefix("video-")) in LEVELS or name != plain:
+            loops[name] = loop_runs(level, BF16 if name == plain else INT8, video=name.startswith("video-"))
     known = json.loads(FILE.read_text(encoding="utf-8"))
     others = {
         name: [single_run(name, run["source"]) for run in runs] for name, runs in known.items() if name not in loops
@@ -116,8 +122,8 @@ def files() -> dict[Path, str]:
     for name in preset_names():
         text = preset_path(name).read_text(encoding="utf-8")
         for run in runs.get(name, ()):
-            if run["steps"] == 50:
-                text = FIGURES.sub(rf"\g<1>{span(run['computed'], 2)}\g<2>{span(run['psnr'], 0)}\3", text)
+            figures = rf"({run['steps']} steps: )[\d. to]+( of the FLOPs, )[\d to]+( dB)"
+            text = re.sub(figures, rf"\g<1>{span(run['computed'], 2)}\g<2>{span(run['psnr'], 0)}\3", text)
         if name in calibrations:
             text = PAIRS.sub(f"calibration: {[list(pair) for pair in calibrations[name][0]]}", text)
         written[preset_path(name)] = text

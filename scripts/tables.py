@@ -21,7 +21,7 @@ RENDERERS = {  # stem of the JSON: module, function, and the arguments taken fro
     r"compiled-kernels": ("scripts.checks.compiled_kernels", "table", ["kernels"]),
     r"every-class": ("scripts.checks.class_study.report", "markdown", []),
     r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),
-    r"few-steps-.+": ("scripts.research.conditions_study.report", "every_setting", ["rows"]),
+    r"eight-bits|few-steps-.+": ("scripts.research.conditions_study.report", "every_setting", ["rows"]),
     r"(flashomni-presets|papers-demo|tile-sparsity)-.+|layers-in-8-bits": (
         "scripts.research.settings",
         "table",

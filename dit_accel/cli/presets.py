@@ -21,7 +21,7 @@ def list_command(
         typer.Option("--model", "-m", help="List only presets for this model: its id, its folder, or a family's name."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also list presets that reproduce methods of papers.")
+        bool, typer.Option("--all", help="Also list presets in 8 bits, and methods of papers.")
     ] = False,
 ) -> None:
     """List presets with their computed fraction and PSNR on small models at 50 steps."""
@@ -36,13 +36,13 @@ def list_command(
     for name in preset_names():
         preset = load_preset(name)
         is_taken = identity is None or identity.takes(preset)
-        if is_taken and (everything or preset.schedule.measures):
+        if is_taken and (everything or (preset.schedule.measures and preset.linear.dtype is None)):
             run = next((run for run in measured(name) if run["steps"] == 50), None)
             figures = (span(run["computed"], 2), span(run["psnr"], 0)) if run else ("not measured", "not measured")
             typer.echo(ROW.format(name, preset.model, *figures))
             typer.echo(f"  {preset.description}")
     typer.echo(
-        "Figures are from small models. One preset: dit-accel presets show NAME.\n"
+        "Figures are from small models. --all adds NAME-8bit, with layers in 8 bits, and methods of papers.\n"
         f"Which to use: dit-accel recommend --model {model or 'MODEL'}",
         err=True,
     )

@@ -95,10 +95,11 @@ def in_the_pages_words(error: Exception) -> str:
 
 def _presets(family: str) -> Iterator[tuple[str, str]]:
     """Yield label and name: three in words, others of this family, and methods of papers last."""
-    names = [name for name in preset_names() if load_preset(name).model in ("any", family)]
-    others = [name for name in names if name not in LEVELS and not name.startswith("video-")]
+    names = [n for n in preset_names() if load_preset(n).model in ("any", family) and not n.startswith("video-")]
+    others = [name for name in names if name not in LEVELS and not name.endswith("-8bit")]
     loops = [name for name in others if load_preset(name).schedule.measures]
     yield from ((IN_WORDS[name], name) for name in LEVELS)
+    yield from ((f"Layers in 8 bits: {name}", name) for name in names if name.endswith("-8bit"))
     yield from ((f"Sparse attention: {name}", name) for name in loops)
     yield (f"Every step computed ({EXACT})", EXACT)
     yield from ((f"Method of a paper: {name}", name) for name in others if name not in (*loops, EXACT))

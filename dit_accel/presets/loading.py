@@ -78,7 +78,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
 def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
     """Return the argument of :func:`load_preset` for a pipeline that makes images or videos; None = `balanced`."""
     name = DEFAULT if preset is None else preset
-    return f"video-{name}" if is_video and name in LEVELS else name
+    return f"video-{name}" if is_video and name in (*LEVELS, "balanced-8bit", "turbo-8bit") else name
 
 
 def preset_schema() -> dict[str, Any]:

@@ -140,10 +140,7 @@ class _Described(Description):
 
 
 def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tuple[torch.Tensor, ...]:
-    """Return the streams of latents, such as video and audio, that ComfyUI packs into one tensor ``[B, 1, N]``.
-
-    The error of each is measured, and the largest decides. Shapes have the batch first; without them all is one stream.
-    """
+    """Return the streams of latents, such as video and audio, that ComfyUI packs into one tensor ``[B, 1, N]``."""
     sizes = [math.prod(shape[1:]) for shape in shapes or ()]
     return packed.split(sizes, dim=-1) if sum(sizes) == packed.shape[-1] else (packed,)
 
@@ -189,8 +186,9 @@ def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides:
     settings = load_preset(preset, **overrides)
     if not _is_for_outputs(settings):
         raise UnsupportedError(
-            f"preset must forecast the output of any model, but {settings.name!r} is for {settings.model} models at "
-            f"level {settings.forecast.level!r}; use one of {', '.join(output_presets())}"
+            f"preset must forecast the output of any model, with its layers unchanged, but {settings.name!r} is for "
+            f"{settings.model} models at level {settings.forecast.level!r}, with linear.dtype {settings.linear.dtype}; "
+            f"use one of {', '.join(output_presets())}"
         )
     if not hasattr(model, "add_wrapper_with_key"):
         raise UnsupportedError(OLD_COMFYUI.format(type(model).__name__))
@@ -209,7 +207,7 @@ def output_presets() -> list[str]:
 
 
 def _is_for_outputs(preset: Preset) -> bool:
-    return preset.model == "any" and preset.forecast.level == "output"
+    return preset.model == "any" and preset.forecast.level == "output" and preset.linear.dtype is None
 
 
 class AccelerateNode:

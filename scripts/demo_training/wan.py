@@ -131,10 +131,7 @@ class Wan(VideoFamily):
 
 
 def _downsample(layer: WanResample, values: torch.Tensor) -> torch.Tensor:
-    """Halve the sides, and all frames but the first if the layer halves time: [N, C, 2 n + 1, ...] -> n + 1 frames.
-
-    Without a feature cache the layer's own forward does not change time.
-    """
+    """Halve the sides, and all frames but the first if the layer halves time: [N, C, 2 n + 1, ...] -> n + 1 frames."""
     values = layer(values)
     if layer.mode != "downsample3d":
         return values

@@ -10,8 +10,7 @@ whole batch get them one by one. Writes a JSON file after every part, and at the
     python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures
     python -m scripts.research.conditions --output docs/results/few-steps-demo-flux --models demo-flux --few-steps 4 8 \
         --prompts 64 --rivals dbcache spectrum
-    python -m scripts.research.conditions --output docs/results/eight-bits --few-steps 28 50 --eight-bits int8 float8 \
-        --rivals
+    python -m scripts.research.conditions --output /tmp/eight-bits --few-steps 28 50 --eight-bits int8 float8 --rivals
     python -m scripts.research.conditions --output docs/results/budgets --few-steps 20 28 --budgets 5 6 7 8 9 10 \
         --rivals meancache
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json

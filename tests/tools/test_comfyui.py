@@ -405,9 +405,11 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
 
 
 def test_errors(flow):
-    fix = r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
-    with pytest.raises(UnsupportedError, match=fix):
-        accelerate_model(flow, "flux-flashomni-paper")
+    for name in ("flux-flashomni-paper", "turbo-8bit"):
+        with pytest.raises(
+            UnsupportedError, match=rf"preset must forecast the output of any model.*'{name}'.*balanced"
+        ):
+            accelerate_model(flow, name)
     with pytest.raises(PresetError, match="target_eror"):
         accelerate_model(flow, target_eror=0.1)
     with pytest.raises(UnsupportedError, match=r"ComfyUI 0\.3\.8 or later"):

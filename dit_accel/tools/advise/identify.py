@@ -58,7 +58,7 @@ class Identity:
 
     def takes(self, preset: Preset) -> bool:
         """Return True if a shipped preset suits the model: video presets for videos, others for images."""
-        if preset.name in LEVELS or preset.name.startswith("video-"):
+        if preset.name.removesuffix("-8bit") in LEVELS or preset.name.startswith("video-"):
             return self.is_video == preset.name.startswith("video-")
         return preset.model in ("any", self.family)
 

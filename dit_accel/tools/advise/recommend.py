@@ -15,9 +15,11 @@ from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
 
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
+FOUR_BITS = re.compile("nunchaku-lite|nvfp4|nf4|bnb|int4|4-?bit")  # in the name of a model
 ARGUMENTS = {"steps": "num_inference_steps", "frames": "num_frames"}  # of a pipeline
 MEASURED = "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosing.md; for your model, use --compare."
 UNCOUNTED = "The sizes of this model are not known, so its memory is not counted; its folder after --model has them."
+PACKED = "Weights in 4 bits run as they are (docs/reference/concepts.md, What works with it)."
 ANY = "The presets run on any transformer that takes a timestep (docs/reference/transformers.md), but not on a UNet."
 
 
@@ -72,15 +74,20 @@ def recommend(
     names = [(identity.is_distilled, identity.steps), *map(distillation, loras)]
     few = distilled or any(is_distilled for is_distilled, _ in names)
     steps = steps or next((number for _, number in names if number), None) or _default_steps(identity, few=few)
-    memory = count(identity, (height, width, frames), few=few, quantized=quantized)
+    is_packed = FOUR_BITS.search(model.lower()) is not None
+    memory = count(identity, (height, width, frames), few=few, quantized=quantized or is_packed)
     plan, on_memory = _planned(memory, card)
     if plan is not None and plan.way == "group" and identity.is_modular:  # whose blocks diffusers does not offload
         counted = on_memory.partition(", so ")[0]
         plan, on_memory = None, f"{counted}, which is too little even with offloading of whole components."
     sharing, on_sharing = _shared(identity, gpus, plan, few=few)
-    choices = TABLE["choices_for_few_steps" if steps is not None and steps <= NOTHING_TO_SKIP else "choices"]
-    notes = (MEASURED, *_on_steps(steps, few=few), *on_sharing, on_memory)
-    if card is not None and (card.capability or (0, 0)) < (8, 0):
+    kind = "choices" if steps is None or steps > NOTHING_TO_SKIP else "choices_for_few_steps"
+    fuses = card is None or (card.capability or (0, 0)) >= (8, 0)
+    in_8_bits = TABLE["in_8_bits"][kind] if card and fuses and not (quantized or is_packed or identity.is_video) else []
+    choices = TABLE[kind] + in_8_bits
+    notes = (MEASURED, *_on_steps(steps, few=few, is_packed=is_packed), *on_sharing, on_memory)
+    notes += (PACKED,) if is_packed else ()
+    if card is not None and not fuses:
         notes += (f"Fused kernels don't run on the {card.title}, so steps are computed by plain torch.",)
     if plan is None:
         return Recommendation(identity, choices, notes)
@@ -107,12 +114,12 @@ def _call(model: Identity, counts: Mapping[str, int | None], *, few: bool) -> di
     return call | (off if few else dict(model.facts.guided))
 
 
-def _on_steps(steps: int | None, *, few: bool) -> list[str]:
+def _on_steps(steps: int | None, *, few: bool, is_packed: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
-    faster = "--set linear.dtype=int8 makes steps faster, in more memory (docs/guide/choosing.md)"
-    return [f"With {steps} steps forecasts save little: {faster}."] if steps <= FEW_STEPS else []
+    faster = "" if is_packed else ": exact-8bit makes steps faster, in more memory (docs/guide/choosing.md)"
+    return [f"With {steps} steps forecasts save little{faster}."] if steps <= FEW_STEPS else []
 
 
 def _on_lines(lines: Lines) -> tuple[str, ...]:

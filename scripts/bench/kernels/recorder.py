@@ -134,8 +134,7 @@ class Recorder:
 def _poisoned_first(call: Callable[[], Any]) -> Any:
     """Return the result of ``call``, after filling the memory of a first result with NaN or -1.
 
-    The first result is overwritten and freed, and torch's allocator reuses the memory freed last. Otherwise a kernel
-    that writes nothing could return the correct result of the previous call.
+    Otherwise a kernel that writes nothing could return the previous call's result from the memory freed last.
     """
     result = call()
     held = result.tensors() if isinstance(result, AttentionPlan) else result if isinstance(result, tuple) else [result]

@@ -54,10 +54,7 @@ def _heading(document: Document) -> list[str]:
 
 
 def _lines(rows: Sequence[Row]) -> list[str]:
-    """Format one table, with a column for every alternative that any row has.
-
-    The time of ops that run in addition to attention is a share of attention's time.
-    """
+    """Format one table, with a column for every alternative that any row has."""
     names = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
     unit, is_share = rows[0]["unit"], rows[0]["op"] in SHARES
     compared = [f"{'share of' if is_share else 'over'} {name}" for name in names]

@@ -57,10 +57,10 @@ def tables(rows: Sequence[Row]) -> str:
 
 def every_setting(rows: Sequence[Row]) -> str:
     """Table of all settings by computed fraction, with the mean and worst PSNR."""
-    lines = [_row("steps", "series", "setting", "computed", "PSNR dB", "worst"), _row(*["---"] * 6)]
-    for row in sorted(rows, key=lambda row: (row["cell"]["steps"], row["computed"])):
+    lines = [_row("cell", "series", "setting", "computed", "PSNR dB", "worst"), _row(*["---"] * 6)]
+    for row in sorted(rows, key=lambda row: (json.dumps(row["cell"]), row["computed"])):
         figures = f"{row['computed']:.3f}", f"{mean(row['psnr']):.1f}", f"{min(row['psnr']):.1f}"
-        lines.append(_row(row["cell"]["steps"], row["series"], row["name"], *figures))
+        lines.append(_row(Cell(**row["cell"]), row["series"], row["name"], *figures))
     return "\n".join(lines) + "\n"
 
 

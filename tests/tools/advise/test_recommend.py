@@ -298,6 +298,16 @@ def test_plans_are_those_of_the_code():
         assert ("ulysses" in family.sharing) == (plan is not None), name
 
 
+def test_8_bits_are_offered_where_a_gpu_multiplies_them_and_weights_are_plain():
+    """For images; of few steps all are computed. A name can say that weights have 4 bits."""
+    last = lambda *model, **options: recommend(*model, **options).choices[-1][0]  # noqa: E731
+    assert [last("flux", gpu=gpu) for gpu in ("4090", "a100", "mi300x", None)] == ["turbo-8bit"] * 2 + ["turbo"] * 2
+    assert [last(name, gpu="4090") for name in ("schnell", "wan", "x/FLUX.1-dev-bnb-nf4")] == ["exact-8bit"] + [
+        "turbo"
+    ] * 2
+    assert "Weights in 4 bits run as they are" in printed(recommend("x/ERNIE-Image-Turbo-nunchaku-lite-nvfp4"))
+
+
 @pytest.mark.parametrize(
     "wrong", [{"gpu": "voodoo"}, {"steps": 0}, {"gpus": "2"}, {"frames": 81}, {"model": None}], ids=str
 )
@@ -320,6 +330,7 @@ def test_bad_arguments_are_printed(wrong):
         "city96/FLUX.1-dev-gguf": "has GGUF files: .*, black-forest-labs/FLUX.1-dev",
         "city96/HunyuanVideo-1.5-gguf": "the original",
         "nunchaku-tech/nunchaku-qwen-image": "nunchaku.*, Qwen/Qwen-Image",
+        "black-forest-labs/FLUX.2-dev-NVFP4": "BFLQuantizationConfig.*, black-forest-labs/FLUX.2-dev",
         "Comfy-Org/z_image_turbo": "files for ComfyUI.*, Tongyi-MAI/Z-Image-Turbo",
         "tencent/HunyuanVideo": "a copy in that format, hunyuanvideo-community/HunyuanVideo",
         "tencent/HunyuanVideo-1.5": "that format, hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",

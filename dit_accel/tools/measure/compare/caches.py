@@ -112,10 +112,7 @@ def _sea(subject: Subject, threshold: float, consecutive: int) -> dict[str, Any]
 
 
 def _vision_latents(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Return latents ``[C, T, H, W]`` of each sample, or None if their shape is unknown; then all steps are computed.
-
-    FLUX's tokens ``[B, S, C]`` are unpacked to their image shape.
-    """
+    """Return latents ``[C, T, H, W]`` of each sample, or None if their shape is unknown, to compute all steps."""
     latents = kwargs["hidden_states"]
     if latents.ndim == 4:
         latents = latents.unsqueeze(2)
@@ -191,8 +188,7 @@ def _with_steps(subject: Subject) -> Iterator[None]:
 def _state_by_branch(subject: Subject) -> AbstractContextManager[None]:
     """Within the block, give each branch of guidance its own state for every hook with ``hook.state``.
 
-    These hooks expect both branches in one batch. If the branches run one after the other, the second would get the
-    outputs of the first.
+    These hooks expect both branches in one batch, not one after the other.
     """
     handles = []
     for transformer in denoisers(subject.pipe).values():

@@ -236,10 +236,7 @@ def _plan_interval(
 
 
 def _plan_meancache(subject: Subject, share: float, moves: str) -> Plan:
-    """Plan of MeanCache: the mean velocity until the next computed step, as weights on the latest records.
-
-    The errors of mean velocities are measured on a run with the tuning prompt.
-    """
+    """Plan of MeanCache: the mean velocity until the next computed step, as weights on the latest records."""
     if "meancache" not in subject.calibrations:
         with forecasting(subject.pipe, Plan(range(subject.steps), foca)) as hooks:
             subject.tuning_run()

@@ -74,11 +74,7 @@ def _counts(steps: int) -> list[tuple[int]]:
 
 
 def _solver(solver: str) -> Peer:
-    """Return settings with a solver of higher order, also with all steps.
-
-    With all steps, it is close to its own limit, which differs from the plain output. Another setting comes closer to
-    the plain output only if its error resembles Euler's.
-    """
+    """Return settings with a solver of higher order, also with all steps, whose output differs from the plain one."""
 
     def why_not(pipe: Any) -> str | None:
         name = type(pipe.scheduler).__name__
