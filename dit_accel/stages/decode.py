@@ -118,7 +118,7 @@ class FusedDecode:
             given_up = "memory did not suffice at first"
         except FailedError as error:
             self._has_failed = True
-            given_up = None if error.__cause__ is None else _raised(error.__cause__)
+            given_up = None if error.__cause__ is None else f"fused kernels raised {headline(error.__cause__)}"
         del decode  # with converted weights
         StepGraphs.lend_all()
         return self._attempt(original, _Decode(self._backend, given_up), args, kwargs)
@@ -173,7 +173,7 @@ class FusedDecode:
                 decode.bands.agree(shapes, decode.form[:2])
             if decode.bands.is_agreed:
                 self.remark = f"{FUSED}, shared by {decode.bands.ranks.count} ranks"
-                return decode.bands.output(module, args, kwargs, decode.layers)
+                return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
             decode.bands.shapes.add(tuple(args[0].shape))
         if reason is None and form not in self._known:
             return self._tried(original, module, args, kwargs, decode)
@@ -183,7 +183,7 @@ class FusedDecode:
                 output, self.remark = self._run(module, args, kwargs, decode.layers), FUSED
                 return output
             except Exception as error:  # whatever memory, a compiler or a kernel raises: the decoder may still run
-                reason = _raised(error)
+                reason = f"fused kernels raised {headline(error)}"
             if self._is_inside():
                 raise _GivenUp(reason)  # frames that a decoder keeps have changed
         self.remark = f"{OWN} {self.part}: {reason}"
@@ -205,7 +205,7 @@ class FusedDecode:
             output = self._run(module, copied, named, decode.layers)
             reason = _why_others((output, _lists(named)), (expected, _lists(kwargs)))
         except Exception as error:
-            reason = _raised(error)
+            reason = f"fused kernels raised {headline(error)}"
             if isinstance(error, torch.OutOfMemoryError):  # it may fit in the next decode
                 is_final = self._too_large.setdefault(form, decode.number) != decode.number
         if is_final:
@@ -218,7 +218,7 @@ class FusedDecode:
         return output
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor | tuple:
-        return getattr(self._page, self.method)(module, *args, **kwargs, layers=layers)
+        return _contiguous(getattr(self._page, self.method)(module, *args, **kwargs, layers=layers))
 
     def _is_inside(self) -> bool:
         return getattr(self._current, "decode", None) is not None
@@ -284,6 +284,10 @@ def _images(output: torch.Tensor | tuple) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+def _contiguous(output: torch.Tensor | tuple) -> torch.Tensor | tuple:
+    return (output[0].contiguous(), *output[1:]) if isinstance(output, tuple) else output.contiguous()
+
+
 def _why_other(output: torch.Tensor, expected: torch.Tensor) -> str | None:
     if output.shape != expected.shape or output.dtype != expected.dtype:
         ours, other = (f"{list(images.shape)} of {images.dtype}" for images in (output, expected))
@@ -309,10 +313,6 @@ def _why_others(output: tuple, expected: tuple) -> str | None:
 def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
     """Return the arguments that a decoder changes."""
     return {name: item for name, item in kwargs.items() if isinstance(item, list)}
-
-
-def _raised(error: BaseException) -> str:
-    return f"fused kernels raised {headline(error)}"
 
 
 class Decoding:

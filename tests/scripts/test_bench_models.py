@@ -15,10 +15,10 @@ from scripts.bench.model_speed.table import compare, markdown
 LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
 TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by their means"))]
 GRAPHS = ["exact", "exact, CUDA graphs"]
-RELATIVES = ("flux-2048", "flux2-klein-4b", "wan-14b", "wan-i2v-14b")  # of models whose tiles are left out here
+RELATIVES = ("flux-512", "flux-2048", "flux2-klein-4b", "wan-14b", "wan-i2v-14b")  # their models leave tiles out
 DISPATCHED = {
     "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
-    "flux-2048": ["DISPATCH, plain"],
+    **{f"flux-{side}": ["DISPATCH, plain"] for side in (512, 2048)},
     "flux2": ["DISPATCH, plain"],
     "flux2-klein-4b": ["DISPATCH, plain"],
     "qwen-image": ["DISPATCH, plain", "DISPATCH, CFG"],
