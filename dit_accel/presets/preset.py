@@ -115,7 +115,7 @@ class Preset(Section):
         if kernels.qk_dtype is not None and kernels.attention == "cuda":
             yield f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
         policies = {variant.policy for variant in variants}
-        if kernels.qk_dtype is not None and (masked := policies & {"static", "vsa"}):
+        if kernels.qk_dtype not in (None, "auto") and (masked := policies & {"static", "vsa"}):
             yield (
                 f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy {min(masked)!r} has "
                 "masks inside of tiles: remove one of them"

@@ -233,9 +233,9 @@ class Kernels(Section):
     """Sparse attention."""
     gemm: Literal["auto", "reference", "triton"] = "auto"
     """GEMM-Q and GEMM-O."""
-    qk_dtype: Literal["int8", "int8+fp8"] | None = None
-    """int8: sparse attention multiplies queries and keys in 8 bits. int8+fp8: probabilities and values too. null = in
-    their own dtype. Calls that leave no tile out keep the model's own attention."""
+    qk_dtype: Literal["auto", "int8", "int8+fp8"] | None = None
+    """int8: sparse attention multiplies queries and keys in 8 bits. int8+fp8: probabilities and values too. auto: int8
+    on RTX 30, 40 and 50. null = in their own dtype. Calls that leave no tile out keep the model's own attention."""
     graphs: Literal["auto", "always", "never"] = "auto"
     """Level output, on a GPU. always: computed steps are captured as CUDA graphs and replayed, which removes Python
     overhead; if capture is not possible, they run without graphs, and the report says why. auto: the same if the GPU

@@ -1,12 +1,14 @@
 """Attention in 8 bits: error within the contract, equal to its simulation, and independent of unused values."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dit_accel.kernels import attention, constants
-from dit_accel.kernels.attention.quantize import QK_DTYPES
+from dit_accel.kernels.attention.quantize import QK_DTYPES, chosen_qk_dtype
 from tests.kernels.conftest import BACKENDS
 from tests.kernels.naive_attention import LAYOUTS, laid_out
 from tests.pairs import every_pair
@@ -175,6 +177,16 @@ def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor, ma
         assert (lost[1].abs() < 1e-4).all()  # the second tile is the last with a key
 
 
+def test_auto_is_int8_where_bf16_is_slow(monkeypatch):
+    """Where the kernel can: for whole tiles, in half precision."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability: capability)
+    half = partial(SimpleNamespace, is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 1, 64))
+    calls = [(half(device=(major, 0)), None) for major in (8, 9, 12)]
+    calls += [(half(device=(8, 9)), "masks"), (half(device=(8, 9), dtype=torch.float32), None)]
+    chosen = [chosen_qk_dtype(q, SimpleNamespace(masks=masks), "auto") for q, masks in calls]
+    assert chosen == [None, None, "int8", None, None]
+
+
 @every_dtype
 def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, make_sparsity):
     """The kernel loads tiles by descriptor from Hopper on."""
@@ -188,6 +200,5 @@ def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, 
     for by_descriptor in (False, True):
         matrix = values_as_matrix(v, plan, None, quantized, zero_fills=by_descriptor)
         results.append(torch.full_like(q, math.nan))
-        sizes = {"KEY_TILE": 64, "STAGES": 1, "num_warps": 4}
-        attend(plan, quantized, matrix, sizes, by_descriptor, results[-1], None)
+        attend(plan, quantized, matrix, {"KEY_TILE": 64, "STAGES": 1, "num_warps": 4}, by_descriptor, results[-1], None)
     assert torch.equal(*results)

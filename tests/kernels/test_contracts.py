@@ -94,7 +94,7 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"pv_threshold": 0.0}, "pv_threshold must be negative .*, got 0.0; use None"),
         ({"pv_threshold": math.nan}, "pv_threshold must be negative .*, got nan"),
         ({"kv_len": zeros(2).int()}, r"kv_len must have shape \[1\], got \[2\]"),
-        ({"qk_dtype": "int4"}, r"qk_dtype must be None or one of \('int8', 'int8\+fp8'\), got 'int4'"),
+        ({"qk_dtype": "int4"}, r"qk_dtype must be None or one of \('auto', 'int8', 'int8\+fp8'\), got 'int4'"),
         ({"tile_means": True}, r"tile_means must be False with plan\.linear_bits: .*linear attention"),
         ({"plan": "sparge"}, "plan must be an AttentionPlan from lower or plan, got str"),
         ({"plan": plan(batch=2)}, r"plan must have the batch and heads of q, \[1, 2\], got \[2, 2\]"),
@@ -104,7 +104,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"k": zeros(1, 130, 1, 16)}, "k and v must have q's 2 heads when gradients are needed, got 1; repeat"),
     ],
     "attention_backward": [
-        ({"k": zeros(1, 130, 1, 16), "v": zeros(1, 130, 1, 16)}, "k and v must have q's 2 heads .* got 1"),
         ({"o": zeros(1, 129, 2, 16)}, r"o must have shape \[1, 130, 2, 16\], got \[1, 129, 2, 16\]"),
         ({"lse": zeros(1, 130, 2)}, r"lse must have shape \[1, 2, 130\], got \[1, 130, 2\]"),
     ],
@@ -114,7 +113,6 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"out": zeros(1, 130, 2, 8)}, r"out must have shape \[1, 130, 2, 16\], got \[1, 130, 2, 8\]"),
         ({"accumulate": True, "out": None}, "accumulate adds to out, and out is None"),
         ({"feature_map": "exp"}, r"feature_map must be one of \('softmax', 'elu', 'relu'\), got 'exp'"),
-        ({"kv_len": zeros(1)}, "kv_len must have dtype torch.int32, got torch.float32"),
         ({"plan": plan()}, "plan must have linear_bits, got None; lower symbols of policy sla"),
     ],
     "gemm_q": [

@@ -14,14 +14,12 @@ import torch
 
 from dit_accel.kernels.backends import device_properties
 
-Config = dict[str, int]
 
-
-def _sizes(stages: int, warps: int, **sizes: int) -> Config:
+def _sizes(stages: int, warps: int, **sizes: int) -> dict[str, int]:
     return {**sizes, "STAGES": stages, "num_warps": warps}
 
 
-def _tile(queries: int, keys: int, stages: int, warps: int) -> Config:
+def _tile(queries: int, keys: int, stages: int, warps: int) -> dict[str, int]:
     return _sizes(stages, warps, QUERIES=queries, KEY_TILE=keys)
 
 
@@ -33,7 +31,7 @@ _TWO_PROGRAMS = {"num_warps": 8, "maxnreg": 128}  # one loads while the other co
 _PREFETCHED = _tile(64, 64, 3, 4)
 _INT8 = _sizes(1, 4, KEY_TILE=128, maxnreg=168)
 
-CONFIGS: dict[str, dict[str, Config]] = {
+CONFIGS: dict[str, dict[str, dict[str, int]]] = {
     "attention": {"float32": _SCALAR, "tma": _THREE_PROGRAMS, "": _tile(128, 64, 3, 8)},
     "attention, blocks of 64": {"": _PREFETCHED},
     "attention, masks": {  # they take shared memory too
@@ -92,7 +90,7 @@ CONFIGS: dict[str, dict[str, Config]] = {
 }  # fmt: skip
 
 
-def config(kernel: str, tensor: torch.Tensor, by_descriptor: bool = False) -> Config:
+def config(kernel: str, tensor: torch.Tensor, by_descriptor: bool = False) -> dict[str, int]:
     """Return a kernel's sizes for the dtype and device of ``tensor``; ``by_descriptor``: tiles are copied by TMA."""
     return _config(kernel, tensor.device, tensor.dtype == torch.float32, by_descriptor)
 
@@ -106,6 +104,6 @@ def architecture(device: torch.device) -> str:
 
 
 @functools.cache  # called at every launch
-def _config(kernel: str, device: torch.device, is_float32: bool, by_descriptor: bool) -> Config:
+def _config(kernel: str, device: torch.device, is_float32: bool, by_descriptor: bool) -> dict[str, int]:
     columns = ["float32"] * is_float32 + ["tma"] * by_descriptor + [architecture(device), ""]
     return next(CONFIGS[kernel][column] for column in columns if column in CONFIGS[kernel])

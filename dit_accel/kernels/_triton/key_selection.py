@@ -23,9 +23,7 @@ MAX_SPLITS = 16
 
 
 @triton.jit
-def _queries_of_program(
-    q, q_batch, q_token, q_head, heads, queries, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr
-):  # fmt: skip
+def _queries_of_program(q, q_batch, q_token, q_head, heads, queries, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr):
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first_query = tl.program_id(0) * QUERIES

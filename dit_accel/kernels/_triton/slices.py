@@ -148,8 +148,7 @@ def count_slices_into(plan: AttentionPlan) -> None:
 
 def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
     sizes = config("single keys" if plan.block == 128 else "single keys, blocks of 64", q)
-    resident = multiprocessors(q) * (128 // plan.block)
-    programs = min(plan.work.numel() * (plan.block // sizes["QUERIES"]), resident)
+    programs = min(plan.work.numel() * (plan.block // sizes["QUERIES"]), multiprocessors(q) * (128 // plan.block))
     bits = plan.slices.bits.contiguous()
     row_bytes = bits.shape[-1]
     position_type = torch.uint16 if plan.tokens <= SHORT_POSITIONS else torch.int32

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
-from dit_accel.kernels.attention.quantize import qk_dtype_limit, require_qk_dtype, simulate
+from dit_accel.kernels.attention.quantize import chosen_qk_dtype, qk_dtype_limit, simulate
 from dit_accel.kernels.attention.slices import add_slices
 from dit_accel.kernels.attention.tile_means import add_tile_means, require_whole_tiles
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
@@ -58,7 +58,7 @@ def attention(
             best key. A row's last tile is never skipped. None = no tile is skipped.
         qk_dtype: None = q and k are multiplied in their dtype. "int8" = in 8 bits, with the few largest channels in
             float16; "int8+fp8" = also probabilities and v in float8 e4m3. The errors are 1% and 4% of the output's
-            norm; see ``quantize.py``.
+            norm; see ``quantize.py``. "auto" = "int8" on sm86, sm89 and sm120.
         tile_means: tiles that the plan does not list join the softmax by the means of their keys and values
             (``tile_means.py``). The plan then has no masks, linear attention or single keys.
         return_lse: also return the log-sum-exp of the scaled scores.
@@ -99,7 +99,7 @@ def _attention(
 ) -> torch.Tensor:
     """:func:`attention`, with ``lse`` float32 ``[B, H, S]`` to be written, or None."""
     require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
-    require_qk_dtype(qk_dtype)
+    qk_dtype = chosen_qk_dtype(q, plan, qk_dtype)
     if tile_means:
         require_whole_tiles(plan)
     chosen = resolve_backend(backend, q, _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out))

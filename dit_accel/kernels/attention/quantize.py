@@ -29,6 +29,7 @@ from dit_accel.kernels.backends import float8_limit
 from dit_accel.kernels.symbols import AttentionPlan
 
 QK_DTYPES = ("int8", "int8+fp8")
+SLOW_BF16 = ((8, 6), (8, 9), (12, 0))  # GeForce cards multiply bf16 at a quarter of int8's rate, others at half of it
 HEAD_DIMS = (32, 64, 128)  # int8 matrix units multiply 32 channels at once
 
 
@@ -41,9 +42,14 @@ class Simulated(NamedTuple):
     shift: torch.Tensor  # [B, H, S], q_i mu, missing in the unscaled scores of q and k
 
 
-def require_qk_dtype(qk_dtype: str | None) -> None:
-    if qk_dtype is not None and qk_dtype not in QK_DTYPES:
-        raise ShapeError(f"qk_dtype must be None or one of {QK_DTYPES}, got {qk_dtype!r}")
+def chosen_qk_dtype(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -> str | None:
+    """Check the option; "auto" is "int8" if the GPU is slow in bf16 and the kernel takes the call, else None."""
+    if qk_dtype not in (None, "auto", *QK_DTYPES):
+        raise ShapeError(f"qk_dtype must be None or one of {('auto', *QK_DTYPES)}, got {qk_dtype!r}")
+    if qk_dtype != "auto":
+        return qk_dtype
+    is_slow = q.is_cuda and torch.cuda.get_device_capability(q.device) in SLOW_BF16
+    return "int8" if is_slow and q.dtype != torch.float32 and qk_dtype_limit(q, plan, "int8") is None else None
 
 
 def qk_dtype_limit(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -> str | None:
@@ -105,9 +111,8 @@ def _round_channels(x: torch.Tensor, exact: torch.Tensor, block: int) -> torch.T
     exact = exact[:, None]
     largest_int8 = blocks.masked_fill(exact, 0.0).abs().amax((2, 4), keepdim=True)  # [B, T, 1, H, 1]
     largest_exact = blocks.masked_fill(~exact, 0.0).abs().amax((2, 4), keepdim=True)
-    scale = torch.maximum(largest_int8 / constants.INT8_MAX, largest_exact / constants.FP16_SAFE).clamp(
-        min=constants.SMALLEST_SCALE
-    )
+    scale = torch.maximum(largest_int8 / constants.INT8_MAX, largest_exact / constants.FP16_SAFE)
+    scale = scale.clamp(min=constants.SMALLEST_SCALE)
     units = blocks * (1 / scale)
     rounded = torch.where(exact, units.half().float(), units.round())
     return (rounded * scale).flatten(1, 2)[:, :tokens]
