@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import zlib
 
 import pytest
 from PIL import Image
@@ -42,6 +44,14 @@ def read(kind, limits, fields):
         return error.param
 
 
+def bomb(side):
+    """A file whose head says that it has so many pixels a side."""
+    data = bytearray(file((8, 8)))
+    data[16:24] = struct.pack(">II", side, side)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
 NAN = float("nan")
 PNG = file((40, 24))
 
@@ -51,27 +61,20 @@ PNG = file((40, 24))
     [
         ("images", {"prompt": None}, "prompt", "should be a valid string"),
         ("images", {"prompt": ""}, "prompt", "at least 1 character"),
-        ("images", {"n": "1"}, "n", "valid integer"),
-        ("images", {"n": 0}, "n", "greater than or equal to 1"),
         ("images", {"n": 3}, "n", "n must be at most 2, got 3"),
         ("images", {"size": "32"}, "size", "match pattern"),
         ("images", {"size": "32x33"}, "size", "multiples of 16, got 32x33"),
         ("images", {"size": "112x32"}, "size", "sides of 16 to 96 pixels"),
         ("images", {"steps": 2.5}, "steps", "valid integer"),
-        ("images", {"seed": -1}, "seed", "greater than or equal to 0"),
         ("images", {"guidance": NAN}, "guidance", "finite number"),
-        ("images", {"response_format": "link"}, "response_format", "b64_json"),
         ("images", {"background": "transparent"}, "background", "'auto' or 'opaque'"),
-        ("images", {"output_compression": 50}, "output_compression", "100"),
         ("images", {"partial_images": 1}, "partial_images", "add stream: true"),
-        ("images", {"null": None}, "null", "unknown field"),
         ("images", {"promt": "a"}, "promt", "did you mean 'prompt'?"),
         ("images", {"preset": "turbi"}, "preset", "did you mean 'turbo'?"),
         ("images", {"preset": "/etc/passwd"}, "preset", "does not exist"),
         ("images", {"preset": "../configs/turbo.yaml"}, "preset", "does not exist"),
         ("images", {"preset": "none", "target_error": 0.1}, "target_error", "needs a preset"),
         ("images", {"preset": "exact", "target_error": 0.1}, "target_error", "target_error"),
-        ("images", {"target_error": -1}, "target_error", "greater than 0"),
         ("images", {"computed_steps": 9, "steps": 8}, "computed_steps", "must be at most 8, got 9"),
         ("edits", {"image": [PNG], "other": [PNG]}, "other", "unknown field 'other'"),
         ("edits", {"image[]": [PNG] * 3}, "image", "image must be given at most 2 times, got 3"),
@@ -85,9 +88,10 @@ PNG = file((40, 24))
         ("edits", {"image": [b"GIF89a"]}, "image", "must be a png, jpeg, webp file"),
         ("edits", {"image": [PNG[:60]]}, "image", "must be a png, jpeg, webp file"),
         ("edits", {"image": [file((97, 8))]}, "image", "at most 96 pixels, got 97x8"),
+        ("edits", {"image": [bomb(9_000)]}, "image", "at most 96 pixels, got 9000x9000"),
+        ("edits", {"image": [bomb(60_000)]}, "image", "must be a png, jpeg, webp file"),
         ("edits", {"image": [PNG], "prompt": []}, "prompt", "prompt is required"),
         ("edits", {"image": [PNG], "strength": ["1.5"]}, "strength", "less than or equal to 1"),
-        ("edits", {"image": [PNG], "steps": ["many"]}, "steps", "valid integer"),
         ("edits", {"image": [PNG], "strenght": ["1"]}, "strenght", "did you mean 'strength'?"),
         ("videos", {"seconds": "4"}, "seconds", "at most 33 frames, got 65 at 16 per second"),
         ("videos", {"seconds": "1", "num_frames": 5}, "seconds", "seconds or num_frames, not both"),
@@ -98,7 +102,6 @@ PNG = file((40, 24))
         ("videos", {"num_frames": 34}, "num_frames", "num_frames must be at most 33, got 34"),
         ("videos", {"input_reference": {"image_url": "http://127.0.0.1/"}}, "input_reference", "must be a file"),
         ("videos", {"n": 1}, "n", "unknown field 'n'"),
-        ("videos", {"num_frame": 5}, "num_frame", "did you mean 'num_frames'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
