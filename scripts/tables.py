@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
+    r"architectures": ("scripts.checks.compiled_kernels", "table", ["kernels"]),
     r"budgets": ("scripts.research.conditions_study.report", "budgets", ["rows"]),
     r"calls": ("scripts.bench.call_speed.table", "markdown", []),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),
     r"conditions": ("scripts.research.conditions_study.report", "tables", ["rows"]),
-    r"compiled-kernels": ("scripts.checks.compiled_kernels", "table", ["kernels"]),
     r"every-class": ("scripts.checks.class_study.report", "markdown", []),
     r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),
     r"eight-bits|few-steps-.+": ("scripts.research.conditions_study.report", "every_setting", ["rows"]),

@@ -5,7 +5,7 @@ Every op runs its launcher on CPU tensors with a driver that names another GPU, 
 chosen for that GPU. The ptxas that comes with Triton compiles the kernels to machine code; none is launched. Shows that
 a kernel compiles, fits the GPU's shared memory, spills little and uses its matrix units, but not how fast it is.
 
-    python -m scripts.checks.compiled_kernels --output docs/results/compiled-kernels     # ten minutes on a CPU
+    python -m scripts.checks.compiled_kernels --output docs/results/architectures     # ten minutes on a CPU
     python -m scripts.checks.compiled_kernels --gpus sm89 --ops attention --output /tmp/compiled
 
 Writes STEM.json and STEM.md, with the worst figures over a kernel's variants; exits with 1 if a kernel breaks a limit.
