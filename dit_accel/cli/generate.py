@@ -92,7 +92,7 @@ class GenerateOptions(RunOptions):
     )
     engine: Literal["process", "ray"] = engine_option("lines of --prompts run: in this process")
     actors: int | None = actors_option()
-    loras: list[str] | None = option("LoRA that lines of JSON choose by name. Repeatable.", metavar="NAME=LORA")
+    loras: list[str] | None = option("LoRA that lines of JSON choose by name. Repeatable.", metavar="NAME=LORA|FOLDER")
     compare: bool = option(
         "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
         "for videos also NAME-strip.png (frames, plain above accelerated). Print speed-up, PSNR over all "

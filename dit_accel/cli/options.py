@@ -247,8 +247,15 @@ def _resolved(source: str, option: str = "lora") -> str:
 
 
 def named_loras(texts: list[str] | None) -> dict[str, str]:
-    pairs = _parse_pairs("loras", "NAME=LORA, e.g. ring=ring.safetensors", texts)
-    return {name: _resolved(str(source), "loras") for name, source in pairs.items()}
+    """Parse ``["NAME=LORA", "FOLDER", …]``; the files of a folder have their own names, with - for dots."""
+    folders = [Path(text).expanduser() for text in texts or [] if "=" not in text]
+    files = {file.stem.replace(".", "-"): str(file) for folder in folders for file in folder.glob("*.safetensors")}
+    if folders and not files:
+        raise ArgumentError(
+            "loras", f"must be NAME=LORA or a folder of .safetensors files, got {shown(str(folders[0]))}"
+        )
+    pairs = _parse_pairs("loras", "NAME=LORA", [text for text in texts or [] if "=" in text])
+    return files | {name: _resolved(str(source), "loras") for name, source in pairs.items()}
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:

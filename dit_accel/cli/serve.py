@@ -55,7 +55,7 @@ class ServeOptions(RunOptions):
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
     gpus: int | None = option("Number of GPUs, each with a process.", min=1, show_default="all, or that of --device")
     engine: Literal["process", "ray"] = engine_option("requests run: on this machine")
-    loras: list[str] | None = option("LoRA that requests choose by name. Repeatable.", metavar="NAME=LORA")
+    loras: list[str] | None = option("LoRA that requests choose by name. Repeatable.", metavar="NAME=LORA|FOLDER")
     actors: int | None = actors_option()
     api_key_file: Path | None = option(
         "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",

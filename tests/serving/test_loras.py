@@ -208,8 +208,10 @@ def test_loras_of_jobs_leave_the_plain_model(folder, monkeypatch):
             bits(wrong)
 
 
-def test_loras_have_names():
-    assert named_loras(["a=owner/name", "b=owner/other"]) == {"a": "owner/name", "b": "owner/other"}
+def test_loras_have_names(folder):
+    """Those of a folder have the names of their files."""
+    named = {"a": "owner/name", "other": f"{folder}/other.safetensors"}
+    assert named_loras(["a=owner/name", str(folder)]) == named
     for wrong, message in ("a=./nowhere", r"'\./nowhere' is not a folder"), ("owner/name", "must be NAME=LORA"):
         with pytest.raises(ArgumentError, match=message):
             named_loras([wrong])
