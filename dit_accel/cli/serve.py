@@ -143,7 +143,7 @@ def command(options: ServeOptions) -> None:
             of_models = {
                 key: replace(place, model=model, preset=options.preset or model_preset(model))
                 for key, model in models.items()
-            }
+            } | {name: place}
             with server.signals_held():
                 most = {"models": of_models, "most": options.max_models}
                 workers.append(RemoteWorker(of_models[name], options.max_step_seconds, start, **most))
