@@ -6,6 +6,7 @@ Each command derives a dataclass ``Options`` from one of these and takes it as i
 
 import functools
 import math
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter, Signature
@@ -219,7 +220,7 @@ def with_projections(preset: str | None, overrides: dict[str, Any], sources: Ite
     from dit_accel.presets import default_preset
     from dit_accel.sla.checkpoints import checkpoint_preset, trained_overrides
 
-    folders = [source for source in sources if Path(source).is_dir()]
+    folders = [source for source in sources if os.path.isdir(source)]
     trained = {source: name for source in folders if (name := checkpoint_preset(source)) is not None}
     if not trained or preset == "none":
         return overrides
@@ -247,7 +248,6 @@ def _resolved(source: str, option: str = "lora") -> str:
 
 
 def named_loras(texts: list[str] | None) -> dict[str, str]:
-    """Parse ``["NAME=LORA", "FOLDER", …]``; the files of a folder have their own names, with - for dots."""
     folders = [Path(text).expanduser() for text in texts or [] if "=" not in text]
     files = {file.stem.replace(".", "-"): str(file) for folder in folders for file in folder.glob("*.safetensors")}
     if folders and not files:

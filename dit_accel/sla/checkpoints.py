@@ -1,5 +1,6 @@
 """Presets for checkpoints whose attention was trained to be sparse."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def trained_preset(checkpoint: str | Path, **overrides: Any) -> Preset:
 
 def checkpoint_preset(checkpoint: str | Path) -> str | None:
     """Return the name of the preset for a checkpoint, by its keys; None = no preset, or no such path."""
-    return PRESETS.get(str(method_of(checkpoint))) if Path(checkpoint).exists() else None
+    return PRESETS.get(str(method_of(checkpoint))) if os.path.exists(checkpoint) else None
 
 
 def trained_overrides(checkpoint: str | Path) -> dict[str, Any]:

@@ -169,7 +169,6 @@ def build_app(
     videos: VideoStore,
     others: Sequence[str] = (),
 ) -> FastAPI:
-    """Return the application of a model that is loaded, and of others by name, which load at their first request."""
     metrics, models = Metrics(dispatcher, served.limits), Models(dispatcher, served, others)
     server, video_server = ImageServer(dispatcher, models, metrics), VideoServer(dispatcher, models, metrics, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
