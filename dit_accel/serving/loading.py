@@ -182,5 +182,5 @@ def _resolve_device(device: str | None) -> torch.device:
         torch.zeros(1, device=place).item()
     except Exception as error:  # each type of device raises its own errors
         reason = shortened(str(error).splitlines()[0])
-        raise ArgumentError("device", f"{shown(device)} can't run here ({reason}); use cuda, cuda:1 or cpu") from None
+        raise ArgumentError("device", f"{shown(device)} can't run here ({reason}); use --device cpu") from None
     return place
