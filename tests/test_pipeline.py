@@ -164,7 +164,7 @@ REFUSED = {  # pipeline, preset, keys, error
         partial(tiny_pipeline, "sd3"),
         "flux-fora",
         {},
-        r"flux models, and SD3Transformer2DModel is not one; presets that fit it: balanced, exact, quality, turbo$",
+        r"flux models, and SD3Transformer2DModel is not one; presets that fit it: balanced, balanced-8bit, exact,",
     ),
     "family-with-blocks": (
         partial(tiny_pipeline, "wan"),

@@ -45,6 +45,7 @@ class Projections:
     ) -> None:
         self._held: dict[str, Projection] = {}  # as read from the files
         self._on_device: Kept[Projection] = Kept(2 * len(sites))  # room for two dtypes or devices
+        sites = sites if preset.skip.skips else {}
         read: dict[str, dict[str, Projection]] = {}  # by file
         used: dict[tuple[str, int], dict[str, Any]] = {}  # keys of each variant of the preset
         prefix = f"{transformer}."  # of attentions, which a checkpoint leaves out

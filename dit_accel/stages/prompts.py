@@ -165,7 +165,7 @@ class KeptPrompts:
             self._begun, self._calls = self.parts.begun, []
         self._calls.append((name, reason, elapsed is not None))
         if elapsed is not None:  # otherwise the encoder's own hooks measure
-            self.parts.enter(name, elapsed)
+            self.parts.enter("vae.encoder" if name == "vae" else name, elapsed)
             self.parts.leave()
 
     @property

@@ -33,7 +33,7 @@ class Pipe:
 @pytest.fixture
 def worker():
     made = object.__new__(Worker)
-    made.pipe, made.medium, made.previews, made.preset = Pipe(), Pictures(), Previews(Pipe()), None
+    made.pipe, made.medium, made.previews, made.preset, made.suffix = Pipe(), Pictures(), Previews(Pipe()), None, ".png"
     return made
 
 
