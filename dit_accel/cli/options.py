@@ -248,14 +248,17 @@ def _resolved(source: str, option: str = "lora") -> str:
 
 
 def named_loras(texts: list[str] | None) -> dict[str, str]:
-    folders = [Path(text).expanduser() for text in texts or [] if "=" not in text]
-    files = {file.stem.replace(".", "-"): str(file) for folder in folders for file in folder.glob("*.safetensors")}
-    if folders and not files:
-        raise ArgumentError(
-            "loras", f"must be NAME=LORA or a folder of .safetensors files, got {shown(str(folders[0]))}"
-        )
-    pairs = _parse_pairs("loras", "NAME=LORA", [text for text in texts or [] if "=" in text])
-    return files | {name: _resolved(str(source), "loras") for name, source in pairs.items()}
+    rule, loras = "NAME=LORA, or a folder of .safetensors files", dict[str, str]()
+    for text in texts or []:
+        files = sorted(Path(text).glob("*.safetensors")) if os.path.isdir(text) else []
+        found = [(file.stem.replace(".", "-"), str(file)) for file in files]
+        found = found or [
+            (name, _resolved(str(it), "loras")) for name, it in _parse_pairs("loras", rule, [text]).items()
+        ]
+        if len(found) > len(names := dict(found)) or names.keys() & loras:
+            raise ArgumentError("loras", f"must have names that differ, got {shown(text)}; give NAME=LORA")
+        loras |= names
+    return loras
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import read_prompts
 from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
-from dit_accel.tools.demo import model_preset
 from dit_accel.tools.extras import require_extra
 
 SHORTEST_KEY = 16  # characters
@@ -127,6 +126,9 @@ def command(options: ServeOptions) -> None:
     keys, hosts, limits = read_keys(options.api_key_file), options.hosts, options.limits()
     models = named_models(options.models or [DEFAULT_MODEL])
     name, *others = models
+    if others and (options.lora or options.call):
+        raise ArgumentError("lora" if options.lora else "call", "is for one model: give LoRAs by --loras, or serve one")
+    own = {key: replace(options, model=model).preset_and_loading()[:2] for key, model in models.items()}
     options = replace(options, model=models[name])
     preset, overrides, loading = options.preset_and_loading()
     loading = replace(loading, named_loras=named_loras(options.loras))
@@ -138,19 +140,16 @@ def command(options: ServeOptions) -> None:
     where = f"[{options.host}]" if ":" in options.host else options.host
     ready = f"ready at http://{where}:{options.port} (stop with Ctrl-C)"
     with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
-        workers = []
+        workers: list[RemoteWorker] = []
+        signal.signal(signal.SIGUSR1, lambda *_: [worker.reload() for worker in workers])
         for place in setups:
-            of_models = {
-                key: replace(place, model=model, preset=options.preset or model_preset(model))
-                for key, model in models.items()
-            } | {name: place}
+            of_models = {key: replace(place, model=models[key], preset=p, overrides=o) for key, (p, o) in own.items()}
             with server.signals_held():
                 most = {"models": of_models, "most": options.max_models}
                 workers.append(RemoteWorker(of_models[name], options.max_step_seconds, start, **most))
                 closing.callback(workers[-1].close)
         with console.status(f"loading {shortened(options.model)}"):
             loaded, *_ = [worker.wait() for worker in workers]
-        signal.signal(signal.SIGUSR1, lambda *_: [worker.reload() for worker in workers])
         if loaded.form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
         videos = closing.enter_context(VideoStore(limits))
@@ -164,10 +163,7 @@ def command(options: ServeOptions) -> None:
 def _places(
     options: ServeOptions, setup: Setup, console: Console
 ) -> Iterator[tuple[list[Setup], Callable[[Setup], Any]]]:
-    """Yield the setup of each worker, and the function that starts its process.
-
-    Ray sets its own handler of SIGTERM, so the server's must be set after this.
-    """
+    """Yield the setups of workers and what starts one; Ray sets a handler of SIGTERM, so the server's comes later."""
     if options.engine == "process":
         devices = _devices(options)
         yield [replace(setup, loading=replace(setup.loading, device=device)) for device in devices], LocalProcess

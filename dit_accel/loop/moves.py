@@ -106,9 +106,6 @@ def _try_out(scheduler: Any, step: Callable, first: int, rank: int) -> Scheduler
     Entries of zeros stay zeros under a linear scheduler. If they do not, the steps add something: a second trial
     subtracts it step by step, with another copy of the scheduler that gets zeros alone and the same random numbers.
     Random states, which all threads share, are set only if the steps may have drawn numbers.
-
-    Raises:
-        Exception: the first step can't be called.
     """
     timesteps = scheduler.timesteps[first:].cpu()
     outputs, latents, factors = _trial(len(timesteps))
@@ -136,12 +133,8 @@ def _course(
 ) -> tuple[list[torch.Tensor], list[tuple[float, float]]]:
     """Return the latents before each step and after the last, and the noise that each step but the last adds.
 
-    Args:
-        steppers: copies of a scheduler; the second, if any, gets zeros, and its latents are subtracted.
-        timesteps, outputs, latents: timesteps and outputs of the steps, and the first latents.
-
-    Raises:
-        Exception: the first step can't be called; a later one ends the course.
+    The second copy of the scheduler, if any, gets zeros, and its latents are subtracted. An error in the first step is
+    raised; a later one ends the course.
     """
     course = [latents]
     added: list[tuple[float, float]] = []

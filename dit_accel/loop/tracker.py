@@ -387,12 +387,7 @@ def _has_steps(scheduler: Any, count: int) -> bool:
 
 
 def _why_plain(scheduler: Any, trial: SchedulerTrial, levels: Sequence[float]) -> str | None:
-    """Return why no output of a scheduler's run can be forecast from earlier outputs, or None.
-
-    Args:
-        trial: trial of the run's steps.
-        levels: noise levels, or timesteps, one a step.
-    """
+    """Return why no output of a run can be forecast, from the trial of its steps and their noise levels; or None."""
     name = type(scheduler).__name__
     moved = [True] * len(levels) if trial.moves is None else [any(column) for column in zip(*trial.moves, strict=True)]
     twice = sum(a == b for a, b in pairwise(level for level, moves in zip(levels, moved, strict=True) if moves))

@@ -106,11 +106,9 @@ class LatentStream:
 
 
 def _edit(now: np.ndarray, earlier: Sequence[np.ndarray]) -> float:
-    """Return the largest edit of a region, relative to the outputs.
+    """Return the largest edit of a region of latents ``[B, entries]``, relative to the outputs.
 
-    Args:
-        now: latents, float64 ``[B, entries]``.
-        earlier: latents and outputs of the steps before, newest first, ``[1 + calls, B, entries]`` each.
+    ``earlier`` has latents and outputs of the steps before, newest first, ``[1 + calls, B, entries]`` each.
     """
     change, worst = now - earlier[0][0], 0.0
     # Unchanged entries, such as those of reference tokens, are no edits.

@@ -7,7 +7,9 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS
 
 def is_readable(weight: torch.Tensor) -> bool:
     """Return True for a plain tensor, and for one that torchao stores in 8 bits, value by value."""
-    return type(weight) in PLAIN_TENSORS or getattr(getattr(weight, "qdata", None), "shape", None) == weight.shape
+    scales_input = getattr(weight, "act_pre_scale", None) is not None  # SmoothQuant, AWQ
+    is_stored = getattr(getattr(weight, "qdata", None), "shape", None) == weight.shape
+    return type(weight) in PLAIN_TENSORS or (is_stored and not scales_input)
 
 
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:

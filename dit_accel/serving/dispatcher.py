@@ -280,10 +280,10 @@ class Dispatcher:
     def _run(self, worker: RemoteWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""
         end: BaseException | None = None
-        task.begin()
         try:
             if task.model is not None and isinstance(worker, RemoteWorker):
                 task.loaded = worker.choose(task.model)
+            task.begin()
             calls = [task.jobs] if task.is_one_call else [[job] for job in task.jobs]
             for place, jobs in enumerate(calls):
                 begun = time.monotonic()

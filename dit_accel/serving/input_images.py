@@ -65,10 +65,7 @@ def as_mask(image: Image.Image) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turn an image by its EXIF orientation, and scale integers of 16 bits and floats to 8 bits.
-
-    Pillow would clip them at 255. Floats are in 0..1, 0..255 or 0..65535, whichever holds the largest.
-    """
+    """Turn an image by its EXIF orientation, and scale 16-bit integers and floats, which Pillow clips, to 8 bits."""
     import numpy as np
     from PIL import Image, ImageOps
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_LOAD = 1800.0  # seconds that a new process has to load the pipeline again
+BETWEEN_LOADS = 60.0  # seconds before a model that could not be loaded is tried again
 LAST_SECONDS = 2.0  # that an idle process has to end, or a killed one
 
 
@@ -94,6 +96,7 @@ class RemoteWorker:
         self._models, self._most = models, most
         self._resting: dict[str, tuple[Any, Loaded]] = {}  # processes of other models, the least recently used first
         self._is_stale = False  # True: models load again before their next jobs
+        self._failed: dict[str, float] = {}  # until when models that can't be loaded are not tried again
         self._is_lost = False  # True: the pipeline could not be loaded again
         self._is_closed, self._changing = False, Lock()
         self._process = start(setup)
@@ -110,6 +113,9 @@ class RemoteWorker:
 
         Raise a ``DitAccelError`` without the reason, which is in the log, if it can't be loaded.
         """
+        failure = f"model {model} can't be loaded; the server's log has the reason"
+        if not self._is_stale and time.monotonic() < self._failed.get(model, 0.0):
+            raise DitAccelError(failure)
         if not self._is_lost:
             self._resting[self._setup.model] = self._process, self._loaded
         self._setup, self._is_lost = self._models[model], False
@@ -124,7 +130,8 @@ class RemoteWorker:
         except Exception as error:
             self._is_lost = True
             logger.exception("%s can't be loaded", model)
-            raise DitAccelError(f"model {model} can't be loaded; the server's log has the reason") from error
+            self._failed[model] = time.monotonic() + BETWEEN_LOADS
+            raise DitAccelError(failure) from error
 
     def reload(self) -> None:
         """Let each model load again from its files before its next jobs; may be called in any thread."""
@@ -153,7 +160,7 @@ class RemoteWorker:
         try:
             with self._changing:
                 self._process.end()
-            loaded = self._load()
+            loaded = self._with_room(self._load)
         except Exception as error:
             if not self._is_closed:
                 logger.exception("%s can't be loaded again", self._setup.model)
@@ -164,7 +171,7 @@ class RemoteWorker:
     def close(self) -> None:
         self._is_closed = True
         with self._changing:
-            for process in (self._process, *(process for process, _ in self._resting.values())):
+            for process in (self._process, *(process for process, _ in [*self._resting.values()])):
                 process.end()
 
     def _load(self) -> Loaded:
@@ -184,7 +191,7 @@ class RemoteWorker:
         while True:
             try:
                 return work()
-            except OutOfMemoryError:
+            except (OutOfMemoryError, BatchError):  # also a process that died where memory was short
                 if not self._resting:
                     raise
                 self._resting.pop(next(iter(self._resting)))[0].end()
@@ -226,7 +233,7 @@ def serve_jobs(link: Connection, setup: Setup) -> None:
 
 
 def _run(link: Connection, setup: Setup) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal and service managers send them to all processes
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which may be sent to all processes
         signal.signal(number, signal.SIG_IGN)
     serve_jobs(link, setup)
 

@@ -1,6 +1,7 @@
 """Presets for checkpoints whose attention was trained to be sparse."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ def trained_preset(checkpoint: str | Path, **overrides: Any) -> Preset:
 
 def checkpoint_preset(checkpoint: str | Path) -> str | None:
     """Return the name of the preset for a checkpoint, by its keys; None = no preset, or no such path."""
-    return PRESETS.get(str(method_of(checkpoint))) if os.path.exists(checkpoint) else None
+    with suppress(UnsupportedError):  # a file of another kind, which diffusers may not read either
+        return PRESETS.get(str(method_of(checkpoint))) if os.path.exists(checkpoint) else None
+    return None
 
 
 def trained_overrides(checkpoint: str | Path) -> dict[str, Any]:

@@ -40,11 +40,7 @@ class TransformerCalls:
 
 
 class SlaProcessor(nn.Module):
-    """A model's own attention processor, with SLA in place of its attention over the block's own tokens.
-
-    The processor still computes projections, norms and rotary embeddings. SLA's projection becomes a parameter of the
-    transformer.
-    """
+    """A model's own attention processor, with SLA and its projection in place of attention over the block's tokens."""
 
     def __init__(self, base: Any, attention: SparseLinearAttention, calls: TransformerCalls, sees_text: bool) -> None:
         super().__init__()

@@ -115,6 +115,8 @@ class FusedDecode:
         except _GivenUp as error:
             given_up: str | None = str(error)
         except torch.OutOfMemoryError:
+            if decode.bands is not None and decode.bands.is_agreed is not False:  # other ranks wait for this one
+                raise
             given_up = "memory did not suffice at first"
         except FailedError as error:
             self._has_failed = True
@@ -138,7 +140,9 @@ class FusedDecode:
         return output
 
     def _clip(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        is_fused = self.holders and (self._backend != "auto" or resolve_backend("auto", args[0]) == "triton")
+        has_failed = self._is_inside() and self._current.decode.given_up is not None  # memory may be short
+        takes_kernels = self._backend != "auto" or resolve_backend("auto", args[0]) == "triton"
+        is_fused = self.holders and takes_kernels and not has_failed
         return self._page.decode_clip(module, *args) if is_fused else original(*args, **kwargs)
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
@@ -362,7 +366,6 @@ class Decoding:
         return f"{OWN} decoder: its decode is replaced or compiled" if is_bypassed else None
 
     def _begin(self) -> None:
-        """Begin a call of the pipeline, as each rank does that shares decodes."""
         can_share = any(coder.can_share for coder in self._fused)
         self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
 

@@ -64,8 +64,7 @@ class PromptStore:
 
     def forget(self, entry: Any) -> None:
         with self._lock:
-            for key in [key for key in self._kept if key[0] is entry]:
-                del self._kept[key]
+            self._kept = OrderedDict(item for item in self._kept.items() if item[0][0] is not entry)
 
 
 class KeepingEntry:
@@ -75,6 +74,7 @@ class KeepingEntry:
         self.stages: tuple[KeptPrompts, ...] = ()
         self.store = store
         self._latest: tuple = ()
+        self._is_own = entry == ENTRY or entry not in vars(encoder)
         self._stand_in = StandIn(encoder, entry, self._call)
 
     def leave(self, stage: KeptPrompts) -> None:
@@ -104,7 +104,7 @@ class KeepingEntry:
             for stage, stopwatch in zip(stages, elapsed, strict=True):
                 stage.note(self, elapsed=stopwatch)
             return kept[0]
-        drawn, output = _random_states(), run(*args, **kwargs)
+        drawn, output = None if reason else _random_states(), run(*args, **kwargs)
         if reason is None and drawn != _random_states():
             reason = "it draws random numbers"
         if reason is None:
@@ -120,6 +120,8 @@ class KeepingEntry:
         """Return a key that is equal for calls with equal outputs, and True if these belong into host memory."""
         if (reason := _why_not_now() or inputs.reason) is not None:
             raise _NotKept(reason)
+        if not self._is_own or not isinstance(vars(encoder).get("_encode"), StandIn | None):
+            raise _NotKept("its encode is not its class's own")
         stamp = read_stamp(encoder)
         if isinstance(stamp, str):
             raise _NotKept(stamp)
@@ -240,7 +242,6 @@ class _Inputs:
 
 
 def _why_not_now() -> str | None:
-    """Return why encoders must run in this state of torch, or None."""
     if torch.is_grad_enabled():
         return "gradients are on"
     if watches_all_calls():
@@ -289,10 +290,7 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _copied(output: Any, tensors: list[torch.Tensor], devices: list[torch.device]) -> tuple[Any, list[torch.Tensor]]:
-    """Return a copy of an output, and the copies of all tensors in it, on other devices.
-
-    Strides stay, which may decide the rounding of a later operation, and views of one storage stay views of one.
-    """
+    """Return copies of an output and of its tensors on other devices, with their strides and shared storages."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     for tensor, device in zip(tensors, devices, strict=True):

@@ -94,7 +94,7 @@ def read_stamp(module: nn.Module) -> Stamp | str:
         if (reason := _why_not(kind, attributes, hooks) or tensors.add(kind, attributes, hooks)) is not None:
             return f"{kind.__name__} {reason}"
         children = attributes["_modules"]
-        structure += (kind, *children, *(hook.__code__ for hook in _foreign(attributes["_forward_hooks"])))
+        structure += (kind, *children, *(hook.__code__ for hook in _hooks_with_effect(attributes["_forward_hooks"])))
         settings = itertools.islice(attributes.items(), TORCHS_OWN, None)
         structure += [item for item in settings if type(item[1]) in SETTINGS and item[0][0] != "_"]
         if hooks:
@@ -129,8 +129,8 @@ def _why_not(kind: type[nn.Module], attributes: dict[str, Any], hooks: Sequence[
         where = type(hook).__module__
         if where not in OFFLOAD_HOOKS and not where.startswith("accelerate."):
             return f"has a hook {type(hook).__name__}"
-    after = _foreign(attributes["_forward_hooks"])
-    if _foreign(attributes["_forward_pre_hooks"]) or not all(map(_reads_arguments_alone, after)):
+    after = _hooks_with_effect(attributes["_forward_hooks"])
+    if _hooks_with_effect(attributes["_forward_pre_hooks"]) or not all(map(_reads_arguments_alone, after)):
         return "has a forward hook"
     for forward in (attributes.get("forward"), attributes.get("_old_forward")):
         is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
@@ -139,8 +139,7 @@ def _why_not(kind: type[nn.Module], attributes: dict[str, Any], hooks: Sequence[
     return None
 
 
-def _foreign(hooks: dict[int, Any]) -> list[Any]:
-    """Return those of torch's hooks that may change an output."""
+def _hooks_with_effect(hooks: dict[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if module_of(hook) not in QUIET_HOOKS]
 
 
@@ -160,7 +159,6 @@ def _offloaded(hooks: Sequence[Any], name: str) -> torch.Tensor | None:
 
 
 def _inner(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with the data of a weight, which may be quantised."""
     if not hasattr(weight, "__tensor_flatten__"):
         yield weight
         return

@@ -206,7 +206,7 @@ class QuantizedLinears:
 
     def timed(self, run: RunReport, compute: Callable[[], Any]) -> Any:
         """Run a computed call, and time it while it is unknown whether 8 bits are faster."""
-        if self.on_host:
+        if self.on_host or run is self._crowded:
             return compute()
         return self._trial.run(self._kind, self._device, run, compute)
 
@@ -234,7 +234,8 @@ class QuantizedLinears:
         taken = sum(weight.nbytes for weight in weights)
         rounded = taken // weights[0].itemsize
         readings = (read_memory(weights[0].device, empties=empties) for empties in (False, True))  # the second is slow
-        return all(is_short(memory, rounded) for memory in readings) and not is_short(read_host_memory(), taken)
+        has_room = not self._can_move or not is_short(read_host_memory(), taken)
+        return has_room and all(is_short(memory, rounded) for memory in readings)
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""

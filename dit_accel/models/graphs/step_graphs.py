@@ -135,7 +135,7 @@ class StepGraphs:
 
     @classmethod
     def _holding(cls) -> Iterator["StepGraphs"]:
-        return filter(None, [item() for item in [*cls._all]])
+        return (graphs for item in [*cls._all] if (graphs := item()) is not None)  # also those without a graph
 
     @classmethod
     def lend_all(cls) -> None:

@@ -83,9 +83,13 @@ class Models:
         task = AwaitedTask([], None, "")
         task.model = name
         self._dispatcher.add(task)
-        async with asyncio.timeout(self.limits.seconds):
-            async for _ in task:
-                pass
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for _ in task:
+                    pass
+        except BaseException:
+            task.cancel()
+            raise
         assert task.loaded is not None  # without an error
         self._served[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
         return self._served[name]

@@ -189,10 +189,7 @@ class VideoStore:
                 self._drop_old()
 
     def _drop_old(self) -> None:
-        """Delete ended jobs beyond the limits: old ones, and of each key the oldest of too many, or of too many bytes.
-
-        Failed jobs are counted apart, so that they make no video go. A key's latest video stays, whatever its size.
-        """
+        """Delete ended jobs beyond the limits, failed ones counted apart; a key's latest video stays."""
         ended = [(job.ended, job) for job in self._jobs.values() if job.ended is not None]
         limits, latest = self._limits, time.monotonic() - self._limits.kept
         number, size = Counter[tuple[int | None, str]](), Counter[tuple[int | None, str]]()  # so far, newest first

@@ -61,6 +61,7 @@ class _CausalRun:
         past, weight = self.past(), norm.gamma.flatten()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
         dtype = operand_dtype(x, layer.out_channels, backend=self._layers.convolutions)
+        past = None if past is None else past.to(dtype)  # frames that the decoder itself kept are float32
         options = {"input_bias": bias, "dtype": dtype, "backend": self._layers.backend}
         output, kept = causal_norm(x, weight, past, frames=frames, border=1, **options)
         self._keep(kept)

@@ -65,6 +65,8 @@ class Recorder:
     """
 
     def __init__(self, preset: Preset, steps: int, prompts: int, memory: int = MEMORY) -> None:
+        if any(policy_of(variant).needs_grid for variant in preset.skip.variants):
+            raise TuningError("skip.policy 'vsa' has no thresholds to tune: run its preset as it is")
         self.samples: dict[str, list[_Sample]] = defaultdict(list)
         self._preset = preset
         self._steps = steps
