@@ -43,9 +43,7 @@ def run_forked(ranks: int, run: Callable[[int], None]) -> int:
 def run_checks(rank: int, ranks: int, checks: Callable[[], dict[str, Callable]], backend: str = "gloo") -> None:
     """Run checks as one of several ranks without gradients, and write their results to ``FOLDER/RANK.json``.
 
-    Args:
-        checks: returns them, by name, once the ranks have met. The command's first argument is the folder; names that
-            follow choose among them.
+    ``checks`` returns them by name; the command's arguments are the folder and names among them.
     """
     import torch
     import torch.distributed as dist

@@ -33,13 +33,9 @@ def noise_like(tensor, seed):
 
 @dataclass(frozen=True)
 class Change:
-    """Something that a callback may change between two steps.
+    """Something that a callback may change between two steps, by a strength from 0 to 1, with its ``tensors``.
 
-    Args:
-        apply: makes the change; it gets the pipeline, the callback's tensors, and a strength from 0 to 1.
-        tensors: of the pipeline that the callback asks for.
-        prepare: makes a pipeline ready for the change, once.
-        begin: puts a pipeline back to where each run begins.
+    ``prepare`` makes a pipeline ready once, and ``begin`` puts it back to where each run begins.
     """
 
     apply: Callable

@@ -179,6 +179,7 @@ class Dispatcher:
         self._failures: dict[RemoteWorker, str] = {}  # of workers that could not restart
         self._times = Times()
         self._latest: dict[RemoteWorker, str | None] = {}  # model of each worker's last task
+        self._idle: set[RemoteWorker] = set()
         self._most = most
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -190,6 +191,7 @@ class Dispatcher:
             self.hire(worker)
 
     def hire(self, worker: RemoteWorker) -> None:
+        self._latest[worker] = next(iter(getattr(worker, "_models", ())), None)
         (thread := Thread(target=self._work, args=(worker,), daemon=True)).start()
         self._threads.append(thread)  # once started: before, it can't be joined
 
@@ -217,7 +219,7 @@ class Dispatcher:
                 seconds = self._seconds * (waiting + 1) / len(self._threads)
                 raise Busy(f"{waiting} requests are waiting, which is the most", max(1, round(seconds)))
             self._waiting.append(task)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -265,17 +267,25 @@ class Dispatcher:
     def _next(self, worker: RemoteWorker) -> Task | None:
         """Wait for a task: the oldest, or the oldest for the model that the worker ran last."""
         with self._changed:
-            while not self._count_waiting():
+            self._idle.add(worker)
+            while not self._count_waiting() or (task := self._fitting(worker)) is None:
                 if self.is_closed:
                     return None
                 self._changed.wait()
-            task = self._waiting[0]
-            if time.monotonic() - task.created < LONGEST_OVERTAKEN:
-                task = next((other for other in self._waiting if other.model == self._latest.get(worker)), task)
+            self._idle.discard(worker)
             self._latest[worker] = task.model
             self._waiting.remove(task)
             self._running.append(task)
+            self._changed.notify_all()  # others may take what they left to this worker
             return task
+
+    def _fitting(self, worker: RemoteWorker) -> Task | None:
+        """Return the worker's next task; None = idle workers have the models of all that wait."""
+        latest, tasks = self._latest[worker], [*self._waiting]
+        others = {self._latest[other] for other in self._idle} - {latest}
+        if time.monotonic() - tasks[0].created < LONGEST_OVERTAKEN:
+            tasks.sort(key=lambda task: task.model != latest)
+        return next((task for task in tasks if task.model not in others), None)
 
     def _run(self, worker: RemoteWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""

@@ -65,7 +65,7 @@ def as_mask(image: Image.Image) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turn an image by its EXIF orientation, and scale 16-bit integers and floats, which Pillow clips, to 8 bits."""
+    """Turn an image by its EXIF orientation, and scale 16-bit integers and floats to 8 bits, as Pillow does not."""
     import numpy as np
     from PIL import Image, ImageOps
 

@@ -109,10 +109,7 @@ class RemoteWorker:
             raise BatchError(f"the process that loads {self._setup.model} died; {self._process.log}") from None
 
     def choose(self, model: str) -> Loaded:
-        """Let the next jobs run on a model, which loads unless it is loaded; the least recently used one leaves.
-
-        Raise a ``DitAccelError`` without the reason, which is in the log, if it can't be loaded.
-        """
+        """Load a model for the next jobs unless it is loaded; the least recently used leaves, and errors are logged."""
         failure = f"model {model} can't be loaded; the server's log has the reason"
         if not self._is_stale and time.monotonic() < self._failed.get(model, 0.0):
             raise DitAccelError(failure)

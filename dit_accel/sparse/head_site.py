@@ -134,11 +134,7 @@ class HeadSite(TileSite):
 
     @property
     def _rebases(self) -> bool:
-        """Return True if an UPDATE takes the older entries of its bias stack from the last stack.
-
-        That stack must have an entry for each recorded output (FULL steps record an output alone). It must not be
-        float8, because rounding errors would add up.
-        """
+        """Return True if the last bias stack has an entry for each recorded output, not in float8, whose errors add."""
         recorded = self._recorded
         held = self.heads.bias_coordinates[: len(recorded)]
         return len(recorded) > 0 and held == recorded and not self._call.branch.memory.float8

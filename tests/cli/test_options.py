@@ -16,14 +16,7 @@ PICTURES, CLIPS = "some/pictures", "some/clips"
 
 
 class Acts(NamedTuple):
-    """Effect of an option: the difference between a command's calls with it and without it.
-
-    Args:
-        given: the option with a value, and everything else it needs.
-        changes: changed arguments of the calls, by name.
-        model: model of the command, with and without the option.
-        replaces: options that are left out together with it.
-    """
+    """Effect of an option: ``changes`` of a command's calls with what is ``given`` in place of what it ``replaces``."""
 
     given: tuple
     changes: dict

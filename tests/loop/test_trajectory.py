@@ -25,11 +25,7 @@ def drawn(shape, seed):
 def replacements(edit, latents=(2, 96, 16), outputs=(2, 96, 16), dtype=torch.float32, branches=2, order=1):
     """Return the steps at which a run of Euler's steps, or of multistep ones, finds replaced latents.
 
-    The run writes into its latents, as some pipelines do.
-
-    Args:
-        edit: changes the moving part of the latents after a step; it gets the step, its next noise level and them.
-        branches: outputs a step, combined by guidance.
+    ``edit`` changes the moving part of the latents after a step, in place, as some pipelines do.
     """
     trajectory, whole, found, slopes = Trajectory(), drawn(latents, 0).to(dtype), [], []
     moving = tuple(map(slice, map(min, latents, outputs)))

@@ -17,6 +17,7 @@ from dit_accel.models.beside.quantized_linears import LEAST_ROWS, block_linears,
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.graphs.limits import why_not_module
 from dit_accel.models.hooks import Hook
+from dit_accel.models.stored_weights import is_readable
 from scripts.bench.card_memory.weights import WEIGHTS
 from tests.rounding import distance
 from tests.tiny import tiny_output, tiny_pipeline
@@ -204,6 +205,7 @@ def test_weights_of_torchao_run_as_the_weights_that_they_stand_for(monkeypatch, 
     expected = tiny_output(expected, "flux", steps=STEPS)
     assert all(torch.equal(tiny_output(item, "flux", steps=STEPS), expected) for item in runs)
     assert why_not_module("to_q", pipe.transformer.transformer_blocks[0].attn.to_q, torch.device("cpu")) is None
+    assert not is_readable(SimpleNamespace(shape=2, qdata=SimpleNamespace(shape=2), act_pre_scale=0.5))  # SmoothQuant
     linears_of(pipe)._is_short = lambda: True
     assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)
     assert pipe.dit_accel.report().notes == [quantized_linears.CROWDED]

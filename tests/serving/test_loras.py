@@ -215,3 +215,5 @@ def test_loras_have_names(folder):
     for wrong, message in ("a=./nowhere", r"'\./nowhere' is not a folder"), ("owner/name", "must be NAME=LORA"):
         with pytest.raises(ArgumentError, match=message):
             named_loras([wrong])
+    with pytest.raises(ArgumentError, match="names that differ"):
+        named_loras(["other=owner/name", str(folder)])

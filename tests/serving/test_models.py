@@ -86,6 +86,9 @@ def test_other_models_leave_where_memory_is_short():
     with pytest.raises(DitAccelError, match="huge can't be loaded"):
         worker.choose("huge")
     assert worker.choose("b") and device.loaded == ["b"]
+    with pytest.raises(DitAccelError, match="huge can't be loaded"):
+        worker.choose("huge")  # not tried again at once
+    assert device.loaded == ["b"]
 
 
 def test_models_load_again_when_asked_to():

@@ -493,6 +493,9 @@ def test_a_kept_image_changes_no_sample():
         pipe.vae.encoder.conv_out.bias += 1
     changed = call(one, 2, False)
     assert pipe.dit_accel.report().encoding == "2 of 3 kept from earlier calls"
+    pipe.vae._encode = lambda *args: type(pipe.vae)._encode(pipe.vae, *args)  # whose state is not known
+    call(one, 2, False)
+    assert "its encode is not its class's own" in pipe.dit_accel.report().encoding
     restore_pipeline(pipe)
     assert torch.equal(call(one, 2, False), changed) and not torch.equal(changed, plain[1])
 

@@ -87,9 +87,8 @@ class Models:
             async with asyncio.timeout(self.limits.seconds):
                 async for _ in task:
                     pass
-        except BaseException:
-            task.cancel()
-            raise
+        finally:
+            task.cancel()  # it may still wait
         assert task.loaded is not None  # without an error
         self._served[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
         return self._served[name]

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from dit_accel import accelerate_pipeline, accelerated, load_preset
 from dit_accel.cli.options import RunOptions, with_projections
 from dit_accel.errors import PresetError, UnsupportedError
-from dit_accel.sla.checkpoints import trained_preset
+from dit_accel.sla.checkpoints import checkpoint_preset, trained_preset
 from dit_accel.tools.measure.capture import AttentionTap
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -145,3 +145,5 @@ def test_the_command_line_takes_a_checkpoint_by_its_keys(tmp_path):
     assert with_projections("wan21-turbowan", {}, [folder]) == with_projections("none", {}, [folder]) == {}
     own = {"skip.projection": "mine.safetensors"}
     assert with_projections("wan21-fastwan", own, [folder]) == own
+    (tmp_path / "original.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert checkpoint_preset(folder) is None

@@ -48,11 +48,7 @@ def _cache(
     series: str | None = None,
     within: Callable[[Subject], AbstractContextManager[None]] = nullcontext,
 ) -> Peer:
-    """Make a method from a cache of diffusers, the name of whose configuration class is ``cache`` and ``Config``.
-
-    ``arguments`` returns the configuration's arguments for a subject and a setting's values. ``within`` is a further
-    context of the runs, entered once the cache is enabled.
-    """
+    """Make a method from a cache of diffusers; ``arguments`` returns those of ``cache`` + ``Config`` for a setting."""
     config = f"{cache}Config"
 
     @contextmanager
