@@ -234,8 +234,8 @@ class QuantizedLinears:
         taken = sum(weight.nbytes for weight in weights)
         rounded = taken // weights[0].itemsize
         readings = (read_memory(weights[0].device, empties=empties) for empties in (False, True))  # the second is slow
-        has_room = not self._can_move or not is_short(read_host_memory(), taken)
-        return has_room and all(is_short(memory, rounded) for memory in readings)
+        is_full = all(is_short(memory, rounded) for memory in readings)
+        return is_full and not (self._can_move and is_short(read_host_memory(), taken))
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""
