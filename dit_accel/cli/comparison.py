@@ -30,6 +30,10 @@ class Side:
     output: Output
     repeats: list[float]
 
+    @classmethod
+    def of(cls, output: Output) -> Side:
+        return cls(output, [output.denoising_seconds])
+
     @property
     def seconds(self) -> float:
         return statistics.median(self.repeats)
@@ -90,12 +94,12 @@ def both_sides(
 
         call("warm-up", share=0.0, **few)
         progress.expect(1 + compiles + repeats + (repeats - 1) * (steps is None), done=0)
-        plain = Side(output := call("plain"), [output.denoising_seconds])
+        plain = Side.of(call("plain"))
         with accelerated(pipe, preset):
             if compiles:  # Triton compiles at first use, and only a whole run uses every kernel
                 call("compiling kernels")
                 pipe.dit_accel.reset()  # the next call encodes its prompt, as the plain call does
-            fast = Side(output := call("accelerated"), [output.denoising_seconds])
+            fast = Side.of(call("accelerated"))
             report = pipe.dit_accel.report()
         for number in range(2, repeats + 1):
             repeat(f"plain ({number} of {repeats})", plain, steps)

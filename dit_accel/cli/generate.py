@@ -229,7 +229,7 @@ def _make(
         plain, whole = restore_pipeline(pipe), options.offload != "none"
         return both_sides(plain, arguments, options.seed, preset, options.repeats, console, whole=whole)
     start_pipeline(pipe, preset, options.quiet)
-    side = Side(output := timed_call(pipe, arguments, options.seed), [output.denoising_seconds])
+    side = Side.of(timed_call(pipe, arguments, options.seed))
     return Sides(None, side, pipe.dit_accel.report()) if preset else Sides(side, None, None)
 
 

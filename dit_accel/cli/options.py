@@ -250,9 +250,8 @@ def _resolved(source: str, option: str = "lora") -> str:
 def named_loras(texts: list[str] | None) -> dict[str, str]:
     rule, loras = "NAME=LORA, or a folder of .safetensors files", dict[str, str]()
     for text in texts or []:
-        files = sorted(Path(text).glob("*.safetensors")) if os.path.isdir(text) else []
-        found = [(file.stem.replace(".", "-"), str(file)) for file in files]
-        found = found or [
+        files = sorted(Path(folder).glob("*.safetensors")) if os.path.isdir(folder := os.path.expanduser(text)) else []
+        found = [(file.stem.replace(".", "-"), str(file)) for file in files] or [
             (name, _resolved(str(it), "loras")) for name, it in _parse_pairs("loras", rule, [text]).items()
         ]
         if len(found) > len(names := dict(found)) or names.keys() & loras:

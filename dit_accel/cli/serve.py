@@ -128,11 +128,10 @@ def command(options: ServeOptions) -> None:
     name, *others = models
     if others and (options.lora or options.call):
         raise ArgumentError("lora" if options.lora else "call", "is for one model: give LoRAs by --loras, or serve one")
-    presets = {key: replace(options, model=model).preset_and_loading()[:2] for key, model in models.items()}
+    runs = {key: replace(options, model=model).preset_and_loading()[:2] for key, model in models.items()}
     options = replace(options, model=models[name])
-    preset, overrides, loading = options.preset_and_loading()
-    loading = replace(loading, named_loras=named_loras(options.loras))
-    setup = Setup(options.model, preset, overrides, loading=loading, call=parse_call(options.call))
+    loading = replace(options.loading(), named_loras=named_loras(options.loras))
+    setup = Setup(options.model, *runs[name], loading=loading, call=parse_call(options.call))
     bound = server.bound_socket(options.host, options.port)
     console = Console(quiet=options.quiet)
     if options.host not in LOOPBACK and not keys:
@@ -143,9 +142,7 @@ def command(options: ServeOptions) -> None:
         workers: list[RemoteWorker] = []
         signal.signal(signal.SIGUSR1, lambda *_: [worker.reload() for worker in workers])
         for place in setups:
-            of_models = {
-                key: replace(place, model=models[key], preset=p, overrides=o) for key, (p, o) in presets.items()
-            }
+            of_models = {key: replace(place, model=models[key], preset=p, overrides=o) for key, (p, o) in runs.items()}
             with server.signals_held():
                 most = {"models": of_models, "most": options.max_models}
                 workers.append(RemoteWorker(of_models[name], options.max_step_seconds, start, **most))

@@ -141,15 +141,12 @@ class FusedDecode:
 
     def _clip(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         has_failed = self._is_inside() and self._current.decode.given_up is not None  # memory may be short
-        takes_kernels = self._backend != "auto" or resolve_backend("auto", args[0]) == "triton"
-        is_fused = self.holders and takes_kernels and not has_failed
+        is_fused = self.holders and not has_failed and self._has_kernels(args[0])
         return self._page.decode_clip(module, *args) if is_fused else original(*args, **kwargs)
 
     def _ranks(self, module: nn.Module, args: tuple) -> Ranks | None:
         """Return the ranks that may share a decode: all of them call the same pipeline, which decodes."""
-        if self._has_failed or not self.can_share or not (args and isinstance(args[0], torch.Tensor)):
-            return None
-        if self._backend == "auto" and resolve_backend("auto", args[0]) != "triton":
+        if self._has_failed or not self.can_share or not (args and self._has_kernels(args[0])):
             return None
         group, pipe = self._group, direct_caller(module) if self.sharing else None
         stage = next((stage for stage in self.sharing if pipe is not None and stage.pipe() is pipe), None)
@@ -224,6 +221,9 @@ class FusedDecode:
     def _run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], layers: Layers) -> torch.Tensor | tuple:
         return _contiguous(getattr(self._page, self.method)(module, *args, **kwargs, layers=layers))
 
+    def _has_kernels(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and (self._backend != "auto" or resolve_backend("auto", x) == "triton")
+
     def _is_inside(self) -> bool:
         return getattr(self._current, "decode", None) is not None
 
@@ -234,7 +234,7 @@ class FusedDecode:
         latents = args[0]
         if latents.dtype not in BOUNDS:
             return f"the {self.part} computes in {latents.dtype}"
-        if self._backend == "auto" and resolve_backend("auto", latents) != "triton":
+        if not self._has_kernels(latents):
             return f"kernels need a CUDA GPU with Triton, and tensors are on '{latents.device}'"
         if torch.is_grad_enabled() or module.training:
             return f"gradients are on, or the {self.part} is in training mode"
@@ -306,7 +306,7 @@ def _why_others(output: tuple, expected: tuple) -> str | None:
     """Return why an output and the lists of a call can't stand for the decoder's own, or None."""
     if (reason := _why_other(_images(output[0]), _images(expected[0]))) is not None:
         return reason
-    # What both keep for the next call in the same form; a page may keep fewer frames, or more.
+    # Compare what both keep for the next call in the same form; a page may keep fewer frames, or more.
     kept, known = dict(pytree.tree_leaves_with_path(output)), pytree.tree_leaves_with_path(expected)
     pairs = [(kept.get(place), leaf) for place, leaf in known if isinstance(leaf, torch.Tensor)]
     alike = (pair for pair in pairs if pair[0] is not None and pair[0].shape == pair[1].shape)

@@ -209,7 +209,7 @@ def test_loras_of_jobs_leave_the_plain_model(folder, monkeypatch):
 
 
 def test_loras_have_names(folder):
-    """Those of a folder have the names of their files."""
+    """LoRAs of a folder have the names of their files."""
     named = {"a": "owner/name", "other": f"{folder}/other.safetensors"}
     assert named_loras(["a=owner/name", str(folder)]) == named
     for wrong, message in ("a=./nowhere", r"'\./nowhere' is not a folder"), ("owner/name", "must be NAME=LORA"):

@@ -110,7 +110,7 @@ def test_a_fastwan_runs_as_it_was_trained(tmp_path, by_caught_attention):
     "key", ["blocks.{}.attn1.attn_impl.proj_l", "net.blocks.{}.self_attn.attn_op.local_attn.proj_l"]
 )
 def test_a_turbowan_runs_as_it_was_trained(tmp_path, key):
-    """Whatever the conversion called the projections, linear attention over all tiles and its bias are added."""
+    """Linear attention over all tiles and its bias are added, by either name of the projections."""
     learned = checkpoint(tmp_path, key, HEAD_DIM)
     pipe = tiny_pipeline("wan")
     painted = expected(pipe, lambda index, _, q, k, v: turbowan(q, k, v, *learned[index], 0.5))
