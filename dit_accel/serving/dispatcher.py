@@ -191,7 +191,7 @@ class Dispatcher:
             self.hire(worker)
 
     def hire(self, worker: RemoteWorker) -> None:
-        self._latest[worker] = next(iter(getattr(worker, "_models", ())), None)
+        self._latest[worker] = next(iter(getattr(worker, "models", ())), None)
         (thread := Thread(target=self._work, args=(worker,), daemon=True)).start()
         self._threads.append(thread)  # once started: before, it can't be joined
 

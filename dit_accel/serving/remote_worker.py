@@ -93,7 +93,7 @@ class RemoteWorker:
         most: int = 1,
     ) -> None:
         self._setup, self._patience, self._start, self._attempts = setup, patience, start, attempts
-        self._models, self._most = models, most
+        self.models, self._most = models, most
         self._resting: dict[str, tuple[Any, Loaded]] = {}  # processes of other models, the least recently used first
         self._is_stale = False  # True: models load again before their next jobs
         self._failed: dict[str, float] = {}  # until when models that can't be loaded are not tried again
@@ -115,7 +115,7 @@ class RemoteWorker:
             raise DitAccelError(failure)
         if not self._is_lost:
             self._resting[self._setup.model] = self._process, self._loaded
-        self._setup, self._is_lost = self._models[model], False
+        self._setup, self._is_lost = self.models[model], False
         most, self._is_stale = 0 if self._is_stale else self._most, False
         if most and self._setup.model in self._resting:
             self._process, self._loaded = self._resting.pop(self._setup.model)
