@@ -64,7 +64,7 @@ def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
     """Return the layers, by name, that a preset's section runs in 8 bits.
 
-    Modulations never do, because they have one token per prompt.
+    Modulations never do, because they have one token per prompt or timestep.
 
     Raises:
         UnsupportedError: a pattern of excluded layers matches none.
@@ -72,7 +72,7 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
     found = {
         name: layer
         for name, layer in block_linears(transformer)
-        if "norm" not in name and is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
+        if not re.search("norm|adaln|modulation", name, re.I) and is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
     }
     excluded: set[str] = set()
     for pattern in section.exclude:

@@ -15,6 +15,7 @@ LABELS = {
     "float8": "dit-accel, layers in float8",
     "sla": "dit-accel, SLA and layers in float8",
     "sparse": "dit-accel, half of the tiles left out",
+    "sparse-float8": "dit-accel, half of the tiles left out, layers in float8",
 }
 MEANING = """\
 Seconds of one call with random weights in bf16. Denoising: from the first to the last transformer call. Speed-up: of

@@ -28,9 +28,9 @@ from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
 
 Row = dict[str, Any]
 Describe = Callable[[], Row]  # facts of the latest call
-OURS = ("exact", "balanced", "int8", "float8", "sparse", "sla")
+OURS = ("exact", "balanced", "int8", "float8", "sparse", "sparse-float8", "sla")
 WHOLE = ("cache-dit", *OURS)  # ways whose kernels only a whole call compiles
-TILES = 0.5  # computed share of the tiles of way `sparse`
+TILES = 0.5  # computed share of the tiles of ways `sparse` and `sparse-float8`
 
 
 @contextmanager
@@ -76,6 +76,7 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset, **sectio
         report = pipe.dit_accel.report()
         return {
             "setting": preset.name,
+            **({} if preset.linear.dtype is None else {"linear": preset.linear.dtype}),
             "computed_steps": len(report.steps) - report.steps_by_mode.get("dispatch", 0),
             "computed_fraction": report.computed_fraction,
             "decoded": report.decoding,
@@ -87,21 +88,18 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset, **sectio
         yield describe
 
 
-@contextmanager
-def _in_8_bits(pipe: Any, call: Call, count: int, dtype: str) -> Iterator[Describe]:
+def _in_8_bits(pipe: Any, call: Call, count: int, dtype: str) -> AbstractContextManager[Describe]:
     """Compute linear layers in 8 bits, on the steps of `balanced` where it leaves steps out."""
-    name = "exact" if call.schedule is None else "balanced"
-    with _accelerated(pipe, call, count, name, linear={"dtype": dtype}) as describe:
-        yield lambda: {"linear": dtype, **describe()}
+    return _accelerated(pipe, call, count, "exact" if call.schedule is None else "balanced", linear={"dtype": dtype})
 
 
 @contextmanager
-def _sparse(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+def _sparse(pipe: Any, call: Call, count: int, **sections: Any) -> Iterator[Describe]:
     """Leave random tiles out of computed steps after the warm-up: attention maps of random weights are noise."""
     if not call.sparse:
         raise UnsupportedError("no preset leaves tiles out of this model")
     sparse = MODELS[call.sparse].sparse
-    with forced_density(1.0, TILES, 1.0), _accelerated(pipe, call, count, sparse) as describe:
+    with forced_density(1.0, TILES, 1.0), _accelerated(pipe, call, count, sparse, **sections) as describe:
         yield lambda: {"tile_density": TILES, **describe()}
 
 
@@ -116,7 +114,7 @@ def _sla(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
         names = [f"transformer.blocks.{number}" for number in range(len(pipe.transformer.blocks))]
         save_file({name: torch.randn(side, side) / side**0.5 for name in names}, skip["projection"])
         with _accelerated(pipe, call, count, call.sla, skip=skip, linear={"dtype": "float8"}) as describe:
-            yield lambda: {"linear": "float8", **describe()}
+            yield describe
 
 
 WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = {
@@ -127,6 +125,7 @@ WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = 
     "int8": partial(_in_8_bits, dtype="int8"),
     "float8": partial(_in_8_bits, dtype="float8"),
     "sparse": _sparse,
+    "sparse-float8": partial(_sparse, linear={"dtype": "float8"}),
     "sla": _sla,
     "cache-dit": _cache_dit,  # last, because it leaves attributes behind
 }
@@ -137,7 +136,7 @@ def ways_of(call: Call, *, alone: bool) -> list[str]:
     few = call.steps <= FEW_STEPS
     which = {"exact": few, "balanced": call.schedule is not None, "sparse": bool(call.sparse)}
     which |= {"int8": few, "float8": few, "sla": bool(call.sla)}
-    ours = [way for way in OURS if which[way]]
+    ours = [way for way in OURS if which.get(way)]
     return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
 
 
