@@ -19,6 +19,7 @@ from dit_accel.models.graphs.limits import why_not_module
 from dit_accel.models.hooks import Hook
 from dit_accel.models.stored_weights import is_readable
 from scripts.bench.card_memory.weights import WEIGHTS
+from scripts.bench.model_speed.models import TINY
 from tests.rounding import distance
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -237,15 +238,16 @@ def test_calls_that_run_as_they_are():
     assert not linears.takes(layer, x)
 
 
-def test_layers_that_are_never_rounded():
+@pytest.mark.parametrize(("model", "modulation"), [("flux", "norm"), ("minimax-h3", "adaln")])
+def test_layers_that_are_never_rounded(model, modulation):
     """Modulations, layers whose names match a pattern, and layers that accelerate offloads."""
-    transformer = tiny_pipeline("flux").transformer
+    transformer = TINY[model].build()
     section = load_preset("exact", **INT8).linear
     layers = roundable(transformer, section)
-    assert layers and not any("norm" in name for name in layers)
-    assert any("norm" in name for name, _ in block_linears(transformer))
-    some = roundable(transformer, load_preset("exact", **INT8, **{"linear.exclude": ["*.to_?", "single_*"]}).linear)
-    assert some and not any(name.startswith("single_") or name.endswith(("to_q", "to_k", "to_v")) for name in some)
+    assert layers and not any(modulation in name for name in layers)
+    assert any(modulation in name for name, _ in block_linears(transformer))
+    some = roundable(transformer, load_preset("exact", **INT8, **{"linear.exclude": ["*.to_?", "*.to_out.0"]}).linear)
+    assert some and not any(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name in some)
     name = next(iter(layers))
     layers[name]._hf_hook = object()
     assert roundable(transformer, section).keys() == layers.keys() - {name}

@@ -42,6 +42,7 @@ CROWDED = "linear layers unchanged: with copies of torchao's weights less than a
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
 MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
 SLOW_INT8 = {(10, 3)}  # B300, whose int8 products are slower than those of bf16
+MODULATION = re.compile("norm|adaln|modulation", re.IGNORECASE)  # in the name of a layer
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 
@@ -72,7 +73,7 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
     found = {
         name: layer
         for name, layer in block_linears(transformer)
-        if not re.search("norm|adaln|modulation", name, re.I) and is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
+        if not MODULATION.search(name) and is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
     }
     excluded: set[str] = set()
     for pattern in section.exclude:
