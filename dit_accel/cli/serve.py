@@ -99,8 +99,7 @@ class ServeOptions(RunOptions):
     def limits(self) -> Any:
         from dit_accel.serving.http.api import Limits
 
-        names = (field.name for field in fields(Limits))
-        return Limits(**{name: getattr(self, f"max_{name}") for name in names if hasattr(self, f"max_{name}")})
+        return Limits(**{it.name: getattr(self, f"max_{it.name}", it.default) for it in fields(Limits)})
 
 
 @takes_options(without=("model", "steps", "seed", "height", "width", "num_frames", "image", "force"))
@@ -137,7 +136,6 @@ def command(options: ServeOptions) -> None:
     if options.host not in LOOPBACK and not keys:
         console.out(f"note: {options.host} needs no API key; --api-key-file restricts access", highlight=False)
     where = f"[{options.host}]" if ":" in options.host else options.host
-    ready = f"ready at http://{where}:{options.port} (stop with Ctrl-C)"
     with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
         workers: list[RemoteWorker] = []
         signal.signal(signal.SIGUSR1, lambda *_: [worker.reload() for worker in workers])
@@ -155,7 +153,9 @@ def command(options: ServeOptions) -> None:
         dispatcher = Dispatcher(workers, options.queue)
         served = Served(name, loaded.preset, limits, loaded.form, loading.named_loras)
         app = server.build_app(dispatcher, served, keys, hosts, videos, others)
-        server.serve(app, dispatcher, bound, limits, lambda: console.out(ready, highlight=False))
+        bound.listen()
+        console.out(f"ready at http://{where}:{options.port} (stop with Ctrl-C)", highlight=False)
+        server.serve(app, dispatcher, bound, limits)
 
 
 @contextmanager

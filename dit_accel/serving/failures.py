@@ -80,5 +80,6 @@ def explained_memory() -> Iterator[None]:
 def _lacks_memory(error: Exception) -> bool:
     import torch
 
-    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
-    return on_host or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    texts = ("DefaultCPUAllocator", "CUDA error: out of memory")  # of the host, and of a GPU without room for a context
+    has_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return has_text or isinstance(error, MemoryError | torch.OutOfMemoryError)

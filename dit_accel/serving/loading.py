@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import ArgumentError, shortened, shown
+from dit_accel.errors import ArgumentError, OutOfMemoryError, shortened, shown
 from dit_accel.models import dtype_argument
 from dit_accel.serving.failures import explained_loading, explained_memory
 from dit_accel.serving.loras import load_loras
@@ -161,8 +163,10 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
 def resolve_model(model: str) -> str:
     folder = str(demo_path(model) or os.path.expanduser(model))
     if os.path.isdir(folder):
-        if not any(os.path.isfile(os.path.join(folder, name)) for name in INDICES):
+        indices = [path for name in INDICES if (path := Path(folder, name)).is_file()]
+        if not indices:
             raise ArgumentError("model", f"{folder} is not a diffusers pipeline: {' or '.join(INDICES)} is missing")
+        _require_object(indices[0])
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(demo_names()) or "none in this installation"
@@ -172,6 +176,15 @@ def resolve_model(model: str) -> str:
     return model
 
 
+def _require_object(path: Path) -> None:
+    try:
+        index = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return  # diffusers names the file
+    if not isinstance(index, dict):
+        raise ArgumentError("model", f"{path} must hold a JSON object, got {shown(index)}")
+
+
 def _resolve_device(device: str | None) -> torch.device:
     import torch
 
@@ -179,7 +192,10 @@ def _resolve_device(device: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.zeros(1, device=place).item()
+        with explained_memory():
+            torch.zeros(1, device=place).item()
+    except OutOfMemoryError:
+        raise
     except Exception as error:  # each type of device raises its own errors
         reason = shortened(str(error).splitlines()[0])
         raise ArgumentError("device", f"{shown(device)} can't run here ({reason}); use --device cpu") from None

@@ -121,7 +121,7 @@ class RemoteWorker:
             self._process, self._loaded = self._resting.pop(self._setup.model)
             return self._loaded
         while self._resting and len(self._resting) >= most:
-            self._resting.pop(next(iter(self._resting)))[0].end()
+            self._end_oldest()
         try:
             return self._with_room(self._load)
         except Exception as error:
@@ -137,7 +137,8 @@ class RemoteWorker:
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs as a :class:`~dit_accel.serving.worker.Worker`, again in a new process if the process dies.
 
-        Raise ``BatchError`` if it hangs, dies in every attempt, or can't load the pipeline again (``LoadError``).
+        Each death ends the least recently used of the other models. Raise ``BatchError`` if the process hangs, dies in
+        every attempt, or can't load the pipeline again (``LoadError``).
         """
         for attempt in range(1, self._attempts + 1):
             if attempt > 1 or self._is_lost:
@@ -149,6 +150,8 @@ class RemoteWorker:
                 raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
             except (EOFError, OSError):
                 logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, self._attempts)
+                if self._resting:  # there may have been no memory for the process's CUDA context
+                    self._end_oldest()
         raise BatchError("the process that ran the request died")
 
     def restart(self) -> Loaded:
@@ -191,7 +194,10 @@ class RemoteWorker:
             except (OutOfMemoryError, BatchError):  # also a process that died where memory was short
                 if not self._resting:
                     raise
-                self._resting.pop(next(iter(self._resting)))[0].end()
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        self._resting.pop(next(iter(self._resting)))[0].end()
 
     def _follow(self, message: Any, tell: Callable[..., None]) -> list[Made]:
         self._process.send(message)

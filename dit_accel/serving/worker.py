@@ -127,15 +127,12 @@ class Worker:
             more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
             progress.begin(batch[0].name(self.suffix) + more, len(batch))
             try:
-                together = self.make(batch)
+                yield from zip(batch, self.make(batch), strict=True)
             except Exception as error:
                 if len(batch) == 1 or ranks() > 1:  # other processes may not fail, and would wait
                     raise
                 self._console.out(f"note: {made_alone(batch, error)}", highlight=False)
-            else:
-                yield from zip(batch, together, strict=True)
-                continue
-            yield from self._make_alone(batch, progress)
+                yield from self._make_alone(batch, progress)
 
     def _make_alone(self, batch: Sequence[Job], progress: Any) -> Iterator[tuple[Job, Made]]:
         errors = []

@@ -180,19 +180,16 @@ def reached(monkeypatch, made, tmp_path):
         def reload(self):
             put(reloaded=seen.get("reloaded", 0) + 1)
 
-    def listen(app, dispatcher, bound, limits, ready):
-        put(**vars(limits))
-        ready()
-
+    bound = SimpleNamespace(listen=lambda: None)
     monkeypatch.setattr(serve, "RemoteWorker", Serving)
     monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
-    monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port))
+    monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port) or bound)
     monkeypatch.setattr(
         server,
         "build_app",
         lambda *_: put(served=_[1].model, form=_[1].form, keys=_[2], hosts=_[3], store=_[4], others=_[5]),
     )
-    monkeypatch.setattr(server, "serve", listen)
+    monkeypatch.setattr(server, "serve", lambda app, dispatcher, bound, limits: put(**vars(limits)))
     return seen
 
 

@@ -97,12 +97,18 @@ def test_force_replaces_what_generate_wrote(run, saved, tmp_path):
     assert (tmp_path / "output.png").read_bytes() != first["output.png"]
 
 
-@pytest.mark.parametrize("failing", ["__call__", "from_pretrained"])
-def test_out_of_memory_is_a_failure_with_advice(run, saved, monkeypatch, failing):
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [
+        ("__call__", "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you"),
+        ("from_pretrained", "CUDA error: out of memory"),  # of a GPU without room for a context
+    ],
+)
+def test_out_of_memory_is_a_failure_with_advice(run, saved, monkeypatch, failing, reason):
     """If memory does not suffice for the model or its run, the exit code is 1 and the message says what to try."""
 
     def exhausted(self, *_, prompt=None, num_inference_steps=None, height=None, width=None, generator=None, **__):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you")
+        raise RuntimeError(reason)
 
     monkeypatch.setattr(FluxPipeline if failing == "__call__" else DiffusionPipeline, failing, exhausted)
     result = run("generate", "-p", "a", "-m", saved("flux"), *SMALL)

@@ -276,7 +276,7 @@ def test_numbers_beyond_reason_are_refused_by_their_option(run, tmp_path, words)
     ("index", "complaint"),
     [
         ('{"_class_name": "NoSuch"}', "can't be loaded: AttributeError: module diffusers has no attribute NoSuch"),
-        ('["FluxPipeline"]', "model can't be loaded: "),
+        ('["FluxPipeline"]', "model/model_index.json must hold a JSON object, got ['FluxPipeline']"),
         ('{"_class_name": ["FluxPipeline"]}', "model can't be loaded: "),
         ("[" * 100_000, "model can't be loaded: "),
         ("{", "model can't be loaded: "),

@@ -24,6 +24,7 @@ class Device:
 
     def __init__(self, memory=100, **units):
         self.memory, self.units, self.run, self.loaded, self.starts = memory, units, 0, [], []
+        self.lack = lambda: OutOfMemoryError("out of memory")
 
     def start(self, setup):
         self.starts.append(setup.model)
@@ -50,7 +51,7 @@ class Process:
         if self.model == "missing":
             return ArgumentError("model", "/secret/path can't be loaded")
         if self.device.lacks(self.device.run if self.is_ready else self.device.units.get(self.model, 1)):
-            return OutOfMemoryError("out of memory")
+            return self.device.lack()
         if self.is_ready:
             return [Made(PNG[1], 0.0, None, [0], {f"by {self.model}": 1.0}, (5, 48, 32))]
         self.device.loaded.append(self.model)
@@ -91,6 +92,19 @@ def test_other_models_leave_where_memory_is_short():
     assert device.loaded == ["b"]
 
 
+def test_another_model_leaves_if_a_run_has_no_memory_for_a_cuda_context():
+    """The process dies without a message; the next attempt has the room of the model that left, and no other leaves."""
+
+    def die():
+        raise EOFError
+
+    worker = (device := Device(10, a=3, b=3, c=3)).worker(9, "a", "b", "c")
+    worker.choose("b"), worker.choose("c")
+    device.run, device.lack = 3, die
+    assert list(worker.run([JOB], None, ".png", None)[0].stages) == ["by c"]
+    assert device.loaded == ["b", "c"] and device.starts == ["a", "b", "c", "c"]
+
+
 def test_models_load_again_when_asked_to():
     """Each before its next jobs, and once."""
     worker = (device := Device()).worker(2, "a", "b")
@@ -112,6 +126,37 @@ def test_requests_for_the_latest_model_go_first_for_a_while(waited, order):
     assert all(task.ended.wait(60) for task in tasks)
     dispatcher.stop(10.0)
     assert begun == order
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"steps": 13}),
+        (PATH, {"size": "33x32"}),
+        (PATH, {"preset": "turbi"}),
+        (PATH, {"loras": {"ring": 1.0}}),
+        (PATH, {"target_error": 0.1, "computed_steps": 3}),
+        ("/v1/videos", {"seconds": "1e3"}),
+        ("/v1/videos", {"num_frames": 301}),
+    ],
+    ids=str,
+)
+def test_nothing_loads_for_a_body_that_is_refused(path, body):
+    """A duration that a slow model allows is no such body, so that its model loads."""
+
+    async def ask(app):
+        async with client(app) as http:
+            refused = await http.post(path, json={"prompt": "a", "model": "video"} | body)
+            loaded = [*device.starts]
+            return refused, loaded, await http.post("/v1/videos", json={"prompt": "a", "model": "video", "seconds": 9})
+
+    dispatcher = Dispatcher([(device := Device()).worker(1, "first", "video")], 4)
+    with server.VideoStore(LIMITS) as store:
+        first = server.Served("first", None, LIMITS, VideoForm(100.0, 4))
+        refused, loaded, allowed = asyncio.run(ask(server.build_app(dispatcher, first, [], [], store, ["video"])))
+    dispatcher.stop(10.0)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == next(iter(body))
+    assert loaded == ["first"] and allowed.status_code == 200
 
 
 def test_requests_choose_their_model():
@@ -137,5 +182,5 @@ def test_requests_choose_their_model():
     assert (job["model"], job["status"]) == ("video", "completed") and list(job["stage_seconds"]) == ["by video"]
     assert [answer.status_code for answer in wrong] == [400, 404, 500]
     messages = [answer.json()["error"]["message"] for answer in wrong]
-    assert "makes videos" in messages[0] and "this server has first, other" in messages[1]
+    assert "makes videos, no images: use /v1/videos" in messages[0] and "this server has first, other" in messages[1]
     assert "missing can't be loaded; the server's log has the reason" in messages[2]

@@ -263,13 +263,6 @@ def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):
     assert result.exit_code == 2 and "--engine: no Ray cluster at RAY_ADDRESS=127.0.0.1:1: " in result.output
 
 
-def test_without_ray_its_extra_is_named(generate, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    result = generate(["a"], *RAY)
-    assert result.exit_code == 2
-    assert "--engine ray needs ray, which is not installed: pip install -e '.[ray]' in a checkout" in result.output
-
-
 @pytest.mark.parametrize("value, shared", [(None, "0"), ("1", "1")], ids=["unsaid", "allowed"])
 def test_a_cluster_that_is_started_here_tells_nobody_of_itself(monkeypatch, value, shared):
     """Ray would report its use to its makers unless the user's own environment has a say."""

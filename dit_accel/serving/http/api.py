@@ -71,12 +71,12 @@ class Models:
 
     def __init__(self, dispatcher: Dispatcher, first: Served, others: Sequence[str] = ()) -> None:
         self.first, self.names, self.limits = first, [first.model, *others], first.limits
-        self._dispatcher, self._served = dispatcher, {first.model: first}
+        self._dispatcher, self.loaded = dispatcher, {first.model: first}
 
     async def find(self, name: str | None) -> Served:
         """Return a model with its facts, for which a worker loads it the first time."""
-        if (name := name or self.first.model) in self._served:
-            return self._served[name]
+        if (name := name or self.first.model) in self.loaded:
+            return self.loaded[name]
         if name not in self.names:
             message = f"model {shown(name)} does not exist; this server has {', '.join(self.names)}"
             raise RequestError(message, "model", "model_not_found", 404)
@@ -90,8 +90,8 @@ class Models:
         finally:
             task.cancel()  # it may still wait
         assert task.loaded is not None  # without an error
-        self._served[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
-        return self._served[name]
+        self.loaded[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
+        return self.loaded[name]
 
 
 def model_in(body: bytes | Fields) -> str | None:
@@ -134,4 +134,6 @@ def explained(error: Any, kind: type[BaseModel]) -> RequestError:
             return RequestError(f"{param} is required", param, "missing_required_parameter")
         case "json_invalid" | "model_type":
             return RequestError(f"the body must be a JSON object: {error['msg']}", code="invalid_json")
+        case "value_error":  # an ArgumentError, for example
+            return answered(error["ctx"]["error"], Limits())
     return RequestError(f"{param}: {error['msg']}, got {shown(error['input'])}", param, "invalid_value")

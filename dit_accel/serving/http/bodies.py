@@ -5,18 +5,20 @@ A client that disconnects meanwhile raises ``Cancelled``.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from fastapi import Request
-from starlette.datastructures import FormData
+from python_multipart.multipart import parse_options_header
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from dit_accel.errors import shortened
-from dit_accel.serving.engine import Cancelled
+from dit_accel.serving.engine import Cancelled, VideoForm
 from dit_accel.serving.http.api import Models, RequestError, Served, model_in
 from dit_accel.serving.http.requests import AnyRequest, EditRequest, VideoRequest, read
 
 SLOWEST_BODY = 10.0  # seconds
+UNKNOWN = VideoForm(1.0, 2**31)  # of a model that has not loaded: any duration is within the limits
 MOST_FIELDS = 100  # of a form, and as many files
 
 
@@ -25,7 +27,11 @@ async def received(request: Request, kind: type[AnyRequest], models: Models) -> 
     is_form = _is_form(request) if issubclass(kind, VideoRequest) else issubclass(kind, EditRequest)
     most = models.limits.upload if is_form else models.limits.body
     body = await (read_form if is_form else read_body)(request, most)
-    served = await models.find(await asyncio.to_thread(model_in, body))
+    name = await asyncio.to_thread(model_in, body)
+    if name in models.names and name not in models.loaded:  # nothing loads for a request that is refused
+        form = UNKNOWN if issubclass(kind, VideoRequest) else None
+        await asyncio.to_thread(read, body, kind, replace(models.first, model=name, form=form))
+    served = await models.find(name)
     served.require(videos=issubclass(kind, VideoRequest))
     return await asyncio.to_thread(read, body, kind, served), served
 
@@ -54,34 +60,19 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-class _WholeForm(MultiPartParser):
-    """Parser that refuses a form without its last boundary; starlette drops the fields at such an end."""
-
-    _is_whole = False
-
-    def on_end(self) -> None:
-        self._is_whole = True
-
-    async def parse(self) -> FormData:
-        self.stream = self._until_end(self.stream)
-        return await super().parse()
-
-    async def _until_end(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        async for chunk in chunks:
-            yield chunk
-        if not self._is_whole:  # while the form is parsed, so that the files of all its parts are closed
-            raise MultiPartException("Its last boundary is missing.")
-
-
 async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]]:
+    body = await read_body(request, most)
+
     async def chunks() -> AsyncGenerator[bytes, None]:
-        yield await read_body(request, most)
+        yield body
 
     try:
+        _, options = parse_options_header(request.headers.get("content-type"))
         if not _is_form(request):
             raise MultiPartException("Content-Type is another one.")
-        parser = _WholeForm(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS)
-        form = await parser.parse()
+        if b"\r\n--%b--" % options.get(b"boundary", b"") not in b"\r\n" + body:  # starlette would drop fields
+            raise MultiPartException("Its last boundary is missing.")
+        form = await MultiPartParser(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
     except (MultiPartException, ValueError) as error:
         message = f"the body must be multipart/form-data: {shortened(str(error))}"
         raise RequestError(message, code="invalid_form") from None

@@ -16,7 +16,7 @@ from pydantic.types import Json
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, default_preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
-from dit_accel.presets.sections import TARGETS
+from dit_accel.presets.sections import TARGETS, clashing
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import Fields, RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
@@ -64,6 +64,12 @@ class PromptRequest(BaseModel):
     @model_validator(mode="after")
     def _require_served(self, info: ValidationInfo) -> Self:
         limits = info.context.limits
+        if self.preset not in (None, "none", *preset_names()):  # a path of the server is no preset
+            meant = did_you_mean(self.preset, preset_names())
+            raise RequestError(f"preset {shown(self.preset)} does not exist{meant}", "preset", "invalid_value")
+        if clash := clashing(*self.targets):
+            raise RequestError(clash, next(iter(self.targets)), "invalid_value")
+        require_named(self.loras or {}, info.context.loras)
         require_at_most("steps", self.steps or 1, limits.steps)
         require_at_most("computed_steps", self.computed_steps or 1, self.steps or limits.steps)
         for side in self.sides:
@@ -73,10 +79,12 @@ class PromptRequest(BaseModel):
         return self
 
     @property
+    def targets(self) -> dict[str, Any]:
+        return {name: value for name in TARGETS if (value := getattr(self, name)) is not None}
+
+    @property
     def sides(self) -> tuple[int | None, int | None]:
-        if self.size == "auto":
-            return None, None
-        width, height = map(int, self.size.split("x"))
+        width, height = (None, None) if self.size == "auto" else map(int, self.size.split("x"))
         return width, height
 
     def settings(self) -> dict[str, Any]:
@@ -125,8 +133,7 @@ class ImageRequest(PromptRequest):
 def _few(files: Any, info: ValidationInfo) -> Any:
     most = info.context.limits.images
     if isinstance(files, list) and len(files) > most:
-        message = f"image must be given at most {most} times, got {len(files)}"
-        raise RequestError(message, "image", "limit_exceeded")
+        raise RequestError(f"image must be given at most {most} times, got {len(files)}", "image", "limit_exceeded")
     return files
 
 
@@ -242,15 +249,11 @@ def require_at_most(param: str, value: int, most: int) -> None:
 
 
 def requested_preset(request: PromptRequest, served: Served) -> Preset | None:
-    """Return the preset of a request, None = plain; raise an error if it, its target or a LoRA is unknown."""
+    """Return the preset of a request, None = plain; raise an error if it does not support the request's targets."""
     from dit_accel.models.presets import load_preset
 
-    require_named(request.loras or {}, served.loras)
-    if request.preset not in (None, "none", *preset_names()):  # a path of the server is no preset
-        meant = did_you_mean(request.preset, preset_names())
-        raise RequestError(f"preset {shown(request.preset)} does not exist{meant}", "preset", "invalid_value")
     named = served.preset if request.preset is None else None if request.preset == "none" else request.preset
-    changes = {name: value for name in TARGETS if (value := getattr(request, name)) is not None}
+    changes = request.targets
     if named is None:
         if changes:
             (name, *_) = changes

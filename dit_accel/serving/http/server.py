@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from io import BytesIO
 from multiprocessing import resource_tracker
@@ -212,15 +212,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(
-    app: FastAPI, dispatcher: Dispatcher, bound: socket.socket, limits: Limits, ready: Callable[[], None]
-) -> None:
-    """Serve until a signal of :func:`ended_by_signals`; then refuse waiting requests and finish running ones.
-
-    ``ready`` is called when the server listens.
-    """
+def serve(app: FastAPI, dispatcher: Dispatcher, bound: socket.socket, limits: Limits) -> None:
+    """Serve until a signal of :func:`ended_by_signals`; then refuse waiting requests and finish running ones."""
     server = _Server(configured(app, limits))
-    server.dispatcher, server.ready = dispatcher, ready
+    server.dispatcher = dispatcher
     try:
         server.run(sockets=[bound])  # which raises KeyboardInterrupt again after its end
     finally:
@@ -265,12 +260,6 @@ class _Server(uvicorn.Server):
     """Refuse waiting requests when the shutdown begins; uvicorn then waits for open connections."""
 
     dispatcher: Dispatcher
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.ready()
 
     async def shutdown(self, sockets: Any = None) -> None:
         self.dispatcher.close()

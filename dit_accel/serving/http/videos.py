@@ -7,6 +7,8 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +18,6 @@ from typing import Any, BinaryIO, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import Receive, Scope, Send
 
 from dit_accel.errors import ArgumentError, DitAccelError, shown
 from dit_accel.serving.dispatcher import Busy, Dispatcher, Step, Task
@@ -254,7 +255,10 @@ class VideoServer:
     async def content(self, video_id: str, request: Request) -> Response:
         job = self._store.get(video_id, request.state.owner)
         self._query(request, ContentQuery)
-        return _VideoFile(job.open(), f"{job.id}.mp4")
+        file, name = job.open(), f"{job.id}.mp4"  # which may be deleted while it is sent
+        length = os.fstat(file.fileno()).st_size
+        headers = {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
+        return StreamingResponse(_chunks(file), headers=headers, media_type="video/mp4")
 
     async def delete(self, video_id: str, request: Request) -> JSONResponse:
         self._store.delete(video_id, request.state.owner)
@@ -264,18 +268,9 @@ class VideoServer:
         return read(request.query_params.multi_items(), kind, self._models.first)
 
 
-class _VideoFile(StreamingResponse):
-    """An mp4 file, which is read while it is sent; it may be deleted meanwhile."""
-
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        length = os.fstat(file.fileno()).st_size
-        headers = {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
-        super().__init__(iter(lambda: file.read(CHUNK), b""), headers=headers, media_type="video/mp4")
-        self._file = file
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._file:
-            await super().__call__(scope, receive, send)
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        yield from iter(partial(file.read, CHUNK), b"")
 
 
 def _unknown(video_id: str, param: str = "video_id") -> RequestError:

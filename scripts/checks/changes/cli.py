@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = table({
          "self._done, self._of_run = self._done + self._of_run, 0.0", "self._of_run = 0.0")],
     "dit_accel/serving/failures.py": [
         ("host-memory-is-any-error", "an error for lack of host memory comes with advice", "tests/cli/test_cli.py",
-         "return on_host or isinstance(error, MemoryError | torch.OutOfMemoryError)",
+         "return has_text or isinstance(error, MemoryError | torch.OutOfMemoryError)",
          "return isinstance(error, MemoryError | torch.OutOfMemoryError)")],
     "dit_accel/serving/loading.py": [
         ("whole-models-are-refused", "quantised models can be offloaded as a whole", "tests/serving/test_loading.py",

@@ -77,8 +77,8 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/serving/http/bodies.py": [
         ("a-body-of-the-limit", "a body of exactly the limit is read", "tests/serving/http/test_edits.py",
          "if len(body) > most:", "if len(body) >= most:"),
-        ("a-cut-form-stays-open", "the files of a form without its end are closed", "tests/serving/http/test_edits.py",
-         "        self.stream = self._until_end(self.stream)\n        return await super().parse()",
-         "        made, _ = await super().parse(), [_ async for _ in self._until_end(self.stream)]\n        return"
-         " made")],
+        ("a-cut-form-is-read", "a form without its end is refused", "tests/serving/http/test_edits.py",
+         'not in b"\\r\\n" + body:', 'not in body + b"\\r\\n--x--":'),
+        ("a-refused-request-loads", "nothing loads for a body that is refused", "tests/serving/test_models.py",
+         "if name in models.names and name not in models.loaded:", "if False:")],
 })

@@ -7,7 +7,6 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from starlette import formparsers
 
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.pipelines import Setup, call_arguments
@@ -90,22 +89,6 @@ def test_a_body_that_is_no_form_is_refused(content, kind, status, code):
     with running(Held()) as (app, _):
         answer = post(app, content=content, headers={"Content-Type": kind})
     assert answer.status_code == status and answer.json()["error"]["code"] == code
-
-
-def test_a_form_without_its_end_keeps_no_file_open(monkeypatch):
-    """Neither that of a whole part, nor that of the part that is cut."""
-    files = []
-
-    class Recorded(formparsers.SpooledTemporaryFile):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            files.append(self)
-
-    monkeypatch.setattr(formparsers, "SpooledTemporaryFile", Recorded)
-    part = b'--x\r\nContent-Disposition: form-data; name="image"; filename="in.png"\r\n\r\nof a fox\r\n'
-    with running(Held()) as (app, _):
-        answer = post(app, content=2 * part, headers={"Content-Type": "multipart/form-data; boundary=x"})
-    assert answer.status_code == 400 and len(files) == 2 and all(file.closed for file in files)
 
 
 def test_openais_client_edits_an_image(editor):

@@ -232,9 +232,3 @@ def test_a_pipeline_of_images_makes_no_videos():
     with running(Held()) as (app, _):
         answer = send(app, "POST", PATH, json=GOOD)
     assert answer.status_code == 400 and "makes images, no videos: use /v1/images" in answer.json()["error"]["message"]
-
-
-def test_a_pipeline_of_videos_makes_no_images():
-    answer = ask(held := Held(), lambda http, _: http.post("/v1/images/generations", json={"prompt": "a fox"}))
-    assert answer.status_code == 400 and "makes videos, no images: use /v1/videos" in answer.json()["error"]["message"]
-    assert held.made == []
