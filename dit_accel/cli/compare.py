@@ -23,6 +23,7 @@ from dit_accel.serving.pipelines import call_arguments
 from dit_accel.serving.prompts import read_prompts
 from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.measure.repeats import PLAIN_STEPS
 
 if TYPE_CHECKING:
     from dit_accel.tools.measure.compare import Bench, Method, Sweep
@@ -62,7 +63,7 @@ class CompareOptions(RunOptions):
     repeats: int = repeats_option()
 
 
-@takes_options(without=("preset", "overrides", "offload"))
+@takes_options(without=("preset", "overrides"))
 def command(options: CompareOptions) -> None:
     """Compare presets with other acceleration methods on the same pipeline, prompts and seeds.
 
@@ -88,14 +89,16 @@ def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf
     require_extra("matplotlib", "dit-accel compare, which plots its results,")
     loading, picture, others = options.loading(), read_image(options.image), parse_call(options.call)
 
+    plain_steps = PLAIN_STEPS if options.offload == "none" else None  # a call's start uploads weights too
     load = partial(load_pipeline, options.model, loading)
     pipe = load(console)
     loaded = [pipe]
     arguments = call_arguments(pipe, options.model, {**options.sizes, "image": picture}, others)
     facts = {"model": options.model, "dtype": str(pipe.dtype), "image": options.image and str(options.image)}
     facts |= {**options.sizes, "seed": options.seed} | ({"call": others} if others else {}) | loading.facts
+    facts |= {"offload": options.offload} if options.offload != "none" else {}
     if minutes < math.inf:
-        texts = prompts_within(minutes, pipe, arguments, texts, options.output)
+        texts = prompts_within(minutes, pipe, arguments, texts, options.output, plain_steps)
     sweep = Sweep(options.output, {**facts, "prompts": texts})
     sheet = Sheet(options.output, len(texts)) if options.images else None
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
@@ -106,13 +109,14 @@ def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf
             Prompt(next(text for text in tuning_prompts(options.model) if text not in texts), options.seed),
             progress.begin,
             options.repeats,
+            plain_steps,
             *([] if sheet is None else [sheet.add]),
         )
         if sheet is not None and not bench.makes_images:
             raise ArgumentError("images", f"{type(pipe).__name__} makes sound alone; leave the option out")
         del pipe  # so that the bench can free it before it loads another
         methods, left_out = _methods(bench, presets, options.model, named_peers, options.settings)
-        sweep.describe(bench, describe_run(bench.pipe.device), left_out)
+        sweep.describe(bench, describe_run(bench.device), left_out)
         missing = sweep.missing(methods)
         for left, method in zip(range(len(missing), 0, -1), missing, strict=True):
             progress.expect(len(methods), len(methods) - left)

@@ -1,28 +1,29 @@
 """``dit-accel report``: a comparison with fixed prompts, presets and methods, in a folder that others can check."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
 from dit_accel.cli.compare import CompareOptions, compare
-from dit_accel.cli.options import LoadingOptions, SizeOptions, option, takes_options
+from dit_accel.cli.options import option, takes_options
 from dit_accel.serving.outputs import make_folder
 from dit_accel.tools.demo import tuning_prompts
 
+FIXED = ("preset", "overrides", "presets", "peers", "settings", "images", "repeats")
+FIXED += ("prompt", "prompts", "call", "seed", "force")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(SizeOptions, LoadingOptions):
+class ReportOptions(CompareOptions):
     minutes: float = option("Time limit: as many prompts and methods are measured as fit.", default=20.0, min=1.0)
     output: Path = option(
         "Folder of the report; an interrupted report goes on in it.", "--output", "-o", default=Path("report")
     )
-    image: Path | None = option("Input image, for pipelines that take one.")
     check: Path | None = option("Measure nothing: check the report in this folder.", "--check")
-    quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
 
 
-@takes_options(without=("offload",))
+@takes_options(without=FIXED)
 def command(options: ReportOptions) -> None:
     """Measure presets and usual caches on your model, in a folder that others can check.
 
@@ -40,11 +41,9 @@ def command(options: ReportOptions) -> None:
         if found:
             raise typer.Exit(1)
         return
-    shared = {field.name for field in fields(CompareOptions)} & {field.name for field in fields(options)} - {"output"}
-    values = {name: getattr(options, name) for name in shared}
     make_folder(options.output, "output")
     compare(
-        CompareOptions(**values, output=options.output / kit.STEM, peers=kit.PEERS, settings=1, images=True, repeats=1),
+        replace(options, output=options.output / kit.STEM, peers=kit.PEERS, settings=1, images=True, repeats=1),
         tuning_prompts(options.model),
         options.minutes,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -55,6 +54,8 @@ def command(options: TuneOptions) -> None:
 
     dit-accel tune --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --preset wan21-sparge --target-psnr 30 --output mine.yaml
     """
+    from rich.table import Table
+
     from dit_accel.pipeline import preset_for
     from dit_accel.presets.keywords import nested
     from dit_accel.tools.measure.tune import Target, split_prompts, tune
@@ -96,7 +97,10 @@ def command(options: TuneOptions) -> None:
         )
     result.write(output)
     result.plot(plot)
-    _print_summary(console, result)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for key, value in {**result.setting, **result.figures()}.items():
+        table.add_row(key, str(value))
+    console.print(table)
     console.out(f"wrote {output} and {plot}", highlight=False)
     if not result.met:
         missed = f"no setting saves work and meets {result.target} on the held-out prompts"
@@ -111,12 +115,3 @@ def _require_output(options: TuneOptions, plot: Path, state: Path) -> None:
         raise ArgumentError("output", f"{output} is the preset to start from; name another file")
     for path in (output, plot):
         require_writable(path, "output", force=options.force or os.path.isdir(state))
-
-
-def _print_summary(console: Console, result: Any) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for key, value in {**result.setting, **result.figures()}.items():
-        table.add_row(key, str(value))
-    console.print(table)

@@ -113,14 +113,15 @@ def reached(monkeypatch, made, tmp_path):
     monkeypatch.setattr(tuning, "tune", search)
 
     class Bench:
-        def __init__(self, load, arguments, prompts, tuning_prompt, begin, repeats):
-            self.pipe = load()
+        def __init__(self, load, arguments, prompts, tuning_prompt, begin, repeats, plain_steps):
+            self.pipe, self.device = load(), "cpu"
             note_call("arguments.", arguments)
             put(
                 prompts=[(each.prompt, each.seed) for each in prompts],
                 tuning_seed=tuning_prompt.seed,
                 tuning_prompt=tuning_prompt.prompt,
                 repeats=repeats,
+                whole=plain_steps is None,
             )
 
     class Sweep:

@@ -98,9 +98,10 @@ def test_what_goes_on_replaces_its_own_files(run, reached, tmp_path, command, th
     assert result.exit_code == 0, result.output
 
 
-def test_whole_runs_are_repeated_where_weights_are_moved(handed_on):
+@pytest.mark.parametrize("command", [("generate", "--compare"), ("compare", "--force")], ids=["generate", "compare"])
+def test_whole_runs_are_repeated_where_weights_are_moved(handed_on, command):
     """Offloading moves weights at the start of a run, which a few steps of one would count too often."""
-    base = ("generate", "--prompt", "a", "--model", PICTURES, "--image", "black.png", "--compare")
+    base = (*command, "--prompt", "a", "--model", PICTURES, "--image", "black.png")
     ways = ("none", "model", "group", "sequential")
     assert [handed_on(*base, "--offload", way)["whole"] for way in ways] == [False, True, True, True]
 

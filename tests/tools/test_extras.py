@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.tools.extras import EXTRAS, require_extra
+from dit_accel.tools.extras import EXTRAS
 from dit_accel.tools.media.figures import frontier_plot
 from dit_accel.tools.media.strips import comparison_clip, comparison_strip
 from dit_accel.tools.media.video import write_clip
@@ -25,12 +25,6 @@ def bare(monkeypatch):
     """An installation without extras, except those that diffusers imports whenever their metadata exist."""
     for package in EXTRAS.keys() - {"peft", "torchao"}:
         monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
-
-
-def test_an_extra_that_is_there_is_no_error():
-    """The tests' own installation has them all."""
-    for package in EXTRAS:
-        require_extra(package, "--option")
 
 
 @pytest.mark.parametrize(

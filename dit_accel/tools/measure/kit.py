@@ -17,7 +17,6 @@ from dit_accel.tools.files import write_whole
 from dit_accel.tools.measure.compare.report import speedup_of
 from dit_accel.tools.measure.compare.sheet import PLAIN, image_name
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
-from dit_accel.tools.measure.repeats import PLAIN_STEPS
 from dit_accel.tools.measure.timing import denoise, transformer_clock
 
 SCHEMA = "dit-accel report 1"
@@ -29,16 +28,19 @@ TOLERANCE = 0.25  # share of the squared error; images have 8 bits, and PSNR was
 ROUNDING = 4 / 12 / 255**2  # squared error that rounding two images to 8 bits may add or hide
 
 
-def prompts_within(minutes: float, pipe: Any, arguments: dict, prompts: Sequence[str], stem: Path) -> list[str]:
+def prompts_within(
+    minutes: float, pipe: Any, arguments: dict, prompts: Sequence[str], stem: Path, plain_steps: int | None
+) -> list[str]:
     """Return as many prompts as a comparison takes in this time, or those of the one that it goes on with."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))["settings"]["prompts"]
     pipe.set_progress_bar_config(disable=True)
     for _ in range(2):
         with transformer_clock(pipe) as clock:
-            denoise(pipe, {**arguments, "prompt": prompts[0]}, 0, PLAIN_STEPS)
+            denoise(pipe, {**arguments, "prompt": prompts[0]}, 0, plain_steps)
     steps = arguments.get("num_inference_steps") or signature(pipe.__call__).parameters["num_inference_steps"].default
-    able = int(60 * minutes / (RUNS * clock.seconds * steps / PLAIN_STEPS))
+    plain = clock.seconds * steps / plain_steps if plain_steps else 2 * clock.seconds  # a plain run after each run
+    able = int(60 * minutes / (RUNS * plain))
     return list(prompts[: min(max(able, FEWEST), MOST)])
 
 
@@ -79,7 +81,9 @@ def row(file: Path) -> str:
     document = json.loads(file.read_text(encoding="utf-8"))
     ours = [row for row in document["results"] if row["name"].removeprefix("video-") in LEVELS]
     cells = [f"{speedup_of(row).median:.2f}×, {row['psnr_db']:.1f}, {min(row['psnr_db_each']):.1f}" for row in ours]
-    return f"| {' | '.join((document['settings']['model'], document['origin']['device'], *cells))} |"
+    settings, device = document["settings"], document["origin"]["device"]
+    device += "".join(f", {key} {settings[key]}" for key in ("offload", "quantize") if key in settings)
+    return f"| {' | '.join((settings['model'], device, *cells))} |"
 
 
 def _in_rows(folder: Path, document: dict[str, Any]) -> Iterator[str]:

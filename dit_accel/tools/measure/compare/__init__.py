@@ -20,8 +20,7 @@ from dit_accel.tools.measure.compare.sheet import Sheet
 from dit_accel.tools.measure.compare.solvers import FEWER_STEPS
 from dit_accel.tools.measure.compare.sweep import Sweep
 
-__all__ = ["PEERS", "Bench", "Method", "Prompt", "Sheet", "Sweep"]
-__all__ += ["of_preset", "our_methods", "peer_methods", "spread"]
+__all__ = ["PEERS", "Bench", "Method", "Prompt", "Sheet", "Sweep", "of_preset", "our_methods", "peer_methods", "spread"]
 
 # Methods that users of diffusers can run instead.
 PEERS = {**CACHES, **FORECASTERS, **DBCACHES, **FEWER_STEPS}

@@ -67,7 +67,7 @@ class Bench:
     ``load`` loads the plain pipeline, again if a method changes it permanently. ``tuning_prompt`` is for calibration.
     ``begin`` is called before each run with its name, and its share of all runs of a setting; ``show`` with ``plain``
     or a method's name, a prompt's index and the frames ``[frames, 3, height, width]``. ``repeats`` is the minimum
-    number of timed runs per method, to which runs for quality count.
+    number of timed runs per method, runs for quality included; ``plain_steps`` plain steps follow each, None = all.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Bench:
         tuning_prompt: Prompt,
         begin: Callable[[str, float], None] = lambda what, share: None,
         repeats: int = REPEATS,
+        plain_steps: int | None = PLAIN_STEPS,
         show: Callable[[str, int, torch.Tensor], None] = lambda name, prompt, frames: None,
     ) -> None:
         self._load = load
@@ -85,7 +86,9 @@ class Bench:
         self._prompts = prompts
         self._begin = begin
         self._repeats = repeats
+        self._plain_steps = plain_steps
         pipe = load()
+        self.device = pipe._execution_device  # with offload its weights wait elsewhere
         parameters = inspect.signature(pipe.__call__).parameters
         if not denoisers(pipe) or "callback_on_step_end" not in parameters:
             raise UnsupportedError(
@@ -111,7 +114,7 @@ class Bench:
         self._snapshot = Snapshot(pipe)
         self._optional = {}
         if self.makes_images:
-            self._optional = {"flip": flip_error(), "lpips": lpips_distance(pipe.device), "text_kept": text_kept()}
+            self._optional = {"flip": flip_error(), "lpips": lpips_distance(self.device), "text_kept": text_kept()}
 
     @property
     def pipe(self) -> Any:
@@ -149,9 +152,9 @@ class Bench:
         """
         row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
         trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))
-        on_gpu = self.pipe.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.pipe.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
             with method.put_on(self.subject):
                 pass  # calibrate now, outside the counted runs
@@ -162,10 +165,10 @@ class Bench:
             by_prompt = {"psnr_db", "computed_fraction", "call_seconds"} & figures[0].keys()
             row |= {f"{key}_each": [values[key] for values in figures] for key in sorted(by_prompt)}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
-            row |= {"peak_gib": torch.cuda.max_memory_allocated(self.pipe.device) / 2**30} if on_gpu else {}
+            row |= {"peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30} if on_gpu else {}
         except Exception as error:  # one failing method must not stop the others
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._plain_steps(trace)
+            self._check(trace)
         reloaded = trace.distance > self._tolerance
         if reloaded:
             self._reload()
@@ -198,7 +201,7 @@ class Bench:
         """
         with beneath() as entered, method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
             yield changes, entered
-        seconds, plain_seconds = clock.seconds, self._plain_steps(trace, beneath)
+        seconds, plain_seconds = clock.seconds, self._check(trace, beneath)
         if not self._is_cold(method):
             trace.seconds.append(seconds)
             trace.plain_seconds.append(plain_seconds)
@@ -206,7 +209,7 @@ class Bench:
 
     def _is_cold(self, method: Method) -> bool:
         """Return True if the method's next run may compile kernels, so that it is not timed."""
-        return bool(self.pipe.device.type == "cuda" and method.name not in self._warm)
+        return bool(self.device.type == "cuda" and method.name not in self._warm)
 
     def _compared(self, method: Method, trace: _Trace, index: int) -> dict[str, float]:
         prompt, plain = self._prompts[index], self._plain[index]
@@ -234,7 +237,7 @@ class Bench:
         found = {name: metric(frames, plain) for name, metric in self._optional.items() if callable(metric)}
         return figures | {name: value for name, value in found.items() if value is not None}
 
-    def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
+    def _check(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
         """Remove attributes that the method left, compare the plain run's first steps; return a run's seconds."""
         trace.left_behind |= self._snapshot.restore()
         with beneath():
@@ -264,7 +267,7 @@ class Bench:
         self._begin("plain", 0.0)
         prompt = self._prompts[0]
         with transformer_clock(self.pipe) as clock:
-            latents = denoise(self.pipe, {**self._arguments, "prompt": prompt.prompt}, prompt.seed, PLAIN_STEPS)
+            latents = denoise(self.pipe, {**self._arguments, "prompt": prompt.prompt}, prompt.seed, self._plain_steps)
         return latents.float().cpu(), clock.seconds * self._calls / clock.calls
 
     def _run(self, prompt: Prompt, activity: str, share: float = 0.0, **changes: Any) -> dict[str, torch.Tensor]:

@@ -22,17 +22,17 @@ class Snapshot:
         """Restore every attribute; return the changed names, and the number of objects for each."""
         left: Counter[str] = Counter()
         for holder, before in (*self._classes, *self._modules):
-            now = vars(holder)
-            for name in [name for name in now if now[name] is not before.get(name, _MISSING)]:
-                left[name] += 1
-                delattr(holder, name) if name not in before else setattr(holder, name, before[name])
-            for name in before.keys() - now.keys():
-                setattr(holder, name, before[name])
+            now, anew = vars(holder), _OF_OFFLOAD if "_hf_hook" in before else ()
+            names = before.keys() | now.keys()
+            for name in [name for name in names if now.get(name, _MISSING) is not before.get(name, _MISSING)]:
+                left[name] += name in now and name not in anew
+                setattr(holder, name, before[name]) if name in before else delattr(holder, name)
         pipe, names = self._pipe
         for name in vars(pipe).keys() - names:
             left[name] += 1
             delattr(pipe, name)
-        return dict(left)
+        return dict(+left)
 
 
 _MISSING = object()
+_OF_OFFLOAD = ("_hf_hook", "_old_forward", "forward")  # which a pipeline hooks anew after each call
