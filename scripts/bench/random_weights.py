@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from dit_accel.__main__ import main
+from dit_accel.errors import ArgumentError
 from dit_accel.serving import loading
 from scripts.bench.call_speed.pipelines import CASES, build
 
@@ -22,7 +23,7 @@ NAMES = {case.model + MARK: case for case in reversed(CASES.values())}
 def run(*, tiny: bool = False) -> None:
     def from_nothing(name: str, **_: Any) -> Any:
         if name not in NAMES:
-            raise SystemExit(f"--model must be one of {', '.join(NAMES)}, got {name}")
+            raise ArgumentError("model", f"must be one of {', '.join(NAMES)}, got {name}")
         return build(NAMES[name], tiny=tiny)
 
     with patch.object(loading, "resolve_model", str), patch.object(loading, "_from_pretrained", from_nothing):

@@ -72,6 +72,9 @@ def test_a_report_is_whole_until_something_is_changed(run, model, tmp_path, monk
     document, images = file.read_text(), {path: path.read_bytes() for path in folder.glob("report-images/*")}
     assert [row["name"] for row in json.loads(document)["results"]] == ["quality", "balanced", "turbo", "3 steps"]
     assert {"report-sheet.png", "report.md", "report.png"} <= {path.name for path in folder.iterdir()}
+    file.write_text(document.replace('"seed": 0', '"seed": 0, "offload": "group", "quantize": "int8"', 1))
+    assert ", offload group, quantize int8 | " in kit.row(file)
+    file.write_text(document)
     assert run("report", "--check", folder).stdout.endswith(f"{kit.row(file)}\n")
     for name, (change, message) in FORGED.items():
         changed = json.loads(document)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from scripts.bench import calls
+from scripts.bench import calls, random_weights
 from scripts.bench.call_speed.pipelines import CASES, Tokenizer, build
 from scripts.bench.call_speed.table import markdown, measured
 from scripts.bench.call_speed.ways import OURS, WAYS, ways_of
@@ -107,3 +107,13 @@ def test_weights_are_equal_in_every_process():
     for name in ("transformer", "text_encoder", "vae"):
         pairs = zip(getattr(first, name).parameters(), getattr(second, name).parameters(), strict=True)
         assert all(one.equal(other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(("model", "code"), [("flux.1-schnell-random-weights", 0), ("demo-flux", 2)])
+def test_a_command_runs_without_weights(monkeypatch, tmp_path, model, code):
+    """On a pipeline that is built instead of loaded; other names are refused."""
+    asked = ("generate", "--prompt", "a", "--steps", "2", "--height", "32", "--width", "32", "--model", model)
+    monkeypatch.setattr(sys, "argv", ["dit-accel", *asked, "--output", str(tmp_path / "a.png")])
+    with pytest.raises(SystemExit, match=str(code)):
+        random_weights.run(tiny=True)
+    assert (tmp_path / "a.png").is_file() == (code == 0)

@@ -1,11 +1,6 @@
 """Summary of several times of one run."""
 
-from dit_accel.tools.measure.repeats import Spread, disturbed, speedup
-
-
-def test_a_speedup_is_the_median_of_neighbours():
-    """One disturbed time leaves it as it is."""
-    assert speedup([4.0, 4.0, 4.0], [2.0, 2.0, 80.0]) == (2.0, 0.05, 2.0)
+from dit_accel.tools.measure.repeats import Spread, disturbed
 
 
 def test_a_spread_is_shown_where_there_is_one():
