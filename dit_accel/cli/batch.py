@@ -39,10 +39,7 @@ def run_jobs(
     batch_size: int,
     force: bool,
 ) -> None:
-    """Generate the outputs that are missing.
-
-    ``facts`` are settings shared by all lines. Outputs of other settings are an error, unless ``force`` replaces them.
-    """
+    """Generate the outputs that are missing; those of other settings are an error, unless ``force`` replaces them."""
     facts = {**facts, "preset": engine.preset}
     if leads():
         _end_last_line(folder / MANIFEST)

@@ -85,6 +85,8 @@ class ServeOptions(RunOptions):
         "Most seconds of a step, encoding or decoding, or the process is replaced.", default=300.0, min=1, max=86_400
     )
 
+    log_json: bool = option("Log as lines of JSON, also one for each request.", "--log-json", default=False)
+
     @property
     def hosts(self) -> set[str]:
         """Names that requests without keys may address; empty = any."""
@@ -155,7 +157,7 @@ def command(options: ServeOptions) -> None:
         app = server.build_app(dispatcher, served, keys, hosts, videos, others)
         bound.listen()
         console.out(f"ready at http://{where}:{options.port} (stop with Ctrl-C)", highlight=False)
-        server.serve(app, dispatcher, bound, limits)
+        server.serve(app, dispatcher, bound, limits, options.log_json)
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""A bounded queue of tasks for workers that make one call of their pipeline at a time, with progress and cancellation.
-
-It has the requests of a server, and the lines of ``generate --prompts`` on a Ray cluster.
-"""
+"""Bounded queue of a server's requests, or of lines of prompts on Ray, for workers that make one call at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Event, Thread
@@ -52,20 +50,19 @@ class Step:
 
 
 class Task:
-    """Jobs in the queue, and the preset (None = plain) and suffix of their files.
-
-    The ``tell`` of a subclass takes their events, from any thread; an error or None is the last one.
-    """
+    """Jobs with a preset (None = plain) and suffix; ``tell`` takes events from any thread, an error or None at last."""
 
     is_one_call = False  # True: all jobs share a call
+    outlives_answer = False  # True: the client asks for the result later
     deadline: float | None = None  # seconds from its creation to its last result
     model: str | None = None  # None = the only one
+    started: float | None = None  # when a worker took it, by the monotonic clock
     loaded: Loaded | None = None  # facts of the model, once a worker of several models has chosen it
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
-        self.created = time.monotonic()
-        self._stop = Event()
+        self.created, self._stop = time.monotonic(), Event()
+        self.context = copy_context()  # of its run, so that lines of the log have the request's id
 
     @property
     def is_cancelled(self) -> bool:
@@ -250,7 +247,7 @@ class Dispatcher:
         while (task := self._next(worker)) is not None:
             started = time.monotonic()
             try:
-                is_broken = not self._run(worker, task)
+                is_broken = not task.context.run(self._run, worker, task)
             finally:
                 with self._changed:
                     self._running.remove(task)
@@ -290,6 +287,7 @@ class Dispatcher:
     def _run(self, worker: RemoteWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""
         end: BaseException | None = None
+        task.started = time.monotonic()
         try:
             if task.model is not None and isinstance(worker, RemoteWorker):
                 task.loaded = worker.choose(task.model)

@@ -1,8 +1,7 @@
-"""Results of an engine, which runs jobs in batches, in this process or elsewhere, and returns files as bytes.
+"""Results of an engine, :class:`~dit_accel.serving.worker.Worker` or :class:`~dit_accel.serving.ray_engine.RayEngine`.
 
-:class:`~dit_accel.serving.worker.Worker` and :class:`~dit_accel.serving.ray_engine.RayEngine` are engines. Each has
-the ``suffix`` of its files, all values of its ``preset`` (None = plain), and ``make_all``, which yields the results of
-jobs in any order. If a batch fails, its jobs run one at a time.
+Each has the ``suffix`` of its files, all values of its ``preset`` (None = plain), and ``make_all``, which yields the
+results of jobs in any order. If a batch fails, its jobs run one at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Acceleration inside SGLang-Diffusion and vLLM-Omni, where their diffusers backend holds a diffusers pipeline.
+"""Hooks that the worker processes of SGLang-Diffusion and vLLM-Omni load, for the pipelines of their diffusers backend.
 
-Both engines load the pipeline in worker processes, so each loads its hook there by name. SGLang finds
-:func:`register_in_sglang` as an entry point of its group ``sglang.multimodal_gen.plugins``. vLLM-Omni takes
-:class:`VllmOmniWorker` as ``worker_extension_cls``. The environment variable ``DIT_ACCEL_PRESET`` names the preset.
+:func:`register_in_sglang` is an entry point of the group ``sglang.multimodal_gen.plugins``, and :class:`VllmOmniWorker`
+a ``worker_extension_cls``. The environment variable ``DIT_ACCEL_PRESET`` names the preset.
 """
 
 import logging
@@ -18,10 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def register_in_sglang() -> None:
-    """Register hooks that accelerate SGLang's diffusers pipelines; does nothing if ``DIT_ACCEL_PRESET`` is not set.
-
-    SGLang calls this in each of its processes and applies the hooks before it loads a model.
-    """
+    """Register hooks, in each process of SGLang, that accelerate its diffusers pipelines if the variable is set."""
     if not os.environ.get(PRESET):
         return
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
@@ -39,10 +35,7 @@ def _after_request(_result: Any, stage: Any, *_args: Any, **_kwargs: Any) -> Non
 
 
 class VllmOmniWorker:
-    """Extension of vLLM-Omni's worker that accelerates the pipeline of its diffusers backend.
-
-    Without ``DIT_ACCEL_PRESET`` the preset is `balanced`. vLLM-Omni makes a subclass of this class and its own worker.
-    """
+    """Extension of vLLM-Omni's worker, which accelerates its diffusers pipeline, by default with `balanced`."""
 
     model_runner: Any  # of vLLM-Omni's worker
 

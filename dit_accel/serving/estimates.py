@@ -1,7 +1,4 @@
-"""Estimate the memory of a run before it starts, from the size of its output.
-
-It is a lower bound: nothing that fits is refused. Sizes that only the pipeline knows give no estimate.
-"""
+"""Lower bound on the memory of a run, from the size of its output, so that nothing that fits is refused."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,9 +11,16 @@ GIB = 2**30
 
 
 def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    from torch.cuda import get_device_properties
+
+    from dit_accel.models.free_memory import read_host_memory
+
     size, needed = estimated(pipe, arguments)
     place = getattr(pipe, "_execution_device", None)
-    if needed and place is not None and needed > (there := _memory(place)):
+    if not needed or place is None:
+        return
+    there = get_device_properties(place).total_memory if place.type == "cuda" else read_host_memory().free
+    if needed > there:
         raise UnsupportedError(
             f"{size} need at least {needed / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
             "use a smaller height, width or number of frames"
@@ -67,13 +71,3 @@ def first_whole(holder: Any, *names: str) -> int | None:
     values = (getattr(holder, name, None) for name in names)
     values = (value[-1] if isinstance(value, tuple | list) and value else value for value in values)
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def _memory(place: Any) -> int:
-    """Return the bytes of a device's memory: all of a GPU, the free part of the host's."""
-    import psutil
-    import torch
-
-    if place.type == "cuda":
-        return torch.cuda.get_device_properties(place).total_memory
-    return psutil.virtual_memory().available

@@ -29,10 +29,7 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_loading(field: str, what: str) -> Iterator[None]:
-    """Within the block, turn any error but out-of-memory into an ``ArgumentError`` that names the file being loaded.
-
-    diffusers checks little of a file's contents, so wrong files raise errors of any type.
-    """
+    """Within the block, turn any error but out-of-memory into an ``ArgumentError`` that names the file being loaded."""
     try:
         yield
     except Exception as error:

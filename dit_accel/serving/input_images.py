@@ -1,7 +1,4 @@
-"""Input images, masks and videos as pipelines take them: upright, 8 bits.
-
-Every command and route that reads an image converts it here.
-"""
+"""Input images, masks and videos as pipelines take them: upright, 8 bits."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ def read_image(path: Path | None) -> Any:
 
 
 def read_input(name: str, value: Any) -> Any:
-    """Read the files that an argument of a call names: images, masks, or videos as lists of frames.
-
-    Any other value is returned as it is.
-    """
+    """Read the files that an argument of a call names: images, masks, or videos as lists of frames."""
     if isinstance(value, list):
         return [read_input(name, item) for item in value]
     is_file = isinstance(value, str) and name.endswith(FILES)

@@ -199,4 +199,6 @@ def _resolve_device(device: str | None) -> torch.device:
     except Exception as error:  # each type of device raises its own errors
         reason = shortened(str(error).splitlines()[0])
         raise ArgumentError("device", f"{shown(device)} can't run here ({reason}); use --device cpu") from None
+    if place.type == "cuda" and place.index is not None:
+        torch.cuda.set_device(place)  # where Triton launches kernels
     return place

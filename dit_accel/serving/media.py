@@ -85,10 +85,7 @@ class Pictures:
 
 
 class Clips:
-    """Output of a video pipeline: uint8 arrays ``[frames, height, width, 3]``, and sounds if it makes any.
-
-    Videos are written without sounds if their sampling rate is unknown (None).
-    """
+    """Videos, uint8 arrays ``[frames, height, width, 3]``, with sounds if their sampling rate is known."""
 
     default_output = Path("output.mp4")
 

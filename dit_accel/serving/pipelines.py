@@ -1,7 +1,4 @@
-"""Open a pipeline, call it with the given options, and time the call.
-
-Arguments that the pipeline does not take raise an ``ArgumentError``.
-"""
+"""Open a pipeline, check the arguments of its call, and time the call."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
 
 
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
-    """Load a pipeline; return it, its output form, and the preset to run with, None = plain.
-
-    The pipeline is still plain, unless ``linear.weights: host`` keeps weights off the device.
-    """
+    """Load a pipeline, still plain (but for ``linear.weights: host``); return it, its output form, and its preset."""
     from dit_accel import accelerate_pipeline, parallelize_pipeline
     from dit_accel.pipeline import preset_for
 
@@ -101,15 +95,9 @@ def call_arguments(
     values = {name: value for name, value in options.items() if value is not None}
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in values or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
-    keys = {
-        "steps": "num_inference_steps",
-        "guidance": scale,
-        "num-images": "num_images_per_prompt",
-        "mask": "mask_image",
-    }
-    if (
-        makes_video(pipe) and values.pop("num-images", 1) > 1
-    ):  # few video pipelines can make several, and some ignore the argument
+    keys = {"steps": "num_inference_steps", "num-images": "num_images_per_prompt", "mask": "mask_image"}
+    keys |= {"guidance": scale}
+    if makes_video(pipe) and values.pop("num-images", 1) > 1:  # few can make several, and some ignore the argument
         raise ArgumentError("num_images", f"{type(pipe).__name__} makes one video per run; run again with another seed")
     family = pipeline_family(pipe)
     takes_several = family is not None and type(pipe).__name__ in family.several_images

@@ -1,4 +1,4 @@
-"""Compare a plain and an accelerated run for an interactive page, over a :class:`~dit_accel.serving.worker.Worker`.
+"""Compare a plain and an accelerated run for an interactive page.
 
 for run in Playground(open_worker).compare(Wish("a yellow ring", "demo-flux")):
     print(run.activity, run.steps, run.comparison)

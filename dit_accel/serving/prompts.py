@@ -23,10 +23,7 @@ PARTIAL_IMAGES, DEADLINE = "partial-images", "deadline"
 
 @dataclass(frozen=True)
 class Job:
-    """One line: its index, and its settings by the keys above, including a seed.
-
-    A server's job may also have input images (``image``), ``strength``, and the ``fps`` of a video's file.
-    """
+    """A line's index and settings by the keys above, with a seed; a server's also ``image``, ``strength``, ``fps``."""
 
     index: int
     settings: dict[str, Any]
@@ -56,11 +53,8 @@ def read_prompts(path: Path, field: str = "prompts", what: str = "prompts") -> l
 
 def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
     """Read the lines of a file: prompts, or JSON objects in a .jsonl file, with common settings unless None."""
-    lines: Sequence[Any] = read_prompts(path)
-    if path.suffix == ".jsonl":
-        settings = [_settings(line, number) for number, line in enumerate(lines, 1)]
-    else:
-        settings = [{"prompt": line} for line in lines]
+    lines, is_json = read_prompts(path), path.suffix == ".jsonl"
+    settings = [_settings(line, number) if is_json else {"prompt": line} for number, line in enumerate(lines, 1)]
     defaults = {key: value for key, value in common.items() if value is not None}
     return [Job(index, defaults | line) for index, line in enumerate(settings)]
 

@@ -24,10 +24,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def joined_cluster(setup: Setup, actors: int | None, console: Console) -> Iterator[tuple[Setup, int, dict[str, int]]]:
-    """Join the cluster of this process, at ``RAY_ADDRESS``, or a new cluster.
-
-    Yield the setup with the device of the actors, the number of actors, and the resources that each needs.
-    """
+    """Join or start a cluster; yield the setup of its actors, their number, and the resources that each needs."""
     import ray
 
     ours = not ray.is_initialized()
@@ -72,10 +69,7 @@ def places(resources: dict[str, float], device: str | None, actors: int | None) 
 
 
 class RayActor:
-    """A process of a Ray cluster, with the methods and messages of a :class:`LocalProcess`.
-
-    It sends a message only as the answer to one of the server's, so each is the result of a call of the actor.
-    """
+    """A process of a Ray cluster, with the methods of a :class:`LocalProcess`; its messages are results of calls."""
 
     log = "Ray's logs have the reason"
 

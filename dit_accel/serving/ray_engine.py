@@ -1,7 +1,6 @@
 """An engine on a Ray cluster, whose devices share the lines of ``generate --prompts``.
 
-If an actor dies, or fails with an error that a retry may avoid, a new actor replaces it and its jobs go to the end of
-the queue, one job per call.
+Jobs of an actor that dies, or fails with an error that a retry may avoid, run again at the end, one job per call.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ class LocalProcess:
 class RemoteWorker:
     """A :class:`~dit_accel.serving.worker.Worker` in its own process; its errors are raised here.
 
-    ``patience`` is the most seconds of a step, of the time before the first one, and of the time after the last one.
-    Of several ``models`` the latest used, at most ``most``, stay loaded, each in a process.
+    A step, and the time before and after them, may take ``patience`` seconds. The latest ``most`` models stay loaded.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ def serve_jobs(link: Connection, setup: Setup) -> None:
 
     with link:
         try:
-            worker = _outcome(partial(_opened, setup))
+            worker = _outcome(partial(Worker, setup))
             link.send(worker.loaded if isinstance(worker, Worker) else worker)
             while isinstance(worker, Worker):
                 link.send(_outcome(partial(worker.run, *link.recv(), tell)))
@@ -239,14 +238,6 @@ def _run(link: Connection, setup: Setup) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which may be sent to all processes
         signal.signal(number, signal.SIG_IGN)
     serve_jobs(link, setup)
-
-
-def _opened(setup: Setup) -> Worker:
-    if (setup.loading.device or "").startswith("cuda:"):
-        import torch
-
-        torch.cuda.set_device(setup.loading.device)  # where Triton launches kernels
-    return Worker(setup)
 
 
 def _outcome(run: Callable[[], Any]) -> Any:

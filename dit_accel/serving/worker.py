@@ -56,10 +56,7 @@ class Worker:
         return Loaded(form, preset, self.suffix, self.preset)
 
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
-        """Run jobs in one call with a preset of their own, which stays in use; one job may have partial images.
-
-        ``tell`` takes the number of finished and of all steps, and a partial image's file; its errors end the call.
-        """
+        """Run jobs in one call with their own preset; ``tell`` takes finished and all steps, and a partial image."""
         started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
         self.use(preset)
         if limits is not None:
@@ -183,7 +180,6 @@ def _decided_apart(preset: Preset, console: Console) -> Preset:
     try:
         return load_preset(preset, per_prompt=True)
     except PresetError as error:
-        console.out(
-            f"note: all prompts of a batch compute the steps of the prompt that needs most: {error}", highlight=False
-        )
+        note = "note: all prompts of a batch compute the steps of the prompt that needs most"
+        console.out(f"{note}: {error}", highlight=False)
         return preset

@@ -190,7 +190,9 @@ def reached(monkeypatch, made, tmp_path):
         "build_app",
         lambda *_: put(served=_[1].model, form=_[1].form, keys=_[2], hosts=_[3], store=_[4], others=_[5]),
     )
-    monkeypatch.setattr(server, "serve", lambda app, dispatcher, bound, limits: put(**vars(limits)))
+    monkeypatch.setattr(
+        server, "serve", lambda app, dispatcher, bound, limits, log_json: put(log_json=log_json, **vars(limits))
+    )
     return seen
 
 

@@ -189,6 +189,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--max-upload": Acts(("--max-upload", 2048), {"upload": 2048}),
         "--max-seconds": Acts(("--max-seconds", 60), {"seconds": 60.0}),
         "--max-step-seconds": Acts(("--max-step-seconds", 60), {"patience": 60.0}),
+        "--log-json": Acts(("--log-json",), {"log_json": True}),
     },
     "presets list": {
         "--model": f"{COMMAND}presets_list_filters_by_model",

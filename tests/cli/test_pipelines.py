@@ -38,14 +38,7 @@ def test_what_is_given_replaces_a_demo_models_own_arguments():
     assert call_arguments(pipe, "demo-flux", {"steps": None}) == own
     assert call_arguments(pipe, "demo-flux", {"steps": 3}) == own | {"num_inference_steps": 3}
     assert call_arguments(pipe, "demo-flux", {"steps": 3}, {next(iter(own)): 7}).items() >= {next(iter(own)): 7}.items()
-    assert call_arguments(pipe, "some/model", {"height": 8}) == {"height": 8}
-
-
-@pytest.mark.parametrize("option, key", [("guidance", "guidance_scale"), ("num-images", "num_images_per_prompt")])
-def test_nothing_is_a_value_too(option, key):
-    pipe = tiny_pipeline("flux")
-    assert call_arguments(pipe, "some/model", {option: 0}) == {key: 0}
-    assert call_arguments(pipe, "some/model", {option: None}) == {}
+    assert call_arguments(pipe, "some/model", {"guidance": 0, "height": None}) == {"guidance_scale": 0}
 
 
 def test_the_frame_rate_reaches_pipelines_with_sound():
@@ -326,8 +319,6 @@ def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model
 @pytest.mark.parametrize(
     ("model", "model_fps", "asked", "fps"),
     [
-        ("wan", None, None, 16),
-        ("wan22-5b", None, None, 24),
         ("hunyuan", None, None, 24),
         ("hunyuan", 8, None, 8),
         ("hunyuan", 8, 12.5, 12.5),
@@ -362,11 +353,7 @@ def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
     ("name", "preset"),
     [
         ("flux", "balanced"),
-        ("sd3", "balanced"),
-        ("hunyuan", "video-balanced"),
-        ("wan", "video-balanced"),
         ("wan22", "video-balanced"),
-        ("mochi", "video-balanced"),
         ("hunyuan15", "video-balanced"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.serving import estimates
+from dit_accel.models import free_memory
 from dit_accel.serving.estimates import estimated, require_memory
 from dit_accel.serving.pipelines import call_arguments
 from tests.tiny import tiny_pipeline
@@ -21,7 +21,8 @@ from tests.tiny import tiny_pipeline
 )
 def test_a_run_beyond_the_memory_is_refused_before_it_starts(monkeypatch, name, asked):
     """The message has the size, both amounts and what to change."""
-    monkeypatch.setattr(estimates, "_memory", lambda place: 2 * 2**30)
+    memory = free_memory.FreeMemory(2 * 2**30, 2**40)
+    monkeypatch.setattr(free_memory, "read_host_memory", lambda: memory)
     told = r"pixels.* need at least [1-9][0-9,]* GiB of memory, but cpu has 2 GiB: use a smaller height"
     options = {key.replace("num_images_per_prompt", "num-images").replace("_", "-"): asked[key] for key in asked}
     with pytest.raises(UnsupportedError, match=told):

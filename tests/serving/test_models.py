@@ -132,7 +132,6 @@ def test_requests_for_the_latest_model_go_first_for_a_while(waited, order):
     ("path", "body"),
     [
         (PATH, {"steps": 13}),
-        (PATH, {"size": "33x32"}),
         (PATH, {"preset": "turbi"}),
         (PATH, {"loras": {"ring": 1.0}}),
         (PATH, {"target_error": 0.1, "computed_steps": 3}),

@@ -69,13 +69,9 @@ def test_an_ended_job_leaves_nothing_on_the_gpu(worker, monkeypatch, error):
         assert (latents[-1].latents, latents[-1]._before) == (None, None)
 
 
-@pytest.mark.parametrize(("names", "unit"), [({"vae_temporal_compression_ratio": 8}, 8), ({}, 1)])
-def test_the_form_of_videos_is_read_from_the_pipeline(worker, names, unit):
-    worker.pipe, worker.medium = SimpleNamespace(**names), Clips(16.0)
-    worker.suffix = worker.preset = None
-    assert worker.loaded.form == VideoForm(16.0, unit)
-    worker.medium = Pictures()
-    assert worker.loaded.form is None
+def test_the_form_of_videos_is_read_from_the_pipeline(worker):
+    worker.pipe, worker.medium = SimpleNamespace(vae_temporal_compression_ratio=8), Clips(16.0)
+    assert worker.loaded.form == VideoForm(16.0, 8)
 
 
 def test_each_size_has_its_own_previewer(monkeypatch):

@@ -2,5 +2,5 @@
 
 Read :mod:`~dit_accel.serving.http.server` first: it has the application and the routes of images. ``connections`` and
 ``bodies`` read what clients send, ``requests`` has its fields and rules, ``api`` has limits and errors, and ``access``
-checks keys and hosts. ``videos`` has the routes and jobs of videos; ``metrics`` counts requests.
+checks keys and hosts. ``videos`` has the routes and jobs of videos; ``log`` and ``metrics`` note requests.
 """

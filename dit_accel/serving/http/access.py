@@ -11,19 +11,13 @@ from dit_accel.serving.http.api import RequestError
 
 
 class Access:
-    """Check of each request.
-
-    Without keys, ``Host`` and ``Origin`` must be among the ``hosts``; empty = any ``Host``, and its ``Origin``.
-    """
+    """API keys; without them ``Host`` and ``Origin`` must be among ``hosts`` (empty: any ``Host``, its ``Origin``)."""
 
     def __init__(self, keys: Sequence[str], hosts: Collection[str]) -> None:
         self._keys, self._hosts = [key.encode() for key in keys], frozenset(hosts)
 
     def require(self, request: Request) -> None:
-        """Check a request's key, or its ``Host`` and ``Origin``; a page of another site knows no key.
-
-        ``request.state.owner`` becomes the index of the key, or None without keys.
-        """
+        """Check a request's key, or its ``Host`` and ``Origin``; ``state.owner`` becomes the key's index, or None."""
         request.state.owner = None
         if self._keys:
             request.state.owner = self._key_of(request.headers.get("authorization", ""))

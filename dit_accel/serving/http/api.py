@@ -60,6 +60,7 @@ class RequestError(Exception):
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status
         self.headers = headers
+        self.outcome = code if code in ("busy", "timeout") else "invalid" if status < 500 else "failed"
 
     def to_json(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -110,8 +111,10 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
             return error
         case Busy():
             return RequestError(str(error), code="busy", status=503, headers={"Retry-After": str(error.wait)})
-        case Cancelled() | CancelledError():
-            return answered(Busy("the server is shutting down", 10), limits)
+        case Cancelled() | CancelledError() | GeneratorExit():
+            answer = answered(Busy("the server is shutting down", 10), limits)
+            answer.outcome = "cancelled"
+            return answer
         case TimeoutError():
             return RequestError(f"not finished after {limits.seconds:g} seconds", code="timeout", status=504)
         case ArgumentError():

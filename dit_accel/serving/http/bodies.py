@@ -1,7 +1,4 @@
-"""Read the body of a request: bytes up to a limit, or the fields of a form.
-
-A client that disconnects meanwhile raises ``Cancelled``.
-"""
+"""Read the body of a request, bytes or a form; a client that disconnects meanwhile raises ``Cancelled``."""
 
 import asyncio
 from collections.abc import AsyncGenerator

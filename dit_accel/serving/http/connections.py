@@ -10,15 +10,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dit_accel.serving.http import bodies
 from dit_accel.serving.http.api import Limits
+from dit_accel.serving.http.log import JsonLines, TextLines
 
 SLOWEST_READER = 60.0  # seconds in which a client has to read some of an answer
 
 
 class Connection(H11Protocol):
-    """A connection that ends if a request does not arrive in time, or if the client stops reading an answer.
-
-    uvicorn waits without limit for a head, for the rest of a body that is already refused, and for readers.
-    """
+    """A connection that ends if a request does not arrive in time, or if the client stops reading an answer."""
 
     _awaited: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -68,14 +66,17 @@ class Connection(H11Protocol):
             self._unread = self.loop.call_later(SLOWEST_READER, self._await_reader, unread)
 
 
-def configured(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
-    loggers = LOGGING_CONFIG["loggers"] | {"python_multipart": {"level": "ERROR"}}  # it warns of each broken form
+def configured(app: Any, limits: Limits, *, log_json: bool = False, **more: Any) -> uvicorn.Config:
+    line, level = (JsonLines, "INFO") if log_json else (TextLines, "WARNING")
+    loggers = {"dit_accel.serving": {"handlers": ["default"], "level": level}}
+    loggers |= LOGGING_CONFIG["loggers"] | {"python_multipart": {"level": "ERROR"}}  # it warns of each broken form
+    formatters = LOGGING_CONFIG["formatters"] | {"default": {"()": line}}
     return uvicorn.Config(
         app,
         http=Connection,
         ws="none",
         lifespan="off",
-        log_config=LOGGING_CONFIG | {"loggers": loggers},
+        log_config=LOGGING_CONFIG | {"loggers": loggers, "formatters": formatters},
         log_level="error",
         access_log=False,
         server_header=False,

@@ -1,11 +1,7 @@
-"""Fields of requests for images and videos: OpenAI's and ours, their rules, and the jobs that they stand for.
-
-The rules need the :class:`~dit_accel.serving.http.api.Served` model, which is the context of pydantic's validation.
-"""
+"""Fields of requests, OpenAI's and ours, their rules for a ``Served`` model (validation's context), and their jobs."""
 
 import re
 import secrets
-from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -87,11 +83,11 @@ class PromptRequest(BaseModel):
         width, height = (None, None) if self.size == "auto" else map(int, self.size.split("x"))
         return width, height
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, **more: Any) -> dict[str, Any]:
         width, height = self.sides
         fields = self.model_dump(include={"prompt", "negative_prompt", "steps", "guidance", "loras"})
         settings = {name.replace("_", "-"): value for name, value in fields.items()}
-        settings |= {"height": height, "width": width}
+        settings |= {"height": height, "width": width, **more}
         settings["seed"] = secrets.randbelow(2**32) if self.seed is None else self.seed
         return {key: value for key, value in settings.items() if value is not None}
 
@@ -125,8 +121,8 @@ class ImageRequest(PromptRequest):
             notes.append("the server keeps no images, so url is a data URL that holds the file")
         return notes
 
-    def jobs(self) -> list[Job]:
-        settings = self.settings() | ({PARTIAL_IMAGES: self.partial_images} if self.partial_images else {})
+    def jobs(self, **inputs: Any) -> list[Job]:
+        settings = self.settings(**inputs) | ({PARTIAL_IMAGES: self.partial_images} if self.partial_images else {})
         return [Job(index, {**settings, "seed": settings["seed"] + index}) for index in range(self.n)]
 
 
@@ -175,11 +171,9 @@ class EditRequest(ImageRequest):
             raise RequestError(message, "mask", "invalid_value")
         return self
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, **inputs: Any) -> list[Job]:
         images = self.image if len(self.image) > 1 else self.image[0]
-        fields = {"image": images, "mask": self.mask, "strength": self.strength}
-        settings = {key: value for key, value in fields.items() if value is not None}
-        return [replace(job, settings=job.settings | settings) for job in super().jobs()]
+        return super().jobs(image=images, mask=self.mask, strength=self.strength, **inputs)
 
 
 def _number(value: Any) -> Any:
@@ -210,9 +204,8 @@ class VideoRequest(PromptRequest):
         return self
 
     def job(self, form: VideoForm) -> Job:
-        fields = {"num-frames": self.frames(form), "fps": self.fps, "image": self.input_reference}
-        settings = {key: value for key, value in fields.items() if value is not None}
-        return Job(0, self.settings() | settings)
+        frames = {"num-frames": self.frames(form)}
+        return Job(0, self.settings(**frames, fps=self.fps, image=self.input_reference))
 
     def frames(self, form: VideoForm) -> int | None:
         return self.num_frames if self.seconds is None else form.frames(self.seconds, self.fps)

@@ -1,16 +1,14 @@
 """HTTP server with OpenAI's interface for images and videos: an ASGI application over a dispatcher of workers.
 
-    app = build_app(Dispatcher([worker], 16), Served("demo-flux", preset, limits), [], [], VideoStore(limits))
-
-This file has the routes of images; :mod:`~dit_accel.serving.http.videos` has those of videos.
+app = build_app(Dispatcher([worker], 16), Served("demo-flux", preset, limits), [], [], VideoStore(limits))
 """
 
 import asyncio
-import base64
 import json
 import signal
 import socket
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -24,7 +22,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as RoutingError
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from dit_accel.errors import ArgumentError, DitAccelError
 from dit_accel.serving.dispatcher import AwaitedTask, Busy, Dispatcher, Step, Task
@@ -33,6 +31,7 @@ from dit_accel.serving.http.access import Access
 from dit_accel.serving.http.api import Limits, Models, RequestError, Served, answered
 from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.connections import configured
+from dit_accel.serving.http.log import logged
 from dit_accel.serving.http.metrics import Metrics
 from dit_accel.serving.http.requests import SUFFIXES, EditRequest, ImageRequest, requested_preset
 from dit_accel.serving.http.videos import VideoServer, VideoStore
@@ -54,19 +53,16 @@ class ImageServer:
         return await self._answer(request, EditRequest)
 
     async def _answer(self, request: Request, kind: type[ImageRequest]) -> Response:
-        arrived = time.monotonic()
-        try:
-            wanted, served = await received(request, kind, self._models)
-            task = AwaitedTask(wanted.jobs(), requested_preset(wanted, served), SUFFIXES[wanted.output_format])
-            task.created, task.deadline, task.model = arrived, wanted.max_seconds, served.model
-            self.dispatcher.add(task)
-        except (DitAccelError, RequestError, Busy, Cancelled, TimeoutError) as error:
-            raise self.metrics.counted(error) from None
+        wanted, served = await received(request, kind, self._models)
+        task = AwaitedTask(wanted.jobs(), requested_preset(wanted, served), SUFFIXES[wanted.output_format])
+        task.deadline, task.model = wanted.max_seconds, served.model
+        request.state.entry.take(task)
+        self.dispatcher.add(task)
         if wanted.stream:
-            return _EventStream(self._events(request, wanted, task), task)
+            events = self._events(request, wanted, task)
+            return StreamingResponse(events, headers={"Cache-Control": "no-store"}, media_type="text/event-stream")
         async with self._watched(request, task):
-            results = [event async for event in task if isinstance(event, Made)]
-        self.metrics.finish(task, results)
+            results = request.state.entry.results = [event async for event in task if isinstance(event, Made)]
         images = [self._image(wanted, task, index, result) for index, result in enumerate(results)]
         if wanted.response_format == "url":
             for image in images:
@@ -75,8 +71,7 @@ class ImageServer:
         return JSONResponse(answer | _notes(wanted, results))
 
     async def _events(self, request: Request, wanted: ImageRequest, task: AwaitedTask) -> AsyncIterator[str]:
-        results: list[Made] = []
-        common = {"output_format": wanted.output_format}
+        results, common = request.state.entry.results, {"output_format": wanted.output_format}
         partials: Counter[int] = Counter()  # partial images by job
         try:
             async with self._watched(request, task):
@@ -87,7 +82,7 @@ class ImageServer:
                         if event.partial_image is not None:
                             partial = {"partial_image_index": partials[event.job.index], **common}
                             partials[event.job.index] += 1
-                            partial |= {"index": event.job.index, "b64_json": _base64(event.partial_image)}
+                            partial |= {"index": event.job.index, "b64_json": b64encode(event.partial_image).decode()}
                             yield _event(f"{wanted.event}.partial_image", {"created_at": int(time.time()), **partial})
                         continue
                     image = self._image(wanted, task, len(results), event)
@@ -96,13 +91,11 @@ class ImageServer:
                     whole |= _notes(wanted, [event])
                     yield _event(f"{wanted.event}.completed", whole)
         except RequestError as error:
-            yield _event("error", error.to_json())
-        else:
-            self.metrics.finish(task, results)
+            yield _event("error", error.to_json() | {"request_id": request.state.entry.id})
 
     @asynccontextmanager
     async def _watched(self, request: Request, task: Task) -> AsyncIterator[None]:
-        """Cancel the block's task when its client disconnects or time is up; count its error, and raise the answer."""
+        """Cancel the block's task when its client disconnects or time is up; note its error, and raise the answer."""
 
         async def wait_for_end() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -115,7 +108,7 @@ class ImageServer:
                 yield
         except BaseException as error:
             task.cancel()
-            answer = self.metrics.counted(error)
+            answer = request.state.entry.error = answered(error, self.limits)
             raise (answer if isinstance(error, Exception) else error) from None
         finally:
             client.cancel()
@@ -123,7 +116,7 @@ class ImageServer:
     def _image(self, wanted: ImageRequest, task: Task, index: int, result: Made) -> dict[str, Any]:
         width, height = Image.open(BytesIO(result.data)).size
         return {
-            "b64_json": _base64(result.data),
+            "b64_json": b64encode(result.data).decode(),
             "size": f"{width}x{height}",
             "seed": task.jobs[index].settings["seed"],
             "preset": "none" if task.preset is None else task.preset.name,
@@ -145,22 +138,6 @@ class ImageServer:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class _EventStream(StreamingResponse):
-    """Server-sent events of a task, which is cancelled even if the client disconnects before the first event."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], task: Task) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store"})
-        self._task = task
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._task.cancel()
-
-
 def build_app(
     dispatcher: Dispatcher,
     served: Served,
@@ -168,9 +145,9 @@ def build_app(
     hosts: Collection[str],
     videos: VideoStore,
     others: Sequence[str] = (),
-) -> FastAPI:
-    metrics, models = Metrics(dispatcher, served.limits), Models(dispatcher, served, others)
-    server, video_server = ImageServer(dispatcher, models, metrics), VideoServer(dispatcher, models, metrics, videos)
+) -> ASGIApp:
+    metrics, models = Metrics(dispatcher), Models(dispatcher, served, others)
+    server, video_server = ImageServer(dispatcher, models, metrics), VideoServer(dispatcher, models, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     protected = APIRouter(dependencies=[Depends(Access(keys, hosts).require)])
     protected.add_api_route("/v1/images/generations", server.generate, methods=["POST"])
@@ -181,9 +158,13 @@ def build_app(
     app.include_router(protected)
     app.add_api_route("/health", server.health, methods=["GET"])
 
-    @app.exception_handler(RequestError)
-    async def refuse(request: Request, error: RequestError) -> JSONResponse:
-        return JSONResponse(error.to_json(), error.status, error.headers)
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        entry, answer = request.state.entry, answered(error, served.limits)
+        entry.error = answer
+        return JSONResponse(answer.to_json() | {"request_id": entry.id}, answer.status, answer.headers)
+
+    for kind in (RequestError, DitAccelError, Busy, Cancelled, TimeoutError, Exception):  # uvicorn logs the last
+        app.add_exception_handler(kind, refuse)
 
     @app.exception_handler(RoutingError)
     async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
@@ -193,11 +174,7 @@ def build_app(
         answer = RequestError(message, code=code, status=error.status_code, headers=error.headers)
         return await refuse(request, answer)
 
-    @app.exception_handler(Exception)  # uvicorn logs it
-    async def fail(request: Request, error: Exception) -> JSONResponse:
-        return await refuse(request, answered(error, served.limits))
-
-    return app
+    return logged(app, metrics)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -212,9 +189,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(app: FastAPI, dispatcher: Dispatcher, bound: socket.socket, limits: Limits) -> None:
+def serve(app: ASGIApp, dispatcher: Dispatcher, bound: socket.socket, limits: Limits, log_json: bool) -> None:
     """Serve until a signal of :func:`ended_by_signals`; then refuse waiting requests and finish running ones."""
-    server = _Server(configured(app, limits))
+    server = _Server(configured(app, limits, log_json=log_json))
     server.dispatcher = dispatcher
     try:
         server.run(sockets=[bound])  # which raises KeyboardInterrupt again after its end
@@ -244,10 +221,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C wait for the end of the block, which starts a process and notes how to end it.
-
-    Python would wait for ever for a process that was started and not noted.
-    """
+    """Let SIGTERM and Ctrl-C wait for the end of the block, which starts a process and notes how to end it."""
     resource_tracker.ensure_running()  # otherwise the first process starts it, which lets the signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
@@ -269,10 +243,6 @@ class _Server(uvicorn.Server):
 def _notes(wanted: ImageRequest, results: Sequence[Made]) -> dict[str, list[str]]:
     notes = [*wanted.notes(), *dict.fromkeys(result.note for result in results if result.note)]
     return {"notes": notes} if notes else {}
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _event(kind: str, content: dict[str, Any]) -> str:

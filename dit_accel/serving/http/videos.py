@@ -17,14 +17,14 @@ from typing import Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from dit_accel.errors import ArgumentError, DitAccelError, shown
-from dit_accel.serving.dispatcher import Busy, Dispatcher, Step, Task
-from dit_accel.serving.engine import Cancelled, Made
-from dit_accel.serving.http.api import Limits, Models, RequestError, Served
+from dit_accel.errors import ArgumentError, shown
+from dit_accel.serving.dispatcher import Dispatcher, Step, Task
+from dit_accel.serving.engine import Made
+from dit_accel.serving.http.api import Limits, Models, RequestError, Served, answered
 from dit_accel.serving.http.bodies import received
-from dit_accel.serving.http.metrics import Metrics
+from dit_accel.serving.http.log import Entry
 from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
 
 SUFFIX = ".mp4"
@@ -33,23 +33,24 @@ CHUNK = 2**18  # bytes of a file that is sent
 
 
 class VideoJob(Task):
-    """A requested video, in OpenAI's form; any thread may read it while a worker runs it.
+    """A requested video of a key (its index or None), in OpenAI's form; any thread may read it while it runs."""
 
-    ``owner`` is the index of the API key that requested it, None without keys.
-    """
+    outlives_answer = True
 
-    def __init__(self, request: VideoRequest, served: Served, owner: int | None, file: Path, metrics: Metrics) -> None:
+    def __init__(self, request: VideoRequest, served: Served, owner: int | None, file: Path, entry: Entry) -> None:
         form, preset = served.form, requested_preset(request, served)
         super().__init__([request.job(form)], preset, SUFFIX)
         self.deadline, self.model = request.max_seconds, served.model
+        entry.take(self)
         self.id, self.owner = f"video_{secrets.token_hex(16)}", owner
         self.ended: float | None = None  # by the monotonic clock
         self.bytes = 0  # of its file, once it is completed
         self.status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
         self._progress, self._error, self._latest = 0, None, math.inf
-        self._file, self._limits, self._metrics, self._lock = file, served.limits, metrics, RLock()
+        self._file, self._limits, self._entry, self._lock = file, served.limits, entry, RLock()
         frames, self._fps = request.frames(form), request.fps or form.fps
         self._facts: dict[str, Any] = {
+            "request_id": entry.id,
             "created_at": int(time.time()),
             "completed_at": None,
             "expires_at": None,
@@ -112,7 +113,8 @@ class VideoJob(Task):
                     self._file.unlink(missing_ok=True)  # half of it, if the disk is full
                     if isinstance(event, ArgumentError) and event.field == "image":
                         event = ArgumentError("input_reference", event.rule)
-                    self._error = self._metrics.counted(event).to_json()["error"]
+                    self._entry.error = answered(event, self._limits)
+                    self._error = self._entry.error.to_json()["error"]
                     self._end("failed")
 
     def _complete(self, result: Made) -> None:
@@ -128,20 +130,17 @@ class VideoJob(Task):
             "stage_seconds": result.stages,
             "contract": result.contract,
         } | ({"notes": [result.note]} if result.note else {})
-        self._progress, self.bytes = 100, len(result.data)
+        self._progress, self.bytes, self._entry.results = 100, len(result.data), [result]
         self._end("completed")
-        self._metrics.finish(self, [result])
 
     def _end(self, status: Literal["completed", "failed"]) -> None:
         self.status, self.ended = status, time.monotonic()
         self.jobs = []  # the input image needs memory
+        self._entry.end()
 
 
 class VideoStore:
-    """Jobs by their ids: all that wait or run, and ended ones up to limits on age, number and bytes (of each key).
-
-    Use it as a context manager; its end deletes all videos.
-    """
+    """Jobs that wait or run, and ended ones up to limits of each key, in a context whose end deletes all videos."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -204,21 +203,19 @@ class VideoStore:
                 job.discard()
 
 
-class ListQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ListQuery(BaseModel, extra="forbid"):
     limit: int = Field(20, ge=1, le=100)
     after: str | None = None
     order: Literal["asc", "desc"] = "desc"
 
 
-class ContentQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ContentQuery(BaseModel, extra="forbid"):
     variant: Literal["video"] = "video"
 
 
 class VideoServer:
-    def __init__(self, dispatcher: Dispatcher, models: Models, metrics: Metrics, videos: VideoStore) -> None:
-        self._dispatcher, self._models, self._metrics, self._store = dispatcher, models, metrics, videos
+    def __init__(self, dispatcher: Dispatcher, models: Models, videos: VideoStore) -> None:
+        self._dispatcher, self._models, self._store = dispatcher, models, videos
 
     def add_routes(self, router: APIRouter) -> None:
         router.add_api_route("/v1/videos", self.create, methods=["POST"])
@@ -228,12 +225,9 @@ class VideoServer:
         router.add_api_route("/v1/videos/{video_id}/content", self.content, methods=["GET"])
 
     async def create(self, request: Request) -> JSONResponse:
-        try:
-            wanted, served = await received(request, VideoRequest, self._models)
-            job = VideoJob(wanted, served, request.state.owner, self._store.new_file(), self._metrics)
-            self._dispatcher.add(job)
-        except (DitAccelError, RequestError, Busy, Cancelled, TimeoutError) as error:
-            raise self._metrics.counted(error) from None
+        wanted, served = await received(request, VideoRequest, self._models)
+        job = VideoJob(wanted, served, request.state.owner, self._store.new_file(), request.state.entry)
+        self._dispatcher.add(job)
         self._store.add(job)
         return JSONResponse(job.to_json())
 
@@ -253,8 +247,8 @@ class VideoServer:
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(jobs) > query.limit})
 
     async def content(self, video_id: str, request: Request) -> Response:
-        job = self._store.get(video_id, request.state.owner)
         self._query(request, ContentQuery)
+        job = self._store.get(video_id, request.state.owner)
         file, name = job.open(), f"{job.id}.mp4"  # which may be deleted while it is sent
         length = os.fstat(file.fileno()).st_size
         headers = {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}

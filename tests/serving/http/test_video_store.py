@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dit_accel.serving.engine import Made
-from tests.serving.http.test_server import KEYS, LIMITS, Held, client, running, until
+from tests.serving.http.test_server import KEYS, LIMITS, Held, client, until
 from tests.serving.http.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
 
 ClientDisconnect = pytest.importorskip("starlette.requests").ClientDisconnect
@@ -60,10 +60,10 @@ MADE = Made(b"video", 0.5, None, [0], {}, (5, 48, 32))
 
 
 def job_of(file, owner=None):
-    metrics = SimpleNamespace(counted=lambda error: api.RequestError(str(error)), finish=lambda *_: None)
+    entry = SimpleNamespace(id="a", error=None, take=lambda task: None, end=lambda: None)
     served = api.Served("tiny", None, LIMITS, FORM)
     wanted = requests.read(json.dumps(GOOD).encode(), requests.VideoRequest, served)
-    return videos.VideoJob(wanted, served, owner, file, metrics)
+    return videos.VideoJob(wanted, served, owner, file, entry)
 
 
 @pytest.fixture
@@ -225,33 +225,12 @@ def test_a_key_has_its_own_videos():
         asyncio.run(conversation(app))
 
 
-def test_a_video_may_be_deleted_while_it_is_sent(monkeypatch):
+def test_a_video_may_be_deleted_while_it_is_sent(job, tmp_path):
     """Its client gets the whole file, and the folder loses it at once."""
-    monkeypatch.setattr("dit_accel.serving.http.videos.CHUNK", 8)
-    store = videos.VideoStore(LIMITS)
-
-    async def conversation(app, _):
-        async with client(app) as http:
-            job = await ended(http, (await http.post(PATH, json=GOOD)).json()["id"])
-            whole = (await http.get(f"{PATH}/{job['id']}/content")).content
-            sent = []
-
-            async def send(message):
-                if not sent:
-                    assert (await http.delete(f"{PATH}/{job['id']}")).status_code == 200 and files(store) == []
-                sent.append(message)
-
-            async def receive():
-                await asyncio.sleep(10)
-
-            scope = {"type": "http", "method": "GET", "path": f"{PATH}/{job['id']}/content", "headers": []}
-            scope |= {"query_string": b"", "root_path": "", "server": ("here", 80), "asgi": {"spec_version": "2.3"}}
-            await app(scope, receive, send)
-            return whole, b"".join(message.get("body", b"") for message in sent)
-
-    with store, running(released(), form=FORM, videos=store) as both:
-        whole, sent = asyncio.run(conversation(*both))
-    assert whole == sent
+    job.tell(MADE)
+    sent = videos._chunks(job.open())
+    job.discard()
+    assert not (tmp_path / "0.mp4").exists() and b"".join(sent) == MADE.data
 
 
 IDS = ["%2e%2e", "..%2f..%2fetc%2fpasswd", "%00", "video_", "ü" * 500, "%ff", "'; --", "00000000.mp4", "\\", "%0d%0a"]
