@@ -147,16 +147,10 @@ def of_hub(kind, said):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            of_hub(hub.GatedRepoError, "await a review"),
-            "await a review; .*licence on https://.*/model, .*HF_TOKEN",
-        ),
+        (of_hub(hub.GatedRepoError, "await a review"), "await a review; .*licence on https://.*/model, .*HF_TOKEN"),
         (of_hub(hub.RepositoryNotFoundError, "none"), "none; check the name .* https://.*/some/model, .* login`"),
         (of_hub(hub.HfHubHTTPError, "429 Too Many Requests"), "the Hub answers: 429 Too Many Requests"),
-        (
-            of_hub(httpx.ConnectError, "no route"),
-            r"the Hub can't be reached \(ConnectError: no route\), and there is no",
-        ),
+        (of_hub(httpx.ConnectError, "no route"), r"the Hub can't be reached \(ConnectError: no route\), and there is"),
         (of_hub(hub.OfflineModeIsEnabled, "offline"), r"can't be reached \(OfflineModeIsEnabled: offline\)"),
         (ValueError(f"{'long ' * 50}reason\nand more"), "can't be loaded: ValueError: long .* reason$"),
     ],
@@ -212,12 +206,8 @@ def test_env_tells_what_a_bug_report_needs(run, monkeypatch):
 
 def test_values_of_pairs_may_hold_anything():
     """The first `=` ends the key, and spaces around it are no part of it."""
-    assert parse_call([" order = 2", "name=a=b", "skip.layers={a: 1}", "x="]) == {
-        "order": 2,
-        "name": "a=b",
-        "skip.layers": {"a": 1},
-        "x": None,
-    }
+    found = parse_call([" order = 2", "name=a=b", "skip.layers={a: 1}", "x="])
+    assert found == {"order": 2, "name": "a=b", "skip.layers": {"a": 1}, "x": None}
 
 
 def test_a_demo_models_own_preset_is_the_default():

@@ -95,6 +95,8 @@ def test_openais_client_makes_images(site, http):
     own = {"steps": 4, "seed": 3, "target_error": 0.5}
     made = client.images.generate(model="flux", prompt="a fox", size="32x32", extra_body=own)
     assert made.data[0].b64_json == http.post("/v1/images/generations", json=GOOD | own).json()["data"][0]["b64_json"]
+    four = client.images.generate(prompt="a fox", size="32x32", n=4, extra_body=own).data
+    assert four[0].b64_json == made.data[0].b64_json and len({image.b64_json for image in four}) == 4
     stream = client.images.generate(prompt="a fox", size="32x32", stream=True, extra_body=own)
     *steps, last = stream
     assert len(steps) == 5 and last.type == "image_generation.completed" and last.b64_json == made.data[0].b64_json

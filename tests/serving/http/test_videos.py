@@ -16,7 +16,7 @@ from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
 from tests.serving.http.test_edits import PNG
-from tests.serving.http.test_server import LIMITS, Held, called, client, metric, released, running, send, until
+from tests.serving.http.test_server import LIMITS, Held, called, client, metric, released, running, until
 
 uvicorn = pytest.importorskip("uvicorn")
 videos = pytest.importorskip("dit_accel.serving.http.videos")
@@ -187,16 +187,9 @@ def test_pages_of_a_list_follow_each_other():
         ("?after=video_0", "after", 404),
         ("?cursor=1", "cursor", 400),
         ("/video_0", "video_id", 404),
-        ("/video_0/content", "video_id", 404),
         ("/video_0/content?variant=thumbnail", "variant", 400),
     ],
 )
 def test_a_wrong_parameter_is_named(path, param, status):
     answer = ask(Held(), lambda http, _: http.get(PATH + path))
     assert answer.status_code == status and answer.json()["error"]["param"] == param
-
-
-def test_a_pipeline_of_images_makes_no_videos():
-    with running(Held()) as (app, _):
-        answer = send(app, "POST", PATH, json=GOOD)
-    assert answer.status_code == 400 and "makes images, no videos: use /v1/images" in answer.json()["error"]["message"]
