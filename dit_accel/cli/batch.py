@@ -26,7 +26,7 @@ from dit_accel.serving.worker import Worker
 from dit_accel.tools.files import difference_of, explained_writing, write_whole
 
 MANIFEST = "manifest.jsonl"
-RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # keys of a manifest line; all others are settings
+RESULTS = {"index", "file", "sha256", "batch", "seconds", "report", "contract"}  # keys that are no settings
 
 
 def run_jobs(
@@ -64,6 +64,7 @@ def run_jobs(
             write_whole(file, result.data)
             row |= {"file": file.name, "sha256": _checksum(file)}
             row |= {"batch": result.batch, "seconds": result.seconds, "report": result.report}
+            row |= {"contract": result.contract} if result.contract else {}
             _append(folder / MANIFEST, row)
             console.out(f"wrote {file}", highlight=False)
             if result.note:

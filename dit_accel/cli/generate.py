@@ -78,7 +78,8 @@ class GenerateOptions(RunOptions):
     )
     prompts: Path | None = option(
         "File with one prompt per line; one output per line goes to --output-dir. Lines of a .jsonl file are objects "
-        "with prompt and, optionally, negative-prompt, seed, steps, height, width, num-frames, guidance, loras."
+        "with prompt and, optionally, negative-prompt, seed, steps, height, width, num-frames, guidance, loras, "
+        "preset, target_error, target_psnr, computed_steps, max_seconds."
     )
     output_dir: Path | None = option(
         "Folder for the outputs of --prompts and their manifest.jsonl. Run the same command again to resume."

@@ -4,12 +4,9 @@
     worker = Worker(setup)
     made = worker.make([Job(0, {"prompt": "a red star", "seed": 0}), Job(1, {"prompt": "a blue box", "seed": 1})])
 
-Read :mod:`~dit_accel.serving.engine` first. ``worker`` is the engine of one process and ``ray_engine`` the engine of a
-Ray cluster. ``prompts`` reads jobs from files; ``pipelines`` opens and calls a pipeline, with ``loading``, ``loras``
-and ``media``.
-
-:mod:`~dit_accel.serving.http` is the server of ``dit-accel serve``. ``dispatcher`` queues its requests, and the jobs of
-``ray_engine``; ``remote_worker`` runs them in processes or on a Ray cluster (``ray_cluster``).
+``worker`` is the :mod:`~dit_accel.serving.engine` of one process, ``ray_engine`` that of a Ray cluster, ``http`` the
+server. ``dispatcher`` queues the jobs of the last two, and ``remote_worker`` runs them in processes or on Ray.
+``prompts`` reads jobs and their contracts; ``pipelines`` opens and calls a pipeline.
 """
 
 from dit_accel.serving.engine import Failure, Made

@@ -16,7 +16,7 @@ from threading import Condition, Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, BatchError, DitAccelError
-from dit_accel.serving.engine import Cancelled, Loaded, Made
+from dit_accel.serving.engine import Cancelled, Loaded, Made, contract_of
 from dit_accel.serving.prompts import DEADLINE, Job
 from dit_accel.serving.remote_worker import RemoteWorker
 
@@ -140,28 +140,6 @@ class Times:
             raise Busy(f"{reason}, so the nearest deadline is {waited + needed:.3g}", 1)
         left = {DEADLINE: ((limit - waited) / calls, end)}
         return [replace(job, settings=job.settings | left) for job in jobs]
-
-
-def contract_of(task: Task, result: Made, begun: float) -> dict[str, Any]:
-    """Return what a run that has just ended kept of its task's contract, and the term that decided its steps."""
-    from dit_accel.presets.sections import CUT
-
-    now, report = time.monotonic(), result.report
-    facts: dict[str, Any] = {"queue_seconds": begun - task.created, "run_seconds": now - begun, "decided_by": "preset"}
-    if task.preset is None or report is None:
-        return facts
-    schedule, steps = task.preset.schedule, len(report["steps"])
-    computed = steps - report["steps_by_mode"].get("dispatch", 0)
-    facts |= {"steps": steps, "computed_steps": computed, "expected_psnr": report.get("expected_psnr")}
-    budget, is_cut = min(schedule.computed_steps or steps, steps), CUT in report["notes"]
-    if task.deadline is not None:
-        facts["deadline_met"] = now - task.created <= task.deadline
-        is_cut |= schedule.target_psnr is None and (computed < budget or schedule.computed_steps is None)
-    if schedule.target_psnr is not None:
-        facts["floor_met"] = not is_cut
-    is_spent = schedule.computed_steps and computed == budget
-    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": is_spent, "preset": True}
-    return facts | {"decided_by": next(term for term, decides in terms.items() if decides)}
 
 
 def _key(task: Task, job: Job) -> tuple[Any, ...]:

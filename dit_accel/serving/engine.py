@@ -1,16 +1,17 @@
 """Results of an engine, :class:`~dit_accel.serving.worker.Worker` or :class:`~dit_accel.serving.ray_engine.RayEngine`.
 
-Each has the ``suffix`` of its files, all values of its ``preset`` (None = plain), and ``make_all``, which yields the
-results of jobs in any order. If a batch fails, its jobs run one at a time.
+Each has the ``suffix`` of its files, its preset's values, and ``make_all``, which yields results in any order.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import DitAccelError, shortened
+from dit_accel.presets.sections import CUT
 from dit_accel.serving.prompts import Job
 
 if TYPE_CHECKING:
@@ -33,6 +34,26 @@ class Made:
     @property
     def computed_fraction(self) -> float:
         return (self.report or {}).get("computed_fraction") or 1.0
+
+
+def contract_of(task: Any, result: Made, begun: float) -> dict[str, Any]:
+    """Return what a run that has just ended kept of its task's contract, and the term that decided its steps."""
+    now, report = time.monotonic(), result.report
+    facts: dict[str, Any] = {"queue_seconds": begun - task.created, "run_seconds": now - begun, "decided_by": "preset"}
+    if task.preset is None or report is None:
+        return facts
+    schedule, steps = task.preset.schedule, len(report["steps"])
+    computed = steps - report["steps_by_mode"].get("dispatch", 0)
+    facts |= {"steps": steps, "computed_steps": computed, "expected_psnr": report.get("expected_psnr")}
+    budget, is_cut = min(schedule.computed_steps or steps, steps), CUT in report["notes"]
+    if task.deadline is not None:
+        facts["deadline_met"] = now - task.created <= task.deadline
+        is_cut |= schedule.target_psnr is None and (computed < budget or schedule.computed_steps is None)
+    if schedule.target_psnr is not None:
+        facts["floor_met"] = not is_cut
+    is_spent = schedule.computed_steps and computed == budget
+    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": is_spent, "preset": True}
+    return facts | {"decided_by": next(term for term, decides in terms.items() if decides)}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Compare a plain and an accelerated run for an interactive page.
-
-for run in Playground(open_worker).compare(Wish("a yellow ring", "demo-flux")):
-    print(run.activity, run.steps, run.comparison)
-"""
+"""Compare a plain and an accelerated run for an interactive page, whose states :meth:`Playground.compare` yields."""
 
 from __future__ import annotations
 

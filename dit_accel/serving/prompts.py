@@ -1,21 +1,25 @@
 """Read files of prompts into jobs, and group jobs that can share one call."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_accel.errors import ArgumentError, shortened, shown
+from dit_accel.errors import ArgumentError, PresetError, shortened, shown
+from dit_accel.presets import Preset, default_preset
+from dit_accel.presets.sections import TARGETS
 
 LONGEST_PROMPTS = 2**20  # bytes of a file
 
 KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed are options of the command
-    **dict.fromkeys(("prompt", "negative-prompt"), (str,)),
+    **dict.fromkeys(("prompt", "negative-prompt", "preset"), (str,)),
     **dict.fromkeys(("seed", "steps", "height", "width", "num-frames"), (int,)),
     "guidance": (int, float),
     "loras": (dict,),  # weights by name
+    **dict.fromkeys(TARGETS, (int, float)),
 }
+CONTRACT = ("preset", *TARGETS)  # keys that are no arguments of a call
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
 # Settings of a job that are no arguments: number of partial images, and seconds until its end and after its steps.
 PARTIAL_IMAGES, DEADLINE = "partial-images", "deadline"
@@ -57,6 +61,17 @@ def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
     settings = [_settings(line, number) if is_json else {"prompt": line} for number, line in enumerate(lines, 1)]
     defaults = {key: value for key, value in common.items() if value is not None}
     return [Job(index, defaults | line) for index, line in enumerate(settings)]
+
+
+def contracted(base: Preset | None, settings: Mapping[str, Any], form: object) -> Preset | None:
+    """Return the preset that settings name, or ``base``, with their targets; None = plain. Videos have a ``form``."""
+    from dit_accel.models.presets import load_preset
+
+    name, targets = settings.get("preset"), {key: settings[key] for key in TARGETS if settings.get(key) is not None}
+    named = base if name is None else None if name == "none" else name
+    if named is None and targets:
+        raise PresetError(f"{next(iter(targets))} needs a preset, but none runs the plain pipeline")
+    return named and load_preset(default_preset(named, is_video=form is not None), **targets)
 
 
 def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:

@@ -6,6 +6,7 @@ Jobs of an actor that dies, or fails with an error that a retry may avoid, run a
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemo
 from dit_accel.serving.dispatcher import Dispatcher, Step, Task
 from dit_accel.serving.engine import Failure, Loaded, Made, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.prompts import Job
+from dit_accel.serving.prompts import Job, contracted
 from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 
@@ -46,9 +47,12 @@ class _Batch(Task):
     is_one_call = True
 
     def __init__(self, jobs: Sequence[Job], loaded: Loaded, ends: SimpleQueue[_Event]) -> None:
-        super().__init__(jobs, loaded.preset, loaded.suffix)
+        super().__init__(jobs, contracted(loaded.preset, jobs[0].settings, loaded.form), loaded.suffix)
         self.results: list[Made] = []
         self._ends = ends
+
+    def begin(self) -> None:
+        self.created, self.deadline = time.monotonic(), self.jobs[0].settings.get("max_seconds")  # of the run alone
 
     def breaks(self, error: BaseException) -> bool:
         """Return True unless a retry on this device cannot help, or the batch alone was too large for its memory."""

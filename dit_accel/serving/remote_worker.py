@@ -1,8 +1,8 @@
 """A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies or hangs.
 
-The process loads a pipeline and sends :class:`Loaded`, or the error. Then it receives ``(jobs, preset, suffix)``. After
-each step it sends ``(finished steps, all steps)``, and the file of a partial image if there is one; the server answers
-with True, or False to end the run. At the end the process sends a list of :class:`Made`, or the error.
+The process loads a pipeline and sends :class:`Loaded`. It receives ``(jobs, preset, suffix)``, and sends ``(finished
+steps, all steps)`` with a partial image's file after steps, which the server answers with True, or False to end the
+run. At the end it sends a list of :class:`Made`; and errors at any time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RemoteWorker:
             self._process, self._loaded = self._resting.pop(self._setup.model)
             return self._loaded
         while self._resting and len(self._resting) >= most:
-            self._end_oldest()
+            self._resting.pop(next(iter(self._resting)))[0].end()
         try:
             return self._with_room(self._load)
         except Exception as error:
@@ -150,7 +150,7 @@ class RemoteWorker:
             except (EOFError, OSError):
                 logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, self._attempts)
                 if self._resting:  # there may have been no memory for the process's CUDA context
-                    self._end_oldest()
+                    self._resting.pop(next(iter(self._resting)))[0].end()
         raise BatchError("the process that ran the request died")
 
     def restart(self) -> Loaded:
@@ -193,10 +193,7 @@ class RemoteWorker:
             except (OutOfMemoryError, BatchError):  # also a process that died where memory was short
                 if not self._resting:
                     raise
-                self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        self._resting.pop(next(iter(self._resting)))[0].end()
+                self._resting.pop(next(iter(self._resting)))[0].end()
 
     def _follow(self, message: Any, tell: Callable[..., None]) -> list[Made]:
         self._process.send(message)

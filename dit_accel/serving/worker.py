@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
-from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
+from dit_accel.serving.engine import Loaded, Made, VideoForm, contract_of, made_alone
 from dit_accel.serving.estimates import first_whole
 from dit_accel.serving.loras import NamedLoras, require_named
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.processes import ranks
-from dit_accel.serving.prompts import DEADLINE, OWN, PARTIAL_IMAGES, Job
+from dit_accel.serving.prompts import CONTRACT, DEADLINE, OWN, PARTIAL_IMAGES, Job, contracted
 from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Worker:
     """Engine of one process, which checks the jobs of its setup; ``console`` None = silent."""
 
     _loras: NamedLoras | None = None
+    _has_contracts = False  # of lines
 
     def __init__(self, setup: Setup, console: Console | None = None) -> None:
         console = console or Console(quiet=True)
@@ -40,12 +43,12 @@ class Worker:
         if setup.loading.named_loras:
             self._loras = NamedLoras(self.pipe, setup.loading.named_loras)
         self.suffix = self.medium.default_output.suffix
-        self.preset = preset and preset.effective()
+        self.preset, self._base = preset and preset.effective(), preset
+        self._has_contracts = any(name in job.settings for job in setup.jobs for name in CONTRACT)
         for job in setup.jobs:
             self._arguments([job])
-        if preset and setup.batch_size > 1:
-            preset = _decided_apart(preset, console)
-        start_pipeline(self.pipe, preset, console.quiet)
+            self._preset_of(job)
+        start_pipeline(self.pipe, self._decided_apart(preset), console.quiet)
         self.previews = Previews(self.pipe)
 
     @property
@@ -124,7 +127,7 @@ class Worker:
             more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
             progress.begin(batch[0].name(self.suffix) + more, len(batch))
             try:
-                yield from zip(batch, self.make(batch), strict=True)
+                yield from zip(batch, self._make_lines(batch), strict=True)
             except Exception as error:
                 if len(batch) == 1 or ranks() > 1:  # other processes may not fail, and would wait
                     raise
@@ -136,13 +139,43 @@ class Worker:
         for job in batch:
             progress.begin(job.name(self.suffix), 1.0)
             try:
-                (result,) = self.make([job])
+                (result,) = self._make_lines([job])
             except Exception as error:
                 errors.append(error)
             else:
                 yield job, result
         if errors:
             raise errors[0]
+
+    def _make_lines(self, batch: Sequence[Job]) -> list[Made]:
+        """Run lines in one call by the contract that they share, and state what was kept of it."""
+        if not self._has_contracts:
+            return self.make(batch)
+        preset, begun = self._preset_of(batch[0]), time.monotonic()
+        self.use(self._decided_apart(preset) if len(batch) > 1 else preset)
+        task = SimpleNamespace(preset=preset, created=begun, deadline=batch[0].settings.get("max_seconds"))
+        return [replace(result, contract=contract_of(task, result, begun)) for result in self.make(batch)]
+
+    def _preset_of(self, job: Job) -> Preset | None:
+        try:
+            return contracted(self._base, job.settings, self.loaded.form)
+        except PresetError as error:
+            raise ArgumentError("prompts", f"line {job.index + 1}: {error}") from None
+
+    def _decided_apart(self, preset: Preset | None) -> Preset | None:
+        """Let each prompt of a batch skip its own steps, unless the preset has or does not support ``per_prompt``."""
+        from dit_accel.models.presets import load_preset
+
+        if preset is None or self._setup.batch_size == 1 or not preset.schedule.measures:
+            return preset
+        if "per_prompt" in preset.schedule.model_fields_set:
+            return preset
+        try:
+            return load_preset(preset, per_prompt=True)
+        except PresetError as error:
+            note = "note: all prompts of a batch compute the steps of the prompt that needs most"
+            self._console.out(f"{note}: {error}", highlight=False)
+            return preset
 
     def use(self, preset: Preset | None) -> None:
         """Change the preset; if the pipeline does not support it, nothing is changed."""
@@ -164,22 +197,8 @@ class Worker:
         if self._guider is not None:
             self.pipe.guider = self._guider
         require_named(batch[0].settings.get("loras", {}), self._setup.loading.named_loras)
-        settings, others = batch[0].settings, ("seed", "loras", PARTIAL_IMAGES, DEADLINE)
+        settings, others = batch[0].settings, ("seed", "loras", PARTIAL_IMAGES, DEADLINE, *CONTRACT)
         options = {"fps": self._setup.fps} | {key: value for key, value in settings.items() if key not in others}
         if len(batch) > 1:
             options |= {key: [job.settings[key] for job in batch] for key in OWN if key in options}
         return call_arguments(self.pipe, self._setup.model, {"image": self._setup.image, **options}, self._setup.call)
-
-
-def _decided_apart(preset: Preset, console: Console) -> Preset:
-    """Let each prompt of a batch skip its own steps, unless the preset sets ``per_prompt`` or does not support it."""
-    from dit_accel.models.presets import load_preset
-
-    if not preset.schedule.measures or "per_prompt" in preset.schedule.model_fields_set:
-        return preset
-    try:
-        return load_preset(preset, per_prompt=True)
-    except PresetError as error:
-        note = "note: all prompts of a batch compute the steps of the prompt that needs most"
-        console.out(f"{note}: {error}", highlight=False)
-        return preset

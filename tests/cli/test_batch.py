@@ -49,6 +49,29 @@ def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
     assert batch._checksum(tmp_path / "out" / "0000.png") == first["sha256"]
 
 
+def test_lines_have_contracts(generate, tmp_path):
+    """Each has its own preset, target and statement; a contract that can't be kept is refused before any run."""
+    line, floor = {"prompt": "a fox", "steps": 8}, {"target_psnr": 25.0, "max_seconds": 600.0}
+    kinds = {}, {"computed_steps": 4}, {"preset": "none"}, {"preset": "quality"}, floor
+    for _ in range(2):
+        result = generate(tmp_path, "prompts.jsonl", [json.dumps(line | kind) for kind in kinds])
+        assert result.exit_code == 0, result.output
+    rows = manifest(tmp_path)
+    kept = [row["contract"] for row in rows]
+    assert [each["decided_by"] for each in kept] == ["preset", "budget", "preset", "preset", "floor"]
+    assert kept[1]["computed_steps"] == 4 and rows[2]["report"] is None and rows[3]["preset"] == "quality"
+    assert kept[4]["deadline_met"] and kept[4]["floor_met"]
+    for wrong, message in (
+        ({"target_psnr": 99.0}, "--prompts: line 2: "),
+        ({"computed_steps": 4, "target_error": 0.1}, "both choose the computed steps"),
+        ({"preset": "none", "max_seconds": 9}, "max_seconds needs a preset"),
+        ({"preset": "turbi"}, "did you mean 'turbo'"),
+    ):
+        lines = [json.dumps(line), json.dumps(line | wrong)]
+        refused = generate(tmp_path, "wrong.jsonl", lines, "--output-dir", "wrong")
+        assert refused.exit_code == 2 and message in refused.stderr and "wrote" not in refused.output
+
+
 def die_in_the_third_call():
     call, calls = worker.timed_call, []
 

@@ -180,10 +180,9 @@ def test_one_process_of_several_writes(make, tmp_path, monkeypatch):
         ({}, 1, False),
         ({}, 2, True),
         ({"per_prompt": False}, 2, False),
-        ({"per_prompt": True}, 2, True),
         ({"schedule": {"control": "interval", "interval": 2}}, 2, False),
     ],
-    ids=["single lines", "batch", "off", "on", "interval"],
+    ids=["single lines", "batch", "off", "interval"],
 )
 def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkeypatch, settings, size, apart):
     """Values set by the preset stay, and so does a preset without a closed loop."""

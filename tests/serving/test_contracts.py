@@ -9,9 +9,10 @@ from dit_accel.errors import ArgumentError
 from dit_accel.loop import budget, timing
 from dit_accel.presets import load_preset
 from dit_accel.serving import dispatcher as dispatching
+from dit_accel.serving import engine
 from dit_accel.serving import worker as working
-from dit_accel.serving.dispatcher import Busy, Dispatcher, Task, contract_of
-from dit_accel.serving.engine import Made
+from dit_accel.serving.dispatcher import Busy, Dispatcher, Task
+from dit_accel.serving.engine import Made, contract_of
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
@@ -39,7 +40,7 @@ def clock(monkeypatch):
     """Seconds that pass only when a test or a pipeline says so."""
     now = SimpleNamespace(seconds=1000.0)
     fake = SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=lambda: now.seconds)
-    for module in (budget, timing, measuring, dispatching, working):
+    for module in (budget, timing, measuring, dispatching, engine, working):
         monkeypatch.setattr(module, "time", fake)
     return now
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,12 +96,9 @@ def test_other_models_leave_where_memory_is_short():
 def test_another_model_leaves_if_a_run_has_no_memory_for_a_cuda_context():
     """The process dies without a message; the next attempt has the room of the model that left, and no other leaves."""
 
-    def die():
-        raise EOFError
-
     worker = (device := Device(10, a=3, b=3, c=3)).worker(9, "a", "b", "c")
     worker.choose("b"), worker.choose("c")
-    device.run, device.lack = 3, die
+    device.run, device.lack = 3, Mock(side_effect=EOFError)
     assert list(worker.run([JOB], None, ".png", None)[0].stages) == ["by c"]
     assert device.loaded == ["b", "c"] and device.starts == ["a", "b", "c", "c"]
 

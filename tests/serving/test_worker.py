@@ -1,7 +1,6 @@
 """A worker's jobs that fail or are cancelled, and its previews, without a pipeline."""
 
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from PIL import Image
 from dit_accel.errors import UnsupportedError
 from dit_accel.serving import previews as previewing
 from dit_accel.serving import worker as working
-from dit_accel.serving.engine import VideoForm
-from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.media import Pictures
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
 from dit_accel.serving.worker import Worker
@@ -67,11 +65,6 @@ def test_an_ended_job_leaves_nothing_on_the_gpu(worker, monkeypatch, error):
         assert steps == [(0, 2), (1, 2)] and worker.pipe.freed == (number if error else 0)
         assert vars(worker.pipe).keys() <= {"freed"}
         assert (latents[-1].latents, latents[-1]._before) == (None, None)
-
-
-def test_the_form_of_videos_is_read_from_the_pipeline(worker):
-    worker.pipe, worker.medium = SimpleNamespace(vae_temporal_compression_ratio=8), Clips(16.0)
-    assert worker.loaded.form == VideoForm(16.0, 8)
 
 
 def test_each_size_has_its_own_previewer(monkeypatch):

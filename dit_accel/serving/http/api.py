@@ -1,7 +1,6 @@
 """Models of a server, limits of requests, and errors in the form of OpenAI's interface."""
 
 import asyncio
-import json
 from asyncio import CancelledError
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +40,6 @@ class Served:
     limits: Limits
     form: VideoForm | None = None  # None = it makes images
     loras: Collection[str] = ()  # names
-
-    def require(self, *, videos: bool) -> None:
-        if videos == (self.form is None):
-            makes = "images, no videos: use /v1/images/generations" if videos else "videos, no images: use /v1/videos"
-            raise RequestError(f"{self.model} makes {makes}", code="unsupported")
 
 
 class RequestError(Exception):
@@ -93,16 +87,6 @@ class Models:
         assert task.loaded is not None  # without an error
         self.loaded[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
         return self.loaded[name]
-
-
-def model_in(body: bytes | Fields) -> str | None:
-    """Return the model that a body names, or None; checks of the body follow."""
-    try:
-        fields = json.loads(body) if isinstance(body, bytes) else dict(body)
-    except (ValueError, RecursionError):
-        return None
-    name = fields.get("model") if isinstance(fields, dict) else None
-    return name if isinstance(name, str) else None
 
 
 def answered(error: BaseException, limits: Limits) -> RequestError:

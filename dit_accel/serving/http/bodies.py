@@ -11,26 +11,26 @@ from starlette.requests import ClientDisconnect
 
 from dit_accel.errors import shortened
 from dit_accel.serving.engine import Cancelled, VideoForm
-from dit_accel.serving.http.api import Models, RequestError, Served, model_in
-from dit_accel.serving.http.requests import AnyRequest, EditRequest, VideoRequest, read
+from dit_accel.serving.http.api import Models, RequestError, Served
+from dit_accel.serving.http.requests import AnyPrompt, EditRequest, VideoRequest, read
 
 SLOWEST_BODY = 10.0  # seconds
 UNKNOWN = VideoForm(1.0, 2**31)  # of a model that has not loaded: any duration is within the limits
 MOST_FIELDS = 100  # of a form, and as many files
 
 
-async def received(request: Request, kind: type[AnyRequest], models: Models) -> tuple[AnyRequest, Served]:
+async def received(request: Request, kind: type[AnyPrompt], models: Models) -> tuple[AnyPrompt, Served]:
     """Read and check a request, for the model that it names: edits are forms, images JSON, and videos either."""
     is_form = _is_form(request) if issubclass(kind, VideoRequest) else issubclass(kind, EditRequest)
     most = models.limits.upload if is_form else models.limits.body
     body = await (read_form if is_form else read_body)(request, most)
-    name = await asyncio.to_thread(model_in, body)
-    if name in models.names and name not in models.loaded:  # nothing loads for a request that is refused
-        form = UNKNOWN if issubclass(kind, VideoRequest) else None
-        await asyncio.to_thread(read, body, kind, replace(models.first, model=name, form=form))
-    served = await models.find(name)
-    served.require(videos=issubclass(kind, VideoRequest))
-    return await asyncio.to_thread(read, body, kind, served), served
+    makes_videos = issubclass(kind, VideoRequest)
+    wanted = await asyncio.to_thread(read, body, kind, replace(models.first, form=UNKNOWN if makes_videos else None))
+    served = await models.find(wanted.model)  # which loads nothing for a request that is refused
+    if makes_videos != (served.form is not None):
+        makes = "images, no videos: use /v1/images/generations" if makes_videos else "videos, no images: use /v1/videos"
+        raise RequestError(f"{served.model} makes {makes}", code="unsupported")
+    return await asyncio.to_thread(read, body, kind, served) if makes_videos else wanted, served
 
 
 def _is_form(request: Request) -> bool:

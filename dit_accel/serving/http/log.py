@@ -1,7 +1,4 @@
-"""Log of requests: an id for each, a line at its end, and spans of OpenTelemetry where that is installed.
-
-The id is the client's ``X-Request-Id`` or drawn; the answer's header, an error and each line of the log have it.
-"""
+"""Log of requests: the client's id or a drawn one, a line at the end, and spans where OpenTelemetry is installed."""
 
 import json
 import logging
@@ -23,7 +20,6 @@ from dit_accel.serving.http.metrics import Metrics
 logger = logging.getLogger(__name__)
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 USUAL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")  # others could forge lines
-STATED = ("decided_by", "deadline_met", "floor_met", "computed_steps")  # of contracts
 
 
 class Entry:
@@ -56,7 +52,7 @@ class Entry:
         facts |= {"error": self.error.message} if self.error else {}
         facts |= {"queue_seconds": round(begun - self.began, 3), "run_seconds": round(ended - begun, 3)}
         facts["computed_fractions"] = [result.computed_fraction for result in self.results]
-        facts["contracts"] = [{name: result.contract.get(name) for name in STATED} for result in self.results]
+        facts["contracts"] = [result.contract for result in self.results]
         logger.info(self.name, extra={"facts": facts})
         parts = {"queue": (self.began, begun), "run": (begun, ended)} if self.task else {}
         self._trace(facts, {self.name: (self.began, ended), **parts})

@@ -10,14 +10,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.types import Json
 
 from dit_accel.errors import PresetError, shortened, shown
-from dit_accel.presets import Preset, default_preset, preset_names
+from dit_accel.presets import Preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
 from dit_accel.presets.sections import TARGETS, clashing
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import Fields, RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.loras import require_named
-from dit_accel.serving.prompts import PARTIAL_IMAGES, Job
+from dit_accel.serving.prompts import CONTRACT, PARTIAL_IMAGES, Job, contracted
 
 LONGEST_PROMPT = 4000  # characters
 SIDE_UNIT = 16  # pixels of one token in most models
@@ -211,7 +211,7 @@ class VideoRequest(PromptRequest):
         return self.num_frames if self.seconds is None else form.frames(self.seconds, self.fps)
 
 
-AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
+AnyRequest, AnyPrompt = TypeVar("AnyRequest", bound=BaseModel), TypeVar("AnyPrompt", bound=PromptRequest)
 
 
 def read(body: bytes | Fields, kind: type[AnyRequest], served: Served) -> AnyRequest:
@@ -243,16 +243,7 @@ def require_at_most(param: str, value: int, most: int) -> None:
 
 def requested_preset(request: PromptRequest, served: Served) -> Preset | None:
     """Return the preset of a request, None = plain; raise an error if it does not support the request's targets."""
-    from dit_accel.models.presets import load_preset
-
-    named = served.preset if request.preset is None else None if request.preset == "none" else request.preset
-    changes = request.targets
-    if named is None:
-        if changes:
-            (name, *_) = changes
-            raise RequestError(f"{name} needs a preset, but none runs the plain pipeline", name)
-        return None
     try:
-        return load_preset(default_preset(named, is_video=served.form is not None), **changes)
+        return contracted(served.preset, request.model_dump(include=set(CONTRACT)), served.form)
     except PresetError as error:
-        raise RequestError(str(error), next(iter(changes), "preset"), "invalid_value") from None
+        raise RequestError(str(error), next(iter(request.targets), "preset"), "invalid_value") from None

@@ -85,7 +85,6 @@ PNG = file((40, 24))
         ("edits", {"image": [PNG], "prompt": []}, "prompt", "prompt is required"),
         ("edits", {"image": [PNG], "strength": ["1.5"]}, "strength", "less than or equal to 1"),
         ("videos", {"seconds": "1", "num_frames": 5}, "seconds", "seconds or num_frames, not both"),
-        ("videos", {"seconds": "1e3"}, "seconds", "valid number"),
         ("videos", {"seconds": "१"}, "seconds", "valid number"),
         ("videos", {"seconds": 0}, "seconds", "greater than 0"),
         ("videos", {"input_reference": {"image_url": "http://127.0.0.1/"}}, "input_reference", "must be a file"),

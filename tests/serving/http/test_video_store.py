@@ -38,12 +38,8 @@ def test_a_deleted_job_is_gone(place):
         left, stays = (second, first) if place == "waiting" else (first, second)
         answer = await http.delete(f"{PATH}/{left}")
         assert answer.json() == {"id": left, "object": "video.deleted", "deleted": True}
-        for again in (
-            http.get(f"{PATH}/{left}"),
-            http.delete(f"{PATH}/{left}"),
-            http.get(f"{PATH}/{left}/content"),
-        ):
-            assert (await again).status_code == 404
+        for method, rest in (("GET", ""), ("DELETE", ""), ("GET", "/content")):
+            assert (await http.request(method, f"{PATH}/{left}{rest}")).status_code == 404
         await until(lambda: place == "completed" or dispatcher.running + dispatcher.waiting == 1)
         held.release.set()
         assert (await ended(http, stays))["status"] == "completed"
@@ -114,9 +110,8 @@ def test_an_ended_job_stays_as_it_ended(job, tmp_path, end):
         assert (job.to_json()["progress"], job.status) == (progress, "in_progress") and job.jobs
     job.discard() if end is None else job.tell(end)
     ended, has_file = job.to_json(), end is MADE
-    assert job.jobs == [] and (ended["progress"], ended["status"]) == (
-        (100, "completed") if has_file else (99, "failed")
-    )
+    state = (100, "completed") if has_file else (99, "failed")
+    assert job.jobs == [] and (ended["progress"], ended["status"]) == state
     assert job.bytes == (len(MADE.data) if has_file else 0) and (tmp_path / "0.mp4").exists() == has_file
     job.begin()
     for late in (videos.Step(None, 1, 4), RuntimeError("late"), None, *([] if has_file else [MADE])):
@@ -256,10 +251,8 @@ def test_hostile_bodies_are_refused():
     draw = random.Random(1)
     values = ["", "\0", "ü" * 5000, "../../etc/passwd", "1e9", "-1", "nan", "९", "4" * 400, "<script>", "true", "2" * 7]
     odd = [None, True, [], {}, [[]] * 20, -0.0, 1e308, 2**70, {"a": {"b": None}}, {"../ring": 1}, 1e-300]
-    names = [
-        *GOOD,
-        *["seconds", "fps", "preset", "guidance", "input_reference", "id", "status", "__class__", "ü", "image[]"],
-    ]
+    names = ["seconds", "fps", "preset", "guidance", "input_reference", "id", "status", "__class__", "ü", "image[]"]
+    names += GOOD
 
     def form():
         kind = lambda: draw.choice([None, "in.png", "../in.mp4", "\0"])  # noqa: E731
