@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +14,11 @@ from dit_accel.serving.failures import explained_loading, explained_memory
 from dit_accel.serving.loras import load_loras
 from dit_accel.tools.demo import demo_names, demo_path
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.files import INDICES, pipeline_index
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-
-INDICES = ("model_index.json", "modular_model_index.json")  # of a standard and of a modular pipeline
 
 
 @dataclass(frozen=True)
@@ -163,10 +161,8 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
 def resolve_model(model: str) -> str:
     folder = str(demo_path(model) or os.path.expanduser(model))
     if os.path.isdir(folder):
-        indices = [path for name in INDICES if (path := Path(folder, name)).is_file()]
-        if not indices:
+        if pipeline_index(Path(folder)) is None:
             raise ArgumentError("model", f"{folder} is not a diffusers pipeline: {' or '.join(INDICES)} is missing")
-        _require_object(indices[0])
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(demo_names()) or "none in this installation"
@@ -174,15 +170,6 @@ def resolve_model(model: str) -> str:
             "model", f"{shortened(model)} is not a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})"
         )
     return model
-
-
-def _require_object(path: Path) -> None:
-    try:
-        index = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return  # diffusers names the file
-    if not isinstance(index, dict):
-        raise ArgumentError("model", f"{path} must hold a JSON object, got {shown(index)}")
 
 
 def _resolve_device(device: str | None) -> torch.device:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import OutputError, shortened, shown
+from dit_accel.errors import ArgumentError, OutputError, shortened, shown
 
 if TYPE_CHECKING:
     from PIL import Image
 
+INDICES = ("model_index.json", "modular_model_index.json")  # of a standard and of a modular pipeline
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -64,6 +65,20 @@ def save_image(image: Image.Image, path: Path) -> None:
     """Write an image as :func:`whole_file`, in the format of its suffix."""
     with whole_file(path) as part:
         image.save(part)
+
+
+def pipeline_index(folder: Path) -> dict[str, Any] | None:
+    """Return the index of a pipeline's folder, None without one; raise ``ArgumentError`` if it is no JSON object."""
+    file = next((path for name in INDICES if (path := folder / name).is_file()), None)
+    if file is None:
+        return None
+    try:
+        index = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError("model", f"{file} can't be read: {shortened(str(error))}") from None
+    if not isinstance(index, dict):
+        raise ArgumentError("model", f"{file} must hold a JSON object, got {shown(index)}")
+    return index
 
 
 def read_results(

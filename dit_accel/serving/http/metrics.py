@@ -34,8 +34,7 @@ class Metrics:
             for stage, spent in result.stages.items():
                 self.stages.labels(stage).inc(spent)
             self.computed.observe(result.computed_fraction)
-            for term in ("decided_by", "deadline_met", "floor_met"):
-                if term in result.contract:
-                    self.terms.labels(term, str(result.contract[term]).lower()).inc()
+            for term in result.contract.keys() & {"decided_by", "deadline_met", "floor_met"}:
+                self.terms.labels(term, str(result.contract[term]).lower()).inc()
             self.stages.labels("queue").inc(result.contract.get("queue_seconds", 0.0))
         return outcome

@@ -19,6 +19,7 @@ from dit_accel.models.families.family import Family
 from dit_accel.presets import Preset
 from dit_accel.presets.loading import LEVELS
 from dit_accel.tools.demo import demo_names, demo_path
+from dit_accel.tools.files import pipeline_index
 
 TABLE = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 _FAMILIES = {family.name: family for family in FAMILIES}
@@ -75,8 +76,7 @@ def identify(model: str) -> Identity:
         return Identity(model, model, _makes_videos(model), is_loadable=False)
     squeezed, folder = squeeze(model), demo_path(model) or Path(model)
     is_distilled, steps = distillation(model)
-    files = [folder / name for name in ("model_index.json", "modular_model_index.json")]
-    index = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
+    index = pipeline_index(folder) or {}
     components = [item for item in index.values() if isinstance(item, list) and len(item) in (2, 3)]
     classes = [item[1] for item in components if isinstance(item[1], str)]  # after its library
     if any("UNet" in name for name in classes) or _has(TABLE["with_unet"], "" if folder.exists() else squeezed):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import dit_accel
 from dit_accel.cli import app
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import ArgumentError, UnsupportedError
 from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset
@@ -156,9 +156,10 @@ def test_folders_are_known_by_their_index_and_counted_by_their_files(tmp_path):
         save_file({"weight": torch.zeros(1000, 100, dtype=dtype)}, tmp_path / part / "model.safetensors")
     found = counted(str(tmp_path))
     assert found.transformers == found.texts == (BILLION * 1e-4,) and 0 < found.step < 0.1
-    (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
-    with pytest.raises(UnsupportedError, match="denoises with a UNet"):
-        recommend(str(tmp_path))
+    for text, reason in (('{"unet": ["diffusers", "UNet2DConditionModel"]}', "with a UNet"), ("[]", "a JSON object")):
+        (tmp_path / "model_index.json").write_text(text)
+        with pytest.raises((UnsupportedError, ArgumentError), match=reason):
+            recommend(str(tmp_path))
 
 
 # Models by their names in files of results, which are transformers of full size with random weights.
