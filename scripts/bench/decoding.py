@@ -20,36 +20,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLCogVideoX,
-    AutoencoderKLFlux2,
-    AutoencoderKLHunyuanImage,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLHunyuanVideo15,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLLTXVideo,
-    AutoencoderKLMiniMaxH3,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-)
 from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.measure.origin import describe_run
-from scripts.bench.call_speed.pipelines import TINY_H3
+from scripts.bench.call_speed.pipelines import AUTOENCODERS, TINY_H3
 from scripts.bench.model_speed.measures import peak_memory, stopwatch
 from scripts.bench.model_speed.models import as_loaded
 from scripts.bench.model_speed.ranks import join
 from scripts.tables import write_result
 
-BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
-NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
+FLUX = AUTOENCODERS["flux"].config
 TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 16, "norm_num_groups": 4}
-TINY_FLUX2 = {**BLOCKS, **TINY, "latent_channels": 32}
+TINY_FLUX2 = {**TINY, "latent_channels": 32}
 TINY_VIDEO = {"base_dim": 8}
 TILED = {"tiles": True}
 HUNYUAN_IMAGE = {
@@ -69,25 +55,25 @@ LTX = {  # 0.9.5 to 0.9.8
 LTX2 = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
 TINY_ENCODER = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
 TINY_LTX = {**TINY_ENCODER, "decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4}
-CASES = (  # class, config, toy config, what is decoded, shape of the latents, dtypes
-    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 16, 128, 128), "bf16 fp16 fp32"),
-    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 2048 x 2048", (1, 16, 256, 256), "bf16 fp32"),
-    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 4 of 1024 x 1024", (4, 16, 128, 128), "bf16"),
-    (AutoencoderKLFlux2, {}, TINY_FLUX2, "FLUX.2, 1024 x 1024", (1, 32, 128, 128), "bf16"),
-    (AutoencoderKLQwenImage, {}, TINY_VIDEO, "Qwen-Image, 1024 x 1024", (1, 16, 1, 128, 128), "bf16"),
-    (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
-    (AutoencoderKLHunyuanVideo, {}, TINY, "HunyuanVideo, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16"),
-    (AutoencoderKLHunyuanVideo, TILED, TINY, "HunyuanVideo in tiles, the same", (1, 16, 21, 60, 104), "bf16"),
-    (AutoencoderKLHunyuanVideo15, TILED, TINY_HUNYUAN, "HunyuanVideo 1.5 tiled, the same", (1, 32, 21, 30, 52), "bf16"),
-    (AutoencoderKLCogVideoX, {}, TINY, "CogVideoX, 49 frames of 480 x 720", (1, 16, 13, 60, 90), "bf16"),
-    (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
-    (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
-    (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
-    (AutoencoderKLMiniMaxH3, {}, TINY_H3, "MiniMax-H3, 124 frames of 480 x 832", (1, 24, 37, 30, 52), "bf16"),
+CASES = (  # class after AutoencoderKL, config, toy config, what is decoded, shape of the latents, dtypes
+    ("", FLUX, TINY, "FLUX.1, 1024 x 1024", (1, 16, 128, 128), "bf16 fp16 fp32"),
+    ("", FLUX, TINY, "FLUX.1, 2048 x 2048", (1, 16, 256, 256), "bf16 fp32"),
+    ("", FLUX, TINY, "FLUX.1, 4 of 1024 x 1024", (4, 16, 128, 128), "bf16"),
+    ("Flux2", {}, TINY_FLUX2, "FLUX.2, 1024 x 1024", (1, 32, 128, 128), "bf16"),
+    ("QwenImage", {}, TINY_VIDEO, "Qwen-Image, 1024 x 1024", (1, 16, 1, 128, 128), "bf16"),
+    ("Wan", {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
+    ("HunyuanVideo", {}, TINY, "HunyuanVideo, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16"),
+    ("HunyuanVideo", TILED, TINY, "HunyuanVideo in tiles, the same", (1, 16, 21, 60, 104), "bf16"),
+    ("HunyuanVideo15", TILED, TINY_HUNYUAN, "HunyuanVideo 1.5 tiled, the same", (1, 32, 21, 30, 52), "bf16"),
+    ("CogVideoX", {}, TINY, "CogVideoX, 49 frames of 480 x 720", (1, 16, 13, 60, 90), "bf16"),
+    ("HunyuanImage", HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
+    ("LTXVideo", LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
+    ("LTX2Video", LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
+    ("MiniMaxH3", {}, TINY_H3, "MiniMax-H3, 124 frames of 480 x 832", (1, 24, 37, 30, 52), "bf16"),
 )
 ENCODED = (  # the same of images and videos
-    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 3, 1024, 1024), "bf16"),
-    (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 3, 81, 480, 832), "bf16 fp32"),
+    ("", FLUX, TINY, "FLUX.1, 1024 x 1024", (1, 3, 1024, 1024), "bf16"),
+    ("Wan", {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 3, 81, 480, 832), "bf16 fp32"),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RUNS = 3
@@ -111,12 +97,13 @@ def _run(options: argparse.Namespace, is_first: bool, ranks: int) -> int:
     cases = [(FusedDecode, "decoded", 3, *case) for case in CASES if options.only in case[3]]
     if ranks == 1:
         cases += [(FusedEncode, "encoded", 9, *case) for case in ENCODED if options.only in case[3]]
-    for stage, verb, least, kind, config, tiny, what, shape, dtypes in cases:
+    for stage, verb, least, suffix, config, tiny, what, shape, dtypes in cases:
         config = {**config, **(tiny if options.tiny else {})}
         shape = (*shape[:2], *(min(item, least) for item in shape[2:])) if options.tiny else shape
         for name in dtypes.split():
             torch.manual_seed(0)  # all ranks have the same weights
             with torch.device(device):
+                kind = getattr(diffusers, f"AutoencoderKL{suffix}")
                 autoencoder = kind(**{key: value for key, value in config.items() if key not in TILED})
             if config.get("tiles"):
                 autoencoder.enable_tiling()

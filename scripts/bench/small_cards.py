@@ -7,7 +7,8 @@
 The process may allocate no more than a card of 24, 16 or 12 GiB leaves. The GPU's speed and its bus stay as they are:
 on a slower card both a computed step and the transfer of weights take longer. Text encoders and autoencoder are left
 out, because they are not on the GPU while steps run. Weights are in bf16, stored in float8 by diffusers (`cast`), in
-int8 or float8 by torchao, or in 4 bits: as of a .gguf file (`q4`) or by bitsandbytes (`nf4`).
+int8 or float8 by torchao, or in 4 bits: as of a .gguf file (`q4`) or by bitsandbytes (`nf4`). With the way `linear` the
+layers of `balanced` run in float8, while their weights wait on the host.
 
 A few computed and forecast steps are timed, at fixed places, because errors of forecasts mean nothing with random
 weights. The seconds of the whole denoising are calculated from their medians, for as many computed steps as in
@@ -43,9 +44,9 @@ CARDS = (24, 16, 12)  # GiB
 CONTEXT = 0.75  # GiB of a card that driver, CUDA context and loaded kernels take
 TIMED = {"control": "interval", "warmup": 1, "interval": 3, "cooldown": 0}  # computes steps 0, 1, 4, 7, …
 NO_TIME = "no time was left"
-NAMES = ("flux", "wan-14b", "qwen-image", "hunyuan")
+STEPS = {"flux": (28, 10), "wan-14b": (50, 14), "qwen-image": (50, 14), "hunyuan": (50, 14), "ltx2": (40, 12)}
 SHOWN = ("case", "weights", "way", "run", "card_gib", "fits", "computed_seconds", "forecast_seconds", "seconds")
-SHOWN += ("peak_gib", "counted_gib", "lines", "copies", "setup_seconds", "error")
+SHOWN += ("peak_gib", "counted_gib", "lines", "copies", "replayed", "not_captured", "setup_seconds", "error")
 
 
 class Case(NamedTuple):
@@ -59,11 +60,11 @@ class Case(NamedTuple):
 def case_of(name: str, frames: int, *, tiny: bool) -> Case:
     """Return a model as its pipeline runs it: images of 1024 x 1024, videos of 480p, guidance where it is usual."""
     model = (TINY if tiny else MODELS)[name]
-    if model.is_video and not tiny:
+    if name in ("wan-14b", "hunyuan") and not tiny:
         model = replace(model, latents=(1, 16, (frames - 1) // 4 + 1, 60, 104))
     if name == "qwen-image":
         model = variant(model, "CFG")
-    return Case(model, *((28, 10) if name == "flux" else (50, 14)))
+    return Case(model, *STEPS[name])
 
 
 def main() -> int:
@@ -106,11 +107,12 @@ def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int, dead
     """Yield a row for each card, first accelerated, then plain; group offload is enabled once for all of them."""
     device = torch.device("cuda", 0) if bench.device.type == "cuda" else bench.device
     started = time.perf_counter()
-    accelerate_pipeline(bench, "balanced", schedule=TIMED)
+    layers = {"linear": {"dtype": "float8", "weights": "host"}} if way == "linear" else {}
+    accelerate_pipeline(bench, "balanced", schedule=TIMED, **layers)
     try:
         with WAYS[way](bench.transformer, device):
             setup = {"setup_seconds": time.perf_counter() - started}
-            for run in ("balanced", "plain"):
+            for run in ("balanced",) if layers else ("balanced", "plain"):
                 if run == "plain":
                     restore_pipeline(bench)
                 for row in measure_cards(bench, case, way, steps, device, deadline):
@@ -118,8 +120,8 @@ def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int, dead
     except Exception as problem:  # of another package: the next way may still run
         yield {"error": headline(problem)}
     finally:
-        restore_pipeline(bench)
         limit_memory(device, None)
+        restore_pipeline(bench)
 
 
 def measure_cards(
@@ -173,7 +175,9 @@ def timed(bench: Bench, case: Case, way: str, steps: int, device: torch.device) 
         of_kind = ([item for mode, item in pairs if mode == kind] for kind in ("update", "dispatch"))
         computed, forecast = map(statistics.median_low, of_kind)  # kernels are compiled in the first step of a kind
         count = case.computed
-        facts["fallbacks"] = sorted({item["reason"] for item in bench.dit_accel.report().fallbacks})
+        report = bench.dit_accel.report()
+        facts["fallbacks"] = sorted({item["reason"] for item in report.fallbacks})
+        facts |= {"replayed": report.replayed, "not_captured": report.not_captured}
     whole = begin + count * computed + (case.steps - count) * (forecast or 0.0)
     return {
         "start_seconds": begin,
@@ -198,7 +202,7 @@ def _copies(run: Iterator[torch.Tensor], device: torch.device) -> Row:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names_in(NAMES), default=list(NAMES), help=f"among {', '.join(NAMES)}")
+    parser.add_argument("--models", type=names_in(STEPS), default=list(STEPS), help=f"among {', '.join(STEPS)}")
     parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
     parser.add_argument("--ways", type=names_in(WAYS), default=list(WAYS), help=f"among {', '.join(WAYS)}")
     parser.add_argument("--frames", type=int, default=81, help="of videos; default %(default)s")

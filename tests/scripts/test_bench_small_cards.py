@@ -128,7 +128,7 @@ def test_seconds_of_recommended_lines(monkeypatch, tmp_path):
         assert row["seconds"] == pytest.approx(row["measured_seconds"] + more)
 
 
-@pytest.mark.parametrize("name", small_cards.NAMES)
+@pytest.mark.parametrize("name", small_cards.STEPS)
 def test_computed_steps(name):
     """The number of computed steps is that of the interval of whole calls."""
     case = small_cards.case_of(name, 81, tiny=True)

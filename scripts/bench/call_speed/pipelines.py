@@ -277,6 +277,7 @@ CASES = {
         sound="minimax-h3-sound",
     ),
 }
+CASES["wan-14b"] = replace(CASES["wan-1.3b"], model="wan2.1-t2v-14b-diffusers", transformer=_both("wan-14b"))
 _FEW = Call(4, None, arguments={"guidance_scale": 1.0}, sla="wan21-sla")
 CASES["wan-1.3b-few-steps"] = replace(CASES["wan-1.3b"], calls=(_FEW,))
 

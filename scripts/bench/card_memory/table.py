@@ -5,6 +5,7 @@ from typing import Any
 
 Row = dict[str, Any]
 MODELS = {"flux": "FLUX.1-dev", "wan-14b": "Wan 2.1 14B", "qwen-image": "Qwen-Image", "hunyuan": "HunyuanVideo"}
+MODELS |= {"ltx2": "LTX-2"}
 FORMS = {
     "cast": "stored in float8",
     "int8": "int8 (torchao)",

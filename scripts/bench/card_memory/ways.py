@@ -1,7 +1,7 @@
 """Ways to keep a transformer in host memory, as pipelines of diffusers enable them, and to undo them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -44,4 +44,5 @@ WAYS: dict[str, Callable] = {
     "model": _model,
     "block": partial(_groups, kind="block"),
     "leaf": partial(_groups, kind="leaf"),
+    "linear": lambda transformer, device: nullcontext(),
 }
