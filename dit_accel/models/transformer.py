@@ -87,7 +87,7 @@ class TransformerDriver:
         self.hook(self.transformer, hook)
         self.compiled = compiled_entry(self.transformer, self.called())
         if self.linears is not None:
-            for layer in self.linears.layers.values():
+            for layer in self.linears.all_layers:
                 self.hook(layer, LinearHook(self.linears), LINEAR_HOOK)
             self.linears.attach()
 

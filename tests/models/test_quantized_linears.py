@@ -165,9 +165,11 @@ def test_a_layer_alone_takes_its_rows_of_a_product_with_wider_layers():
     layers = block.proj_mlp, block.attn.to_q, block.attn.to_k
     assert layers[0].out_features > layers[1].out_features
     linears.project(*layers, x=torch.randn(1, 80, layers[0].in_features))
+    (together,) = linears._weights.values()
     for layer in layers:
-        alone = linears._round(layer, layer.weight.device)
-        assert all(map(torch.equal, linears._part(layer), alone))
+        alone, part = linears._round(layer, layer.weight.device), linears._part(layer)
+        assert all(map(torch.equal, part, alone))
+        assert part.values.untyped_storage().data_ptr() == together.values.untyped_storage().data_ptr()
 
 
 def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone(pipe):

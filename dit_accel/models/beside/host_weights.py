@@ -96,8 +96,7 @@ class HostWeights(dict[nn.Module, HostWeight]):
 
     def device_of(self, layer: nn.Linear) -> torch.device:
         """Device of a layer, apart from its weight on the host."""
-        held = self.get(layer)
-        return layer.weight.device if held is None else held.device
+        return (self.get(layer) or layer.weight).device
 
     def give_back(self, layer: nn.Module) -> bool:
         """Move a layer's weight to the layer's device for good; return True if it was on the host."""

@@ -3,8 +3,8 @@
 Weights are rounded at the start of each run, which takes milliseconds, so later changes to the weights take effect. The
 rounded copies are freed at the end of the run. Layers that are neither plain nor in 8 bits of torchao run unchanged.
 
-With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device. Only weights that
-have changed are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
+With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device, modulations too.
+Only changed weights are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ from dit_accel.models.hooks import LINEAR_HOOK, OFFLOAD_HOOK, Hook, find_hook, i
 from dit_accel.models.stored_weights import is_readable, plain_weight
 from dit_accel.presets import Linear
 
-NEEDED = (
-    "linear.weights: layers with few tokens, under gradients or autocast, compiled or offloaded in groups have their "
-    "weights on the device"
-)
+NEEDED = "linear.weights: layers under gradients, autocast, compilation or group offload have weights on the device"
 CROWDED = "linear layers unchanged: with copies of torchao's weights less than a quarter of the GPU would stay free"
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
 MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
@@ -62,10 +59,10 @@ def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, layer
 
 
-def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
-    """Return the layers, by name, that a preset's section runs in 8 bits.
+def roundable(transformer: nn.Module, section: Linear, *, modulations: bool = False) -> dict[str, nn.Linear]:
+    """Return the layers, by name, that a preset's section runs in 8 bits, or modulations.
 
-    Modulations never do, because they have one token per prompt or timestep.
+    Modulations have one token per prompt or timestep, so 8 bits save memory alone, where weights wait on the host.
 
     Raises:
         UnsupportedError: a pattern of excluded layers matches none.
@@ -73,7 +70,7 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
     found = {
         name: layer
         for name, layer in block_linears(transformer)
-        if not MODULATION.search(name) and is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
+        if is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
     }
     excluded: set[str] = set()
     for pattern in section.exclude:
@@ -84,7 +81,8 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
                 f"linear.exclude names {pattern!r}, which matches no layer; layers are {', '.join(kinds)}"
             )
         excluded |= matching
-    return {name: layer for name, layer in found.items() if name not in excluded and not hasattr(layer, "_hf_hook")}
+    chosen = (name for name in found if name not in excluded and bool(MODULATION.search(name)) is modulations)
+    return {name: found[name] for name in chosen if not hasattr(found[name], "_hf_hook")}
 
 
 class QuantizedLinears:
@@ -113,6 +111,7 @@ class QuantizedLinears:
                 f"{type(transformer).__name__} is excluded or offloaded"
             )
         self._place = section.weights
+        self.all_layers = [*self.layers.values(), *roundable(transformer, section, modulations=True).values()]
         if self._place == "host" and any(find_hook(module, OFFLOAD_HOOK) for module in transformer.modules()):
             raise UnsupportedError(
                 f"linear.weights 'host' keeps weights on the host, and group offload of {type(transformer).__name__} "
@@ -130,8 +129,8 @@ class QuantizedLinears:
         self._crowded: object = None  # the run in which copies of weights that can't move find no room
         self._kind: Hashable = None  # of the call in progress
         self.is_resting = False  # the call in progress leaves all layers unchanged
-        movable = [layer for layer in self.layers.values() if type(layer.weight) in PLAIN_TENSORS]
-        self._can_move = len(movable) == len(self.layers)
+        movable = [layer for layer in self.all_layers if type(layer.weight) in PLAIN_TENSORS]
+        self._can_move = len(movable) == len(self.all_layers)
         self.on_host = HostWeights(transformer, () if self._place == "device" else movable, self._leave)
         self._ready: dict[nn.Linear, Rounded] = {}  # rounded for the first call, which joins some
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
@@ -178,7 +177,7 @@ class QuantizedLinears:
             return
         self._run = run
         self._prepare_host()
-        remark = f"{len(self.layers)} linear layers in {self.dtype}"
+        remark = f"{len({*self.layers.values(), *self.on_host})} linear layers in {self.dtype}"
         self._note(f"{remark}, weights of {len(self.on_host)} on the host" if self.on_host else remark)
         for layers, device in self._together.items():  # now: a captured graph would round in each replay
             held, weights = self._weights.get(layers), [layer.weight for layer in layers]
@@ -232,11 +231,11 @@ class QuantizedLinears:
         weights = [layer.weight for layer in self.layers.values()]
         if self._place != "auto" or self._weights or weights[0].device.type not in MEASURED:
             return False
-        taken = sum(weight.nbytes for weight in weights)
-        rounded = taken // weights[0].itemsize
+        rounded = sum(weight.numel() for weight in weights)
         readings = (read_memory(weights[0].device, empties=empties) for empties in (False, True))  # the second is slow
         is_full = all(is_short(memory, rounded) for memory in readings)
-        return is_full and not (self._can_move and is_short(read_host_memory(), taken))
+        moved = sum(layer.weight.nbytes for layer in self.all_layers)
+        return is_full and not (self._can_move and is_short(read_host_memory(), moved))
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""
@@ -262,11 +261,11 @@ class QuantizedLinears:
             self._ready.pop(layer, None)
             self._note(NEEDED)
 
-    def reads(self, x: torch.Tensor) -> bool:
-        """Return True if layers that take ``x`` may run in 8 bits."""
+    def reads(self, x: torch.Tensor, *, on_host: bool = False) -> bool:
+        """Return True if layers that take ``x``, whose weights may wait on the host, may run in 8 bits."""
         return (
             not self.is_resting
-            and x.numel() >= LEAST_ROWS * x.shape[-1]
+            and x.numel() >= (1 if on_host else LEAST_ROWS) * x.shape[-1]
             and x.shape[-1] % EVEN == 0
             and not (torch.is_grad_enabled() and x.requires_grad)
             and not torch.is_autocast_enabled(x.device.type)
@@ -276,7 +275,7 @@ class QuantizedLinears:
         """Return True if the layer's call with this input runs in 8 bits."""
         weight = layer.weight
         return (
-            self.reads(x)
+            self.reads(x, on_host=layer in self.on_host)
             and not (torch.is_grad_enabled() and weight.requires_grad)
             and is_readable(weight)
             and (weight.dtype, self.on_host.device_of(layer)) == (x.dtype, x.device)
