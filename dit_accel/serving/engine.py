@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import DitAccelError, shortened
-from dit_accel.presets.sections import CUT
 from dit_accel.serving.prompts import Job
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ class Made:
 
 def contract_of(task: Any, result: Made, begun: float) -> dict[str, Any]:
     """Return what a run that has just ended kept of its task's contract, and the term that decided its steps."""
+    from dit_accel.presets.sections import CUT
+
     now, report = time.monotonic(), result.report
     facts: dict[str, Any] = {"queue_seconds": begun - task.created, "run_seconds": now - begun, "decided_by": "preset"}
     if task.preset is None or report is None:
@@ -51,8 +52,8 @@ def contract_of(task: Any, result: Made, begun: float) -> dict[str, Any]:
         is_cut |= schedule.target_psnr is None and (computed < budget or schedule.computed_steps is None)
     if schedule.target_psnr is not None:
         facts["floor_met"] = not is_cut
-    is_spent = schedule.computed_steps and computed == budget
-    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": is_spent, "preset": True}
+    spent = schedule.computed_steps and computed == budget
+    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": spent, "preset": True}
     return facts | {"decided_by": next(term for term, decides in terms.items() if decides)}
 
 

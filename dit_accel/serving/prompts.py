@@ -4,14 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, PresetError, shortened, shown
-from dit_accel.presets import Preset, default_preset
-from dit_accel.presets.sections import TARGETS
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
 
 LONGEST_PROMPTS = 2**20  # bytes of a file
-
+TARGETS = ("target_error", "target_psnr", "computed_steps", "max_seconds")  # as in presets, which commands load late
 KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed are options of the command
     **dict.fromkeys(("prompt", "negative-prompt", "preset"), (str,)),
     **dict.fromkeys(("seed", "steps", "height", "width", "num-frames"), (int,)),
@@ -63,15 +64,15 @@ def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
     return [Job(index, defaults | line) for index, line in enumerate(settings)]
 
 
-def contracted(base: Preset | None, settings: Mapping[str, Any], form: object) -> Preset | None:
+def contracted(base: "Preset | None", settings: Mapping[str, Any], form: object) -> "Preset | None":
     """Return the preset that settings name, or ``base``, with their targets; None = plain. Videos have a ``form``."""
-    from dit_accel.models.presets import load_preset
+    from dit_accel.models.presets import load_preset, presets
 
     name, targets = settings.get("preset"), {key: settings[key] for key in TARGETS if settings.get(key) is not None}
     named = base if name is None else None if name == "none" else name
     if named is None and targets:
         raise PresetError(f"{next(iter(targets))} needs a preset, but none runs the plain pipeline")
-    return named and load_preset(default_preset(named, is_video=form is not None), **targets)
+    return named and load_preset(presets.default_preset(named, is_video=form is not None), **targets)
 
 
 def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:

@@ -123,10 +123,9 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--evaluations": Acts(("--evaluations", 6), {"evaluations": 6}),
         "--force": FORCED,
     },
-    "compare": {
-        name: acts for name, acts in shared("arguments.").items() if name not in ("--preset", "--set", "--offload")
-    }
+    "compare": {name: acts for name, acts in shared("arguments.").items() if name not in ("--preset", "--set")}
     | {
+        "--offload": Acts(("--offload", "model"), {"offload": "model", "whole": True}),  # a call's start uploads too
         "--prompt": Acts(("--prompt", "an owl"), {"prompts": [("an owl", 0)]}),
         "--prompts": Acts(("--prompts", "two.txt"), {"prompts": [("a cat", 0), ("a dog", 1)]}, replaces=("--prompt",)),
         "--seed": Acts(("--seed", 5), {"prompts": [("a fox", 5)], "tuning_seed": 5}),
@@ -139,7 +138,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--force": FORCED,
     },
     "report": dict.fromkeys(  # all but its own options are handed to `compare` together
-        [name for name in shared("") if name not in ("--call", "--preset", "--set", "--seed", "--offload")]
+        [name for name in shared("") if name not in ("--call", "--preset", "--set", "--seed")]
         + ["--minutes", "--output", "--check"],
         "tests/cli/test_report.py::test_a_report_is_whole_until_something_is_changed",
     ),
