@@ -10,7 +10,8 @@ whole batch get them one by one. Writes a JSON file after every part, and at the
     python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures
     python -m scripts.research.conditions --output docs/results/few-steps-demo-flux --models demo-flux --few-steps 4 8 \
         --prompts 64 --rivals dbcache spectrum
-    python -m scripts.research.conditions --output /tmp/eight-bits --few-steps 28 50 --eight-bits int8 float8 --rivals
+    python -m scripts.research.conditions --output docs/results/eight-bits --models demo-flux demo-wan demo-hunyuan \
+        --eight-bits int8 float8 --targets --rivals --processes 8
     python -m scripts.research.conditions --output docs/results/budgets --few-steps 20 28 --budgets 5 6 7 8 9 10 \
         --rivals meancache
     python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json
@@ -95,7 +96,10 @@ def run_setting(
         with put_on(), counter.counting() as share:
             output += conditions.run(group)
             if series.startswith(EIGHT_BITS):  # whose layers the counter does not see
-                return output, conditions.pipe.dit_accel.report().computed_fraction
+                report = conditions.pipe.dit_accel.report()
+                if f"linear {series}" not in " ".join(report.notes) or "layers unchanged" in " ".join(report.notes):
+                    raise RuntimeError(f"{series} were asked for, but the report says {report.notes}")
+                return output, report.computed_fraction
             computed += share()  # share of the plain run of all prompts
     return output, computed
 
@@ -110,8 +114,8 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
         for target in options.targets:
             put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
             yield series, f"target {target:g}", put_on
-        if dtype is not None:
-            yield series, "exact", partial(accelerated, subject.pipe, "exact", linear={"dtype": dtype})
+        if options.eight_bits:
+            yield series, "exact", partial(accelerated, subject.pipe, "exact", **{"linear.dtype": dtype})
     changes = {"per_prompt": True, **dict(options.set)}
     for steps in options.budgets:
         yield BUDGET, f"{steps} steps", partial(accelerated, subject.pipe, "balanced", computed_steps=steps, **changes)
