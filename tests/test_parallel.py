@@ -105,12 +105,7 @@ def test_a_run_after_one_that_was_left_equals_a_fresh_one(found):
 def test_ranks_decode_the_latents_of_a_pipeline_together(found, family):
     """Once their shape is known; never what a callback decodes."""
     for row in on_ranks(found, "decoding"):
-        assert row[family]["remarks"] == [
-            FUSED,
-            f"{FUSED}, shared by 2 ranks",
-            FUSED,
-            FUSED,
-        ]
+        assert row[family]["remarks"] == [FUSED, f"{FUSED}, shared by 2 ranks", FUSED, FUSED]
         assert max(row[family]["errors"]) < 2e-5
         assert set(row[family]["previews"]) <= {FUSED}
 

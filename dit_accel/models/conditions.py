@@ -42,7 +42,7 @@ class Conditions:
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []  # dicts of modules' weights, and keys
         self._identities: list[int] = []  # ids of the weights at the latest call
         self._counting: list[nn.Parameter] = []  # weights that have version counters
-        self._latest: dict[str, tuple] = {}  # keys of adapters and weights at the latest call
+        self.weights: dict[str, tuple] = {}  # keys of adapters and weights at the latest call
 
     def of(self, arguments: dict[str, Any], pipeline: Any, net: nn.Module | None) -> dict[str, Any]:
         items = leaves(arguments, LATENTS_AND_TIME)
@@ -53,11 +53,14 @@ class Conditions:
         if net is not None and (hook := hook_of(net)) is not None:
             of_net = leaves(hook.arguments, LATENTS_AND_TIME | arguments.keys())
             items |= {f"{name} of the ControlNet": leaf for name, leaf in of_net.items()}
+        return items | self.read_weights()
+
+    def read_weights(self) -> dict[str, tuple]:
+        """Return keys of adapters and weights: the same objects, in the same dict, until one of them changes."""
         for name, key in ("adapters", self._adapters()), ("weights", self._versions()):
-            if key != self._latest.get(name):
-                self._latest[name] = key
-            items[name] = self._latest[name]  # the same object until it changes
-        return items
+            if key != self.weights.get(name):
+                self.weights = self.weights | {name: key}
+        return self.weights
 
     def _adapters(self) -> tuple:
         held = vars(self._transformer)
@@ -76,9 +79,8 @@ class Conditions:
                 if weight is not None and not weight.is_meta
             ]
         found = [_frozen(item.get(setting)) for item in self._adapted for setting in ADAPTER_SETTINGS]
-        for attention in self._attentions:
-            if hasattr(processor := attention.processor, "scale"):
-                found.append((id(processor), _frozen(processor.scale)))
+        processors = (attention.processor for attention in self._attentions)
+        found += [(id(item), _frozen(item.scale)) for item in processors if hasattr(item, "scale")]
         return loaded, *found
 
     def _versions(self) -> tuple:

@@ -246,9 +246,8 @@ def runs_known_code(module: torch.nn.Module) -> bool:
     if not is_known_class(type(module)):
         return False
     forward = type(module).forward
-    return (
-        _is_of_class(module, _bottom(module)) and is_known(forward) and is_known(vars(module).get("forward", forward))
-    )
+    is_own = _is_of_class(module, _bottom(module))
+    return is_own and is_known(forward) and is_known(vars(module).get("forward", forward))
 
 
 def is_known_class(cls: type, packages: Collection[str] = KNOWN) -> bool:

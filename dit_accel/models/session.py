@@ -165,7 +165,8 @@ class Session:
         in_8_bits: AbstractContextManager = nullcontext()
         if driver.linears is not None:
             kind = call.branch.name, call.branch.shapes, call.mode, call.skips, len(call.computed_rows or ())
-            in_8_bits = driver.linears.call(call.report, kind)
+            version = driver.conditions.weights if run.may_forecast else driver.conditions.read_weights()
+            in_8_bits = driver.linears.call(call.report, kind, version)
             compute = partial(driver.linears.timed, call.report, compute)
         if run.may_forecast:
             compute = partial(driver.foreign.watch, call.branch, compute)

@@ -10,14 +10,7 @@ to sections. ``section.py`` is the base class of sections, ``reading.py`` the bo
 wording of errors.
 """
 
-from dit_accel.presets.loading import (
-    default_preset,
-    load_preset,
-    measured,
-    preset_names,
-    preset_path,
-    preset_schema,
-)
+from dit_accel.presets.loading import default_preset, load_preset, measured, preset_names, preset_path, preset_schema
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule, Stages
 from dit_accel.presets.skip import Skip

@@ -14,11 +14,7 @@ from torch import nn
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.attention.attention import attention
 from dit_accel.kernels.attention.attention_backward import differentiable_attention
-from dit_accel.kernels.attention.linear_attention import (
-    FEATURE_MAPS,
-    differentiable_linear_attention,
-    linear_attention,
-)
+from dit_accel.kernels.attention.linear_attention import FEATURE_MAPS, differentiable_linear_attention, linear_attention
 from dit_accel.kernels.layout import BLOCK_SIZES, TokenLayout
 from dit_accel.kernels.plans.classification import require_shares
 from dit_accel.kernels.plans.lowering import lower
@@ -114,11 +110,7 @@ class SparseLinearAttention(nn.Module):
 
     @torch.no_grad()
     def plan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout | None = None,
-        kv_len: torch.Tensor | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout | None = None, kv_len: torch.Tensor | None = None
     ) -> AttentionPlan:
         """Return the classes of the tiles of q and k; see :meth:`forward` for arguments and errors."""
         settings = self.settings

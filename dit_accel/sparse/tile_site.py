@@ -27,13 +27,7 @@ class TileSite:
     caches_bias = False
 
     def __init__(
-        self,
-        name: str,
-        call: Call,
-        preset: Preset,
-        projections: Projections,
-        block: str | None = None,
-        sample: int = 0,
+        self, name: str, call: Call, preset: Preset, projections: Projections, block: str | None = None, sample: int = 0
     ) -> None:
         self._key = state_name(name, sample)
         self.state = call.site(self._key, SiteState).tiles

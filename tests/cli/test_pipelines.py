@@ -303,11 +303,7 @@ def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model
 
 @pytest.mark.parametrize(
     ("model", "model_fps", "asked", "fps"),
-    [
-        ("hunyuan", None, None, 24),
-        ("hunyuan", 8, None, 8),
-        ("hunyuan", 8, 12.5, 12.5),
-    ],
+    [("hunyuan", None, None, 24), ("hunyuan", 8, None, 8), ("hunyuan", 8, 12.5, 12.5)],
 )
 def test_frame_rate_is_the_users_else_the_models_else_the_familys(model, model_fps, asked, fps):
     """--fps overrides a demo model's rate, which overrides its family's training rate."""
@@ -335,12 +331,7 @@ def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("flux", "balanced"),
-        ("wan22", "video-balanced"),
-        ("hunyuan15", "video-balanced"),
-    ],
+    ("name", "preset"), [("flux", "balanced"), ("wan22", "video-balanced"), ("hunyuan15", "video-balanced")]
 )
 def test_plain_names_follow_what_the_pipeline_makes(name, preset):
     """The default is balanced, in its video form for videos; an explicit name stays unchanged."""

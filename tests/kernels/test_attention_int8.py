@@ -81,10 +81,7 @@ def test_the_kernel_equals_the_simulation(case, qk_dtype, dtype, make_tensor, ma
 
 
 @every_pair(
-    lambda case: case["layout"] == LAYOUTS["large-scores"],
-    layout=LAYOUTS,
-    head_dim=(32, 128),
-    qk_dtype=QK_DTYPES,
+    lambda case: case["layout"] == LAYOUTS["large-scores"], layout=LAYOUTS, head_dim=(32, 128), qk_dtype=QK_DTYPES
 )
 def test_layouts_and_head_dimensions(layout, head_dim, qk_dtype, make_tensor, make_sparsity):
     sparsity = make_sparsity(1, 4, 130)

@@ -101,7 +101,7 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"plan": plan(tokens=131)}, "plan must have q's 130 tokens, got 131"),
     ],
     "differentiable_attention": [
-        ({"k": zeros(1, 130, 1, 16)}, "k and v must have q's 2 heads when gradients are needed, got 1; repeat"),
+        ({"k": zeros(1, 130, 1, 16)}, "k and v must have q's 2 heads when gradients are needed, got 1; repeat")
     ],
     "attention_backward": [
         ({"o": zeros(1, 129, 2, 16)}, r"o must have shape \[1, 130, 2, 16\], got \[1, 129, 2, 16\]"),

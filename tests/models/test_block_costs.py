@@ -103,12 +103,7 @@ def costs_of(mode, level, sites, dense=(), step=4, two=True):
         ("layer", {}, (), (0.0, 0.0)),
         ("layer", {}, ("blocks.0",), (100.0, 250.0)),
         ("head", {"degraded": True}, (), (0.0, 0.0)),
-        (
-            "head",
-            {"rows": 0.5, "row_blocks": 0.75, "tiles": 0.25},
-            (),
-            (25.0, 30 * 0.5 + 20 * 0.75 + 200),
-        ),
+        ("head", {"rows": 0.5, "row_blocks": 0.75, "tiles": 0.25}, (), (25.0, 30 * 0.5 + 20 * 0.75 + 200)),
         ("head", {"rows": 0.5}, ("blocks.0",), (100.0, 250.0)),
     ],
     ids=["layer", "layer-dense", "degraded", "head", "head-dense"],

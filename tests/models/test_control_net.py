@@ -147,12 +147,7 @@ def deferred(value):
 
 @pytest.mark.parametrize(
     "part",
-    [
-        lambda x: x[:, 2:],
-        lambda x: x[:, 1:6:2],
-        lambda x: x[1:, 1:][:, 1:],
-        lambda x: x[:, :99],
-    ],
+    [lambda x: x[:, 2:], lambda x: x[:, 1:6:2], lambda x: x[1:, 1:][:, 1:], lambda x: x[:, :99]],
     ids=["from", "step", "twice", "beyond"],
 )
 def test_a_part_is_cut_off_without_the_call(part):

@@ -25,11 +25,7 @@ from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 STEPS = 10
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
-LEVELS = {
-    "output": load_preset("turbo"),
-    "layer": LAYERS,
-    "tiles": load_preset("turbo", skip=SPARGE),
-}
+LEVELS = {"output": load_preset("turbo"), "layer": LAYERS, "tiles": load_preset("turbo", skip=SPARGE)}
 
 
 class Named:

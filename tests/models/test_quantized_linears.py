@@ -21,6 +21,7 @@ from dit_accel.models.stored_weights import is_readable
 from scripts.bench.card_memory.weights import WEIGHTS
 from scripts.bench.model_speed.models import TINY
 from tests.rounding import distance
+from tests.test_changes_under_way import add_adapters, unmerged
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 4
@@ -38,10 +39,7 @@ def linears_of(pipe):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "most"),
-    [
-        *((name, "int8", 0.05) for name in ("flux", "hunyuan", "sd3", "wan22")),
-        ("ltx", "float8", 0.2),
-    ],
+    [*((name, "int8", 0.05) for name in ("flux", "hunyuan", "sd3", "wan22")), ("ltx", "float8", 0.2)],
 )
 def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
     """Families with blocks of our own, with facts, and without."""
@@ -63,6 +61,30 @@ def test_weights_are_rounded_anew_in_each_run():
     assert linears.layers and not linears._weights and not linears._rows
     pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
     assert distance(tiny_output(pipe, "flux", steps=STEPS), before) > 0.01
+
+
+@pytest.mark.parametrize(("preset", "weights"), [("exact", "device"), ("turbo", "host")])
+@pytest.mark.parametrize("scales", [{2: 0.7}, {1: 0.2, 4: 4.0}, {1: 1.0, 4: 0.0}], ids=["merged", "again", "unmerged"])
+def test_a_lora_that_is_merged_under_way_takes_effect(preset, weights, scales):
+    """The error is that of a run without it, also where a callback takes it out and merges it at another scale."""
+    pipe = tiny_pipeline("flux")
+    add_adapters(pipe)
+
+    def output(scales):
+        def callback(pipe, step, timestep, tensors):
+            if step in scales:
+                pipe.transformer.unfuse_lora()
+                pipe.transformer.set_adapters("one", float(scales[step] > 0))
+                if scales[step]:
+                    pipe.transformer.fuse_lora(lora_scale=scales[step], adapter_names=["one"])
+            return tensors
+
+        unmerged(pipe)
+        return tiny_output(pipe, "flux", steps=8, callback_on_step_end=callback)
+
+    plain, changed = output({}), output(scales)
+    accelerate_pipeline(pipe, preset, **INT8, **{"linear.weights": weights})
+    assert distance(output(scales), changed) < 1.5 * distance(output({}), plain)
 
 
 def test_calls_on_several_streams_take_turns(monkeypatch):

@@ -75,8 +75,7 @@ def test_what_blocks_remember_keeps_the_order(name, level, order):
 
 
 @pytest.mark.parametrize(
-    ("name", "order"),
-    [("wan", "hilbert"), ("wan22-5b-i2v", "tiles"), ("hunyuan", "tiles"), ("hunyuan-i2v", "hilbert")],
+    ("name", "order"), [("wan", "hilbert"), ("wan22-5b-i2v", "tiles"), ("hunyuan", "tiles"), ("hunyuan-i2v", "hilbert")]
 )
 def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
     """Queries and keys of a whole denoising step are those of raster order, with permuted video tokens."""

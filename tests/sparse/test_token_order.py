@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from dit_accel.errors import ShapeError
-from dit_accel.sparse.token_order import (
-    TOKEN_ORDERS,
-    hilbert_index,
-    hilbert_order,
-    token_order,
-)
+from dit_accel.sparse.token_order import TOKEN_ORDERS, hilbert_index, hilbert_order, token_order
 from tests.pairs import every_pair
 
 FULL_SIZE = [(21, 30, 52), (33, 45, 80)]  # 81 frames of 480p, 129 of 720p

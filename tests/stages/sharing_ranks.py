@@ -135,10 +135,7 @@ def differences(group) -> dict:
     image, tiled = autoencoder(), autoencoder(sample_size=32)
     tiled.enable_tiling()
     tiled.tile_overlap_factor = 0.25 * (1 + RANK)
-    cases = {
-        "images": (image, latents(2, 4, 16 + RANK, 8)),
-        "tiles": (tiled, latents(1, 4, 24, 20)),
-    }
+    cases = {"images": (image, latents(2, 4, 16 + RANK, 8)), "tiles": (tiled, latents(1, 4, 24, 20))}
     return {name: compared(*case, group) for name, case in cases.items()}
 
 

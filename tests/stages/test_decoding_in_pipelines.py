@@ -151,11 +151,7 @@ CHANGES = {
     "autoencoder": (lambda pipe: setattr(pipe, "vae", copy.deepcopy(pipe.vae)), "was replaced", FUSED),
     "decoder": (_set_decoder(copy.deepcopy), "was replaced", FUSED),
     "replaced-decode": (_bypass, BYPASSED, BYPASSED),
-    "compiled-autoencoder": (
-        lambda pipe: setattr(pipe, "vae", torch.compile(pipe.vae, backend="eager")),
-        FUSED,
-        FUSED,
-    ),
+    "compiled-autoencoder": (lambda pipe: setattr(pipe, "vae", torch.compile(pipe.vae, backend="eager")), FUSED, FUSED),
     "compiled-in-place": (_compile, BYPASSED, BYPASSED),
     "wrapped-decoder": (_set_decoder(lambda decoder: nn.DataParallel(decoder).eval()), FUSED, "DataParallel"),
     "group-offload": (_offload_groups, "has hooks", "has hooks"),

@@ -51,10 +51,7 @@ PRESET = {"description": "a loop", "schedule": {"order": 1, "warmup": 2}}
     [
         (PRESET, None),
         (PRESET | {"schedule": {"order": 2, "warmup": 2}}, "preset (preset.schedule.order: 1 there, 2 now)"),
-        (
-            {"description": "another", "schedule": {"order": 1}},
-            "preset (preset.schedule.warmup: 2 there, None now)",
-        ),
+        ({"description": "another", "schedule": {"order": 1}}, "preset (preset.schedule.warmup: 2 there, None now)"),
         (PRESET | {"description": "another"}, "preset (preset.description: 'a loop' there, 'another' now)"),
         (None, "preset (preset: 'a loop' there, None now)"),
     ],

@@ -101,10 +101,7 @@ def _classify_reference(
     is_critical = rank < critical[:, None, None, None]
     is_marginal = ~is_critical & (rank < (count - negligible)[:, None, None, None])
     whole = is_valid[:, None, None] & (is_always | is_always[:, None])  # rows and columns that are critical as a whole
-    return (
-        pack_bits(is_critical | whole, backend="reference"),
-        pack_bits(is_marginal & ~whole, backend="reference"),
-    )
+    return (pack_bits(is_critical | whole, backend="reference"), pack_bits(is_marginal & ~whole, backend="reference"))
 
 
 def _share_of(count: torch.Tensor, units: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Plain linear layers of a transformer's blocks that run in 8 bits while a pipeline is accelerated.
 
-Weights are rounded at the start of each run, which takes milliseconds, so later changes to the weights take effect. The
-rounded copies are freed at the end of the run. Layers that are neither plain nor in 8 bits of torchao run unchanged.
+Weights are rounded at the start of each run, which takes milliseconds, and again if weights or adapters change in it.
+Rounded copies are freed at the end of the run. Layers that are neither plain nor in 8 bits of torchao run unchanged.
 
 With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device, modulations too.
 Only changed weights are rounded again, because that uploads them. A layer that must run unchanged gets its weight back.
@@ -124,6 +124,7 @@ class QuantizedLinears:
         self._note = note
         self._moved = moved
         self._run: object = None
+        self._version: object = None  # of the weights and adapters when weights were rounded
         self._trial = LinearTrial()
         self._remarked: object = None  # the run whose report says that layers stay unchanged
         self._crowded: object = None  # the run in which copies of weights that can't move find no room
@@ -153,17 +154,17 @@ class QuantizedLinears:
             self.on_host.attach()
 
     @contextmanager
-    def call(self, run: RunReport, kind: Hashable) -> Iterator[None]:
-        """Prepare a call of a kind, which decides its time, after calls on other streams; end it on leaving."""
+    def call(self, run: RunReport, kind: Hashable, version: object) -> Iterator[None]:
+        """Begin a call of a kind, which decides its time, and end it; ``version`` is new if weights or adapters are."""
         with nullcontext() if is_capturing() else self._turns.turn(self._device):
-            self._begin(run, kind)
+            self._begin(run, kind, version)
             try:
                 yield
             finally:
                 self._rows.clear()
 
-    def _begin(self, run: RunReport, kind: Hashable) -> None:
-        """Choose how the call runs, and round the weights again if a new run has begun."""
+    def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
+        """Choose how the call runs, and round the weights again if a new run has begun or they have changed."""
         self._kind, slower, self.dtype = kind, self._trial.slower(kind), dtype_for(self._section, self._device)
         if not self._can_move and run is not self._run and run is not self._crowded and self._is_short():
             self._crowded = run
@@ -173,9 +174,9 @@ class QuantizedLinears:
             dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
             self._note(SLOWER.format(dtype, 1000 * slower[1], 1000 * slower[0], self.dtype))
         self.is_resting = slower is not None or self.is_timing or run is self._crowded
-        if self.is_resting or run is self._run:
+        if self.is_resting or (run is self._run and version is self._version):
             return
-        self._run = run
+        self._run, self._version = run, version
         self._prepare_host()
         remark = f"{len({*self.layers.values(), *self.on_host})} linear layers in {self.dtype}"
         self._note(f"{remark}, weights of {len(self.on_host)} on the host" if self.on_host else remark)
@@ -193,11 +194,11 @@ class QuantizedLinears:
             before, now = ([x if x is None else (x.shape, x.dtype) for x in part] for part in (held or (), new))
             if before != now:
                 self._weights[layers] = new
-                continue
-            with torch.inference_mode():  # under which they may have been made
-                for item, fresh in zip(held, new, strict=True):
-                    if item is not None:
-                        item.copy_(fresh)
+            else:
+                with torch.inference_mode():  # under which they may have been made
+                    for item, fresh in zip(held, new, strict=True):
+                        if item is not None:
+                            item.copy_(fresh)
 
     @property
     def is_timing(self) -> bool:

@@ -28,10 +28,7 @@ def _groups(transformer: nn.Module, device: torch.device, kind: str) -> Iterator
     """``enable_group_offload``: the next block or layer moves while this one runs. A CPU has no streams."""
     try:
         transformer.enable_group_offload(
-            onload_device=device,
-            offload_type=f"{kind}_level",
-            num_blocks_per_group=1,
-            use_stream=device.type == "cuda",
+            onload_device=device, offload_type=f"{kind}_level", num_blocks_per_group=1, use_stream=device.type == "cuda"
         )
         yield
     finally:

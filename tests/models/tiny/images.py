@@ -79,12 +79,7 @@ class NoPrompts:
 def qwen_image_21():
     """Keys and values of the prompt are kept from the first step, whose output alone has the prompt's tokens too."""
     transformer = diffusers.QwenImage21Transformer2DModel(
-        in_channels=16,
-        out_channels=16,
-        num_layers=2,
-        **HEADS,
-        context_in_dim=WIDTH,
-        **ROPE,
+        in_channels=16, out_channels=16, num_layers=2, **HEADS, context_in_dim=WIDTH, **ROPE
     )
     vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
@@ -136,12 +131,7 @@ def lumina2():
 def prx():
     """It passes timesteps from 1 to 0, and under shift 1 the first is as large as the last of the schedule."""
     transformer = diffusers.PRXTransformer2DModel(
-        in_channels=flux.LATENT_CHANNELS,
-        context_in_dim=WIDTH,
-        hidden_size=64,
-        num_heads=2,
-        depth=2,
-        axes_dim=[16, 16],
+        in_channels=flux.LATENT_CHANNELS, context_in_dim=WIDTH, hidden_size=64, num_heads=2, depth=2, axes_dim=[16, 16]
     )
     pipe = diffusers.PRXPipeline(transformer, flow(shift=1.0), *encoders.t5().values(), flux.image_vae())
     counts = torch.arange(TOKENS)[None] >= 5  # some tokenizers put padding first
@@ -152,11 +142,7 @@ def prx():
 def chroma():
     """A mask hides the padding of its prompts but for one token; a single block projects attention and MLP together."""
     transformer = diffusers.ChromaTransformer2DModel(
-        in_channels=16,
-        **TWO_KINDS,
-        joint_attention_dim=WIDTH,
-        **ROPE,
-        approximator_hidden_dim=16,
+        in_channels=16, **TWO_KINDS, joint_attention_dim=WIDTH, **ROPE, approximator_hidden_dim=16
     )
     pipe = diffusers.ChromaPipeline(flow(), None, None, None, transformer)
     prompt = prompts(prompt_embeds=(2, TOKENS, WIDTH)) | SQUARE
@@ -168,10 +154,7 @@ def chroma():
 def longcat_image():
     """Its pipeline takes no embeddings without a prompt, so its own encoding of prompts is replaced."""
     transformer = diffusers.LongCatImageTransformer2DModel(
-        in_channels=64,
-        **TWO_KINDS,
-        joint_attention_dim=WIDTH,
-        **ROPE,
+        in_channels=64, **TWO_KINDS, joint_attention_dim=WIDTH, **ROPE
     )
     pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe._encode_prompt = lambda prompt: like(transformer, text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0])))

@@ -106,10 +106,7 @@ def minimax_h3(name="transformer"):
     schedulers = {f"{kind}scheduler": diffusers.MiniMaxH3Scheduler(shift) for kind, shift in H3_SHIFTS.items()}
     pipe.update_components(**{name: transformer}, **schedulers)
     modalities = torch.tensor([1] * TOKENS + [0] * H3_VIDEO[0] + [2] * H3_AUDIO[0])
-    layout = {
-        "token_tags": modalities,
-        "position_ids": torch.arange(len(modalities))[:, None].expand(-1, 3),
-    }
+    layout = {"token_tags": modalities, "position_ids": torch.arange(len(modalities))[:, None].expand(-1, 3)}
     kinds = ("video", "text", "audio")
     indices = {f"{kind}_indices": (modalities == tag).nonzero()[:, 0] for tag, kind in enumerate(kinds)}
     return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **indices, "denoiser_input_fields": layout | indices}
@@ -203,10 +200,7 @@ def wan_parts() -> dict:
 WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "rope_max_seq_len": 64}
 
 
-WAN_CALL = {
-    **prompts(prompt_embeds=(1, TOKENS, WIDTH)),
-    **{"height": 64, "width": 48, "guidance_scale": 5.0},
-}
+WAN_CALL = {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **{"height": 64, "width": 48, "guidance_scale": 5.0}}
 
 
 def wan_vace():
@@ -248,13 +242,7 @@ def wan_animate():
 def helios():
     """One part of a video, which follows its history in three resolutions."""
     transformer = diffusers.HeliosTransformer3DModel(
-        **HEADS,
-        num_layers=2,
-        text_dim=WIDTH,
-        freq_dim=16,
-        ffn_dim=128,
-        rope_dim=(8, 12, 12),
-        is_amplify_history=True,
+        **HEADS, num_layers=2, text_dim=WIDTH, freq_dim=16, ffn_dim=128, rope_dim=(8, 12, 12), is_amplify_history=True
     )
     pipe = diffusers.HeliosPipeline(
         None, None, wan_parts()["vae"], diffusers.HeliosScheduler(stages=1, stage_range=[0, 1]), transformer

@@ -254,11 +254,7 @@ def test_a_body_that_is_no_request_is_refused(body, status, message):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [
-        ("GET", PATH, 405),
-        ("POST", "/v1/images/variations", 404),
-        ("GET", "/../../etc/passwd", 404),
-    ],
+    [("GET", PATH, 405), ("POST", "/v1/images/variations", 404), ("GET", "/../../etc/passwd", 404)],
 )
 def test_unknown_routes_have_errors_in_the_same_shape(method, path, status):
     with running(Held()) as (app, _):
@@ -460,13 +456,7 @@ def test_partial_images_are_events_between_steps(worker, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        (f"Bearer {KEYS[0]}", 200),
-        (f"bearer {KEYS[1]}", 200),
-        (KEYS[0], 401),
-        (None, 401),
-    ],
+    ("header", "status"), [(f"Bearer {KEYS[0]}", 200), (f"bearer {KEYS[1]}", 200), (KEYS[0], 401), (None, 401)]
 )
 def test_keys_are_needed_where_there_are_some(header, status, caplog):
     """All routes but /health need one, from any page; neither answers nor logs show it."""

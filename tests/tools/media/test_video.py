@@ -92,10 +92,7 @@ def test_an_mp4_holds_the_sound_of_its_video(tmp_path, sound):
     assert read_sound(tmp_path / "silent.mp4") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [("clip.gif", "clip.wav"), ("frames", "frames.wav"), ("run.1", "run.1.wav")],
-)
+@pytest.mark.parametrize(("name", "file"), [("clip.gif", "clip.wav"), ("frames", "frames.wav"), ("run.1", "run.1.wav")])
 def test_a_gif_or_a_folder_has_a_file_for_its_sound(tmp_path, name, file):
     """In 16 bits; the folder holds frames alone."""
     sound = tones(440, 1000)
