@@ -289,8 +289,8 @@ def _held(item: Any) -> list[Any] | None:
     if isinstance(item, Iterator) and package in ("builtins", "itertools"):
         return [repr(item) if type(item) is count else length_hint(item, 0), *gc.get_referents(item)]
     if isinstance(item, type):
-        own = (vars(cls).values() for cls in item.__mro__ if not _is_library(cls.__module__))
-        return [*map(_unbound, chain.from_iterable(own))]
+        entries = (vars(cls).values() for cls in item.__mro__ if not _is_library(cls.__module__))
+        return [*map(_unbound, chain.from_iterable(entries))]
     if isinstance(item, SimpleNamespace):
         return [*vars(item).values()]
     if _is_library(type(item).__module__):
