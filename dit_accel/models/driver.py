@@ -22,14 +22,7 @@ from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of, latents_of
 from dit_accel.models.hooks import ATTENTION_HOOK, OFFLOAD_HOOKS, ORDER_HOOK, Hook, is_compiled, lift_others
 from dit_accel.models.kernel_limits import EveryRow, why_no_kernels, why_not_fused, wins_dense
-from dit_accel.models.parallel.context_parallel import (
-    RING,
-    Exchange,
-    Exchanges,
-    config_of,
-    parallel_degree,
-    shares_layers,
-)
+from dit_accel.models.parallel import context_parallel as parallel
 from dit_accel.models.part_hook import FeedHook, PartHook
 from dit_accel.models.samples import TextLengths, TextMasks, arguments_of_rows
 from dit_accel.models.session import Session
@@ -53,7 +46,7 @@ class CallFacts:
     fuses: bool = False  # blocks run through fused kernels
     text: TextLengths | None = None  # None = the call has no mask, or attention is left to diffusers
     joint: Tokens | None = None  # the joint sequence, where the preset works inside of the transformer
-    exchange: Exchange | None = None  # None = one device, or a ring of devices
+    exchange: parallel.Exchange | None = None  # None = one device, or a ring of devices
     grid: Grid | None = None  # of the vision tokens, if blocks get them in the preset's order
 
     def of_rows(self, rows: Sequence[int]) -> CallFacts:
@@ -87,7 +80,7 @@ class FamilyDriver(TransformerDriver):
         self._order: TokenOrder | None = None  # of the preset, if the transformer can take it; None = raster
         self._grid: Grid | None = None  # of the latest call's vision tokens, where they have an order
         self._masks = TextMasks()
-        self._exchanges = Exchanges()
+        self._exchanges = parallel.Exchanges()
         self.every_row = EveryRow()
 
     @property
@@ -115,7 +108,7 @@ class FamilyDriver(TransformerDriver):
         sites = {item.site: name for name, attentions in self._sites.items() for item in attentions}
         heads, skip = self.family.heads(self.transformer), self.preset.skip
         self._needs_grid = any(policy_of(variant).needs_grid for variant in skip.variants)
-        is_whole = self.family.order is not None and config_of(self.transformer) is None
+        is_whole = self.family.order is not None and parallel.config_of(self.transformer) is None
         if self._needs_grid and (not is_whole or any(self.family.attentions.values())):
             model = type(self.transformer).__name__
             raise UnsupportedError(f"skip.policy 'vsa' needs a video's tokens alone in attention, on one GPU: {model}")
@@ -185,11 +178,11 @@ class FamilyDriver(TransformerDriver):
         can_fuse = self._hand_written is not None and latents is not None and self.compiled is None
         features = arguments.get(self.family.computes_in, latents)
         self._grid = None if self._order is None else tokens.grid
-        is_parallel, exchange = config_of(self.transformer) is not None, None
+        is_parallel, exchange = parallel.config_of(self.transformer) is not None, None
         if is_parallel and not self._needs_grid:
             exchange = self._exchanges.of(self.transformer, tokens, self.token_order, latents.device)
         return arguments, CallFacts(
-            fuses=can_fuse and not shares_layers(self.transformer) and self.fuses_kernels(features),
+            fuses=can_fuse and not parallel.shares_layers(self.transformer) and self.fuses_kernels(features),
             text=text,
             joint=tokens if self.works_inside else None,
             exchange=exchange,
@@ -206,7 +199,7 @@ class FamilyDriver(TransformerDriver):
             return arguments, None
         lengths = self._masks.lengths(mask)
         if cuts:
-            lengths = lengths.divisible(parallel_degree(self.transformer), mask.shape[1])
+            lengths = lengths.divisible(parallel.parallel_degree(self.transformer), mask.shape[1])
             return self.family.cut(arguments, lengths)
         return arguments, lengths
 
@@ -218,7 +211,7 @@ class FamilyDriver(TransformerDriver):
         """
         if self.family.cut is None:
             return False
-        if config_of(self.transformer) is not None:
+        if parallel.config_of(self.transformer) is not None:
             return self.family.split is not None
         return self.works_inside or (device.type != "cpu" and self.compiled is None)
 
@@ -267,7 +260,7 @@ class FamilyDriver(TransformerDriver):
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
         size = self.family.size(self.transformer, arguments, layout, symbols)
-        most = -(-heads // parallel_degree(self.transformer))  # heads of the device that has most
+        most = -(-heads // parallel.parallel_degree(self.transformer))  # heads of the device that has most
         return replace(size, width=size.width * most // heads, symbols=size.symbols * most // heads)
 
     def lengths(self, arguments: Arguments) -> tuple:
@@ -302,8 +295,8 @@ class CaughtAttention:
         tokens, text = facts.joint, facts.text
         if call is None or not call.skips or tokens is None:
             return None
-        if facts.exchange is None and config_of(self._driver.transformer) is not None:
-            self.fall_back(RING)
+        if facts.exchange is None and parallel.config_of(self._driver.transformer) is not None:
+            self.fall_back(parallel.RING)
             return None
         if self._facts.sees_text and text is not None and not text.leading:
             self.fall_back("some padding precedes text")

@@ -14,6 +14,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
+from dit_accel.models import hooks
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.beside.control_net import hook_of
 from dit_accel.models.beside.foreign_code import ForeignCode
@@ -22,17 +23,6 @@ from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinea
 from dit_accel.models.conditions import Conditions
 from dit_accel.models.families.family import TIMESTEPS, further_latents_of, latents_of, timestep_names
 from dit_accel.models.graphs.step_graphs import StepGraphs
-from dit_accel.models.hooks import (
-    HOOK_NAME,
-    LINEAR_HOOK,
-    SPLIT_HOOK,
-    Hook,
-    find_hook,
-    lift_others,
-    parameter_names,
-    register_hook,
-    remove_hook,
-)
 from dit_accel.models.parallel.branches import SharedBranches
 from dit_accel.presets import Preset
 
@@ -55,7 +45,7 @@ class TransformerDriver:
         self.called = called  # returns the transformer, or its wrapper from torch.compile if the pipeline calls that
         self.net: weakref.ref[torch.nn.Module] | None = None  # the ControlNet that is called before the transformer
         self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
-        self.parameters = parameter_names(transformer)
+        self.parameters = hooks.parameter_names(transformer)
         self.conditions = Conditions(transformer)
         self.foreign = ForeignCode(transformer)
         self.branches = SharedBranches(transformer)
@@ -81,14 +71,14 @@ class TransformerDriver:
         if self.preset.linear.dtype is not None:
             self.linears = QuantizedLinears(self.transformer, self.preset.linear, self._note, self._free_graphs)
 
-    def attach(self, session: Any, hook: Hook) -> None:
+    def attach(self, session: Any, hook: hooks.Hook) -> None:
         """Hook the transformer with the hook that passes its calls to a session."""
         self.session = session
         self.hook(self.transformer, hook)
         self.compiled = compiled_entry(self.transformer, self.called())
         if self.linears is not None:
             for layer in self.linears.all_layers:
-                self.hook(layer, LinearHook(self.linears), LINEAR_HOOK)
+                self.hook(layer, LinearHook(self.linears), hooks.LINEAR_HOOK)
             self.linears.attach()
 
     def inherit(self, earlier: TransformerDriver) -> None:
@@ -103,21 +93,21 @@ class TransformerDriver:
     def _note(self, remark: str) -> None:
         self.session.run.report.note(remark)
 
-    def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
+    def hook(self, module: torch.nn.Module, hook: hooks.Hook, name: str = hooks.HOOK_NAME) -> None:
         """Hook a module until :meth:`detach`."""
-        register_hook(module, hook, name)
+        hooks.register_hook(module, hook, name)
         self._hooked.append((module, name))
         if module is not self.transformer and len(module._diffusers_hook.hooks) > 1:
-            lift_others(module, SPLIT_HOOK)
+            hooks.lift_others(module, hooks.SPLIT_HOOK)
 
     @property
     def is_attached(self) -> bool:
-        return getattr(getattr(find_hook(self.transformer), "session", None), "driver", None) is self
+        return getattr(getattr(hooks.find_hook(self.transformer), "session", None), "driver", None) is self
 
     def detach(self) -> None:
         """Undo :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
         while self._hooked:
-            remove_hook(*self._hooked.pop())
+            hooks.remove_hook(*self._hooked.pop())
         if self.compiled is not None:
             self.compiled.leave()
         self._free_graphs()

@@ -21,6 +21,7 @@ from dit_accel.models import component_times
 from dit_accel.models.conditions import ADAPTER_SETTINGS
 from dit_accel.models.hooks import LIBRARIES, is_known, is_known_class, module_of
 from dit_accel.models.stand_in import StandIn
+from dit_accel.models.stored_weights import few
 
 QUIET_HOOKS = (component_times.__name__, "transformers.utils.output_capturing")  # torch's hooks that change no output
 WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "torch._dynamo.eval_frame")  # of hooks and compiled code
@@ -175,20 +176,10 @@ def _sampled(weights: list[torch.Tensor], buffers: list[torch.Tensor]) -> bytes:
         for place, weight in enumerate((*weights, *buffers)):
             group = groups.setdefault((weight.device, weight.dtype), [])
             places.append((group, len(group)))
-            group.append(_few(weight, SAMPLES if place < len(weights) else BUFFER_SAMPLES))
+            group.append(few(weight, SAMPLES if place < len(weights) else BUFFER_SAMPLES))
         read = {}
         for group in groups.values():
             values = torch.cat(group).view(torch.uint8).cpu().numpy().tobytes()
             size, ends = group[0].element_size(), itertools.accumulate((item.numel() for item in group), initial=0)
             read[id(group)] = [values[size * start : size * end] for start, end in itertools.pairwise(ends)]
     return b"".join([read[id(group)][place] for group, place in places])  # in an order that no offload changes
-
-
-def _few(weight: torch.Tensor, most: int) -> torch.Tensor:
-    """Return up to ``most`` values of a weight, a view of shape [values]."""
-    size = weight.numel()
-    if not weight.is_contiguous():
-        few = weight[(0,) * (weight.ndim - 1)][:most]
-    else:  # an odd stride visits all columns
-        few = weight.as_strided((min(size, most),), (max(size // most - 1, 0) | 1,))
-    return few.view(torch.uint8) if weight.element_size() == 1 else few

@@ -128,6 +128,18 @@ def test_an_output_stays_what_it_was(graph):
     assert graph.captures == 1 and all(torch.equal(output, copy) for output, copy in held)
 
 
+def test_hooks_around_a_transformer_come_and_go(graph):
+    """A run with a stateless one, such as a timer, replays the graphs of earlier runs; another one is not skipped."""
+    pipe, seen = accelerated("flux", "exact"), []
+    tiny_output(pipe, "flux", steps=3)
+    for count, hook in enumerate([stateless(lambda *_: seen.append(1)), lambda *_: seen.append(1)], 1):
+        handle = pipe.transformer.register_forward_hook(hook)
+        tiny_output(pipe, "flux", steps=3)
+        handle.remove()
+        assert (graph.captures, len(seen)) == (1, 3 * count)
+    assert f"{REFUSED}: FluxTransformer2DModel carries hooks" in pipe.dit_accel.report().notes[0]
+
+
 def test_arguments_in_another_order_are_captured_again(graph):
     """Timestep and guidance, two tensors of one shape, are not exchanged."""
     pipes, order = with_and_without("flux", "turbo"), ["timestep", "guidance"]

@@ -5,16 +5,7 @@ import functools
 import diffusers
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
-from diffusers.hooks import (
-    FasterCacheConfig,
-    FirstBlockCacheConfig,
-    HookRegistry,
-    MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    TaylorSeerCacheConfig,
-    apply_first_block_cache,
-)
+from diffusers import FluxTransformer2DModel, hooks
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
 from dit_accel.errors import UnsupportedError
@@ -25,17 +16,17 @@ from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 6
 CONFIGS = {
-    "FirstBlockCache": lambda: FirstBlockCacheConfig(threshold=0.1),
-    "FasterCache": lambda: FasterCacheConfig(
+    "FirstBlockCache": lambda: hooks.FirstBlockCacheConfig(threshold=0.1),
+    "FasterCache": lambda: hooks.FasterCacheConfig(
         spatial_attention_block_skip_range=2,
         spatial_attention_timestep_skip_range=(0, 1000),
         current_timestep_callback=lambda: 1000,
         is_guidance_distilled=True,
         tensor_format="BCHW",
     ),
-    "MagCache": lambda: MagCacheConfig(threshold=0.1, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS),
-    "TaylorSeerCache": lambda: TaylorSeerCacheConfig(use_lite_mode=True),
-    "PyramidAttentionBroadcast": lambda: PyramidAttentionBroadcastConfig(
+    "MagCache": lambda: hooks.MagCacheConfig(threshold=0.1, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS),
+    "TaylorSeerCache": lambda: hooks.TaylorSeerCacheConfig(use_lite_mode=True),
+    "PyramidAttentionBroadcast": lambda: hooks.PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2,
         spatial_attention_timestep_skip_range=(0, 1000),
         current_timestep_callback=lambda: 500,
@@ -110,16 +101,16 @@ def test_a_cache_that_comes_later_is_refused_at_the_first_call(pipe, cache):
 
 def test_hooks_without_enable_cache_are_refused_too(pipe):
     """Before and after; then the message names each hook, for disable_cache knows nothing of them."""
-    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1))
+    hooks.apply_first_block_cache(pipe.transformer, hooks.FirstBlockCacheConfig(threshold=0.1))
     way_off = r'`registry = .*remove_hook\("fbc_leader_block_hook"\); registry.remove_hook\("fbc_block_hook"\)`'
     with refused("diffusers' FirstBlockCache", way_off):
         accelerate_pipeline(pipe)
-    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer)
+    registry = hooks.HookRegistry.check_if_exists_or_initialize(pipe.transformer)
     registry.remove_hook("fbc_leader_block_hook")
     registry.remove_hook("fbc_block_hook")
     accelerate_pipeline(pipe)
     tiny_output(pipe, "flux", steps=STEPS)
-    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1))
+    hooks.apply_first_block_cache(pipe.transformer, hooks.FirstBlockCacheConfig(threshold=0.1))
     with refused("diffusers' FirstBlockCache", way_off):
         tiny_output(pipe, "flux", steps=STEPS)
 
@@ -138,7 +129,7 @@ def test_every_cache_of_diffusers_that_forecasts_is_known():
     """The module of its config identifies a cache, with its hooks; caches of a prompt's keys and values are allowed."""
     configs = [getattr(diffusers.hooks, name) for name in dir(diffusers.hooks) if name.endswith("CacheConfig")]
     assert len(configs) >= 5
-    for config in (*configs, PyramidAttentionBroadcastConfig):
+    for config in (*configs, hooks.PyramidAttentionBroadcastConfig):
         name = config.__name__.removesuffix("Config")
         known = None if name == "TextKVCache" else name
         assert _cache_of(object.__new__(config)) == known
@@ -154,7 +145,7 @@ def test_a_cache_that_forecasts_nothing_is_left_alone(pipe):
 
 def test_hooks_are_looked_for_where_there_is_time(pipe):
     """Walking over all modules takes milliseconds, which a step has not; its own marks are always seen."""
-    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1))
+    hooks.apply_first_block_cache(pipe.transformer, hooks.FirstBlockCacheConfig(threshold=0.1))
     refuse_other_cache(pipe.transformer, "other", by_hooks=False)
     with pytest.raises(UnsupportedError, match=r"pipe\.other .* on it.*check_if_exists_or_initialize\(pipe\.other\)"):
         refuse_other_cache(pipe.transformer, "other")

@@ -10,16 +10,7 @@ import torch
 from PIL import Image
 
 from dit_accel.errors import ArgumentError, UnsupportedError
-from dit_accel.serving.media import (
-    Clips,
-    Pictures,
-    medium_of,
-    numbered,
-    require_plausible_output,
-    sampling_rate,
-    size_note,
-    unused,
-)
+from dit_accel.serving import media
 from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
 from dit_accel.tools.measure.metrics import psnr, quality
 from dit_accel.tools.media import video
@@ -30,7 +21,7 @@ from tests.tiny import tiny_pipeline
 
 @pytest.mark.parametrize("pictures", [1, 2])
 @pytest.mark.parametrize("compare", [False, True], ids=["alone", "compared"])
-@pytest.mark.parametrize("medium", [Pictures(), Clips(16.0)], ids=["pictures", "clips"])
+@pytest.mark.parametrize("medium", [media.Pictures(), media.Clips(16.0)], ids=["pictures", "clips"])
 def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_path):
     """The chosen name has no file of an earlier run, for any of its images."""
     first = tmp_path / medium.default_output
@@ -38,13 +29,13 @@ def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_pa
     def files(path):
         return medium.files(path, compare=compare)
 
-    own = [file for path in numbered(first, pictures) for file in files(path)]
-    assert unused(first, pictures, files) == numbered(first, pictures)
+    own = [file for path in media.numbered(first, pictures) for file in files(path)]
+    assert media.unused(first, pictures, files) == media.numbered(first, pictures)
     for there in (*combinations(own, 1), tuple(own)):
         for file in there:
             file.touch()
-        names = unused(first, pictures, files)
-        assert names == numbered(first.with_stem(f"{first.stem}-2"), pictures)
+        names = media.unused(first, pictures, files)
+        assert names == media.numbered(first.with_stem(f"{first.stem}-2"), pictures)
         assert not any(file.exists() for path in names for file in files(path))
         for file in there:
             file.unlink()
@@ -63,10 +54,12 @@ def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_pa
 )
 def test_a_rounded_size_is_a_note(asked, told):
     """Sides that were not given are the pipeline's own; frames count for videos alone."""
-    assert size_note(asked, np.zeros((5, 16, 32, 3), np.uint8)) == (told and f"the pipeline rounded the size {told}")
+    assert media.size_note(asked, np.zeros((5, 16, 32, 3), np.uint8)) == (
+        told and f"the pipeline rounded the size {told}"
+    )
     image = told if "num-frames" not in asked else None
     expected = image and f"the pipeline rounded the size {image.replace(' × 5 frames', '')}"
-    assert size_note(asked, Image.new("RGB", (32, 16))) == expected
+    assert media.size_note(asked, Image.new("RGB", (32, 16))) == expected
 
 
 @pytest.mark.parametrize("link", ["file", "dangling", "folder"])
@@ -89,8 +82,8 @@ def test_outputs_take_a_suffix_in_any_case(tmp_path, suffix):
     for plot in PLOT_SUFFIXES:
         require_plot(tmp_path / f"plot{plot.upper()}", "plot", force=False)
     path = tmp_path / f"made{suffix}"
-    require_plausible_output(path, compare=False, force=False)
-    medium = Pictures() if suffix in (".png", ".JPG", ".webp") else Clips(8.0)
+    media.require_plausible_output(path, compare=False, force=False)
+    medium = media.Pictures() if suffix in (".png", ".JPG", ".webp") else media.Clips(8.0)
     medium.require_output(path, compare=True, force=False)
 
 
@@ -133,10 +126,10 @@ def test_clips_that_are_there_stay_unless_they_are_to_be_replaced(tmp_path, ther
     (tmp_path / there).touch()
     path = tmp_path / ("o.mp4" if there.startswith("o") else "f")
     with pytest.raises(ArgumentError, match="exists"):
-        Clips(8.0).require_output(path, compare=True, force=False)
-    Clips(8.0).require_output(path, compare=True, force=True)
+        media.Clips(8.0).require_output(path, compare=True, force=False)
+    media.Clips(8.0).require_output(path, compare=True, force=True)
     if there not in ("o.mp4", "f/0000.png"):
-        Clips(8.0).require_output(path, compare=False, force=False)
+        media.Clips(8.0).require_output(path, compare=False, force=False)
 
 
 @pytest.mark.parametrize(("model", "fps"), [("wan", 16), ("cogvideox", 8), ("mochi", 30), ("hunyuan", 24), ("ltx", 24)])
@@ -144,7 +137,7 @@ def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fp
     """Plain, accelerated and side by side: the family's rate unless another is given."""
     rates = []
     monkeypatch.setattr(video, "write_clip", lambda clip, path, rate, folder=None: rates.append(rate))
-    clip, medium = np.zeros((5, 16, 16, 3), dtype=np.uint8), medium_of(tiny_pipeline(model))
+    clip, medium = np.zeros((5, 16, 16, 3), dtype=np.uint8), media.medium_of(tiny_pipeline(model))
     medium.write(clip, tmp_path / "o.mp4")
     medium.write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "o.mp4")
     assert rates == [fps] * 3
@@ -154,7 +147,7 @@ def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fp
 @pytest.mark.parametrize("compare", [False, True], ids=["alone", "compared"])
 def test_files_of_sound_are_files_of_the_run(tmp_path, name, holds, compare):
     """A run with sound writes exactly the files that it announces, and replaces none without --force."""
-    path, medium = tmp_path / name, Clips(8.0, 24_000)
+    path, medium = tmp_path / name, media.Clips(8.0, 24_000)
     clip, sound = np.zeros((5, 16, 16, 3), dtype=np.uint8), torch.zeros(2, 240)
     medium.require_output(path, compare=compare, force=False)
     files = medium.files(path, compare=compare)
@@ -176,7 +169,7 @@ def test_what_lies_beside_an_existing_folder_is_of_its_kind(tmp_path):
     """NAME decides once: if the folder `run.1` exists, the others are folders too, whatever their suffix."""
     (tmp_path / "run.1").mkdir()
     clip = np.zeros((5, 16, 16, 3), dtype=np.uint8)
-    Clips(8.0).write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "run.1")
+    media.Clips(8.0).write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "run.1")
     assert {path.name for path in tmp_path.iterdir()} == {"run.1", "run-plain.1", "run-compare.1", "run-strip.png"}
     assert len([*(tmp_path / "run-plain.1").iterdir()]) == len([*(tmp_path / "run-compare.1").iterdir()]) == 5
 
@@ -184,7 +177,7 @@ def test_what_lies_beside_an_existing_folder_is_of_its_kind(tmp_path):
 def test_sides_of_a_comparison_have_their_own_sound(tmp_path):
     """NAME-compare has the accelerated side's."""
     clip, plain, fast = np.zeros((5, 16, 16, 3), dtype=np.uint8), torch.full((1, 99), 0.5), torch.full((1, 99), 0.25)
-    medium = Clips(8.0, 24_000)
+    medium = media.Clips(8.0, 24_000)
     medium.write(clip, tmp_path / "o", fast)
     medium.write_comparison(clip, clip, ("plain", "accelerated"), tmp_path / "o", (plain, fast))
     levels = {file.name: read_sound(file)[0].max() for file in tmp_path.glob("*.wav")}
@@ -194,7 +187,7 @@ def test_sides_of_a_comparison_have_their_own_sound(tmp_path):
 def test_sound_at_an_unknown_rate_is_left_out_with_a_warning(tmp_path):
     clip = np.zeros((5, 16, 16, 3), dtype=np.uint8)
     with pytest.warns(UserWarning, match="sound is left out, because its sampling rate is unknown"):
-        assert Clips(8.0).write(clip, tmp_path / "o.mp4", torch.zeros(1, 240)) == [tmp_path / "o.mp4"]
+        assert media.Clips(8.0).write(clip, tmp_path / "o.mp4", torch.zeros(1, 240)) == [tmp_path / "o.mp4"]
     assert read_sound(tmp_path / "o.mp4") is None
 
 
@@ -211,12 +204,12 @@ def test_sound_at_an_unknown_rate_is_left_out_with_a_warning(tmp_path):
 def test_the_component_that_makes_sound_has_its_rate(components, rate):
     """The spectrograms of LTX-2 have a lower rate than its vocoder's sound."""
     parts = {name: config and SimpleNamespace(config=SimpleNamespace(**config)) for name, config in components.items()}
-    assert sampling_rate(SimpleNamespace(**parts)) == rate
+    assert media.sampling_rate(SimpleNamespace(**parts)) == rate
 
 
 def test_sound_alone_is_refused_before_a_run():
     with pytest.raises(UnsupportedError, match="LongCatAudioDiTPipeline makes sound alone, which only"):
-        medium_of(longcat_audio())
+        media.medium_of(longcat_audio())
 
 
 @pytest.mark.parametrize("is_video", [False, True], ids=["pictures", "clips"])

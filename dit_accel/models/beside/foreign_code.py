@@ -29,18 +29,9 @@ from dit_accel.loop.branch import BranchState
 from dit_accel.loop.conditioning import version_of
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models import hooks
 from dit_accel.models.beside.other_caches import place_of_definition
 from dit_accel.models.graphs.state import FOREIGN, HOOKS, NUMBERS, SEQUENCES, TORCHS_OWN
-from dit_accel.models.hooks import (
-    HOOK_NAME,
-    LIBRARIES,
-    find_hook,
-    is_compiled,
-    is_known,
-    is_known_class,
-    is_stateless,
-    own_forward,
-)
 from dit_accel.models.parallel.branches import is_shared
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
@@ -99,7 +90,7 @@ class ForeignCode:
         self._find()
         if not self._codes:
             return compute()
-        is_eager = not any(map(is_compiled, self._modules))  # a hook that is replaced would be compiled anew
+        is_eager = not any(map(hooks.is_compiled, self._modules))  # a hook that is replaced would be compiled anew
         with ExitStack() as watching:
             for code in self._codes:
                 if code.hooks is not None and is_eager:
@@ -160,7 +151,7 @@ class ForeignCode:
 
     def _form_now(self) -> list[Any]:
         held = [*map(vars, self._modules)]
-        filled = [hooks for item in held for key in (*HOOKS, "_modules") if (hooks := item[key])]
+        filled = [kept for item in held for key in (*HOOKS, "_modules") if (kept := item[key])]
         filled += [item["_diffusers_hook"].hooks for item in held if "_diffusers_hook" in item]
         replaced = [item.get(key) for item in held for key in ("forward", "processor")]
         classes = {type(module).forward: None for module in self._modules}
@@ -169,12 +160,12 @@ class ForeignCode:
 
 def _inside(transformer: nn.Module) -> Iterator[Code]:
     """Yield the code inside a transformer that is not the model's own, nor of a known library."""
-    own_packages = {*LIBRARIES, type(transformer).__module__.partition(".")[0]}
+    own_packages = {*hooks.LIBRARIES, type(transformer).__module__.partition(".")[0]}
     for name, module in transformer.named_modules():
         held, where = vars(module), name or type(transformer).__name__
-        forward = own_forward(module)
-        if name and not is_known_class(type(module), own_packages):
-            if not is_stateless(module):
+        forward = hooks.own_forward(module)
+        if name and not hooks.is_known_class(type(module), own_packages):
+            if not hooks.is_stateless(module):
                 yield Code(f"module {where} ({type(module).__name__})", (module,))
         elif _is_foreign(forward, own_packages):
             yield Code(f"forward of {where}, {place_of_definition(forward)},", (forward, module))
@@ -188,10 +179,10 @@ def _inside(transformer: nn.Module) -> Iterator[Code]:
         for hook in _hooks(module, is_whole=not name):
             if _is_foreign(hook):
                 yield Code(f"hook {type(hook).__name__} on {where}", (hook, module))
-        for hooks in (held[kind] for kind in HOOKS if name):
-            for place, hook in hooks.items():
+        for kept in (held[kind] for kind in HOOKS if name):
+            for place, hook in kept.items():
                 if _is_foreign(hook):
-                    yield Code(f"hook {place_of_definition(hook)} on {where}", (hook, module), hooks, place, False)
+                    yield Code(f"hook {place_of_definition(hook)} on {where}", (hook, module), kept, place, False)
 
 
 def _hooks(module: nn.Module, *, is_whole: bool) -> list[Any]:
@@ -199,30 +190,32 @@ def _hooks(module: nn.Module, *, is_whole: bool) -> list[Any]:
     registry = vars(module).get("_diffusers_hook")
     order = [] if registry is None else registry._hook_order
     if is_whole:
-        return [registry.hooks[name] for name in order[: order.index(HOOK_NAME)]] if find_hook(module) else []
+        return (
+            [registry.hooks[name] for name in order[: order.index(hooks.HOOK_NAME)]] if hooks.find_hook(module) else []
+        )
     found = [registry.hooks[name] for name in order]
     return [*found, vars(module)["_hf_hook"]] if hasattr(module, "_hf_hook") else found
 
 
-def _is_foreign(code: Any, packages: Any = LIBRARIES) -> bool:
+def _is_foreign(code: Any, packages: Any = hooks.LIBRARIES) -> bool:
     """Return True if a function, processor or hook is of no known package, and not declared stateless."""
-    if code is None or is_stateless(code):
+    if code is None or hooks.is_stateless(code):
         return False
     if not isinstance(code, FUNCTIONS):
         call = next((vars(cls)["__call__"] for cls in type(code).__mro__ if "__call__" in vars(cls)), None)
-        return not is_known_class(type(code), packages) or _is_foreign(call, packages)
+        return not hooks.is_known_class(type(code), packages) or _is_foreign(call, packages)
     if isinstance(code, partial):
         return _is_foreign(code.func, packages)
     if isinstance(code, BuiltinFunctionType):
         return isinstance(code.__self__, (dict, *SEQUENCES))  # such as a list's append
     wrapped = getattr(code, "__wrapped__", None)  # as in torch.no_grad()(function)
-    return not is_known(code, packages) or _is_foreign(wrapped, packages)
+    return not hooks.is_known(code, packages) or _is_foreign(wrapped, packages)
 
 
 def _watch(code: Code) -> Callable[[], None]:
     """Watch a torch hook's calls until the returned function is called."""
     assert code.hooks is not None
-    hooks, hook = code.hooks, code.hooks[code.place]
+    kept, hook = code.hooks, code.hooks[code.place]
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         tensors = [item for item in pytree.tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
@@ -232,10 +225,10 @@ def _watch(code: Code) -> Callable[[], None]:
         return returned
 
     def stop() -> None:
-        if hooks.get(code.place) is watched:  # the hook may have removed itself
-            hooks[code.place] = hook
+        if kept.get(code.place) is watched:  # the hook may have removed itself
+            kept[code.place] = hook
 
-    hooks[code.place] = watched
+    kept[code.place] = watched
     return stop
 
 
@@ -313,7 +306,7 @@ def _variables(function: Any) -> list[Any]:
     if not isinstance(function, FunctionType):
         return [getattr(function, "__func__", None), function.__self__]
     held = vars(function)
-    if is_known(function, LIBRARIES):
+    if hooks.is_known(function, hooks.LIBRARIES):
         return [held.get("__wrapped__")]
     names = [*dict.fromkeys(_names(function.__code__))]
     named = [function.__globals__[name] for name in names if name in function.__globals__]
@@ -336,7 +329,7 @@ def _unbound(value: Any) -> Any:
 
 
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in (*LIBRARIES, *FOREIGN)
+    return module.partition(".")[0] in (*hooks.LIBRARIES, *FOREIGN)
 
 
 def _identity(item: Any) -> Any:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
-from dit_accel.loop.conditioning import version_of
-
 HOST = torch.device("cpu")
-SAMPLES = 512  # values of a tensor that are compared; merging an adapter changes nearly all values
 STAY = "The weights of linear layers stay on the host: call pipe.to('cpu') before you use the pipeline"
 
 
@@ -119,15 +115,3 @@ class HostWeights(dict[nn.Module, HostWeight]):
             raise
         finally:
             self.clear()
-
-
-def state_of(layer: nn.Linear) -> list[tuple[Any, ...]]:
-    """Return address, version and some values of a layer's weight and bias; a merged LoRA changes no version."""
-    tensors = [item for item in (layer.weight, layer.bias) if item is not None]
-    samples = [item.detach().flatten()[:: item.numel() // SAMPLES + 1].clone() for item in tensors]
-    return [(item.data_ptr(), version_of(item), part) for item, part in zip(tensors, samples, strict=True)]
-
-
-def is_same_state(state: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
-    pairs = zip(state, other, strict=True)
-    return all(before[:2] == now[:2] and torch.equal(before[2], now[2]) for before, now in pairs)

@@ -10,16 +10,7 @@ from torch.utils import _pytree as pytree
 from dit_accel.loop.branch import Call
 from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.loop.torch_modes import watches_all_calls
-from dit_accel.models.hooks import (
-    LINEAR_HOOK,
-    Hook,
-    find_hook,
-    is_compiled,
-    is_known,
-    is_known_class,
-    is_stateless,
-    runs_known_code,
-)
+from dit_accel.models import hooks
 from dit_accel.models.stored_weights import is_readable
 from dit_accel.presets import Preset
 
@@ -62,16 +53,16 @@ def why_not_output(output: Any) -> str | None:
 def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | None:
     """Return why a module of a transformer on a device can't be captured, or None; without a name, the transformer."""
     where, registry = name or type(module).__name__, vars(module).get("_diffusers_hook")
-    hooks = () if registry is None else registry.hooks.values()
-    varies = any(not isinstance(hook, Hook) and type(hook).__name__ not in PARALLEL_HOOKS for hook in hooks)
+    around_it = () if registry is None else registry.hooks.values()
+    varies = any(not isinstance(hook, hooks.Hook) and type(hook).__name__ not in PARALLEL_HOOKS for hook in around_it)
     around = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     if not name:  # they run before and after the graph
-        around = [hook for hook in around if not is_stateless(hook)]
+        around = [hook for hook in around if not hooks.is_stateless(hook)]
     if varies or around or hasattr(module, "_hf_hook"):
         return f"{where} carries hooks (offload, layerwise casting, …)"
-    if is_compiled(module):
+    if hooks.is_compiled(module):
         return f"{where} is compiled"
-    linear = find_hook(module, LINEAR_HOOK)
+    linear = hooks.find_hook(module, hooks.LINEAR_HOOK)
     unread = module.weight if linear is not None and module in linear.linears.on_host else None
     for item in (*module._parameters.values(), *module._buffers.values()):
         if item is not None and item is not unread and (not is_readable(item) or item.device != device):
@@ -82,9 +73,9 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
 def why_not_known(name: str, module: nn.Module) -> str | None:
     """Return why a module may behave differently in each step, which a graph would not, or None."""
     where, processor = name or type(module).__name__, getattr(module, "processor", None)
-    if not runs_known_code(module):
+    if not hooks.runs_known_code(module):
         return f"{where} runs a forward that is not diffusers' own, and may differ from step to step"
     kind = type(processor)
-    if processor is not None and not (is_known_class(kind) and is_known(kind.__call__)):
+    if processor is not None and not (hooks.is_known_class(kind) and hooks.is_known(kind.__call__)):
         return f"the attention processor of {where} is not diffusers' own, and may differ from step to step"
     return None

@@ -144,6 +144,8 @@ class ModelState:
             self._modules.setdefault(keys, {})[name] = held
             self._take_class(type(item))
             for key in (*HOOKS, *OF_TENSORS, "_modules"):
+                if item is self._model and key in HOOKS:  # they run before and after the graph
+                    continue
                 if not held[key]:
                     self._empty.append(held[key])
                 elif key in OF_TENSORS:

@@ -254,19 +254,20 @@ class StepGraphs:
             return self._refusals[report]
         if report is not self._run:
             self._run, self._changes = report, 0
-        changed = None
-        if self._state is not None and (changed := self._state.change()) is None:
+        changed, model = None, self._driver.transformer
+        is_bare = self._state is not None and why_not_module("", model, device) is None  # no new hook lies around it
+        if is_bare and (changed := self._state.change()) is None:
             return None
         self.clear()
         self._changes += changed is not None
-        for name, module in self._driver.transformer.named_modules():
+        for name, module in model.named_modules():
             reason = why_not_module(name, module, device)
             if reason is None and self._wanted == "auto":
                 reason = why_not_known(name, module)
             if reason is not None:
                 self._refusals[report] = reason
                 return reason
-        self._state = ModelState(self._driver.transformer)
+        self._state = ModelState(model)
         return None if changed is None or self._changes < 2 else f"{changed} changes from step to step"
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
