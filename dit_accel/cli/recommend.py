@@ -48,6 +48,6 @@ def command(options: RecommendOptions) -> None:
     )
     typer.echo(f"{found.model.name}: {found.model.title}\n")
     for preset, use in (("preset", "use it as"), *found.choices):
-        typer.echo(f"{preset:<12}{use}")
+        typer.echo(f"{preset:<14}{use}")
     notes = "\n".join(f"- {note}" for note in found.notes)
     typer.echo(f"\n{notes}\n\n{found.python}\n{found.shell}".rstrip())

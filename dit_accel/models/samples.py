@@ -94,8 +94,7 @@ def why_not_divisible(arguments: dict[str, Any]) -> str | None:
             if len(value) not in (1, batch):
                 return f"argument {name} has {len(value)} entries in a batch of {batch}"
             continue
-        leaves = pytree.tree_leaves(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         if name not in BATCHED and (tensors or isinstance(value, (list, tuple, dict))):
             return f"argument {name} is unknown and may or may not have one entry per sample"
         for tensor in tensors:

@@ -52,7 +52,7 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
 
 
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
-    """Load a pipeline, still plain (but for ``linear.weights: host``); return it, its output form, and its preset."""
+    """Load a pipeline, plain but for weights that wait on the host; return it, its output form, and its preset."""
     from dit_accel import accelerate_pipeline, parallelize_pipeline
     from dit_accel.pipeline import preset_for
 
@@ -60,7 +60,7 @@ def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips
         return None if setup.preset == "none" else preset_for(pipe, setup.preset, **setup.overrides)
 
     def keep_on_host(pipe: Any) -> None:
-        if (preset := preset_of(pipe)) is not None and preset.linear.weights == "host":
+        if (preset := preset_of(pipe)) and preset.linear.dtype and preset.linear.weights != "device":
             accelerate_pipeline(pipe, preset)
 
     place = join(setup.degrees, setup.loading.device)

@@ -5,7 +5,7 @@
     python -m scripts.bench.recommended --tiny                        # the same calls on the CPU, where nothing moves
 
 The process may allocate no more than such a card leaves. A row has the peak by count and the measured one. Calls have
-at most eight steps, after one on the whole GPU that loads kernels; the seconds of all steps are calculated from them.
+at most eight steps, after two on the whole GPU that load kernels; the seconds of all steps are calculated from them.
 """
 
 import argparse
@@ -13,7 +13,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,26 +46,34 @@ def main() -> int:
 
 def run_model(name: str, options: argparse.Namespace, device: torch.device, deadline: float) -> Iterator[Row]:
     """Yield a row for each card, the largest first; a placement that left room for a smaller one is not run again."""
-    case, placed, row = CASES[name], [], {}
+    case, row = CASES[name], {}
     limit_memory(device, None)
     pipe = build(case, tiny=options.tiny)
     pipe.vae.to(pipe.transformer.dtype)  # as the lines load it
-    call_of(accelerate_pipeline(pipe, "balanced", schedule=TIMED), case, 3, tiny=options.tiny)
-    for card in options.cards:
-        facts = placement(case, card)
-        lines, limit = facts["lines"], int(card) - CONTEXT
+    cards = [placement(case, card) for card in options.cards]
+    for preset in dict.fromkeys(facts["preset"] for facts in cards):
+        call_of(accelerate_pipeline(pipe, preset, schedule=TIMED), case, 2, tiny=options.tiny)
+    for facts in cards:
+        lines, limit = facts["lines"], facts["card_gib"] - CONTEXT
         if row.get("lines") != lines or (row.get("reserved_gib") or 0) > limit:
             row = {}
         if not row and lines and time.monotonic() < deadline:
             try:
-                restore_pipeline(pipe)
                 limit_memory(device, None)
-                if lines != placed and device.type == "cuda":
+                restore_pipeline(pipe)
+                if device.type == "cuda":
                     pipe.remove_all_hooks()
-                    for line in lines:
-                        exec(line, {"pipe": pipe, "torch": torch})
-                placed = lines
-                accelerate_pipeline(pipe, facts["preset"], schedule=facts["schedule"])
+                accelerate = partial(accelerate_pipeline, schedule=facts["schedule"])
+                for line in lines:
+                    if device.type == "cuda" or line.startswith("dit_accel"):
+                        exec(
+                            line,
+                            {
+                                "pipe": pipe,
+                                "torch": torch,
+                                "dit_accel": SimpleNamespace(accelerate_pipeline=accelerate),
+                            },
+                        )
                 limit_memory(device, limit)
                 row = facts | call_of(pipe, case, FEW_STEPS, tiny=options.tiny)
             except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find
@@ -74,7 +84,7 @@ def run_model(name: str, options: argparse.Namespace, device: torch.device, dead
 def placement(case: Case, card: str) -> Row:
     """Return the recommended preset and lines for a card, no lines if the pipeline does not fit, and the peak."""
     found = recommend(case.model, gpu=GPUS[card], **dict(zip(("height", "width", "frames"), case.size, strict=True)))
-    lines = [line for line in found.python.splitlines() if line.startswith("pipe.")]
+    lines = [line for line in found.python.splitlines() if line.startswith(("pipe.", "dit_accel."))]
     facts = {"card_gib": int(card), "preset": found.choices[0][0], "lines": lines, "counted_gib": found.gib}
     return facts | {"schedule": TIMED if case.calls[0].schedule else {}}
 

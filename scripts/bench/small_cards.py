@@ -8,7 +8,7 @@ The process may allocate no more than a card of 24, 16 or 12 GiB leaves. The GPU
 on a slower card both a computed step and the transfer of weights take longer. Text encoders and autoencoder are left
 out, because they are not on the GPU while steps run. Weights are in bf16, stored in float8 by diffusers (`cast`), in
 int8 or float8 by torchao, or in 4 bits: as of a .gguf file (`q4`) or by bitsandbytes (`nf4`). With the way `linear` the
-layers of `balanced` run in float8, while their weights wait on the host.
+layers of `balanced` run in float8, while weights that would fill the card wait on the host.
 
 A few computed and forecast steps are timed, at fixed places, because errors of forecasts mean nothing with random
 weights. The seconds of the whole denoising are calculated from their medians, for as many computed steps as in
@@ -107,7 +107,10 @@ def measure_way(bench: Bench, case: Case, facts: Row, way: str, steps: int, dead
     """Yield a row for each card, first accelerated, then plain; group offload is enabled once for all of them."""
     device = torch.device("cuda", 0) if bench.device.type == "cuda" else bench.device
     started = time.perf_counter()
-    layers = {"linear": {"dtype": "float8", "weights": "host"}} if way == "linear" else {}
+    layers = {"linear": {"dtype": "float8"}} if way == "linear" else {}
+    if layers:
+        bench.transformer.to("cpu")  # as it is loaded: the memory decides where weights wait
+        limit_memory(device, CARDS[0] - CONTEXT)
     accelerate_pipeline(bench, "balanced", schedule=TIMED, **layers)
     try:
         with WAYS[way](bench.transformer, device):

@@ -343,6 +343,22 @@ def test_weights_go_to_the_host_where_memory_is_short(monkeypatch, pipe, gpu, ho
     assert bool(linears_of(pipe).on_host) == waits
 
 
+@pytest.mark.parametrize("free, waits", [(1.34, False), (1.33, True)])
+def test_weights_that_would_fill_a_gpu_never_go_there(monkeypatch, pipe, free, waits):
+    """A quarter of the memory stays free; offload in groups moves weights by itself."""
+    int8 = {"linear.dtype": "int8"}
+    linears = linears_of(accelerate_pipeline(pipe, "exact", **int8))
+    taken = sum(layer.weight.nbytes for layer in linears.all_layers)
+    taken += sum(layer.weight.numel() for layer in linears.layers.values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(quantized_linears, "read_memory", lambda *_, empties: FreeMemory(*2 * [int(free * taken)]))
+    assert bool(linears_of(accelerate_pipeline(pipe, "exact", **int8)).on_host) == waits
+    restore_pipeline(pipe)
+    apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)
+    assert not linears_of(accelerate_pipeline(pipe, "exact", **int8)).on_host
+
+
 def test_what_moves_weights_of_its_own_is_refused(pipe):
     with pytest.raises(PresetError, match="weights has no effect without a dtype"):
         accelerate_pipeline(pipe, "exact", **{"linear.weights": "host"})

@@ -175,8 +175,9 @@ def test_weights_that_wait_on_the_host_never_move(monkeypatch, folder, console):
         overrides = {"linear.dtype": "int8", "linear.weights": weights}
         pipe, _, preset = open_pipeline(Setup(str(folder), "exact", overrides), console)
         assert (preset.linear.weights, hasattr(pipe, "dit_accel")) == (weights, weights == "host")
+    assert hasattr(open_pipeline(Setup(str(folder), "exact-8bit"), console)[0], "dit_accel")  # memory decides
     assert not hasattr(open_pipeline(Setup(str(folder), "none"), console)[0], "dit_accel")
-    assert moved == [True, False, False]
+    assert moved == [True, False, True, False]
 
 
 def test_a_command_keeps_weights_on_the_host(run, folder, tmp_path):

@@ -114,7 +114,9 @@ class QuantizedLinears:
             )
         self._place = section.weights
         self.all_layers = [*self.layers.values(), *roundable(transformer, section, modulations=True).values()]
-        if self._place == "host" and any(find_hook(module, OFFLOAD_HOOK) for module in transformer.modules()):
+        self._bytes = sum(layer.weight.nbytes for layer in self.all_layers)
+        self._transformer = transformer
+        if self._place == "host" and not self._can_wait():
             raise UnsupportedError(
                 f"linear.weights 'host' keeps weights on the host, and group offload of {type(transformer).__name__} "
                 "moves them to the GPU: leave one of them out"
@@ -122,7 +124,6 @@ class QuantizedLinears:
         device = next(iter(self.layers.values())).weight.device
         self.dtype = dtype_for(section, device)
         require_capability(self.dtype, device)
-        self._transformer = transformer
         self._note = note
         self._moved = moved
         self._run: object = None
@@ -151,8 +152,10 @@ class QuantizedLinears:
                 self._together[layers] = earlier._together[layers]
 
     def attach(self) -> None:
-        """Move the weights to the host, if they wait there by the preset, or have so far."""
-        if self._place == "host" or self.on_host:
+        """Move the weights to the host, if they wait there by the preset, have so far, or would fill the GPU."""
+        gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else self._device
+        arrives = self._device != gpu and self._can_move and self._can_wait()  # with `pipe.to("cuda")`
+        if self._place == "host" or self.on_host or (arrives and self._is_short(gpu, self._bytes)):
             self.on_host.attach()
 
     @contextmanager
@@ -168,7 +171,7 @@ class QuantizedLinears:
     def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
         """Choose how the call runs, and round the weights again if a new run has begun or they have changed."""
         self._kind, slower, self.dtype = kind, self._trial.slower(kind), dtype_for(self._section, self._device)
-        if not self._can_move and run is not self._run and run is not self._crowded and self._is_short():
+        if not self._can_move and run is not self._run and run is not self._crowded and self._is_short(self._device):
             self._crowded = run
             self._note(CROWDED)
         if slower is not None and self._remarked is not run:
@@ -226,33 +229,35 @@ class QuantizedLinears:
 
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
-        if self.on_host or self._is_short():
-            if any(is_compiled(module) or find_hook(module, OFFLOAD_HOOK) for module in self._transformer.modules()):
+        if self.on_host or self._is_short(self._device):
+            if self._can_wait():
+                self.on_host.attach()
+            else:
                 for layer in [*self.on_host]:
                     self.need_weight(layer)
-            else:
-                self.on_host.attach()
         used = {layer for layers in self._together for layer in layers}
-        unused = (layer for layer in self.on_host if layer not in used)
-        self._ready = {layer: self._round(layer, self.on_host.device_of(layer)) for layer in unused}
+        self._ready = {
+            layer: self._round(layer, held.device) for layer, held in self.on_host.items() if layer not in used
+        }
 
-    def _is_short(self) -> bool:
-        """Return True if weights must leave a GPU whose memory rounded ones would fill, and the host has room."""
-        weights = [layer.weight for layer in self.layers.values()]
-        if self._place != "auto" or self._weights or weights[0].device.type not in MEASURED:
+    def _is_short(self, device: torch.device, arriving: int = 0) -> bool:
+        """Return True if rounded weights, and bytes that arrive, would fill a GPU that the others can leave."""
+        if self._place != "auto" or self._weights or device.type not in MEASURED:
             return False
-        rounded = sum(weight.numel() for weight in weights)
-        readings = (read_memory(weights[0].device, empties=empties) for empties in (False, True))  # the second is slow
-        is_full = all(is_short(memory, rounded) for memory in readings)
-        moved = sum(layer.weight.nbytes for layer in self.all_layers)
-        return is_full and not (self._can_move and is_short(read_host_memory(), moved))
+        taken = arriving + sum(layer.weight.numel() for layer in self.layers.values())
+        readings = (read_memory(device, empties=empties) for empties in (False, True))  # the second is slow
+        is_full = all(is_short(memory, taken) for memory in readings)
+        return is_full and not (self._can_move and is_short(read_host_memory(), self._bytes - arriving))
+
+    def _can_wait(self) -> bool:
+        """Return True if weights may wait on the host: they are not compiled in or moved by group offload."""
+        return not any(is_compiled(item) or find_hook(item, OFFLOAD_HOOK) for item in self._transformer.modules())
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""
         self._run = None
         self._turns.end()
-        waiting = [layers for layers in self._weights if any(layer in self.on_host for layer in layers)]
-        self._weights = {layers: self._weights[layers] for layers in waiting}
+        self._weights = {layers: held for layers, held in self._weights.items() if any(map(self.on_host.get, layers))}
 
     def free(self) -> None:
         self._run = None

@@ -43,9 +43,10 @@ class Lines:
             lines.append(f"pipe.load_lora_weights({_literal(place)}, adapter_name={_literal(adapter)}{rest})")
         lines += [f"pipe.set_adapters({json.dumps(adapters)}, {list(self.loras.values())})"] if adapters else []
         way = "modular" if model.is_modular and self.plan.way == "model" else "python"
-        lines.append(WAYS[self.plan.way][way].format(self.device))
-        lines += ["pipe.vae.enable_tiling()"] if self.plan.in_tiles else []
-        lines.append(f'dit_accel.accelerate_pipeline(pipe, "{self.preset}")')
+        weights = ', linear={"weights": "host"}' if self.plan.in_8_bits else ""
+        placed = [WAYS[self.plan.way][way].format(self.device), *["pipe.vae.enable_tiling()"] * self.plan.in_tiles]
+        accelerated = [f'dit_accel.accelerate_pipeline(pipe, "{self.preset}"{weights})']
+        lines += accelerated + placed if weights else placed + accelerated  # first: in bf16 it does not fit
         lines += [f"dit_accel.parallelize_pipeline(pipe, {self.sharing})"] if self.sharing else []
         for name in model.inputs:
             loader = "load_video" if "video" in name else "load_image"
@@ -58,11 +59,12 @@ class Lines:
     def shell(self) -> str:
         if self.why_no_shell():
             return ""
-        words = ["dit-accel", "generate", "--compare"]
+        words = ["dit-accel", "generate", *([] if self.plan.in_8_bits else ["--compare"])]  # whose plain run is in bf16
         if self.sharing:
             words = ["torchrun", "--nproc-per-node", str(self.gpus), "-m", "dit_accel", "generate"]
             words += ["--parallel", self.sharing]
         words += ["--model", self._source, "--preset", self.preset]
+        words += ["--set", "linear.weights=host"] if self.plan.in_8_bits else []
         for name in self.model.inputs:
             words += ["--image", _file(name)] if name == "image" else ["--call", f"{name}={_file(name)}"]
         for name, value in self.call.items():

@@ -1,13 +1,13 @@
 """Count the memory that a pipeline takes on a GPU, by component, and choose what waits in host memory.
 
-The parameters of published models stand in ``models.json``, in billions; those of a local pipeline are read from its
-files. The peaks of autoencoders are rows of ``docs/results/decoding.json``.
+``models.json`` has billions of parameters, and peaks of autoencoders, which are rows of ``docs/results/decoding.json``.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ TEXT = 512  # tokens
 DECODING = 1.2  # of the measured peak of an autoencoder, for latents and prompts in a whole call (recommended.json)
 BY_FRAME = 1.5  # the same if one frame is decoded after another: the first decode is compared, and keeps frames twice
 RESULTS = 4 * 6 / 2**30  # GiB per pixel of the copies of a result that tiles are joined in
+EIGHT_BITS = 0.53  # share of its bytes in bf16 that a transformer with layers in 8 bits has, at most
 STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
 TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
 PROMPT = 0.5  # GiB of the features of a prompt
@@ -35,6 +36,7 @@ class Placement(NamedTuple):
     way: str = "whole"  # in WAYS
     in_tiles: bool = False  # the autoencoder decodes in tiles
     gib: float | None = None  # peak by count; None = unknown
+    in_8_bits: bool = False  # layers run in 8 bits, and their weights wait in host memory
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,18 @@ class Footprint:
             return max(largest + self.step, *(text + PROMPT for text in self.texts), decoding_alone)
         return max(TWO_BLOCKS * largest + self.step, LAYER, decoding_alone)
 
-    def plan(self, card: Card) -> Placement | None:
-        """Return the fastest plan that fits a card; None = no plan does. Decoding is in tiles if it never fits."""
+    def plan(self, card: Card, *, rounds: bool = False) -> Placement | None:
+        """Return the fastest plan that fits a card, which may round layers; None = no plan does.
+
+        Decoding is in tiles if it never fits. Group offload does not move weights in 8 bits.
+        """
         if card.memory_gib is None:
             return Placement()
-        for in_tiles, decoding in enumerate(self.decoding):
-            for way in WAYS:
-                if (gib := self.needed(way, decoding)) <= card.memory_gib - RESERVED:
-                    return Placement(way, bool(in_tiles), gib)
+        smaller = replace(self, transformers=tuple(EIGHT_BITS * gib for gib in self.transformers))
+        for (in_tiles, decoding), way, in_8_bits in product(enumerate(self.decoding), WAYS, (False, rounds)):
+            gib = (smaller if in_8_bits else self).needed(way, decoding)
+            if gib <= card.memory_gib - RESERVED and not (in_8_bits and way == "group"):
+                return Placement(way, bool(in_tiles), gib, in_8_bits)
         return None
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ ARGUMENTS = {"steps": "num_inference_steps", "frames": "num_frames"}  # of a pip
 MEASURED = "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosing.md; for your model, use --compare."
 UNCOUNTED = "The sizes of this model are not known, so its memory is not counted; its folder after --model has them."
 PACKED = "Weights in 4 bits run as they are (docs/reference/concepts.md, What works with it)."
+SMALLER = "first choice: 8 bits fit this GPU; small details change"
 ANY = "The presets run on any transformer that takes a timestep (docs/reference/transformers.md), but not on a UNet."
 
 
@@ -76,17 +77,18 @@ def recommend(
     steps = steps or next((number for _, number in names if number), None) or _default_steps(identity, few=few)
     is_packed = FOUR_BITS.search(model.lower()) is not None
     memory = count(identity, (height, width, frames), few=few, quantized=quantized or is_packed)
-    plan, on_memory = _planned(memory, card)
+    fuses = card is None or (card.capability or (0, 0)) >= (8, 0)
+    rounds = card is not None and fuses and not (quantized or is_packed)
+    plan, on_memory = _planned(memory, card, rounds=rounds and gpus == 1 and not identity.is_modular)
     if plan is not None and plan.way == "group" and identity.is_modular:  # whose blocks diffusers does not offload
         counted = on_memory.partition(", so ")[0]
         plan, on_memory = None, f"{counted}, which is too little even with offloading of whole components."
     sharing, on_sharing = _shared(identity, gpus, plan, few=few)
     kind = "choices" if steps is None or steps > NOTHING_TO_SKIP else "choices_for_few_steps"
-    fuses = card is None or (card.capability or (0, 0)) >= (8, 0)
-    in_8_bits = TABLE["in_8_bits"][kind] if card and fuses and not (quantized or is_packed or identity.is_video) else []
-    choices = TABLE[kind] + in_8_bits
-    notes = (MEASURED, *_on_steps(steps, few=few, is_packed=is_packed), *on_sharing, on_memory)
-    notes += (PACKED,) if is_packed else ()
+    choices = TABLE[kind] + (TABLE["in_8_bits"][kind] if rounds and not identity.is_video else [])
+    if plan is not None and plan.in_8_bits:
+        choices = [(f"{choices[0][0]}-8bit", SMALLER), (choices[0][0], "the same in bf16"), *choices[1:]]
+    notes = (MEASURED, *_on_steps(steps, few=few, is_packed=is_packed), *on_sharing, on_memory, *[PACKED] * is_packed)
     if card is not None and not fuses:
         notes += (f"Fused kernels don't run on the {card.title}, so steps are computed by plain torch.",)
     if plan is None:
@@ -130,7 +132,7 @@ def _on_lines(lines: Lines) -> tuple[str, ...]:
     return (*notes, *([f"Replace {' and '.join(model.inputs)} by your files."] if model.inputs else []))
 
 
-def _planned(memory: Footprint | None, card: Card | None) -> tuple[Placement | None, str]:
+def _planned(memory: Footprint | None, card: Card | None, *, rounds: bool) -> tuple[Placement | None, str]:
     """Return how the pipeline fits the card, all of it if that is unknown, and a note; None = it does not fit."""
     if memory is None:
         return Placement(), UNCOUNTED
@@ -140,10 +142,14 @@ def _planned(memory: Footprint | None, card: Card | None) -> tuple[Placement | N
     if card is None or card.memory_gib is None:
         return Placement(), f"{counted} Your GPU's memory is not known." if card else counted
     counted = f"{counted} The {card.title} has {card.memory_gib - RESERVED:g}"
-    if (plan := memory.plan(card)) is None:
+    if (plan := memory.plan(card, rounds=rounds)) is None:
         return None, f"{counted}, which is too little even with offloading: use another GPU, or a smaller size."
-    tiles = "; the autoencoder decodes in tiles" if plan.in_tiles else ""
-    return plan, f"{counted}, so {WAYS[plan.way]['reason']}{tiles}."
+    reason = f"{'with layers in 8 bits ' * plan.in_8_bits}{WAYS[plan.way]['reason']}"
+    reason += "; the autoencoder decodes in tiles" if plan.in_tiles else ""
+    if plan.in_8_bits:
+        plain = memory.plan(card)
+        reason += f"; in bf16 {f'use --offload {plain.way}' if plain else 'it does not fit'}"
+    return plan, f"{counted}, so {reason}."
 
 
 def _shared(model: Identity, gpus: int, plan: Placement | None, *, few: bool) -> tuple[str | None, list[str]]:

@@ -42,8 +42,7 @@ class Site:
     first_frame_apart: bool = False  # whether any token order must keep the tokens of a video's first frame first
 
     def places(self, order: str) -> torch.Tensor:
-        """Return the indices, int64 ``[S]``, that sort a video's tokens into an order of
-        :mod:`dit_accel.sparse.token_order`, as ``x[:, places]``."""
+        """Return the indices, int64 ``[S]``, that sort a video's tokens into an order, as ``x[:, places]``."""
         places = torch.arange(self.layout.tokens)
         if self.grid is not None:
             start = self.layout.vision_start

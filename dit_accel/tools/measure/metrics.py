@@ -122,10 +122,9 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
     """Relative L2 error ``‖estimate − reference‖ / ‖reference‖`` over all values; 0 for equal tensors."""
     first, second = as_array(estimate).astype(np.float64), as_array(reference).astype(np.float64)
     require_same_shape(first, second)
-    distance = float(np.linalg.norm(first - second))
+    distance, norm = (float(np.linalg.norm(values)) for values in (first - second, second))
     if distance == 0.0:
         return 0.0
-    norm = float(np.linalg.norm(second))
     return math.inf if norm == 0.0 else distance / norm
 
 
@@ -211,9 +210,7 @@ def _luma(image: np.ndarray) -> np.ndarray:
     if image.ndim == 2:
         return image
     if image.ndim != 3 or image.shape[-1] not in (1, 3, 4):
-        raise ShapeError(
-            f"ssim compares single images of 1, 3 or 4 channels, got shape {list(image.shape)} (channels last)"
-        )
+        raise ShapeError(f"ssim compares single images of 1, 3 or 4 channels, the last axis, got {list(image.shape)}")
     return image[..., 0] if image.shape[-1] == 1 else image[..., :3] @ LUMA
 
 

@@ -31,22 +31,15 @@ STEP_COLOURS = {"computed": "#0072B2", "forecast": "#BFD9E6"}
 STEP_KINDS = {"full": "computed", "update": "computed", "dispatch": "forecast"}  # of the modes
 SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 SERIES_MARKERS = "osD^vP*"
-WELL_KNOWN = (
-    "FirstBlockCache",
-    "SeaCache",
-    "TaylorSeer lite (diffusers)",
-    "DBCache + TaylorSeer (cache-dit)",
-    "fewer steps, UniPC",
-)
+WELL_KNOWN = ("FirstBlockCache", "SeaCache", "TaylorSeer lite (diffusers)", "DBCache + TaylorSeer (cache-dit)")
+WELL_KNOWN += ("fewer steps, UniPC",)
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
 SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of heat maps
 
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
-    """Plot a run: time of each computed and forecast step, and the measured errors of forecasts and, with a probe, of
-    attention.
-    """
+    """Plot the time of each step, and the measured errors of forecasts and, with a probe, of attention."""
     figure = new_figure(9.0, 4.6)
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
     milliseconds = [1000 * step.seconds for step in report.steps]

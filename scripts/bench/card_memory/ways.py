@@ -41,5 +41,5 @@ WAYS: dict[str, Callable] = {
     "model": _model,
     "block": partial(_groups, kind="block"),
     "leaf": partial(_groups, kind="leaf"),
-    "linear": lambda transformer, device: nullcontext(),
+    "linear": lambda transformer, device: nullcontext(transformer.to(device)),
 }

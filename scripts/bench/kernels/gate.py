@@ -235,8 +235,7 @@ def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str
 
     def step(attention: str, others: str) -> None:
         plan = kernels.lower(inputs.symbols, backend=others)
-        q = kernels.gemm_q(x, weight, None, plan, backend=others)
-        o = kernels.attention(q, k, v, plan, backend=attention)
+        o = kernels.attention(kernels.gemm_q(x, weight, None, plan, backend=others), k, v, plan, backend=attention)
         kernels.gemm_o_dispatch(o, weight, plan, stack, WEIGHTS, backend=others)
 
     rows = []

@@ -80,5 +80,4 @@ def sparse_cases(dense: Case, sizes: Sizes) -> Iterator[tuple[str, Case]]:
     wanted = [(kind, s) for kind in ("rows", "tiles", "both") for s in sizes.sparsities if s > 0]
     for kind, sparsity in sorted(wanted + list(sizes.further.get(dense.tokens, ())), key=lambda pair: pair[1]):
         density = (1 - sparsity) ** 0.5 if kind == "both" else 1 - sparsity
-        changes = ("rows", "tiles") if kind == "both" else (kind,)
-        yield kind, replace(dense, **dict.fromkeys(changes, density))
+        yield kind, replace(dense, **dict.fromkeys(("rows", "tiles") if kind == "both" else (kind,), density))

@@ -18,8 +18,7 @@ CARD_GIB = 16
 def weights_on_host(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time int8 layers whose weights move from the GPU to the host, and a transformer that never fits on its GPU."""
     run = "exact, int8 layers, weights on the host"
-    row = bench.accelerated(run, ON_HOST, 6, warm=2)
-    yield row | {"relative_error": bench.relative_error(ON_HOST)}
+    yield bench.accelerated(run, ON_HOST, 6, warm=2) | {"relative_error": bench.relative_error(ON_HOST)}
     yield bench.accelerated(f"{run}, CUDA graphs", load_preset(ON_HOST, **{"kernels.graphs": "always"}), 8, warm=4)
     yield _accelerated_before_it_moves(bench, f"{run}, {CARD_GIB} GiB")
 

@@ -37,8 +37,7 @@ def limit_memory(device: torch.device, gib: float | None) -> None:
         return
     gc.collect()
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    share = 1.0 if gib is None else min(gib * 2**30 / total, 1.0)
+    share = 1.0 if gib is None else min(gib * 2**30 / torch.cuda.get_device_properties(device).total_memory, 1.0)
     torch.cuda.set_per_process_memory_fraction(share, device.index)  # torch refuses a device without an index
     torch.cuda.reset_peak_memory_stats()
 

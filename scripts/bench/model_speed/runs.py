@@ -89,8 +89,7 @@ def flashomni_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 def papers(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time computed steps of the other papers' methods at their published densities; the first steps make the masks."""
     family, model = bench.model.family, load_preset(bench.model.tiles).model
-    sparge = load_preset(f"{family}-sparge")
-    yield bench.accelerated("SpargeAttn", sparge, 5, tiles=SPARGE_TILES[family])
+    yield bench.accelerated("SpargeAttn", load_preset(f"{family}-sparge"), 5, tiles=SPARGE_TILES[family])
     with tempfile.TemporaryDirectory() as folder:
         file = _random_checkpoint(bench, folder, "proj_l")
         yield bench.accelerated("SLA", load_preset("wan21-sla", model=model, skip={"projection": file}), 5)

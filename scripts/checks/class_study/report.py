@@ -27,8 +27,7 @@ def rows(document: dict[str, Any]) -> list[list[str]]:
 
 def table(rows: list[list[str]]) -> str:
     head, *others = rows
-    lines = [head, ["---"] * len(head), *others]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *others])
 
 
 def left_out(document: dict[str, Any]) -> str:

@@ -97,9 +97,8 @@ class Recorder:
             )
 
     def _visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if site.step not in self._wanted or self._preset.skip.at(site.block).policy == "none":
-            return
-        if (site.block, site.step) in self._seen:  # only the first branch
+        is_seen = (site.block, site.step) in self._seen  # only the first branch is recorded
+        if is_seen or site.step not in self._wanted or self._preset.skip.at(site.block).policy == "none":
             return
         self._seen.add((site.block, site.step))
         heads = q.shape[2]
@@ -168,12 +167,11 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
 def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
     policy = policy_of(config)
     thresholds = policy.thresholds(config)
-    *slow, fast = thresholds.items() if thresholds else [(None, (None,))]
+    *slow, (key, row) = thresholds.items() if thresholds else [(None, (None,))]
     for values in itertools.product(*(values for _, values in slow)):
         fixed = dict(zip((key for key, _ in slow), values, strict=True))
         if skips_values(config):
             fixed["pv_threshold"] = None
-        key, row = fast
         yield [{**fixed, key: value} if key else fixed for value in row]
 
 
