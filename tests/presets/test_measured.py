@@ -46,7 +46,7 @@ def test_headers_repeat_the_figures_of_50_steps():
     """Each header names its models where needed; a preset without figures has none in its header."""
     for name in preset_names():
         text = re.sub(r"\n# *", " ", header(name))
-        for run in (run for run in measured(name) if run["steps"] == 50 or name.endswith("-8bit")):
+        for run in (run for run in measured(name) if run["steps"] == 50):
             assert (
                 f"{run['steps']} steps: {span(run['computed'], 2)} of the FLOPs, {span(run['psnr'], 0)} dB" in text
             ), name

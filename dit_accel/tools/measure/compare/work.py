@@ -1,8 +1,8 @@
 """Count the FLOPs of a transformer's blocks at their leaves: linear layers and convolutions.
 
 Methods skip work by replacing the forward of blocks, attentions or single layers. A counter at the leaves, below all of
-these, sees the remaining work of any method. The FLOPs of an attention are added to the leaf that runs last before it
-(the value projection), because both run in the same steps.
+these, sees the remaining work of any method. The FLOPs of an attention are added to the largest leaf before it in its
+block (the value projection), because both run in the same steps, also where the padding of a smaller text is removed.
 """
 
 from collections import Counter
@@ -48,20 +48,21 @@ class WorkCounter:
         """Within the block, measure the FLOPs of each leaf and of a whole run on one plain run."""
         spent: Counter[str] = Counter()
         taken: Counter[str] = Counter()
-        latest: list[str] = []
+        largest: list[tuple[int, str]] = []  # values of the input, and name
 
         def see(name: str, x: Any, output: Any) -> None:
             leaf = self._leaves[name]
             width = leaf.in_features if isinstance(leaf, nn.Linear) else leaf.weight[0].numel()
             spent[name] += 2 * output.numel() * width
             taken[name] += x.numel()
-            latest[:] = [name]
+            if not largest or x.numel() >= largest[0][0]:
+                largest[:] = [(x.numel(), name)]
 
         def attended(flops: int) -> None:
-            if latest:  # otherwise outside of blocks: text encoders, refiners or the autoencoder
-                spent[latest[0]] += flops
+            if largest:  # otherwise outside of blocks: text encoders, refiners or the autoencoder
+                spent[largest[0][1]] += flops
 
-        handles = [block.register_forward_hook(lambda *_: latest.clear()) for block in self._blocks.values()]
+        handles = [block.register_forward_hook(lambda *_: largest.clear()) for block in self._blocks.values()]
         with removed_after(handles), self._watched(see), _AttentionMeter(attended):
             yield
         self._cost = {name: spent[name] / taken[name] for name in taken}

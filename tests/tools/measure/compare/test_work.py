@@ -73,6 +73,19 @@ def test_a_leaf_keeps_a_forward_of_its_own():
     assert fraction() == pytest.approx(1 - 2 * 5 * 4 * 8 / counter.plain_flops)
 
 
+def test_removed_padding_of_a_text_costs_its_own_layer_alone():
+    """A text's projection runs last before the attention, whose work does not shrink with the text's."""
+    block, x = Block(), torch.ones(1, 5, 8)
+    block.add_v, texts = nn.Linear(8, 4), iter((4, 1))
+    block.to_v.register_forward_hook(lambda *_: (block.add_v(x[:, : next(texts)]), None)[1])
+    counter = WorkCounter({"transformer": nn.ModuleDict({"blocks": nn.ModuleList([block])})})
+    with counter.calibrating():
+        block(x)
+    with counter.counting() as fraction:
+        block(x)
+    assert fraction() == pytest.approx(1 - 2 * 3 * 8 * 4 / counter.plain_flops)
+
+
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_leaves_and_report_agree_at_level_output(name):
     pipe = tiny_pipeline(name)
