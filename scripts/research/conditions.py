@@ -147,9 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rivals", nargs="*", choices=able, default=RIVALS, help="other methods")
     parser.add_argument("--few-steps", type=int, nargs="+", help="runs of so many steps instead of the cells")
     parser.add_argument("--guidance", type=float, help="true classifier-free guidance of these runs (image models)")
-    parser.add_argument(
-        "--eight-bits", nargs="*", choices=LINEAR_DTYPES, default=[], help="the same with layers in these dtypes too"
-    )
+    parser.add_argument("--eight-bits", nargs="*", choices=LINEAR_DTYPES, default=[], help="layers in these dtypes too")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of runs of few steps")
     parser.add_argument("--budgets", type=int, nargs="*", default=[], help="numbers of computed steps to measure too")
     parser.add_argument("--processes", type=int, default=1, help="number of parallel parts")

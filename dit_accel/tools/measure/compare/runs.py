@@ -15,21 +15,11 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
+from dit_accel.tools.measure import metrics
 from dit_accel.tools.measure.audio_metrics import audio_quality
 from dit_accel.tools.measure.compare.methods import Method, Subject
 from dit_accel.tools.measure.compare.snapshot import Snapshot
 from dit_accel.tools.measure.compare.work import WorkCounter
-from dit_accel.tools.measure.metrics import (
-    IDENTICAL,
-    MS_SSIM_SIDE,
-    clip_ssim,
-    flip_error,
-    latent_error,
-    lpips_distance,
-    mean_over_frames,
-    ms_ssim,
-    psnr,
-)
 from dit_accel.tools.measure.repeats import PLAIN_STEPS, REPEATS
 from dit_accel.tools.measure.text_metrics import text_kept
 from dit_accel.tools.measure.timing import denoise, run_pipeline, transformer_clock
@@ -114,7 +104,8 @@ class Bench:
         self._snapshot = Snapshot(pipe)
         self._optional = {}
         if self.makes_images:
-            self._optional = {"flip": flip_error(), "lpips": lpips_distance(self.device), "text_kept": text_kept()}
+            self._optional = {"flip": metrics.flip_error(), "lpips": metrics.lpips_distance(self.device)}
+            self._optional["text_kept"] = text_kept()
 
     @property
     def pipe(self) -> Any:
@@ -220,7 +211,7 @@ class Bench:
             seconds = time.perf_counter() - started
             fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
         figures = {"computed_fraction": fraction, "call_seconds": seconds}
-        figures["latent_error"] = latent_error(output["latents"], plain["latents"])
+        figures["latent_error"] = metrics.latent_error(output["latents"], plain["latents"])
         if self.makes_images:
             self._show(method.name, index, output["frames"])
             figures |= self._image_quality(output["frames"], plain["frames"])
@@ -231,9 +222,10 @@ class Bench:
         return figures
 
     def _image_quality(self, frames: torch.Tensor, plain: torch.Tensor) -> dict[str, float]:
-        figures = {"psnr_db": min(psnr(frames, plain), IDENTICAL), "ssim": clip_ssim(frames, plain)}
-        if min(plain.shape[-2:]) >= MS_SSIM_SIDE:
-            figures["ms_ssim"] = mean_over_frames(ms_ssim, frames, plain)
+        level = min(metrics.psnr(frames, plain), metrics.IDENTICAL)
+        figures = {"psnr_db": level, "ssim": metrics.clip_ssim(frames, plain)}
+        if min(plain.shape[-2:]) >= metrics.MS_SSIM_SIDE:
+            figures["ms_ssim"] = metrics.mean_over_frames(metrics.ms_ssim, frames, plain)
         found = {name: metric(frames, plain) for name, metric in self._optional.items() if callable(metric)}
         return figures | {name: value for name, value in found.items() if value is not None}
 
