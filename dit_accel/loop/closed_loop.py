@@ -305,14 +305,8 @@ class ClosedLoop:
 
         def plus_missed(shares: Sequence[float]) -> Output:
             forecasts = [(course.coordinates[earlier], share) for earlier, share in zip(steps, shares, strict=True)]
-            weights = missed_weights(
-                settings.method,
-                self.outputs.coordinates,
-                self.order,
-                course.coordinates[step],
-                forecasts,
-                course.places(),
-            )
+            nodes, here = self.outputs.coordinates, course.coordinates[step]
+            weights = missed_weights(settings.method, nodes, self.order, here, forecasts, course.places())
             return tuple(weighted_sum(tensors, [1.0 + weights[0], *weights[1:]]) for tensors in parts)
 
         answer = [response * now[earlier] for earlier in steps]

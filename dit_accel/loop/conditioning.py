@@ -143,9 +143,8 @@ def _is_same(item: _Item, value: Any) -> bool:
         return value is before
     if item.copy is not None or item.version != version_of(value):
         return False
-    if value is before:
-        return True
-    return value.data_ptr() == before.data_ptr() != 0 and value.stride() == before.stride()  # a view made anew
+    # the same object, or a view made anew
+    return value is before or (value.data_ptr() == before.data_ptr() != 0 and value.stride() == before.stride())
 
 
 def _may_be_equal(before: Any, value: Any) -> bool:

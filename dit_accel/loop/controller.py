@@ -296,15 +296,9 @@ class Controller:
 def _course_of(tick: Tick, coordinate: str) -> Course:
     """Return the course of a run, and of its further outputs."""
     further = {name: _course_of(other, coordinate) for name, other in tick.further.items()}
-    return Course(
-        tick.coordinates(coordinate),
-        error_weights(tick.sigmas),
-        tick.moves,
-        responses(tick.sigmas, tick.moves),
-        bends(tick.sigmas),
-        log_odds(tick.sigmas),
-        further,
-    )
+    coordinates, sigmas, moves = tick.coordinates(coordinate), tick.sigmas, tick.moves
+    changes = responses(sigmas, moves)
+    return Course(coordinates, error_weights(sigmas), moves, changes, bends(sigmas), log_odds(sigmas), further)
 
 
 def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> Callable[[torch.Tensor], torch.Tensor]:

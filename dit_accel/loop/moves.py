@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise, product
+from itertools import product
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -30,16 +30,6 @@ TOLERANCE = 1e-4  # relative error of the mixture; float32 rounding gives 1e-6, 
 ZEROS = 4096  # entries of zeros in a trial: the noise that a step adds to them is measured within 1%
 RANKS = (2, 3, 4, 5)  # of latents: some schedulers take one shape alone
 Sampler = Callable[[Callable[[torch.Tensor, float], torch.Tensor], torch.Tensor], torch.Tensor]
-
-
-def euler_moves(sigmas: Sequence[float]) -> Moves:
-    """Return the moves of Euler's steps.
-
-    Args:
-        sigmas: noise levels before each step and after the last.
-    """
-    changes = [after - before for before, after in pairwise(sigmas)]
-    return [changes[:step] + [0.0] * (len(changes) - step) for step in range(len(sigmas))]
 
 
 class SchedulerTrial(NamedTuple):

@@ -200,11 +200,7 @@ class RunReport:
             lines.append(f"  steps decided by   {shown}")
         if self.attentions:
             lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
-        if probed := [
-            (attention.error, attention.layer, attention.step)
-            for attention in self.attentions
-            if attention.error is not None
-        ]:
+        if probed := [(item.error, item.layer, item.step) for item in self.attentions if item.error is not None]:
             error, layer, step = max(probed, key=lambda item: item[0])
             mean = fmean(item[0] for item in probed)
             where = f"{layer}, step {step}"
@@ -220,16 +216,12 @@ class RunReport:
 
     def _figures(self) -> list[str]:
         """Return lines on the steps, FLOPs, time and memory of a run with steps."""
-        sparsity = self.attention_sparsity
+        sparsity, pairs = self.attention_sparsity, "of the run's pairs of queries and keys"
         forecast = self.steps_by_mode.get("dispatch", 0)
         return [
             f"  steps              {len(self.steps)} ({len(self.steps) - forecast} computed, {forecast} forecast)",
             f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
-            *(
-                []
-                if sparsity is None
-                else [f"  attention sparsity {sparsity:.3f} of the run's pairs of queries and keys"]
-            ),
+            *([] if sparsity is None else [f"  attention sparsity {sparsity:.3f} {pairs}"]),
             f"  transformer time   {self.seconds:.2f} s{self._seconds_by_kind()}",
             *([f"  whole call         {self._seconds_by_part()}"] if self.parts else []),
             f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"

@@ -245,6 +245,4 @@ class _Copies:
         self._latest = weakref.ref(kept)
 
 
-@functools.cache
-def _copies(device: torch.device) -> _Copies:
-    return _Copies(device)
+_copies = functools.cache(_Copies)  # of a device

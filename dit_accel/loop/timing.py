@@ -50,10 +50,6 @@ def gpu_stopwatch(device: torch.device) -> Stopwatch:
     return stop
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class CallParts:
     """Seconds of the last call by part, read at the end, so that timing adds no wait.
 
@@ -78,7 +74,7 @@ class CallParts:
         self.remark_of: dict[str, Callable[[], str]] = {}
         self.remarks: dict[str, str] = {}
         self.at_beginning: list[Callable[[], None]] = []
-        self.notice: Callable[[], None] = _nothing
+        self.notice: Callable[[], None] = lambda: None
         self.device = torch.device("cpu")
         self.begun = 0  # calls so far
         self.started: float | None = None

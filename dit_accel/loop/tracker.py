@@ -106,7 +106,8 @@ class Clock(Protocol):
     """Reads the position of the denoising loop for a controller.
 
     Attributes:
-        missed_run: True if a run has begun and none of its steps was read.
+        missed_run: True if a run has begun and none of its steps was read; always False for a clock without a
+            scheduler, which can't detect a missed run.
     """
 
     @property
@@ -240,9 +241,6 @@ class TimestepClock:
     Args:
         timesteps: the values that the loop passes to the transformer, in order.
 
-    Attributes:
-        missed_run: always False; a missed run can't be detected without a scheduler.
-
     Raises:
         UnsupportedError: no timesteps, no numbers, or equal neighbours, which can't be told apart.
     """
@@ -289,9 +287,6 @@ class PlaceClock:
     """Read the step from the place that is given, for a caller's own loop whose timesteps are not known.
 
     A run starts when the step goes back or the number of steps changes. Noise levels count as falling evenly.
-
-    Attributes:
-        missed_run: always False; a missed run can't be detected without a scheduler.
     """
 
     missed_run = False
@@ -325,9 +320,6 @@ class SigmaClock:
         sigmas: noise levels before each step and after the last.
         is_flow: True = noise levels of a flow, 0 to 1; False = ratios of noise to image.
         moves, plain: see :class:`Tick`.
-
-    Attributes:
-        missed_run: always False; there is only one run.
     """
 
     missed_run = False

@@ -40,9 +40,8 @@ class Trajectory:
             latents: latents ``[B, …]`` of the step's first call, one tensor for each output that has some.
             response: change of the outputs per shift of the latents (:func:`~dit_accel.loop.growth.responses`).
         """
-        follows = step == self._step + 1 and [tensor.shape for tensor in self._streams] == [
-            tensor.shape for tensor in latents
-        ]
+        shapes = [tensor.shape for tensor in latents]
+        follows = step == self._step + 1 and [stream.shape for stream in self._streams] == shapes
         self._step = step
         if not follows:
             self._streams = [LatentStream(tensor) for tensor in latents]

@@ -16,11 +16,11 @@ from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.growth import log_odds, responses
-from dit_accel.loop.moves import euler_moves
 from dit_accel.loop.storage import PLAIN, StoredHistory
 from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick
 from dit_accel.presets import load_preset
 from dit_accel.sparse.site_state import SiteState
+from tests.loop.euler import euler_moves
 from tests.sparse.calls import calling
 
 STEPS = 12

@@ -16,7 +16,8 @@ from dit_accel.loop.growth import (
     log_odds,
     responses,
 )
-from dit_accel.loop.moves import euler_moves, try_out
+from dit_accel.loop.moves import try_out
+from tests.loop.euler import euler_moves
 
 FALLING = [1.0, 0.9, 0.7, 0.3]
 

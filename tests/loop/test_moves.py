@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.loop.moves import euler_moves, sampler_moves, try_out
+from dit_accel.loop.moves import sampler_moves, try_out
+from tests.loop.euler import euler_moves
 
 STEPS = 12
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 5.0}
