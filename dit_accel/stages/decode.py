@@ -3,8 +3,8 @@
 Whatever calls the decoder stays as it is, so tiling, slicing and offloading work as before. The first output of each
 shape is compared with the decoder's own; where it differs by more than the rounding of its dtype explains, the decoder
 runs on its own from then on. The autoencoder's ``_decode`` is watched too: between its begin and end weights are
-converted and modules checked once, and if a kernel fails in the middle or memory does not suffice, the decode begins
-anew without kernels and without CUDA graphs of steps.
+converted and modules checked once, and if a kernel fails in the middle, the decode begins anew without kernels. If by
+the page's count memory is short, a corner is compared, CUDA graphs of steps are freed, or decoding is in tiles.
 Ranks that make an image or video together share its decode (:mod:`dit_accel.stages.sharing`).
 """
 
@@ -27,6 +27,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
 from dit_accel.models.caller import direct_caller
+from dit_accel.models.free_memory import GIB, read_memory
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.hooks import is_compiled, is_known_class, runs_known_code
 from dit_accel.models.stand_in import StandIn
@@ -39,6 +40,7 @@ BOUNDS = {torch.float32: 3e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # flo
 FUSED = "with fused kernels"
 OWN = "by the autoencoder's own"
 PART = "vae.decoder"  # of a pipeline's call
+COUNTED = ("cuda",)  # types of devices whose free memory decides
 OFF = f"{OWN} decoder: stages.decode is false"
 _NUMBERS = itertools.count()
 
@@ -49,6 +51,7 @@ class _Decode:
     def __init__(self, backend: str, given_up: str | None = None) -> None:
         self.number = next(_NUMBERS)
         self.layers = Layers(backend)
+        self.is_counted = False  # memory is counted, and tiles may follow
         self.given_up = given_up  # why all calls are the decoder's own; None = they need not be
         self.reasons: dict[tuple, str | None] = {}  # the same for single calls, by their form
         self.bands: Bands | None = None  # how ranks may share the decode
@@ -57,6 +60,10 @@ class _Decode:
 
 class _GivenUp(Exception):
     """A kernel failed in the middle of a decode, which must begin anew."""
+
+
+class _ShortError(Exception):
+    """Memory does not suffice for a decode in one piece; the message has the reason."""
 
 
 class FusedDecode:
@@ -110,8 +117,17 @@ class FusedDecode:
             settings = [item for item in items if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # of tiles
             decode.form = (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
             decode.bands = Bands(ranks, self._page.decode, self._page.SHARED_FROM)
+        decode.is_counted = ranks is None and hasattr(self._page, "PEAKS") and self.method == "decode"
         try:
             return self._attempt(original, decode, args, kwargs)
+        except _ShortError as error:
+            before, module.use_tiling = module.use_tiling, True
+            try:
+                output = self._attempt(original, _Decode(self._backend), args, kwargs)
+            finally:
+                module.use_tiling = before
+            self.remark = f"{self.remark}, in tiles: {error}"
+            return output
         except _GivenUp as error:
             given_up: str | None = str(error)
         except torch.OutOfMemoryError:
@@ -160,24 +176,24 @@ class FusedDecode:
         """Return the decoder's output: images, or a tuple of images and frames for the next call."""
         if not self.holders:
             return original(*args, **kwargs)
-        if self._is_inside():
-            decode = self._current.decode
-        else:
-            decode = _Decode(self._backend, f"the {self.part} is called by itself" if _lists(kwargs) else None)
+        alone = f"the {self.part} is called by itself" if _lists(kwargs) else None
+        decode = self._current.decode if self._is_inside() else _Decode(self._backend, alone)
         form = _form(args, kwargs)
         if form not in decode.reasons:  # it is checked once in a decode
             decode.reasons[form] = self._why_not(module, args, kwargs)
+            if decode.is_counted and decode.reasons[form] is None and not self._fits_twice(form, args[0], kwargs):
+                corner = args[0][..., : args[0].shape[-2] // 2, : args[0].shape[-1] // 2].contiguous()
+                self._tried(original, module, (corner, *args[1:]), kwargs, decode, form)
         reason = decode.given_up or decode.reasons[form]
         if decode.bands is not None:
             if decode.bands.is_agreed is None:  # its first call decides
-                shapes = self._shapes.get(decode.form, set()) if reason is None else set()
-                decode.bands.agree(shapes, decode.form[:2])
+                decode.bands.agree(self._shapes.get(decode.form, set()) if reason is None else set(), decode.form[:2])
             if decode.bands.is_agreed:
                 self.remark = f"{FUSED}, shared by {decode.bands.ranks.count} ranks"
                 return _contiguous(decode.bands.output(module, args, kwargs, decode.layers))
             decode.bands.shapes.add(tuple(args[0].shape))
         if reason is None and form not in self._known:
-            return self._tried(original, module, args, kwargs, decode)
+            return self._tried(original, module, args, kwargs, decode, form)
         reason = reason or self._known[form]
         if reason is None:
             try:
@@ -190,15 +206,27 @@ class FusedDecode:
         self.remark = f"{OWN} {self.part}: {reason}"
         return original(*args, **kwargs)
 
+    def _fits_twice(self, form: tuple, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Return True unless memory suffices for comparing a corner only; raise a _ShortError if tiles are needed."""
+        lists, is_compared = _lists(kwargs), form not in self._known
+        follows = any(isinstance(item, torch.Tensor) for kept in lists.values() for item in kept)
+        whole, fused = (peak * x[:, 0].numel() * x.element_size() for peak in self._page.PEAKS[-follows])
+        needed = whole if self._known.get(form) or (is_compared and lists) else fused
+        if x.device.type not in COUNTED or read_memory(x.device, empties=False).free >= whole:
+            return True
+        if (free := read_memory(x.device).free) < needed:
+            StepGraphs.lend_all()
+            if (free := read_memory(x.device).free) < needed:
+                raise _ShortError(f"decoding takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free")
+        return free >= whole or not is_compared
+
     def _tried(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any], decode: _Decode
+        self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict, decode: _Decode, form: tuple
     ) -> torch.Tensor | tuple:
         """Return the output of the first call of a form, which decides about the later ones."""
-        form = _form(args, kwargs)
         copied, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))  # decoders of videos keep frames in lists
         expected = original(*args, **kwargs)
-        size = _images(expected).float().norm().item()
-        if not 0 < size < float("inf"):  # nothing to compare with
+        if not 0 < _images(expected).float().norm().item() < float("inf"):  # nothing to compare with
             self.remark = f"{OWN} {self.part}: its output is no image"
             return expected
         is_final = True
@@ -247,8 +275,7 @@ class FusedDecode:
         except TypeError as error:
             return f"the {self.part} gets other arguments: {error}"
         for name, part in module.named_modules():
-            is_wide = type(part).__name__ in getattr(self._page, "FLOAT32", ())
-            dtypes = (latents.dtype, torch.float32) if is_wide else (latents.dtype,)
+            dtypes = (latents.dtype, *[torch.float32] * (type(part).__name__ in getattr(self._page, "FLOAT32", ())))
             reason = _why_not_part(part, part is module, dtypes, latents.device) or why_unknown(self._page, part)
             if reason is not None:
                 return f"{name or f'the {self.part}'} {reason}"
@@ -366,8 +393,9 @@ class Decoding:
         return f"{OWN} decoder: its decode is replaced or compiled" if is_bypassed else None
 
     def _begin(self) -> None:
-        can_share = any(coder.can_share for coder in self._fused)
-        self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
+        self.all_decode = all_decode(
+            self.pipe(), self.parts.device, can_share=any(item.can_share for item in self._fused)
+        )
 
     def _latest(self) -> str:
         fused = next(iter(self._fused), None) or FusedDecode.on(self._watched[0]())

@@ -93,8 +93,7 @@ class KeepingEntry:
         inputs, kept = _Inputs(args, kwargs), None
         try:
             key, is_offloaded = self._key(encoder, inputs)
-            kept = self.store.get(key)
-            kept = None if kept is None else _copied(*kept)
+            kept = (stored := self.store.get(key)) and _copied(*stored)
         except _NotKept as error:
             reason = str(error)
         except Exception as error:  # of weights or inputs of an unknown kind, or of memory: the encoder may still run
@@ -105,10 +104,9 @@ class KeepingEntry:
                 stage.note(self, elapsed=stopwatch)
             return kept[0]
         drawn, output = None if reason else _random_states(), run(*args, **kwargs)
-        if reason is None and drawn != _random_states():
-            reason = "it draws random numbers"
         if reason is None:
-            reason = self._keep(key, output, on_host=is_offloaded)
+            is_drawn = drawn != _random_states()
+            reason = "it draws random numbers" if is_drawn else self._keep(key, output, on_host=is_offloaded)
         if reason is None and not inputs.is_same(_Inputs(args, kwargs)):
             self.store.forget(self)
             reason = "it writes to its inputs"
@@ -299,8 +297,7 @@ def _copied(output: Any, tensors: list[torch.Tensor], devices: list[torch.device
             storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device=device).copy_(storage)
         form = tensor.storage_offset(), tensor.shape, tensor.stride()
         copies.append(torch.empty(0, dtype=tensor.dtype, device=device).set_(storages[storage._cdata], *form))
-    memo = {id(tensor): copied for tensor, copied in zip(tensors, copies, strict=True)}
-    return copy.deepcopy(output, memo), copies
+    return copy.deepcopy(output, {id(tensor): copied for tensor, copied in zip(tensors, copies, strict=True)}), copies
 
 
 def _offload_previous(encoder: nn.Module) -> None:

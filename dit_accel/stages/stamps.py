@@ -72,8 +72,7 @@ class _ReadTensors:
         plain = (*self.weights, *self.buffers)
         counted = (*self.weights, *self.quantised, *(() if is_offloaded else self.buffers))
         state: list[Any] = [item for weight in counted for item in (id(weight), weight._version)]
-        if not is_offloaded:
-            state += [(item.data_ptr(), item.device) for item in plain]
+        state += [] if is_offloaded else [(item.data_ptr(), item.device) for item in plain]
         state += [(item.shape, item.dtype) for item in (*plain, *self.parts)]
         return [*state, _sampled(self.weights, [*self.buffers, *self.parts])]
 
@@ -111,8 +110,7 @@ def read_stamp(module: nn.Module) -> Stamp | str:
         if not (is_alone and is_known_class(kind, LIBRARIES) and is_known(forward, LIBRARIES)):
             return f"{kind.__name__} is not code of a known package"
         structure.append(forward)
-    for config in configs.values():
-        structure += [item for item in vars(config).items() if type(item[1]) in PLAIN]
+    structure += [item for config in configs.values() for item in vars(config).items() if type(item[1]) in PLAIN]
     return Stamp((*structure, *tensors.state(is_offloaded=is_offloaded)), is_offloaded)
 
 
@@ -152,11 +150,8 @@ def _reads_arguments_alone(hook: Any) -> bool:
 
 def _offloaded(hooks: Sequence[Any], name: str) -> torch.Tensor | None:
     """Return a weight that accelerate keeps in host memory between calls; None = it does not, or keeps it on disk."""
-    for hook in hooks:
-        weights = getattr(hook, "weights_map", None)
-        if weights is not None and isinstance(getattr(weights, "dataset", weights), dict):
-            return weights[name]
-    return None
+    maps = (getattr(hook, "weights_map", None) for hook in hooks)
+    return next((weights[name] for weights in maps if isinstance(getattr(weights, "dataset", weights), dict)), None)
 
 
 def _inner(weight: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -35,8 +35,7 @@ def uncompiled(name):
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=STEPS)
     accelerate_pipeline(pipe, CLOSED_LOOP)
-    result = tiny_output(pipe, name, steps=STEPS)
-    return plain, result, [step.mode for step in pipe.dit_accel.report().steps]
+    return plain, tiny_output(pipe, name, steps=STEPS), [step.mode for step in pipe.dit_accel.report().steps]
 
 
 @pytest.fixture(autouse=True)

@@ -38,8 +38,7 @@ def test_a_forecast_step_runs_no_control_net(pipe):
     calls = counted(pipe.controlnet)
     accelerate_pipeline(pipe, load_preset("exact", **OUTPUT))
     result = tiny_output(pipe, "flux-controlnet", steps=STEPS)
-    report = pipe.dit_accel.report()
-    assert calls[0] == STEPS - report.steps_by_mode["dispatch"] < STEPS
+    assert calls[0] == STEPS - pipe.dit_accel.report().steps_by_mode["dispatch"] < STEPS
 
     pipe.controlnet._hf_hook = object()  # as where it is offloaded: it can't wait
     calls[0] = 0

@@ -59,8 +59,7 @@ def test_4_bits_are_those_of_gguf():
     gguf = pytest.importorskip("gguf")
     weight = torch.randn(6, 96)
     weight[2, 32:64] = 0
-    expected = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
-    assert (packed_q4(weight).numpy() == expected).all()
+    assert (packed_q4(weight).numpy() == gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)).all()
 
 
 @pytest.fixture
@@ -72,8 +71,7 @@ def measured(monkeypatch, tmp_path):
 
         def in_memory(bench, case, way, steps, device, limit):
             limits.append(limit + small_cards.CONTEXT)
-            seconds = {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
-            return measure(limits[-1]) | seconds
+            return measure(limits[-1]) | {"seconds": 1.0, "computed_seconds": 1.0, "forecast_seconds": 0.0}
 
         monkeypatch.setattr(small_cards, "_in_memory", in_memory)
         chosen = ("--models", "flux", "--weights", "bf16", "--ways", way, *options)
@@ -118,8 +116,7 @@ def test_a_run_that_was_not_measured_is_not_called_too_large(measured, monkeypat
 
 def test_seconds_of_recommended_lines(monkeypatch, tmp_path):
     """They follow from the measured steps: 4 of 14 computed ones and 4 of 36 forecast ones."""
-    options = f"recommended --tiny --models flux --output {tmp_path}/cards.json"
-    monkeypatch.setattr(sys, "argv", options.split())
+    monkeypatch.setattr(sys, "argv", f"recommended --tiny --models flux --output {tmp_path}/cards.json".split())
     assert recommended.main() == 0
     rows = json.loads((tmp_path / "cards.json").read_text())["runs"][0]["rows"]
     assert [(row["card_gib"], "group" in row["lines"][0]) for row in rows] == [(24, False), (16, False), (12, True)]

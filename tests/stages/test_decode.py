@@ -12,7 +12,9 @@ from peft import LoraConfig
 from torch import nn
 
 from dit_accel.kernels.kept import capturing
+from dit_accel.models.free_memory import FreeMemory
 from dit_accel.models.graphs.step_graphs import StepGraphs
+from dit_accel.stages import decode
 from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal
 from tests.stages import ROUNDING
@@ -142,6 +144,31 @@ def test_a_decoder_that_lacks_memory_begins_anew_without_graphs(fused, monkeypat
     lend_all.assert_called_once()
 
 
+SHARES = {  # free shares of the decoder's own peak, before and after graphs are freed; size of what is compared first
+    "both fit": (1.01, 1.01, (8, 12)),
+    "a corner": (0.6, 0.6, (4, 6)),
+    "graphs give way": (0.5, 0.6, (4, 6)),
+    "in tiles": (0.5, 0.5, (8, 8)),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "compared"), SHARES.values(), ids=SHARES)
+def test_decoding_takes_the_memory_that_is_left(before, after, compared, fused, monkeypatch):
+    """The memory is counted before; only tiles have seams, and tiling is off again afterwards."""
+    own = autoencoder_kl.PEAKS[0][0] * fused.latents[:, 0].nbytes
+    free, seen, tried, tiled = [before, after], [], FusedDecode._tried, autoencoder()
+    monkeypatch.setattr(decode, "COUNTED", ("cpu",))
+    monkeypatch.setattr(decode, "read_memory", lambda *_, **options: FreeMemory(free[0] * own, 0))
+    monkeypatch.setattr(StepGraphs, "lend_all", lend_all := Mock(side_effect=lambda: free.pop(0)))
+    monkeypatch.setattr(FusedDecode, "_tried", lambda *args: seen.append(args[3][0].shape[2:]) or tried(*args))
+    for vae in (tiled, fused.vae):
+        enable_tiling(vae)
+    expected, fused.vae.use_tiling = decoded(tiled, fused.latents) if after == 0.5 else fused.output, False
+    assert (fused.decode() - expected).abs().max() < ROUNDING and seen[0] == compared
+    assert ("in tiles: decoding takes" in fused.remark) == (after == 0.5) and FUSED in fused.remark
+    assert lend_all.called == (before < 0.57) and not fused.vae.use_tiling
+
+
 def test_a_decode_that_begins_anew_has_freed_its_weights(fused):
     """Converted weights are a copy of all weights, and memory is short where a kernel failed for want of it."""
     converted, freed = [], []
@@ -240,8 +267,7 @@ def test_changes_between_decodes_take_effect(fused):
         values = fused.latents.to(dtype)
         output = decoded(copy.deepcopy(vae), values)  # by its own code
         for _ in range(2):
-            error = (decoded(vae, values) - output).norm() / output.norm()
-            assert error < BOUNDS[dtype] and fused.remark == FUSED
+            assert (decoded(vae, values) - output).norm() / output.norm() < BOUNDS[dtype] and fused.remark == FUSED
 
     check(lambda: enable_tiling(vae))
     check(vae.disable_tiling)

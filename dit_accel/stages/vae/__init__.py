@@ -4,8 +4,9 @@ A page has the names of diffusers' classes that a decoder may consist of, with l
 values that attributes of its modules must have (``REQUIRED``, by name, or by the end of a class's name and name).
 ``why_not_module`` on some pages returns why a module with these can't run either, or None. ``decode``, and ``encode``
 on some pages, take the module, the arguments that a page knows, and ``layers``. On a page with ``SHARED_FROM``, ranks
-share calls with at least as many latents. ``FLOAT32`` = classes whose weights may be so in a decoder of half precision;
-``decode_clip`` replaces ``_decode_clip``, which calls the decoder for each tile.
+share calls with at least as many latents. ``PEAKS`` = memory of the decoder and of the page, in elements per latent
+(docs/results/decoding.json), in a first call and later. ``FLOAT32`` = classes whose weights may be so in half
+precision; ``decode_clip`` replaces ``_decode_clip``, which calls the decoder for each tile.
 """
 
 from types import ModuleType
@@ -37,8 +38,6 @@ PAGES = {  # by the name of an autoencoder's class
     "AutoencoderKLQwenImage": causal,
     "AutoencoderKLWan": causal,
 }
-
-
 LAYERS = {"ModuleList", "Sequential", "Conv2d", "Conv3d", "Linear", "GroupNorm", "LayerNorm", "RMSNorm"}
 LAYERS |= {"SiLU", "Dropout", "Identity", "ZeroPad2d"}
 

@@ -15,6 +15,7 @@ from dit_accel.kernels import causal_norm, operand_dtype, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended, dense, parts_of, point_projections
 
 SHARED_FROM = 2**12  # latents
+PEAKS = ((135_400, 88_000), (376_900, 282_200))  # of the first latent frame, and of others
 PARTS = ("Encoder3d", "ResidualDownBlock", "Decoder3d", "MidBlock", "UpBlock", "ResidualUpBlock", "ResidualBlock")
 PARTS += ("AttentionBlock", "Resample", "Upsample", "CausalConv3d", "RMS_norm")
 KNOWN = {"DupUp3D", "AvgDown3D", *(f"{prefix}{part}" for prefix in ("Wan", "QwenImage") for part in PARTS)}
@@ -73,8 +74,7 @@ class _CausalRun:
         self, layer: nn.Conv3d, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """Convolve causally, with options of :meth:`Layers.convolved`; the input has its past."""
-        is_first = x.shape[2] == 1  # with zeros before it
-        return self._layers.convolved(layer, x, residual, last_tap=is_first, **options)
+        return self._layers.convolved(layer, x, residual, last_tap=x.shape[2] == 1, **options)  # behind zeros
 
     def behind(self, x: torch.Tensor) -> torch.Tensor:
         past = self.past()
@@ -121,9 +121,8 @@ class _CausalRun:
                 self._cache[self._index[0]] = "Rep"
                 self._index[0] += 1
             else:
-                y = self.convolved(resample.time_conv, self.behind(x)).permute(0, 2, 3, 4, 1)
-                y = y.unflatten(4, (2, -1)).permute(0, 1, 4, 2, 3, 5)  # [B, T, 2, H, W, C]
-                x = y.flatten(1, 2).permute(0, 4, 1, 2, 3)
+                y = self.convolved(resample.time_conv, self.behind(x)).permute(0, 2, 3, 4, 1).unflatten(4, (2, -1))
+                x = y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2).permute(0, 4, 1, 2, 3)  # of [B, T, H, W, 2, C]
         return self._layers.upsampled(resample.resample[1], x, padding=1)
 
     def downsampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:

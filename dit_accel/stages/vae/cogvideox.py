@@ -78,9 +78,8 @@ class _CogVideoXRun:
         return x, kept
 
     def upsampled(self, upsampler: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        frames = x.shape[2]
         x = self._layers.upsampled(upsampler.conv, x, padding=1)
-        return _nearest_frames(x, 2 * frames - frames % 2) if upsampler.compress_time else x
+        return _nearest_frames(x, 2 * x.shape[2] - x.shape[2] % 2) if upsampler.compress_time else x
 
 
 def _nearest_frames(x: torch.Tensor, frames: int) -> torch.Tensor:
@@ -88,8 +87,7 @@ def _nearest_frames(x: torch.Tensor, frames: int) -> torch.Tensor:
     if frames == x.shape[2]:
         return x
     alone = frames % 2
-    places = torch.arange(frames, device=x.device) - alone
-    places = places // ((frames - alone) // (x.shape[2] - alone)) + alone
+    places = (torch.arange(frames, device=x.device) - alone) // ((frames - alone) // (x.shape[2] - alone)) + alone
     return x.permute(0, 2, 3, 4, 1).index_select(1, places).permute(0, 4, 1, 2, 3)
 
 

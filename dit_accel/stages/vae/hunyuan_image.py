@@ -12,6 +12,7 @@ from dit_accel.stages.vae.autoencoder_kl import convolved, residual_block
 from dit_accel.stages.vae.layers import Layers, attended, parts_of, point_projections
 
 SHARED_FROM = 2**12  # latents
+PEAKS = ((655_400, 394_400),)
 KNOWN = {f"HunyuanImage{part}" for part in ("Decoder2D", "MidBlock", "ResnetBlock", "AttentionBlock", "Upsample")}
 REQUIRED = {"padding_mode": ("zeros",), "conv_shortcut": (None,)}
 
@@ -23,8 +24,7 @@ def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torc
     x = add_residual(repeated, convolved(first, latents, layers, biased=False), first.bias, backend=layers.backend)
     for part in (*parts_of(decoder.mid_block), *decoder.up_blocks):
         kind = type(part).__name__.removeprefix("HunyuanImage")
-        run = {"ResnetBlock": residual_block, "AttentionBlock": _attended, "Upsample": _upsampled}[kind]
-        x = run(part, x, layers)
+        x = {"ResnetBlock": residual_block, "AttentionBlock": _attended, "Upsample": _upsampled}[kind](part, x, layers)
     return layers.whole(convolved(decoder.conv_out, layers.group_norm(decoder.norm_out, x), layers))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from dit_accel.stages.vae.autoencoder_kl import has_one_head, projections
 from dit_accel.stages.vae.layers import Layers, MaybeTensor, attended, parts_of
 
+PEAKS = ((89_000, 30_600),)
 SHARED_FROM = 2**12  # latents
 PARTS = ("Decoder3D", "MidBlock3D", "UpBlock3D", "CausalConv3d", "ResnetBlockCausal3D", "UpsampleCausal3D")
 KNOWN = {"Attention", *(f"HunyuanVideo{part}" for part in PARTS)}

@@ -44,8 +44,7 @@ def _behind_norm(
     def normed(frames: slice) -> torch.Tensor:
         start = max(0, frames.start - PADDING["before"])
         padding = PADDING | {"before": PADDING["before"] - (frames.start - start)}
-        some = x[:, :, start : frames.stop]
-        return pixel_norm(some, weight, input_bias=bias, backend=layers.backend, **padding)
+        return pixel_norm(x[:, :, start : frames.stop], weight, input_bias=bias, backend=layers.backend, **padding)
 
     return layers.convolved_by_frames(layer.conv, x, normed, **options)
 

@@ -150,8 +150,7 @@ def attended(
     inner = [project(tokens) for project in projections[:-1]]
     query, key, value = inner if len(inner) == 3 else inner[0].chunk(3, -1)
     if layers.bands is not None:
-        band = layers.band(query.unflatten(1, whole.shape[2:]).movedim(-1, 1))
-        query = band.permute(0, 2, 3, 4, 1).flatten(1, 3)
+        query = layers.band(query.unflatten(1, whole.shape[2:]).movedim(-1, 1)).permute(0, 2, 3, 4, 1).flatten(1, 3)
     output = query.new_empty(query.shape)
     pixels, all_pixels = (item.shape[3] * item.shape[4] for item in (x, whole))
     for frame in range(x.shape[2]):

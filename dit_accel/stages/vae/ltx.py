@@ -13,6 +13,7 @@ from dit_accel.kernels import pad_video, pixel_norm
 from dit_accel.stages.vae.layers import Layers, MaybeTensor, dense
 
 PARTS = ("Decoder3d", "MidBlock3d", "UpBlock3d", "ResnetBlock3d", "Upsampler3d", "CausalConv3d")
+PEAKS = ((456_900, 329_200),)
 KNOWN = {"PerChannelRMSNorm", "PixArtAlphaCombinedTimestepSizeEmbeddings", "Timesteps", "TimestepEmbedding"}
 KNOWN |= {f"{prefix}Video{part}" for prefix in ("LTX", "LTX2") for part in PARTS}
 REQUIRED = {"per_channel_scale1": (None,), "padding_mode": ("zeros", "reflect"), "RMSNorm.weight": (None,)}
@@ -92,8 +93,7 @@ class _LTXRun:
         if upsampler.residual:
             shortcut = x.permute(0, 2, 3, 4, 1).unflatten(4, (-1, times, downs, rights)).permute(0, 1, 5, 2, 6, 3, 7, 4)
             out.unflatten(-1, (-1, shortcut.shape[-1])).add_(shortcut[..., None, :])
-        out = out.flatten(5, 6).flatten(3, 4).flatten(1, 2)[:, times - 1 :]
-        return dense(out.permute(0, 4, 1, 2, 3))
+        return dense(out.flatten(5, 6).flatten(3, 4).flatten(1, 2)[:, times - 1 :].permute(0, 4, 1, 2, 3))
 
 
 def _border(convolution: nn.Conv3d, mode: str) -> int:

@@ -37,8 +37,7 @@ def decode_clip(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
         splits.append(autoencoder._split_tiles(side * ratio, *sizes))
     (rows, heights, down), (columns, widths, right) = splits
     height, width = heights[0] // ratio, widths[0] // ratio
-    corners = [latents[..., top // ratio :, left // ratio :] for top in rows for left in columns]
-    tiles = [corner[..., :height, :width] for corner in corners]
+    tiles = [latents[..., top // ratio :, left // ratio :][..., :height, :width] for top in rows for left in columns]
     decoded: list[torch.Tensor] = []
     for start in range(0, len(tiles), TILES):
         batch = autoencoder.post_quant_conv(torch.cat(tiles[start : start + TILES]))
@@ -69,8 +68,7 @@ def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torc
 
 def _rotary(decoder: nn.Module, grid: torch.Size, x: torch.Tensor) -> Rotary:
     """Return cosines and sines ``[1, S, 1, R]`` of x's tokens; those behind the grid have position 0."""
-    axes = [torch.linspace(1 / size - 1, 1 - 1 / size, size, device=x.device) for size in grid]
-    positions = torch.cartesian_prod(*axes)
+    positions = torch.cartesian_prod(*(torch.linspace(1 / n - 1, 1 - 1 / n, n, device=x.device) for n in grid))
     tables = decoder.rope(F.pad(positions, (0, 0, 0, x.shape[1] - len(positions)))[None])
     cos, sin = (table[..., : table.shape[-1] // 2].float().contiguous() for table in tables)  # halves are equal
     return cos, sin

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +49,7 @@ class Footprint:
     decoding: tuple[float, float]  # in one piece, and in tiles; 0 = unknown, infinite if tiles are known
     size: str
     counted_as: str  # id of the counted model if the name does not say the size
+    fused: float  # decoding in one piece with fused kernels, where the decoder's own forward does not fit
 
     def needed(self, way: str, decoding: float) -> float:
         """Return the peak in GiB; ``way`` is one of WAYS."""
@@ -63,16 +63,18 @@ class Footprint:
     def plan(self, card: Card, *, rounds: bool = False) -> Placement | None:
         """Return the fastest plan that fits a card, which may round layers; None = no plan does.
 
-        Decoding is in tiles if it never fits. Group offload does not move weights in 8 bits.
+        Decoding is in tiles if it never fits. Layers are in 8 bits where that avoids a slower way.
         """
         if card.memory_gib is None:
             return Placement()
-        smaller = replace(self, transformers=tuple(EIGHT_BITS * gib for gib in self.transformers))
-        for (in_tiles, decoding), way, in_8_bits in product(enumerate(self.decoding), WAYS, (False, rounds)):
-            gib = (smaller if in_8_bits else self).needed(way, decoding)
-            if gib <= card.memory_gib - RESERVED and not (in_8_bits and way == "group"):
-                return Placement(way, bool(in_tiles), gib, in_8_bits)
-        return None
+        every = ((way, bool(tiles), self.needed(way, self.decoding[tiles])) for tiles in (0, 1) for way in WAYS)
+        best = next((Placement(*plan) for plan in every if plan[2] <= card.memory_gib - RESERVED), None)
+        parts = {"transformers": tuple(EIGHT_BITS * gib for gib in self.transformers)}
+        smaller = replace(self, **parts, decoding=(self.fused, self.decoding[1])).plan(card) if rounds else None
+        ways = [*WAYS]  # group offload moves no weights in 8 bits
+        if smaller is None or ways.index(smaller.way) >= ways.index("group" if best is None else best.way):
+            return best
+        return smaller._replace(in_8_bits=True)
 
     def __str__(self) -> str:
         parts = {"transformer": sum(self.transformers), "text encoders": sum(self.texts)}
@@ -116,6 +118,7 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
         (share * whole, tiled and DECODING * tiled * frames / clip + RESULTS * height * width * frames),
         f"{height} x {width}" + (f" x {frames} frames" if frames > 1 else ""),
         "" if model.folder or row["part"] in squeeze(model.name) else row["ids"][0],
+        share * kind.get("fused_gib", whole),
     )
 
 
@@ -141,6 +144,5 @@ def _billions(folder: Path) -> float:
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            slices = map(tensors.get_slice, tensors.keys())
-            total += sum(math.prod(item.get_shape()) for item in slices)
+            total += sum(math.prod(item.get_shape()) for item in map(tensors.get_slice, tensors.keys()))
     return total / 1e9

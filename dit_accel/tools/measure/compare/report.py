@@ -166,8 +166,7 @@ def figures(document: dict[str, Any], path: Path) -> list[Path]:
     rows = approximations(document["results"])
     order = _series(rows)
     rows.sort(key=lambda row: order.index(row["series"]))
-    points = [(row["series"], row["computed_fraction"], row["psnr_db"]) for row in rows]
-    frontier_plot(points, path, highlight=OURS)
+    frontier_plot([(row["series"], row["computed_fraction"], row["psnr_db"]) for row in rows], path, highlight=OURS)
     timed = [row for row in rows if row["seconds"] is not None]
     shares = [(row["series"], 1 / speedup_of(row).median, row["psnr_db"]) for row in timed]
     if not timed:

@@ -249,8 +249,7 @@ class _Tuner:
 
     @property
     def _dtype(self) -> str:
-        transformer = next(iter(denoisers(self.pipe).values()))
-        return str(transformer.dtype).removeprefix("torch.")
+        return str(next(iter(denoisers(self.pipe).values())).dtype).removeprefix("torch.")
 
     def _request(self) -> dict[str, Any]:
         return {
