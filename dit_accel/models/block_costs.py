@@ -1,6 +1,6 @@
 """FLOPs of the blocks in a call: linear layers, and attention at its measured density."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -13,9 +13,7 @@ from dit_accel.sparse.site_state import SiteState, states_of
 class BlockCosts:
     """FLOPs of a transformer's blocks, counted once for each kind of block (its class and its parts)."""
 
-    def __init__(
-        self, family: Family, blocks: Mapping[str, nn.Module], sites: Mapping[str, Sequence[Attention]]
-    ) -> None:
+    def __init__(self, family: Family, blocks: dict[str, nn.Module], sites: dict[str, list[Attention]]) -> None:
         self._family = family
         self._sites = sites
         self._kinds = {name: (type(block), *dict(block.named_modules())) for name, block in blocks.items()}

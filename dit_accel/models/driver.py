@@ -27,7 +27,7 @@ from dit_accel.models.part_hook import FeedHook, PartHook
 from dit_accel.models.samples import TextLengths, TextMasks, arguments_of_rows
 from dit_accel.models.session import Session
 from dit_accel.models.token_order_hook import ReorderInput, ReorderOutput, TokenOrder
-from dit_accel.models.transformer import TransformerDriver
+from dit_accel.models.transformer import Passed, TransformerDriver
 from dit_accel.presets import Preset
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.policies import policy_of
@@ -161,9 +161,7 @@ class FamilyDriver(TransformerDriver):
 
     # One call.
 
-    def enter(
-        self, call: Call, passed: tuple[tuple, dict], arguments: Arguments
-    ) -> tuple[tuple[tuple, dict], Arguments]:
+    def enter(self, call: Call, passed: Passed, arguments: Arguments) -> tuple[Passed, Arguments]:
         """Refuse blocks compiled since :meth:`prepare`, cut padding off behind the longest prompt, and read facts."""
         self._refuse_compiled()
         arguments, facts = self._read(arguments)

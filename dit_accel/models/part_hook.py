@@ -30,10 +30,7 @@ class FeedHook(Hook):
             return self.fn_ref.original_forward(*args, **kwargs)
         tensors = (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
         streams = [item for item in tensors if item.ndim == 3]  # [B, S, C]; a mask has other dimensions
-        features = [getattr(module, "out_features", item.shape[-1]) for item in streams]
-        zeros = [
-            item.new_zeros(1).expand(*item.shape[:-1], width) for item, width in zip(streams, features, strict=True)
-        ]
+        zeros = [x.new_zeros(1).expand(*x.shape[:-1], getattr(module, "out_features", x.shape[-1])) for x in streams]
         return tuple(zeros) if len(zeros) > 1 else zeros[0]
 
 

@@ -47,10 +47,7 @@ OWN_CLOCKS = (
     "schedule.computed_steps"
 )
 TENSOR = object()  # marks a predicted tensor in the remembered structure of an output
-BESIDE = (
-    "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
-)
-
+BESIDE = "tensors of the output that are no predictions, such as a key-value cache, are of the latest computed step"
 ALL_LATENTS = (*LATENTS, *FURTHER_LATENTS)
 
 

@@ -26,6 +26,8 @@ from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.branches import SharedBranches
 from dit_accel.presets import Preset
 
+Passed = tuple[tuple, dict[str, Any]]  # a call's arguments and keyword arguments
+
 
 class TransformerDriver:
     """Drives one transformer from outside: forecasts its output, or runs it and measures the forecast's error."""
@@ -153,9 +155,7 @@ class TransformerDriver:
         """Lengths besides shapes on which records of the blocks depend."""
         return ()
 
-    def enter(
-        self, call: Call, passed: tuple[tuple, dict], arguments: dict[str, Any]
-    ) -> tuple[tuple[tuple, dict], dict[str, Any]]:
+    def enter(self, call: Call, passed: Passed, arguments: dict[str, Any]) -> tuple[Passed, dict[str, Any]]:
         """Prepare a call whose blocks run; return its arguments, as they are passed and by name."""
         return passed, arguments
 

@@ -100,7 +100,7 @@ class ForeignCode:
             before = self._states()
             output = compute()
         pairs = zip(self._codes, before, self._states(), strict=True)
-        self._changed = [code for code, old, new in pairs if _differ(old, new)]
+        self._changed = [code for code, old, new in pairs if len(old) != len(new) or not all(map(_is_same, old, new))]
         return output
 
     def watch(self, branch: BranchState, compute: Callable[[], Any]) -> Watched:
@@ -338,10 +338,6 @@ def _identity(item: Any) -> Any:
         return ref(item)
     except TypeError:
         return item
-
-
-def _differ(before: list[Any], after: list[Any]) -> bool:
-    return len(before) != len(after) or not all(map(_is_same, before, after))
 
 
 def _is_same(before: Any, after: Any) -> bool:

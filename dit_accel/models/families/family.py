@@ -231,9 +231,8 @@ class Family:
         if self.work is not None:
             return self.work(Load(transformer, arguments, tokens), block)
         width, batch, joint = math.prod(self.heads(transformer)), batch_of(arguments), tokens.text + tokens.vision
-        counts = {
-            item.name: joint if item.sees_text else tokens.vision for item in self.attentions_of(block, self.name)
-        }
+        found = self.attentions_of(block, self.name)
+        counts = {item.name: joint if item.sees_text else tokens.vision for item in found}
         projection = 2 * batch * joint * width * width
         others = sum(counts.values()) - joint  # tokens of further attentions, which have their own projections
         mlp = self.mlp(transformer)
@@ -251,13 +250,9 @@ class Family:
         config, latents, tokens = transformer.config, latents_of(arguments), layout.tokens
         heads, head_dim = self.heads(transformer)
         width = heads * head_dim
-        between = width if self.width is None else self.width(transformer)
+        whole = tokens * (width if self.width is None else self.width(transformer))
         sites = [
-            SiteSize(
-                tokens if stack.joint else layout.vision,
-                stack.features * tokens * between // width,
-                stack.crossed * tokens,
-            )
+            SiteSize(tokens if stack.joint else layout.vision, stack.features * whole // width, stack.crossed * tokens)
             for stack in self.stacks
             for _ in getattr(transformer, stack.attribute)
         ]
@@ -279,16 +274,16 @@ class Family:
 
 def latents_of(arguments: Arguments) -> list[torch.Tensor]:
     """Return the latents of a call, a tensor or a list of samples; empty if no argument has their name."""
-    return _tensors(next((arguments[name] for name in LATENTS if name in arguments), None))
+    return tensors_in(next((arguments[name] for name in LATENTS if name in arguments), None))
 
 
 def further_latents_of(arguments: Arguments) -> list[torch.Tensor]:
     """Return the latents of a call for outputs other than the first, such as audio."""
-    return _tensors([arguments[name] for name in arguments if name in FURTHER_LATENTS])
+    return tensors_in([arguments[name] for name in arguments if name in FURTHER_LATENTS])
 
 
-def _tensors(latents: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
 def timestep_names(names: Collection[str]) -> list[str]:

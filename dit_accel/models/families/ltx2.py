@@ -10,6 +10,8 @@ from torch import nn
 from dit_accel.models.families import ltx
 from dit_accel.models.families.family import BlockWork, Load, Stack
 
+PARTS = ltx.FAMILY.parts
+
 
 def work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of both streams, and of the attention between them, which has the audio stream's width."""
@@ -29,10 +31,7 @@ FAMILY = replace(
     model="LTX2VideoTransformer3DModel",
     stacks=(Stack("transformer_blocks", features=4),),
     work=work,
-    parts=(
-        *("attn1", "attn2", "ff", "audio_attn1", "audio_attn2", "audio_ff"),
-        *("audio_to_video_attn", "video_to_audio_attn"),
-    ),
+    parts=(*PARTS, *(f"audio_{part}" for part in PARTS), "audio_to_video_attn", "video_to_audio_attn"),
     words=("ltx2",),
     steps=30,
     sharing=(),

@@ -27,10 +27,7 @@ FAMILY = Family(
     model="PRXTransformer2DModel",
     stacks=(Stack("blocks"),),
     tokens=tokens,
-    heads=lambda transformer: (
-        transformer.config.num_heads,
-        transformer.config.hidden_size // transformer.config.num_heads,
-    ),
+    heads=lambda model: (model.config.num_heads, model.config.hidden_size // model.config.num_heads),
     work=work,
     attentions={"attention": True},
     parts=("attention", "down_proj"),

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, tensors_in
 
 MULTIPLE = 32  # tokens; diffusers pads to a multiple of it
 
@@ -21,20 +20,16 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     patch, frames = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
 
     def images(sample: list | torch.Tensor) -> int:
-        sides = (tensor.shape[1:] for tensor in _tensors(sample))
+        sides = (tensor.shape[1:] for tensor in tensors_in(sample))
         return _filled(math.prod(side) // (frames * patch * patch) for side in sides)
 
     vision = [images(sample) for sample in arguments["x"]]
-    text = [_filled(len(tensor) for tensor in _tensors(sample)) for sample in arguments["cap_feats"]]
+    text = [_filled(len(tensor) for tensor in tensors_in(sample)) for sample in arguments["cap_feats"]]
     for place, sample in enumerate(arguments.get("siglip_feats") or ()):
-        vision[place] += _filled(math.prod(tensor.shape[:2]) for tensor in _tensors(sample))
+        vision[place] += _filled(math.prod(tensor.shape[:2]) for tensor in tensors_in(sample))
     longest = max(map(sum, zip(vision, text, strict=True)))
     is_omni = isinstance(arguments["x"][0], list)
     return Tokens(longest - vision[0], vision[0], text_first=is_omni, padding="all")
-
-
-def _tensors(sample: list | torch.Tensor) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
 
 
 def _filled(lengths: Iterable[int]) -> int:

@@ -223,9 +223,9 @@ def _project_both(
     linear: nn.Module, attended: torch.Tensor, mlp: torch.Tensor, late: QuantizedLinears | None
 ) -> torch.Tensor:
     """Apply ``linear`` to attention and MLP, concatenated; ``late`` also applies the MLP's activation."""
-    return (
-        linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, hidden=(mlp,))
-    )
+    if late is None:
+        return linear(torch.cat([attended, mlp], dim=2))
+    return late.project(linear, x=attended, hidden=(mlp,))
 
 
 def of_frames(norm: nn.Module, inputs: SimpleNamespace, count: int) -> tuple[int | None, Values]:

@@ -79,9 +79,7 @@ class ZImageBlockHook(BlockHook):
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary[0], out=q, offset=0)
             o = site.attend(site.plan, q, k, v)
         else:
-            q, k, v = (
-                parts.heads_of(attn, output) for output in project_together((attn.to_q, attn.to_k, attn.to_v), x)
-            )
+            q, k, v = (parts.heads_of(attn, part) for part in project_together((attn.to_q, attn.to_k, attn.to_v), x))
             turned = [torch.empty_like(item, memory_format=torch.contiguous_format) for item in (q, k)]
             for sample, tables in enumerate(rotary):
                 of_sample = slice(sample, sample + 1)
@@ -108,11 +106,8 @@ def _modulation(block: nn.Module, inputs: SimpleNamespace, names: Sequence[str])
     else:
         fresh, clean = values(inputs.adaln_noisy), values(inputs.adaln_clean)
         found = {name: torch.where(noisy.unsqueeze(-1) == 1, fresh[name], clean[name]) for name in names}
-    weights = {name: getattr(block, name).weight.float() for name in names}
-    return [
-        weights[name] * (1 + found[name]) - 1 if name.endswith("1") else weights[name] * found[name].tanh()
-        for name in names
-    ]
+    of_norms = ((name, getattr(block, name).weight.float(), found[name]) for name in names)
+    return [weight * (1 + x) - 1 if name.endswith("1") else weight * x.tanh() for name, weight, x in of_norms]
 
 
 def _tables(turns: torch.Tensor) -> list[Rotary]:
