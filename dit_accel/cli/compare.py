@@ -136,9 +136,8 @@ def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf
 def _require_output(stem: Path, force: bool) -> None:
     if not stem.name:
         raise ArgumentError("output", f"{stem} is a folder; give the stem of files in it")
-    document, *others = (
-        stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png", "-sheet.png")
-    )
+    ends = (".json", ".md", ".png", "-time.png", "-sheet.png")
+    document, *others = (stem.with_name(f"{stem.name}{end}") for end in ends)
     goes_on = os.path.isfile(document)
     for path in (document, *others):
         require_writable(path, "output", force=force or goes_on)

@@ -28,16 +28,8 @@ from dit_accel.tools.media.timeline import EXPLANATION, timeline
 EXAMPLES = 3
 CANDIDATES = 12  # prompts of a model; the shortest are examples
 NUMBERS = {"steps": "num_inference_steps", "height": "height", "width": "width", "num_frames": "num_frames"}
-LABELS = {
-    "prompt": "Prompt",
-    "model": "Model",
-    "preset": "Preset",
-    "steps": "Steps",
-    "seed": "Seed",
-    "height": "Height",
-    "width": "Width",
-    "num_frames": "Frames",
-}
+LABELS = {name: name.capitalize() for name in ("prompt", "model", "preset", "steps", "seed", "height", "width")}
+LABELS["num_frames"] = "Frames"
 IN_WORDS = {"quality": "Nearly identical (quality)", "balanced": "Balanced", "turbo": "Fast (turbo)"}
 EXACT = "exact"  # computes all steps, to check an installation
 

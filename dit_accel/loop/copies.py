@@ -38,9 +38,8 @@ def copied(value: Any, known: dict[int, Any], depth: int = DEPTH) -> Any:
     elif isinstance(value, FunctionType):
         cells = [known.setdefault(id(cell), CellType()) for cell in value.__closure__ or ()]
         shared = {name: within(item) for name, item in value.__globals__.items() if isinstance(item, RANDOM)}
-        result = FunctionType(
-            value.__code__, {**value.__globals__, **shared}, value.__name__, value.__defaults__, tuple(cells)
-        )
+        scope = {**value.__globals__, **shared}
+        result = FunctionType(value.__code__, scope, value.__name__, value.__defaults__, tuple(cells))
         result.__kwdefaults__ = value.__kwdefaults__
         known[id(value)] = result
         for cell, original in zip(cells, value.__closure__ or (), strict=True):

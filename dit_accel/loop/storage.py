@@ -39,7 +39,7 @@ class Storage:
     stacked: bool = False  # tensors are stacks ``[M, …]`` of similar values; see :class:`StoredFloat8Stack`
 
     def keep(self, tensor: torch.Tensor) -> StoredTensor:
-        return self._keep_whole(tensor) if self.rows is None else StoredRows(tensor, *self.rows, self._keep_whole)
+        return StoredRows(tensor, slice(*self.rows), self._keep_whole) if self.rows else self._keep_whole(tensor)
 
     def _keep_whole(self, tensor: torch.Tensor) -> StoredTensor:
         form = (StoredFloat8Stack if self.stacked else StoredFloat8) if self.float8 else StoredTensor
@@ -120,10 +120,8 @@ class StoredFloat8Stack(StoredFloat8):
 class StoredRows(StoredTensor):
     """Some tokens of a tensor ``[B, S, …]``, which ``keep`` stores in another form."""
 
-    def __init__(
-        self, tensor: torch.Tensor, start: int, stop: int, keep: Callable[[torch.Tensor], StoredTensor]
-    ) -> None:
-        self._shape, self._rows = tensor.shape, slice(start, stop)
+    def __init__(self, tensor: torch.Tensor, rows: slice, keep: Callable[[torch.Tensor], StoredTensor]) -> None:
+        self._shape, self._rows = tensor.shape, rows
         self._kept = keep(tensor[:, self._rows].clone())  # a view would keep all rows
 
     def fetch(self) -> None:

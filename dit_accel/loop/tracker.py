@@ -199,9 +199,8 @@ class SchedulerClock:
         self._first = self._latest = first
         self._end = len(scheduler.timesteps)
         begun = self._schedule(scheduler)
-        others = {
-            name: self._schedule(other) for name, other in self._further().items() if _has_steps(other, self._end)
-        }
+        further = {name: other for name, other in self._further().items() if _has_steps(other, self._end)}
+        others = {name: self._schedule(other) for name, other in further.items()}
         others = {name: other for name, other in others.items() if other.sigmas != begun.sigmas}
         every = begun, *others.values()
         plain = next(filter(None, (other.plain for other in every)), None)

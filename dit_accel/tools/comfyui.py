@@ -145,9 +145,7 @@ def _streams(packed: torch.Tensor, shapes: Sequence[Sequence[int]] | None) -> tu
     return packed.split(sizes, dim=-1) if sum(sizes) == packed.shape[-1] else (packed,)
 
 
-def _outlook(
-    sampler: Any, guider: Any, sigmas: list[float], extra_args: dict[str, Any]
-) -> tuple[Moves | None, str | None]:
+def _outlook(sampler: Any, guider: Any, sigmas: list[float], extra_args: dict) -> tuple[Moves | None, str | None]:
     """Return the sampler's moves of the latents, if known, and the reason why its steps can't be forecast, or None."""
     function = getattr(sampler, "sampler_function", None)
     name = getattr(function, "__name__", type(sampler).__name__).removeprefix("sample_")

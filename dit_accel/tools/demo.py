@@ -58,9 +58,8 @@ def _demos() -> dict[str, Path]:
     """Return the folders of demo models by name; a checkout takes precedence over installed ones."""
     spec = find_spec("dit_accel_demos")
     installed = map(Path, spec.submodule_search_locations or ()) if spec is not None else ()
-    return {
-        path.parent.name: path.parent for folder in (*installed, _ASSETS) for path in folder.glob("*/model_index.json")
-    }
+    files = (file for folder in (*installed, _ASSETS) for file in folder.glob("*/model_index.json"))
+    return {file.parent.name: file.parent for file in files}
 
 
 def _facts(folder: Path | None) -> dict[str, Any]:

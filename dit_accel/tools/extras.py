@@ -11,10 +11,7 @@ EXTRAS = {
     "torchao": "quantize",
     "ray": "ray",
     "gradio": "app",
-    "fastapi": "serve",
-    "uvicorn": "serve",
-    "prometheus_client": "serve",
-    "python_multipart": "serve",
+    **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "python_multipart"), "serve"),
 }
 
 

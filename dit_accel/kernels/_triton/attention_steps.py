@@ -40,10 +40,8 @@ def load_tile(
 
 def fits_descriptor(x: torch.Tensor) -> bool:
     """Return True if address and strides are multiples of 16 bytes, as the copy engine (TMA) requires."""
-    strides = [
-        stride * x.element_size() for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1
-    ]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+    steps = [step * x.element_size() for step, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1]
+    return x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def tile_descriptor(x: torch.Tensor, tokens: int) -> TensorDescriptor:

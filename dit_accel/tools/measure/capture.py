@@ -88,9 +88,7 @@ class AttentionTap:
 
     def __enter__(self) -> AttentionTap:
         if any(find_hook(transformer) is not None for transformer in self._transformers.values()):
-            raise UnsupportedError(
-                "an AttentionTap needs a plain pipeline, got an accelerated one: call restore_pipeline first"
-            )
+            raise UnsupportedError("AttentionTap needs a plain pipeline, got an accelerated one: call restore_pipeline")
         for name, transformer in self._transformers.items():
             family = self._families[name]
             begin = partial(self._begin, family, parameter_names(transformer))
@@ -106,9 +104,7 @@ class AttentionTap:
     def __exit__(self, *failure: Any) -> None:
         self._undo.close()
 
-    def _begin(
-        self, family: Family, names: list[str], model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> None:
+    def _begin(self, family: Family, names: list[str], model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         self._step = self._clock.read(timestep_of(arguments)).step
         self._tokens = family.tokens(model, arguments)

@@ -62,6 +62,4 @@ def _legend(steps: Sequence[tuple[str, float | None]]) -> str:
     entries = [(f"{kinds.count(kind)} {kind}", colour, "■") for kind, colour in STEP_COLOURS.items() if kind in kinds]
     if any(error is not None for _, error in steps):
         entries.append(("error", ERROR_COLOUR, "●"))
-    return " ".join(
-        f'<span><span style="color: {colour}">{sign}</span> {text}</span>' for text, colour, sign in entries
-    )
+    return " ".join(f'<span><span style="color: {hue}">{sign}</span> {text}</span>' for text, hue, sign in entries)

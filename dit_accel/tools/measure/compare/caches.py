@@ -21,10 +21,7 @@ from dit_accel.tools.measure.compare.methods import Peer, Subject
 from dit_accel.tools.measure.timing import removed_after
 
 # Layers whose outputs TaylorSeer forecasts "per layer", as in its paper, and layers that it then skips.
-_LAYERS = [
-    r"(transformer_)?blocks\.\d+\.(attn|attn1|attn2|ff|ffn|ff_context)",
-    r"single_transformer_blocks\.\d+\.proj_out",
-]
+_LAYERS = [r"(transformer_)?blocks\.\d+\.(attn[12]?|ff|ffn|ff_context)", r"single_transformer_blocks\.\d+\.proj_out"]
 _IDLE_LAYERS = [r"single_transformer_blocks\.\d+\.(attn|proj_mlp)"]
 _ATTENTIONS = [r"((single_)?transformer_)?blocks\.\d+\.(attn|attn1|attn2)"]
 
