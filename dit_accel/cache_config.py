@@ -2,8 +2,7 @@
 
 diffusers chooses a cache by the class of its config and takes no classes from outside. So importing this module, as
 ``from dit_accel import ClosedLoopConfig`` does, replaces the methods ``enable_cache`` and ``disable_cache`` of
-``CacheMixin`` by functions that take this class. For every other config they call diffusers' own functions with the
-same arguments.
+``CacheMixin`` by functions that take this class, and call diffusers' own with the same arguments for other configs.
 """
 
 import functools

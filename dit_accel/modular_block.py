@@ -28,8 +28,7 @@ class AccelerateBlock(ModularPipelineBlocks):
     ``computed_steps`` or ``max_seconds``. The pipeline is accelerated anew only where the preset differs from that of
     the call before, or a transformer was chosen. A call with ``preset="none"`` restores the pipeline and runs plain.
 
-    The state has the :class:`~dit_accel.Acceleration` as ``dit_accel``, None after a plain call. Its report is that of
-    the last run.
+    The state has the :class:`~dit_accel.Acceleration` as ``dit_accel``, with the last run's report; None if plain.
 
     Args:
         preset: name, path or :class:`Preset`; None = `balanced`. The plain names mean the video forms for pipelines

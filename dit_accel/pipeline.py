@@ -22,7 +22,7 @@ from dit_accel.models import denoisers
 from dit_accel.models.beside.control_net import control_net, watch_net
 from dit_accel.models.beside.other_caches import set_cache_config
 from dit_accel.models.caller import calling_pipeline, clock_of, held_module
-from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
+from dit_accel.models.component_times import autoencoder_remark, release_at_end, stop_watching_calls, time_components
 from dit_accel.models.drive import drive, left_plain, transformers_of
 from dit_accel.models.families import known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
@@ -76,6 +76,7 @@ class Acceleration:
         for owner in owners:
             parts, stages = self._runs.of(owner).parts, self.preset.stages
             undo.enter_context(time_components(owner, parts))
+            undo.callback(release_at_end(owner))
             self._decoding.append(Decoding(owner, parts, wanted=stages.decode, shared=stages.share))
             undo.callback(self._decoding[-1].close)
             if stages.prompts:

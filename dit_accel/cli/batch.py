@@ -81,8 +81,7 @@ def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> s
     for index, settings in wanted.items():
         if (row := latest.get(index)) is None:
             continue
-        known = {key: value for key, value in row.items() if key not in RESULTS}
-        changed = difference_of(known, settings)
+        changed = difference_of({key: value for key, value in row.items() if key not in RESULTS}, settings)
         if changed and not force:
             raise ArgumentError(
                 "output_dir",

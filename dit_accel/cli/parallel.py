@@ -51,8 +51,7 @@ def tells() -> bool:
 
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-        return store.add("dit_accel_failures", 1) == 1
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5)).add("dit_accel_failures", 1) == 1
     except RuntimeError:
         return leads()
 

@@ -154,8 +154,7 @@ class Call:
     place: int = 0  # place of the branch in the order of this step's calls
     # FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # float32 tensors that the host reads at the end of the call, all in one copy, each group with the function that
-    # gets its numbers
+    # float32 tensors that the host reads at the end of the call in one copy, each group with what gets its numbers
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)
 
     @cached_property

@@ -5,6 +5,8 @@ them has computed at each point of a run, differs little between prompts, models
 the bound that usually costs it, and each computed step adapts the bound to the steps that are left.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from typing import Any
@@ -83,11 +85,17 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, started: float, after: float) -> None:
-        self._limit = seconds - after
+        self._seconds, self._after, self._limit = seconds, after, seconds - after
         self._started = self._begun = self._ended = started
         self._spent = 0.0  # seconds of the present step, if it computes
         self._cost, self._overhead = math.inf, 0.0  # seconds of a computed step, and of any step outside of the model
         self._steps = 0  # since the latest computed one
+
+    def of_run(self, number: int, runs: int) -> Deadline:
+        """Return the deadline of a run of the call, from 1 on, which shares the time that is left with later runs."""
+        left, passed = max(runs - number + 1, 1), time.perf_counter() - self._started
+        free = self._seconds - passed - self._after * left / max(runs, number)
+        return Deadline(passed + free / left, self._started, 0.0)
 
     def begin_step(self) -> None:
         if self._spent:

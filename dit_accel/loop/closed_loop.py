@@ -9,8 +9,7 @@ the loop does this:
    extrapolation did. The latents are off by ``δ = Σ_i m_i · (F̄_i − F̂_i)``, with F̂ the forecasts, F̄ the
    interpolation and m_i the factor of step i's output in the latents (:mod:`dit_accel.loop.moves`). At the right
    latents the output would have been ``F + J δ`` (J: :mod:`dit_accel.loop.growth`). The loop records ``F + J δ``, and
-   the pipeline continues with ``F + J δ + δ' / m'``: δ' and the move m' of this step's own output are the values at
-   the end of the run.
+   the pipeline continues with ``F + J δ + δ' / m'``, with δ' and this step's own move m' at the end of the run.
 2. **Measure.** A forecast of F from the older records costs no step. Its error ``e = ‖F − F̂‖ / ‖F‖`` is measured for
    every degree and, with damping, for the share of the slope that fitted best one computed step before.
 3. **Decide.** A polynomial of degree D through the outputs at D + 1 nodes has the error
@@ -59,8 +58,7 @@ class Course:
 
     coordinates: Sequence[float]  # variable of the forecast polynomial: step indices, sigmas or their log-odds
     weights: Sequence[float]  # weight of an error of the step's output
-    # factors of the outputs in the latents, with one more entry for the end of the run; None = unknown, so nothing can
-    # be corrected
+    # factors of the outputs in the latents, and one more for the end of the run; None = unknown: nothing is corrected
     moves: Moves | None = None
     responses: Sequence[float] | None = None  # change of the step's output per shift of the latents; None = no change
     # bend of the outputs at the step, relative to other steps; None = the same at all steps

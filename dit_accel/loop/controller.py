@@ -56,7 +56,9 @@ class Controller:
         schedule = preset.schedule
         self.parts.keeps_previous = schedule.max_seconds is not None
         self.deadline: Deadline | None = None  # of the next run, instead of one by ``max_seconds``
-        self._deadline: Deadline | None = None
+        self._whole: Deadline | None = None  # of the call
+        self._deadline: Deadline | None = None  # of the run
+        self._earlier: list[str] = []  # modes of the steps of the call's earlier runs
         self._standing = [] if schedule.target_psnr is None else [CALIBRATED.format(schedule)]  # notes on every run
         self.reset()
 
@@ -262,17 +264,31 @@ class Controller:
             place=place,
         )
 
+    def _begin_run(self) -> None:
+        """Begin a run, with its own report; a call may have one for each chunk, segment or stage of a video."""
+        parts, latest = self.parts, self._tick
+        if not parts.begun or not parts.runs or latest is None:
+            parts.runs, self._earlier, self._whole = 1, [], None
+        elif latest.is_last:
+            parts.runs, self._earlier = parts.runs + 1, self._earlier + [step.mode for step in self.report.steps]
+        self.reset()
+        if parts.runs > 1:
+            count, forecast = len(self._earlier), self._earlier.count("dispatch")
+            self.report.earlier = f"{parts.runs - 1} of this call, which forecast {forecast} of {count} steps"
+        if (limit := self.preset.schedule.max_seconds) is not None:
+            if self._whole is None:
+                self._whole = self.deadline or Deadline(limit, *parts.bounds(list(self._layers)))
+                self.deadline = None
+            self._deadline = self._whole.of_run(parts.runs, parts.previous_runs)
+
     def _follow(
         self, timestep: torch.Tensor | float, place: Place | None = None, latents: Sequence[torch.Tensor] = ()
     ) -> Tick:
         """Read the position in the run; start a new run or step in the report."""
         tick, forecast = self._clock.read(timestep, place), self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
-            self.reset()
+            self._begin_run()
             self.branches.course = _course_of(tick, forecast.coordinate)
-            if (limit := self.preset.schedule.max_seconds) is not None:
-                self._deadline = self.deadline or Deadline(limit, *self.parts.bounds(list(self._layers)))
-                self.deadline = None
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if self._forecasts and tick.plain is not None:
                 self.compute_all(f"every step computed: {tick.plain}")

@@ -20,8 +20,7 @@ COPIED = (*RANDOM, np.ndarray, itertools.count, set, deque)
 def copied(value: Any, known: dict[int, Any], depth: int = DEPTH) -> Any:
     """Return a copy of an object on the CPU, with the objects and the variables of functions that it holds.
 
-    Models, pipelines and classes are not copied. ``known`` has copies by the ``id`` of their originals, which may hold
-    each other in circles.
+    Models, pipelines and classes are not copied. ``known`` has copies by the ``id`` of originals, also within circles.
     """
     if id(value) in known or not depth:
         return known.get(id(value), value)

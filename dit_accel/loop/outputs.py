@@ -64,8 +64,7 @@ class LoopPerOutput:
         count = len(self._loops)
         parts = [(*output[:1], *output[count:]), *((tensor,) for tensor in output[1:count])]
         self._used = len(parts)
-        loops = zip(self._loops, parts, strict=False)
-        return _in_order([loop.observe(step, part, used) for loop, part in loops])
+        return _in_order([loop.observe(step, part, used) for loop, part in zip(self._loops, parts, strict=False)])
 
     def decide(self, step: int, measured: Sequence[float]) -> float | None:
         """Set the degrees of forecasts and the next computed step.

@@ -61,8 +61,7 @@ class AttentionRecord:
         step: index of the step in the run.
         density: share of the scores that it computes, without the probe; above 1 if it computes dense attention in
             addition to the sparse one, to keep a residual.
-        error: ‖O' − O‖/‖O‖ of its output on the probe's rows, with O the dense output; None without a probe, or if the
-            attention is dense.
+        error: ‖O' − O‖/‖O‖ of its output on the probe's rows, O the dense output; None without a probe, or if dense.
     """
 
     layer: str
@@ -81,8 +80,7 @@ class RunReport:
         layers: names of the transformer's blocks; name of the transformer if its blocks are not known.
         steps: one record a step.
         density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None = its
-            transformer was not called in the step. An UPDATE that also refreshes cached biases computes slightly more
-            than 1.
+            transformer was not called in the step. An UPDATE that also refreshes cached biases is slightly above 1.
         computed_fraction: FLOPs of the blocks, the probe included, over the FLOPs of a plain run; None = no call yet.
         attentions: density and probe error of the sparse attentions in computed steps, in order of calls.
         fallbacks: ``{"site", "reason"}`` of each site that used dense attention although the preset asks for sparse.
@@ -94,6 +92,7 @@ class RunReport:
         estimated_bytes: estimate of ``cache_bytes``, made before the blocks of each branch first ran.
         memory_measures: measures that make the caches smaller, from the preset or to meet its budget.
         prompts: one record a prompt, if the steps of a batch are decided for each prompt; otherwise empty.
+        earlier: runs that the call made before, for other chunks, segments or stages of a video; None = none.
         replayed: transformer calls that ran as CUDA graphs.
         encoding: how many calls of encoders were saved by kept outputs; None = there was none.
         decoding: how the call's latents were decoded; None = they were not.
@@ -117,6 +116,7 @@ class RunReport:
     estimated_bytes: int = 0
     memory_measures: list[str] = field(default_factory=list)
     prompts: list[PromptRecord] = field(default_factory=list)
+    earlier: str | None = None
     replayed: int = 0
     encoding: str | None = None
     decoding: str | None = None
@@ -181,6 +181,8 @@ class RunReport:
     def __str__(self) -> str:
         lines = [f"dit-accel {self.preset} on {self.family}"]
         lines += self._figures() if self.steps else ["  no accelerated call yet"]
+        if self.earlier is not None:
+            lines.append(f"  earlier runs       {self.earlier}")
         lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
         if self.encoding is not None:
             lines.append(f"  encoding           {self.encoding}")

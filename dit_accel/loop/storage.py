@@ -33,8 +33,7 @@ class Storage:
 
     float8: bool = False  # e4m3 with one float32 scale per 128 consecutive values; the relative error is 2.6% (rms)
     offload: bool = False  # pinned host memory, copied on a separate stream; tensors on a CPU stay there
-    # tokens ``start, stop`` of ``[B, S, …]`` that will be read; the other tokens are undefined after a read. None = all
-    # tokens.
+    # tokens ``start, stop`` of ``[B, S, …]`` that will be read, None = all; the others are undefined after a read
     rows: tuple[int, int] | None = None
     stacked: bool = False  # tensors are stacks ``[M, …]`` of similar values; see :class:`StoredFloat8Stack`
 

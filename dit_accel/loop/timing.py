@@ -60,8 +60,10 @@ class CallParts:
         remark_of: functions that say how a part has just run, by its name.
         remarks: what they said about the parts of the latest run.
         at_beginning: called when a call begins.
+        runs: denoising runs that the latest call has begun: one for each chunk, segment or stage of some videos.
         started: time at which the latest call began, of ``time.perf_counter``; None = no beginning is known.
         previous: seconds by part of the call before, if ``keeps_previous``, whose reading may wait for the GPU.
+        previous_runs: its number of runs.
         notice: begins a call if a part is the first of one; for a pipeline whose calls have no watched beginning.
     """
 
@@ -80,6 +82,7 @@ class CallParts:
         self.started: float | None = None
         self.keeps_previous = False
         self.previous: dict[str, float] = {}
+        self.runs, self.previous_runs = 0, 1
 
     def __reduce__(self) -> tuple[type[CallParts], tuple[()]]:
         """Copy or pickle as an empty object, together with a component that it times."""
@@ -91,7 +94,7 @@ class CallParts:
             self.take_previous(self)
         self.started = time.perf_counter()
         self.device, self._whole = device, None
-        self.begun += 1
+        self.begun, self.runs = self.begun + 1, 0
         self._open.clear()
         self._times.clear()
         self._thread = threading.get_ident()
@@ -133,7 +136,7 @@ class CallParts:
     def take_previous(self, earlier: CallParts) -> None:
         """Take the seconds of the last call that an earlier preset's object has measured, unless that call failed."""
         if REST in (seconds := earlier.seconds()):
-            self.previous = seconds
+            self.previous, self.previous_runs = seconds, earlier.runs
 
     def bounds(self, transformers: Collection[str]) -> tuple[float, float]:
         """Return when the present call began, and how many seconds the previous one took after its transformers."""

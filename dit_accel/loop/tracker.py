@@ -2,8 +2,8 @@
 
 1. A **run** begins when the scheduler gets new timesteps, or when its steps go back.
 2. The **step** is the one that diffusers' cache context gives (``step_index``, in diffusers 0.42), otherwise the
-   scheduler's ``step_index``. If the scheduler keeps none, the step advances when the timestep that the transformer
-   gets changes.
+   scheduler's ``step_index``. If the scheduler keeps none, or copies of it take the steps, the step advances when the
+   timestep that the transformer gets changes.
 3. A run **begins in the middle**, for example image to image, if the scheduler's ``begin_index`` says so. If it is not
    set, the first timestep is looked up in the schedule. The first ``step_index`` confirms that place, or the run begins
    anew there. A timestep of 1 or less is not looked up: pipelines that rescale timesteps pass such numbers.
@@ -106,8 +106,7 @@ class Clock(Protocol):
     """Reads the position of the denoising loop for a controller.
 
     Attributes:
-        missed_run: True if a run has begun and none of its steps was read; always False for a clock without a
-            scheduler, which can't detect a missed run.
+        missed_run: True if a run has begun and none of its steps was read; False where no scheduler tells.
     """
 
     @property
@@ -120,12 +119,10 @@ class Clock(Protocol):
 class SchedulerClock:
     """Read the step from a pipeline's diffusers scheduler, by the rules above.
 
-    ``scheduler.step_index`` needs no device synchronisation, and is exact even if neighbouring timesteps round to the
-    same bf16 number.
+    ``scheduler.step_index`` needs no device synchronisation, and is exact where timesteps round to one bf16 number.
 
     Args:
-        scheduler: returns the pipeline's current scheduler, which a user may replace at any time, or None if the
-            pipeline was deleted.
+        scheduler: returns the pipeline's scheduler, which a user may replace at any time; None = no pipeline is left.
         further: returns the pipeline's schedulers of further outputs by name, in the order of the outputs.
     """
 
@@ -169,7 +166,7 @@ class SchedulerClock:
         elif counted is UNCOUNTED:
             index = self._counted(timestep)
         else:
-            index = self._first if counted is None else counted
+            index = self._unstepped(timestep) if counted is None else counted
         # A call after the last step, outside of a pipeline's loop, counts as the last step.
         index = min(index, self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
@@ -222,6 +219,15 @@ class SchedulerClock:
         plain, moves = _why_plain(scheduler, trial, levels), trial.moves if is_flow else None
         noisy = f"{type(scheduler).__name__} {ADDS_NOISE}" if trial.noise else None
         return Tick(self._run, 0, len(values), values, levels, plain, moves, noisy=noisy)
+
+    def _unstepped(self, timestep: torch.Tensor | float) -> int:
+        """Return the index of the step, which only the timestep shows if the pipeline steps copies of the scheduler."""
+        value, before = _largest(timestep), self._previous
+        self._previous = value
+        if before not in (None, value):
+            near = self._count, min(self._count + 1, self._end - 1), self._first
+            self._count = min(near, key=lambda index: abs(self._ticks[0].timesteps[index - self._first] - value))
+        return self._count
 
     def _counted(self, timestep: torch.Tensor | float) -> int:
         """Return the index of the step, which advances when the timestep changes."""

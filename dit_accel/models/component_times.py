@@ -1,7 +1,6 @@
 """Time measurement of a pipeline's components other than its transformers: text encoders, autoencoders, vocoders, ….
 
-It uses torch's own module hooks. They replace nothing, so pipelines may share components, and hooks can be removed in
-any order.
+It uses torch's own module hooks, which replace nothing: pipelines may share components, in any order of removal.
 """
 
 import weakref
@@ -20,6 +19,7 @@ from dit_accel.models.stand_in import StandIn
 from dit_accel.models.wrappers import unwrapped
 
 BEGINNINGS = ("check_inputs", "encode_prompt")  # first method that a pipeline calls; the second if it has no checks
+END = "maybe_free_model_hooks"  # the last one
 STATE = "state"  # variable of a modular pipeline's call
 CODERS = ("encoder", "decoder")  # parts of an autoencoder; no pipeline calls the autoencoder's own forward
 MUCH = 0.25  # share of a call's time
@@ -33,11 +33,22 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
         undo.callback(module.register_forward_hook(partial(_leave, parts), always_call=True).remove)
     beginning = next((name for name in BEGINNINGS if hasattr(pipe, name)), None)
     if beginning is not None:
-        undo.callback(_watch(pipe, beginning, parts))
+        undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
     else:
         earlier, parts.notice = parts.notice, _Noticed(pipe, parts)
         undo.callback(setattr, parts, "notice", earlier)
     return undo
+
+
+def release_at_end(pipe: Any) -> Callable[[], None]:
+    """End each call for transformers without diffusers' cache interface, whose hooks diffusers does not reset."""
+
+    def end() -> None:
+        for transformer in map(unwrapped, denoisers(pipe).values()):
+            if hasattr(transformer, "_diffusers_hook") and not hasattr(transformer, "_reset_stateful_cache"):
+                transformer._diffusers_hook.reset_stateful_hooks()
+
+    return _watch(pipe, END, end) if hasattr(pipe, END) else lambda: None
 
 
 def autoencoder_remark(seconds: dict[str, float]) -> str | None:
@@ -95,18 +106,18 @@ class _Noticed:
             self._parts.begin(_device(pipe))
 
 
-def _watch(pipe: Any, name: str, parts: CallParts) -> Callable[[], None]:
-    """Begin a call with each call of a pipeline's method; return a function that ends it and keeps no pipeline alive.
+def _watch(pipe: Any, name: str, notice: Callable[[], None]) -> Callable[[], None]:
+    """Call ``notice`` before each call of a pipeline's method; return a function that ends this.
 
-    The stand-in keeps the pipeline alive, because a shallow copy of the pipeline has the stand-in too.
+    The stand-in, which a shallow copy of the pipeline has too, keeps the pipeline alive; the function does not.
     """
 
-    def begin(original: Callable, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        parts.begin(_device(pipe))
+    def call(original: Callable, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        notice()
         return original(*args, **kwargs)
 
     method = getattr(pipe, name)
-    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, begin), method, updated=()))
+    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, call), method, updated=()))
 
     def undo() -> None:
         if (still := stand_in()) is not None:
@@ -116,7 +127,7 @@ def _watch(pipe: Any, name: str, parts: CallParts) -> Callable[[], None]:
 
 
 def stop_watching_calls(pipe: Any) -> None:
-    """Remove the stand-ins of :func:`time_components` from a pipeline, or from a shallow copy of one."""
-    for name in BEGINNINGS:
+    """Remove these stand-ins from a pipeline, or from a shallow copy of one."""
+    for name in (*BEGINNINGS, END):
         if isinstance(stand_in := vars(pipe).get(name), StandIn):
             stand_in.leave(pipe)

@@ -272,8 +272,7 @@ class FamilyDriver(TransformerDriver):
             self.session.run.report.note(RASTER)
         if call.blocks.symbols:
             self.session.run.last_layout = tokens.layout(self.preset.blocks.size)
-        works = self._costs.of(self.transformer, arguments, tokens)
-        self._costs.account(call, works, self.preset.forecast.level)
+        self._costs.account(call, self._costs.of(self.transformer, arguments, tokens), self.preset.forecast.level)
 
 
 class CaughtAttention:

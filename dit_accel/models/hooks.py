@@ -262,8 +262,7 @@ def module_of(function: Callable) -> str:
     """Return the name of a function's module, by its globals; its own name may be that of a wrapped function."""
     while isinstance(function, partial):
         function = function.func
-    scope = getattr(getattr(function, "__func__", function), "__globals__", {})
-    return scope.get("__name__", "")
+    return getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

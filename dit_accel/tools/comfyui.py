@@ -4,8 +4,7 @@ ComfyUI's samplers solve ``dx / dσ = (x − D) / σ``; D are the denoised laten
 forecasts the slope F = (x − D) / σ: it is the output of flow and noise models, and smooth over the run where D is not.
 A forecast step returns ``D̂ = x − σ · F̂`` for its latents x.
 
-To install, put ``integrations/comfyui`` into ComfyUI's ``custom_nodes``; see docs/guide/comfyui.md. This module does
-not import ComfyUI.
+To install, put ``integrations/comfyui`` into ComfyUI's ``custom_nodes`` (docs/guide/comfyui.md). It imports no ComfyUI.
 """
 
 import logging

@@ -50,8 +50,7 @@ def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
 
 def tuning_prompts(name: str) -> list[str]:
     """Return prompts for tuning and confirmation: a demo model's own, unseen in training, or general ones."""
-    folder = demo_path(name) or _ASSETS
-    return (folder / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    return ((demo_path(name) or _ASSETS) / "prompts.txt").read_text(encoding="utf-8").splitlines()
 
 
 def _demos() -> dict[str, Path]:

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
+import diffusers.models.transformers
 import torch
 
 from dit_accel import load_preset

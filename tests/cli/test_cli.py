@@ -198,8 +198,7 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
     (tmp_path / "mine.yaml").write_text(shown.stdout)
     checked = run("presets", "check", "mine.yaml")
     assert checked.exit_code == 0, checked.output
-    printed = yaml.safe_load(checked.stdout)
-    assert printed == load_preset("flux-flashomni-paper").effective()
+    assert yaml.safe_load(checked.stdout) == load_preset("flux-flashomni-paper").effective()
 
 
 def test_a_file_may_have_the_name_of_a_preset(run, tmp_path):

@@ -192,8 +192,7 @@ def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkey
         working, "open_pipeline", lambda *_: (pipe, SimpleNamespace(default_output=batch.Path("a.png")), preset)
     )
     monkeypatch.setattr(working, "start_pipeline", lambda _, preset, __: started.append(preset))
-    worker = working.Worker(Setup("some/model", batch_size=size))
-    assert worker.preset == preset.effective()
+    assert working.Worker(Setup("some/model", batch_size=size)).preset == preset.effective()
     assert started[0].schedule.per_prompt == apart
 
 

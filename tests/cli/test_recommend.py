@@ -19,8 +19,7 @@ def test_recommend_prints_presets_notes_and_lines(run):
     assert lines[-2].startswith("result = pipe(") and "pipe.enable_model_cpu_offload()" in lines
     compile("\n".join(lines[lines.index("import torch") : -1]), "lines of Python", "exec")
     words = shlex.split(lines[-1])[1:]
-    command = typer.main.get_command(app).commands[words.pop(0)]
-    command.make_context("generate", words)
+    typer.main.get_command(app).commands[words.pop(0)].make_context("generate", words)
 
 
 def test_loras_pass_into_both_lines(run):

@@ -205,8 +205,7 @@ def test_times_that_were_disturbed_are_told_below_the_figures(capsys):
     """Disturbances come from other programs on the machine; the whole call has the loop's median."""
     for seconds, told in (([8.0, 8.0, 8.0], False), ([80.0, 8.0, 8.0], True)):
         sides = Sides(*(Side(Output(IMAGES, each[0] + 1, each[0], 4), each) for each in ([8.0] * 3, seconds)), None)
-        summary = comparison.summary_of(sides)
-        comparison.print_summary(Console(width=200), summary, load_preset("balanced"), sides)
+        comparison.print_summary(Console(width=200), comparison.summary_of(sides), load_preset("balanced"), sides)
         out = capsys.readouterr().out
         assert ("raise --repeats" in out) == told
         assert re.search(r"whole call +9\.00 s +9\.00 s\n", out) and re.search(r"of the call +1\.00×", out)

@@ -42,8 +42,7 @@ def assert_no_worse(actual: torch.Tensor, exact: torch.Tensor, low: torch.Tensor
     The factor 2 and float32's 16 units stand for another order of summation: a sum of 1024 terms rounds 1024 times, and
     32 times as much as once if the roundings are independent. TF32, which must not be used, would miss by 500 units.
     """
-    assert actual.dtype == low.dtype
-    assert actual.shape == exact.shape == low.shape
+    assert actual.dtype == low.dtype and actual.shape == exact.shape == low.shape
     if not exact.numel():
         return
     error, low_error = ((x.double() - exact).abs().max().item() for x in (actual, low))
@@ -73,8 +72,7 @@ class Sparsity(NamedTuple):
 
     def tokens_computed(self) -> torch.Tensor:
         """bool ``[B, S, H]``."""
-        by_token = self.rows.repeat_interleave(self.plan.block, 2)[:, :, : self.plan.tokens]
-        return by_token.transpose(1, 2)
+        return self.rows.repeat_interleave(self.plan.block, 2)[:, :, : self.plan.tokens].transpose(1, 2)
 
 
 @pytest.fixture(autouse=True)

@@ -101,8 +101,7 @@ def test_keys_beyond_kv_len_take_no_part(lengths, way, monkeypatch, device, make
         monkeypatch.setattr("dit_accel.kernels.symbols.SHORT_PAIRS", 0)
     kv_len = torch.tensor([lengths, (7, 7)], dtype=torch.int32, device=device).T.contiguous()[:, 0]  # of stride 2
     q, k, v = (make_tensor(2, 200, 2, 16, dtype=torch.float16) for _ in range(3))
-    sparsity = make_sparsity(2, 2, 200, **kind)
-    check(q, k, v, sparsity, backend.removesuffix("-long"), kv_len=kv_len)
+    check(q, k, v, make_sparsity(2, 2, 200, **kind), backend.removesuffix("-long"), kv_len=kv_len)
 
 
 @needs_hopper
@@ -111,8 +110,7 @@ def test_keys_beyond_kv_len_take_no_part(lengths, way, monkeypatch, device, make
 def test_keys_beyond_kv_len_on_hopper(lengths, kind, make_tensor, make_sparsity):
     q, k, v = (make_tensor(2, 1000, 4, 128, dtype=torch.bfloat16) for _ in range(3))
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-    sparsity = make_sparsity(2, 4, 1000, block=128, rows=0.8, tiles=0.6, **kind)
-    check(q, k, v, sparsity, "cuda", kv_len=kv_len)
+    check(q, k, v, make_sparsity(2, 4, 1000, block=128, rows=0.8, tiles=0.6, **kind), "cuda", kv_len=kv_len)
 
 
 @pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 3)], ids=["shared", "by-sample", "by-head"])

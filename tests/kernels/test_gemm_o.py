@@ -113,8 +113,7 @@ def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsit
     o = torch.ones(1, 100, 2, HEAD_DIM, dtype=dtype, device=device)
     stack = torch.stack([torch.full((1, 100, COLUMNS), value) for value in (large, 1.0, 1.0)]).to(device, dtype)
     weight = torch.zeros(COLUMNS, 2 * HEAD_DIM, dtype=dtype, device=device)
-    out = gemm_o_dispatch(o, weight, reused, stack, [1.0, 1.0, -1.0], backend=backend)
-    assert (out == large).all()
+    assert (gemm_o_dispatch(o, weight, reused, stack, [1.0, 1.0, -1.0], backend=backend) == large).all()
 
     first, second = (torch.tensor([[[head == 0, head == 1]] * 2]) for head in (0, 1))
     before, now = (

@@ -51,8 +51,7 @@ def check(x, weight, bias, sparsity, backend, *, offset=0, norm_weight=None, rop
     poisoned = x.new_full((x.shape[0], plan.tokens, heads, weight.shape[0] // heads), math.nan)
     options = {"offset": offset, "norm_weight": norm_weight, "rope": rope, "backend": backend}
     out = gemm_q(x, weight, bias, plan, out=poisoned, **options)
-    assert out is poisoned
-    assert torch.equal(out.isnan().any(-1), ~written)
+    assert out is poisoned and torch.equal(out.isnan().any(-1), ~written)
     assert torch.equal(out.isnan().all(-1), ~written)
 
     stream_rope = None if rope is None else tuple(table[stream] for table in rope)
@@ -103,5 +102,4 @@ def test_density_one_is_bit_identical_to_linear_on_a_cpu(make_tensor, make_spars
     if plan.mask64.is_cuda:
         pytest.skip("a CPU property")
     x, weight, bias = make_tensor(1, 130, CHANNELS), make_tensor(2 * HEAD_DIM, CHANNELS), make_tensor(2 * HEAD_DIM)
-    q = gemm_q(x, weight, bias, plan, backend="reference")
-    assert torch.equal(q.flatten(2), F.linear(x, weight, bias))
+    assert torch.equal(gemm_q(x, weight, bias, plan, backend="reference").flatten(2), F.linear(x, weight, bias))

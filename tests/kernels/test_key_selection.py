@@ -69,8 +69,7 @@ def test_keys_beyond_kv_len_are_not_there(group, backend, make_tensor):
 def test_even_attention_keeps_every_key(threshold, backend, make_tensor):
     """Equal keys below the threshold are all kept, so that the row is not empty."""
     q, k = torch.zeros(1, 70, 1, 16, device=DEVICE), make_tensor(1, 70, 1, 16)
-    selected = unpack_bits(select_keys(q, k, threshold, group=64, block=64, backend=backend), 128)
-    assert selected[..., :70].all()
+    assert unpack_bits(select_keys(q, k, threshold, group=64, block=64, backend=backend), 128)[..., :70].all()
 
 
 def test_views_of_a_fused_projection(backend, make_tensor):

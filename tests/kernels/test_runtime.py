@@ -38,13 +38,11 @@ def compiled(monkeypatch, tmp_path) -> list[list[str]]:
 
 def test_machine_code_is_cached_by_source_options_and_architecture(compiled):
     first = runtime.compile_source("slices.cu", "sm_90a")
-    assert runtime.compile_source("slices.cu", "sm_90a") == first
-    assert len(compiled) == 1
+    assert runtime.compile_source("slices.cu", "sm_90a") == first and len(compiled) == 1
     assert "--gpu-architecture=sm_90a" in compiled[0]
     runtime.compile_source("slices.cu", "sm_80")
     runtime.compile_source("slices.cu", "sm_90a", (("WIDTH", 8),))
-    assert len(compiled) == 3
-    assert "--define-macro=WIDTH=8" in compiled[2]
+    assert len(compiled) == 3 and "--define-macro=WIDTH=8" in compiled[2]
 
 
 def test_a_changed_source_or_header_is_compiled_anew(compiled, monkeypatch, tmp_path):

@@ -38,8 +38,7 @@ def test_symbols_know_their_blocks_and_tensors():
     assert [tensor.data_ptr() for tensor in some.tensors()] == [some.cache_bits.data_ptr(), some.skip_bits.data_ptr()]
     assert len(symbols(skip_bits=None).tensors()) == 1
     plan = lower(some)
-    assert (plan.batch, plan.heads, plan.blocks) == (2, 3, 9)
-    assert len(plan.tensors()) == 5
+    assert (plan.batch, plan.heads, plan.blocks) == (2, 3, 9) and len(plan.tensors()) == 5
 
 
 @pytest.mark.parametrize("codes", [(2, 3, 9, 9), (1, 3, 9, 9), (2, 1, 9, 9), (1, 1, 9, 9)], ids=str)

@@ -52,8 +52,7 @@ def test_each_tile_is_of_the_cheapest_kind(tokens, block):
     for head in range(2):
         for row in range(symbols.blocks):
             for column in range(symbols.blocks):
-                pairs = mask[0, head, row * block :, column * block :][:block, :block]
-                kind = kind_by_definition(pairs, row == column)
+                kind = kind_by_definition(mask[0, head, row * block :, column * block :][:block, :block], row == column)
                 seen.add(kind)
                 code = FULL_TILE if symbols.masks is None else symbols.masks.codes[0, head, row, column].item()
                 assert computes[0, head, row, column] == (kind != "skipped")

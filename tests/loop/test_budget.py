@@ -39,8 +39,7 @@ def test_a_budget_is_met_exactly():
         steps, count = draw.randint(1, 60), draw.randint(1, 60)
         errors = [draw.choice([0.0, 1e9, float("nan"), 10 ** draw.uniform(-4, 1)]) for _ in range(steps)]
         found = computed(steps, lambda step, _, errors=errors: errors[step], computed_steps=count)
-        assert len(found) == min(steps, count)
-        assert found[0] == 0
+        assert len(found) == min(steps, count) and found[0] == 0
 
 
 def test_steps_are_computed_where_errors_are_larger():
@@ -56,14 +55,12 @@ def test_steps_are_computed_where_errors_are_larger():
 def test_even_errors_get_intervals_that_grow_from_the_start():
     """The first interval is short, because one record has no slope; then no interval leaps."""
     found = computed(28, lambda _, ahead: 0.03 * ahead, computed_steps=8)
-    assert found[:2] == [0, 1]
-    assert max(later - step for step, later in pairwise(found)) <= 8
+    assert found[:2] == [0, 1] and max(later - step for step, later in pairwise(found)) <= 8
 
 
 @pytest.mark.parametrize("steps", [20, 28, 50])
 def test_fewer_computed_steps_have_a_larger_bound(steps):
-    bounds = [usual_bound(count, steps) for count in range(3, steps + 2)]
-    assert all(more >= less for more, less in pairwise(bounds))
+    assert all(more >= less for more, less in pairwise([usual_bound(count, steps) for count in range(3, steps + 2)]))
 
 
 @pytest.mark.parametrize(("steps", "count"), [(12, 7.2), (20, 8.7), (28, 11.2), (50, 13.5), (100, 17.5)])

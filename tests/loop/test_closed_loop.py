@@ -95,8 +95,7 @@ def test_closed_loop_knows_the_errors_of_polynomials(order):
     measured = error(here, recorded[: order + 1])
     following = error(here + 3, [here, *recorded][: order + 1])
     for target, interval in ((0.999 * following, 3), (1.001 * following, 4)):
-        farthest = [float(step >= here + 3) for step in range(len(steps))]
-        control = closed_loop(steps, farthest, target_error=target)
+        control = closed_loop(steps, [float(step >= here + 3) for step in range(len(steps))], target_error=target)
         control.observe(here, [steps[node] for node in recorded], order, measured)
         assert interval_after(control, here) == interval
 

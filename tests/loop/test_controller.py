@@ -236,8 +236,7 @@ def test_less_memory_never_raises_the_degree():
                 state.outputs.record(float(step), (torch.ones(1),))
             state.go_on_with(chosen)
             state.adopt(left)
-            assert state.order == min(chosen, left)
-            assert len(state.outputs) == left + 1
+            assert state.order == min(chosen, left) and len(state.outputs) == left + 1
 
 
 @pytest.mark.parametrize("slope, damped", [([0, 1, 3], None), ([0, 1, 0], NO_SLOPE), ([1, 1, 1], None)], ids=str)
@@ -312,8 +311,7 @@ def test_branches_share_the_steps_mode():
     for step in range(STEPS):
         noise = torch.randn(1, 4, generator=generator)
         steady = loop.call(step, step + 1.0, context="cond")[0].mode
-        assert loop.call(step, noise, context="uncond")[0].mode is steady
-        assert steady is not DISPATCH
+        assert loop.call(step, noise, context="uncond")[0].mode is steady and steady is not DISPATCH
     assert calm.modes(value=1.0).count(DISPATCH) > 0
 
 
@@ -382,8 +380,7 @@ def test_the_error_is_that_of_the_worst_branch_tensor_and_sample(bad):
 def test_branch_without_history_computes():
     loop = Loop()
     loop.modes(range(3))
-    assert loop.call(3)[0].mode is DISPATCH
-    assert loop.call(3, context="skip-layer")[0].mode is UPDATE
+    assert loop.call(3)[0].mode is DISPATCH and loop.call(3, context="skip-layer")[0].mode is UPDATE
     assert loop.call(4)[0].mode is DISPATCH
     assert loop.call(4, context="skip-layer")[0].mode is DISPATCH
     assert [step.mode for step in loop.controller.report.steps] == ["full", "full", "update", "update", "dispatch"]
@@ -399,8 +396,7 @@ def test_branch_that_missed_an_update_computes():
             assert late is mode
     assert mode is DISPATCH
     assert loop.call(7, context="uncond")[0].mode is UPDATE  # the others computed step 6
-    assert loop.call(8)[0].mode is DISPATCH
-    assert loop.call(8, context="uncond")[0].mode is DISPATCH
+    assert loop.call(8)[0].mode is DISPATCH and loop.call(8, context="uncond")[0].mode is DISPATCH
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["new-conditioning", "late"])
@@ -453,8 +449,7 @@ def test_changed_shape_drops_caches_and_is_noted():
     loop = Loop()
     loop.modes(range(3))
     call, _ = loop.call(3, torch.ones(2, 4), shapes=((2, 4),))
-    assert call.mode is UPDATE
-    assert len(call.branch.loops[0].outputs) == 1
+    assert call.mode is UPDATE and len(call.branch.loops[0].outputs) == 1
     assert loop.controller.report.notes == ["shapes or return_dict changed at step 3: caches dropped"]
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
 
@@ -503,8 +498,7 @@ def test_exception_drops_caches(error):
     with pytest.raises(type(error)):
         loop.call(3, error=error)
     call, _ = loop.call(4)
-    assert call.mode is UPDATE
-    assert len(call.branch.loops[0].outputs) == 1
+    assert call.mode is UPDATE and len(call.branch.loops[0].outputs) == 1
 
 
 def test_new_run_starts_clean():
@@ -515,8 +509,7 @@ def test_new_run_starts_clean():
     for step in range(STEPS):
         call, output = loop.call(step, 1.0 + step**2)
         expected_call, expected = fresh.call(step, 1.0 + step**2)
-        assert call.mode is expected_call.mode
-        assert torch.equal(output, expected)
+        assert call.mode is expected_call.mode and torch.equal(output, expected)
     report, expected = loop.controller.report, fresh.controller.report
     assert [(step.index, step.mode, step.error) for step in report.steps] == [
         (step.index, step.mode, step.error) for step in expected.steps
@@ -594,8 +587,7 @@ def test_report_adds_up_times(monkeypatch):
     loop.call(1)
     for _ in range(2):
         report = loop.controller.read_report()
-        assert [step.seconds for step in report.steps] == [0.75, 1.0]
-        assert report.seconds == 1.75
+        assert [step.seconds for step in report.steps] == [0.75, 1.0] and report.seconds == 1.75
 
 
 def test_latest_symbols_are_the_first_branchs():

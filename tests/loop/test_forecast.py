@@ -61,8 +61,7 @@ def test_taylor_is_newton_up_to_first_order_only():
 def test_weights_sum_to_one(method, count):
     """A constant is forecast as itself, so a linear bias inside a feature needs no special case."""
     weights = forecast_weights(method, UNEVEN[:count], 9.0)
-    assert len(weights) == count
-    assert math.fsum(weights) == pytest.approx(1.0)
+    assert len(weights) == count and math.fsum(weights) == pytest.approx(1.0)
 
 
 def test_methods_are_told_apart():
@@ -81,8 +80,7 @@ def test_history_keeps_the_newest_records():
     for i, value in enumerate(values):
         history.record(10.0 * i, value)
         assert history.order == min(i, 2)
-    assert len(history) == 3
-    assert history.coordinates == (30.0, 20.0, 10.0)
+    assert len(history) == 3 and history.coordinates == (30.0, 20.0, 10.0)
     assert history.values == (values[3], values[2], values[1])
     assert [float(tensor) for tensor in history.tensors()] == [3.0, -3.0, 2.0, -2.0, 1.0, -1.0]
 

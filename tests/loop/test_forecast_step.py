@@ -79,8 +79,7 @@ def forecasts(calls):
 
 def test_a_forecast_step_takes_few_calls_and_crosses_few_files(forecasts):
     """However many blocks there are; its functions are not far inside one another."""
-    assert len(forecasts) > 5
-    assert max(each.counts.total() for each in forecasts) <= MOST_CALLS
+    assert len(forecasts) > 5 and max(each.counts.total() for each in forecasts) <= MOST_CALLS
     assert len({file for file, _ in forecasts[0].own}) <= MOST_FILES
     assert max(each.depth for each in forecasts) <= MOST_DEPTH
 

@@ -38,8 +38,7 @@ def pipe():
 def run(pipe, preset, **arguments):
     """One accelerated call: its latents and its report; the pipeline is plain again afterwards."""
     with accelerated(pipe, preset):
-        latents = pipe(**tiny_inputs("flux", steps=STEPS, **arguments))[0]
-        return latents, pipe.dit_accel.report()
+        return pipe(**tiny_inputs("flux", steps=STEPS, **arguments))[0], pipe.dit_accel.report()
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -257,10 +256,8 @@ def test_offload_changes_no_bit(pipe, arguments):
     """Attention outputs move from the device's account to the host's, and the image stays the same."""
     plain, before = run(pipe, HEADS, **arguments)
     offloaded, after = run(pipe, load_preset(HEADS, **{"memory.offload": True}), **arguments)
-    assert torch.equal(plain, offloaded)
-    assert after.memory_measures == [OFFLOAD]
-    assert after.host_bytes == before.cache_bytes - after.cache_bytes > 0
-    assert before.host_bytes == 0
+    assert torch.equal(plain, offloaded) and after.memory_measures == [OFFLOAD]
+    assert after.host_bytes == before.cache_bytes - after.cache_bytes > 0 and before.host_bytes == 0
 
 
 @pytest.mark.parametrize("preset, bound", [(LAYERS, 0.65), (HEADS, 0.35)], ids=["layer", "head"])
@@ -270,17 +267,14 @@ def test_float8_histories_err_less_than_forecasts(pipe, preset, bound):
     exact, before = run(pipe, preset)
     rounded, after = run(pipe, load_preset(preset, **{"memory.history_dtype": "float8"}))
     assert 0 < distance(rounded, exact) < bound * distance(exact, plain)
-    assert after.memory_measures == [FLOAT8]
-    assert after.cache_bytes < before.cache_bytes / 2
+    assert after.memory_measures == [FLOAT8] and after.cache_bytes < before.cache_bytes / 2
 
 
 def test_rows_of_text_blocks_are_never_read(pipe):
     """A budget just below the plain histories' memory skips those rows, and the image stays the same."""
     plain, before = run(pipe, HEADS)
-    budget = (before.cache_bytes - 1) / GIB
-    trimmed, after = run(pipe, load_preset(HEADS, **{"memory.budget_gib": budget}))
-    assert torch.equal(plain, trimmed)
-    assert after.memory_measures == [ROWS]
+    trimmed, after = run(pipe, load_preset(HEADS, **{"memory.budget_gib": (before.cache_bytes - 1) / GIB}))
+    assert torch.equal(plain, trimmed) and after.memory_measures == [ROWS]
     assert after.cache_bytes == after.estimated_bytes < before.cache_bytes
 
 
@@ -301,8 +295,7 @@ def test_lower_order_is_that_of_the_preset(pipe, level):
     forms = {} if level == "output" else {"memory.history_dtype": "float8"}
     expected, report = run(pipe, load_preset(preset, **{"forecast.order": 0}, **forms))
     forced, after = run(pipe, load_preset(preset, **{"memory.budget_gib": report.cache_bytes / GIB}))
-    assert torch.equal(forced, expected)
-    assert after.memory_measures[-1] == "order 0 instead of 1"
+    assert torch.equal(forced, expected) and after.memory_measures[-1] == "order 0 instead of 1"
     assert after.cache_bytes == report.cache_bytes
 
 

@@ -113,8 +113,7 @@ def test_all_outputs_restart_adopt_and_are_computed():
 def test_of_outputs_that_reach_as_far_the_worst_decides(errors):
     loops = together(*errors)
     loops.observe(0, (torch.ones(1),) * 3, lambda tensor: tensor)
-    assert loops.decide(0, loops.measured) == 0.3
-    assert loops.decider == NAMES[errors.index(0.3)]
+    assert loops.decide(0, loops.measured) == 0.3 and loops.decider == NAMES[errors.index(0.3)]
 
 
 @pytest.mark.parametrize("errors", [(0.1, 0.3, 0.2), (0.3, 0.2, 0.1)], ids=str)

@@ -145,8 +145,7 @@ def test_parts_of_perturbed_attention_guidance_stay_together(name, guidance, see
         return latents, torch.tensor(report.density[0])
 
     together, density = run([0, 1, 2])
-    alone = [run([row]) for row in range(3)]
-    require_as_alone(together, density, alone)
+    require_as_alone(together, density, [run([row]) for row in range(3)])
     assert density.mean() < 1
 
 
@@ -231,10 +230,8 @@ def test_arguments_of_rows():
     assert part["controlnet_block_samples"][0].tolist() == [2.0, 0.0]
     assert part["joint_attention_kwargs"]["ip_adapter_image_embeds"][0].tolist() == [2.0, 0.0]
     assert part["img_shapes"] == [[(1, 4, 4)], [(1, 2, 2)]]
-    shared = {**arguments, "img_shapes": [[(1, 2, 2)]]}
-    assert arguments_of_rows(shared, (2, 0))["img_shapes"] == [[(1, 2, 2)]]
-    untouched = ("timestep", "img_ids", "position_ids", "guidance")
-    assert all(part[name] is arguments[name] for name in untouched)
+    assert arguments_of_rows({**arguments, "img_shapes": [[(1, 2, 2)]]}, (2, 0))["img_shapes"] == [[(1, 2, 2)]]
+    assert all(part[name] is arguments[name] for name in ("timestep", "img_ids", "position_ids", "guidance"))
     assert part["controlnet_block_samples"][1] is arguments["controlnet_block_samples"][1]
 
 

@@ -94,6 +94,5 @@ def test_text_states_what_ran():
 def test_text_of_a_run_without_steps():
     """A report before the first call says so, and has no figures."""
     report = RunReport("exact", "any", [])
-    text = str(report)
-    assert text.splitlines() == ["dit-accel exact on any", "  no accelerated call yet"]
+    assert str(report).splitlines() == ["dit-accel exact on any", "  no accelerated call yet"]
     assert report.left_out == 0.0 and report.computed_fraction is None and report.steps_by_mode == {}

@@ -121,8 +121,7 @@ def test_clock_counts_a_schedulers_steps(name, branches):
         sigmas = [math.atan(sigma) / (math.pi / 2) for sigma in sigmas]
     for tick in ticks:
         assert (tick.steps, list(tick.timesteps), list(tick.sigmas)) == (8, scheduler.timesteps.tolist(), sigmas)
-        assert tick.plain is None
-        assert tick.run is ticks[0].run
+        assert tick.plain is None and tick.run is ticks[0].run
 
 
 def test_a_run_from_the_middle_has_the_noise_levels_of_the_whole():
@@ -143,8 +142,7 @@ def test_new_timesteps_are_a_new_run(name):
     first = denoise(scheduler, clock, scheduler.timesteps[:3])
     scheduler.set_timesteps(6)
     second = denoise(scheduler, clock)
-    assert [tick.step for tick in second] == list(range(6))
-    assert second[0].run is not first[0].run
+    assert [tick.step for tick in second] == list(range(6)) and second[0].run is not first[0].run
 
 
 def test_clock_follows_a_replaced_scheduler():
@@ -154,16 +152,14 @@ def test_clock_follows_a_replaced_scheduler():
     for name, steps in (("ddpm-without-step-index", 4), ("euler", 5)):
         holder["scheduler"], _ = begun(name, steps)
         ticks = denoise(holder["scheduler"], clock)
-        assert [tick.step for tick in ticks] == list(range(steps))
-        assert ticks[0].steps == steps
+        assert [tick.step for tick in ticks] == list(range(steps)) and ticks[0].steps == steps
 
 
 @pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
 def test_image_to_image_counts_from_its_first_step(name):
     scheduler, clock = begun(name, 10, 4)
     ticks = denoise(scheduler, clock, scheduler.timesteps[4:])
-    assert [tick.step for tick in ticks] == list(range(6))
-    assert ticks[0].steps == 6
+    assert [tick.step for tick in ticks] == list(range(6)) and ticks[0].steps == 6
     assert list(ticks[0].timesteps) == scheduler.timesteps[4:].tolist()
     assert list(ticks[0].sigmas) == getattr(scheduler, "sigmas", scheduler.timesteps)[4:10].tolist()
 
@@ -249,8 +245,7 @@ def test_steps_of_no_length_are_no_stages():
 def test_schedulers_that_draw_all_noise_anew(scheduler):
     """Consistency models' schedulers do so, and stochastic ones of few steps."""
     scheduler = scheduler()
-    expected = f"{type(scheduler).__name__} draws the noise of the latents anew at every step"
-    assert plain_of(scheduler, 2) == expected
+    assert plain_of(scheduler, 2) == f"{type(scheduler).__name__} draws the noise of the latents anew at every step"
 
 
 def test_noise_of_a_users_step_is_told():
@@ -312,8 +307,7 @@ def test_timestep_clock_takes_the_nearest():
     clock = TimestepClock(torch.tensor([1000.0, 752.0, 421.5, 3.0]))
     ticks = [clock.read(t) for t in (1000, 753.9, torch.tensor([0.0, 422.0]), torch.tensor(2.0))]
     assert [tick.step for tick in ticks] == [0, 1, 2, 3]
-    assert {tick.run for tick in ticks} == {ticks[0].run}
-    assert ticks[0].steps == 4
+    assert {tick.run for tick in ticks} == {ticks[0].run} and ticks[0].steps == 4
     assert list(ticks[0].timesteps) == list(ticks[0].sigmas) == [1000.0, 752.0, 421.5, 3.0]
 
 
@@ -357,8 +351,7 @@ def test_timesteps_that_tell_nothing_are_refused(timesteps, message):
 @pytest.mark.parametrize("rescaled", [lambda t: t / 1000, lambda t: 1 - t / 1000], ids=["share", "from-0-to-1"])
 def test_rescaled_timesteps_begin_at_the_start(rescaled, shift):
     """Under shift 1 the first, 1000 of 1000, is as large as the last of the schedule."""
-    ticks = denoise(*begun(Euler(shift=shift), 8), shown=rescaled)
-    assert [tick.step for tick in ticks] == list(range(8))
+    assert [tick.step for tick in denoise(*begun(Euler(shift=shift), 8), shown=rescaled)] == list(range(8))
 
 
 @pytest.mark.parametrize("first", [3, 7], ids=["in-the-middle", "at-the-last"])

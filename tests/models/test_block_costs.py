@@ -93,8 +93,7 @@ def costs_of(mode, level, sites, dense=(), step=4, two=True):
         branch=SimpleNamespace(sites=sites),
         site=lambda name, kind: sites[name],
     )
-    costs = BlockCosts(SimpleNamespace(), {}, {"blocks.0": attentions})
-    return costs.computed(call, "blocks.0", WORK, level)
+    return BlockCosts(SimpleNamespace(), {}, {"blocks.0": attentions}).computed(call, "blocks.0", WORK, level)
 
 
 @pytest.mark.parametrize(

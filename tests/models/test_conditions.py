@@ -77,8 +77,7 @@ def test_weights_that_are_offloaded_while_a_call_runs_are_no_change():
 def test_scales_of_a_pipeline_and_of_its_guider_are_conditions():
     """Numbers alone: a guider's other attributes, and its steps, are none."""
     guider = SimpleNamespace(guidance_scale=3.0, _skip_layer_guidance_scale=2, start=0.1, guidance_rescale="none")
-    pipeline = SimpleNamespace(_guidance_scale=5.0, guider=guider)
-    items = Conditions(torch.nn.Linear(2, 2)).of({}, pipeline, None)
+    items = Conditions(torch.nn.Linear(2, 2)).of({}, SimpleNamespace(_guidance_scale=5.0, guider=guider), None)
     assert {name: value for name, value in items.items() if "of Simple" in name} == {
         "guidance_scale of SimpleNamespace": 3.0,
         "skip_layer_guidance_scale of SimpleNamespace": 2,

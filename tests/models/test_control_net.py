@@ -57,8 +57,7 @@ def union_of_flux(pipe):
     """One net for several kinds of images, which are named in the call, and twice in the module."""
     net = diffusers.FluxControlNetModel.from_config({**pipe.controlnet.config, "num_mode": 3}).eval()
     net.load_state_dict(pipe.controlnet.state_dict(), strict=False)  # all but the kinds' embeddings
-    named = {"control_mode": [0, 2]}
-    return diffusers.FluxControlNetPipeline, [net, net], diffusers.FluxMultiControlNetModel, named
+    return diffusers.FluxControlNetPipeline, [net, net], diffusers.FluxMultiControlNetModel, {"control_mode": [0, 2]}
 
 
 def several_of_sd3(pipe):
@@ -95,8 +94,7 @@ def test_several_and_union_nets_run_in_computed_steps_only(name, make):
     assert torch.equal(run(), plain)
     accelerate_pipeline(pipe, "exact", **OUTPUT)
     assert 0 < float((run() - plain).norm() / plain.norm()) < 0.1
-    dispatch = pipe.dit_accel.report().steps_by_mode["dispatch"]
-    assert len(calls) == of_a_step * (STEPS - dispatch) < of_a_step * STEPS
+    assert len(calls) == of_a_step * (STEPS - pipe.dit_accel.report().steps_by_mode["dispatch"]) < of_a_step * STEPS
     assert torch.equal(restore_pipeline(pipe) and run(), plain)
 
 
@@ -112,8 +110,7 @@ def test_restoring_leaves_the_net_as_it_was(pipe):
     stop()
     assert not hasattr(pipe.controlnet, "_diffusers_hook") and "forward" not in vars(pipe.controlnet)
     calls[0] = 0
-    assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=2), plain)
-    assert calls[0] == 2
+    assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=2), plain) and calls[0] == 2
 
 
 def test_another_size_is_another_form(pipe):

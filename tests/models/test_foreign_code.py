@@ -113,8 +113,7 @@ def writing_hook(pipe, act):
 
     def write(module, args, output):
         first = output[0] if isinstance(output, tuple) else output
-        changed = act(first)
-        first.copy_(changed)
+        first.copy_(act(first))
 
     first_block(pipe).register_forward_hook(write)
 

@@ -131,8 +131,7 @@ def test_every_cache_of_diffusers_that_forecasts_is_known():
     assert len(configs) >= 5
     for config in (*configs, hooks.PyramidAttentionBroadcastConfig):
         name = config.__name__.removesuffix("Config")
-        known = None if name == "TextKVCache" else name
-        assert _cache_of(object.__new__(config)) == known
+        assert _cache_of(object.__new__(config)) == (None if name == "TextKVCache" else name)
     for foreign in ("first_block_cache", "mine.first_block_cache", "diffusers.hooks.mine", "diffusers.mag_cache"):
         assert _cache_of(type("Config", (), {"__module__": foreign})()) is None
 

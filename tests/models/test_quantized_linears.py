@@ -46,8 +46,7 @@ def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=STEPS)
     accelerate_pipeline(pipe, "exact", **{"linear.dtype": dtype})
-    output = tiny_output(pipe, name, steps=STEPS)
-    assert 0 < distance(output, plain) < most
+    assert 0 < distance(tiny_output(pipe, name, steps=STEPS), plain) < most
     assert any(f"linear layers in {dtype}" in note for note in pipe.dit_accel.report().notes)
     restore_pipeline(pipe)
     assert torch.equal(tiny_output(pipe, name, steps=STEPS), plain)
@@ -124,12 +123,10 @@ def test_layers_stay_unchanged_where_8_bits_are_slower(monkeypatch, milliseconds
     second = tiny_output(pipe, "flux", steps=STEPS)
     is_slower = milliseconds[0] > 200
     assert resting == [False, False, False, True] + [True] * (not is_slower)
-    assert distance(first, plain) > 0
-    assert torch.equal(second, plain) == is_slower
+    assert distance(first, plain) > 0 and torch.equal(second, plain) == is_slower
     remark = "linear layers unchanged in float32, in which a call takes 170 ms instead of 300 ms in int8"
     assert (remark in pipe.dit_accel.report().notes) == is_slower
-    other = {"width": 64, "height": 32}
-    tiny_output(pipe, "flux", steps=1, **other)
+    tiny_output(pipe, "flux", steps=1, **{"width": 64, "height": 32})
     assert resting[-1] is False  # another size is timed by itself
     restore_pipeline(pipe)
     assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)
@@ -171,8 +168,7 @@ def test_queries_keys_and_values_multiply_together():
     layers, x = (attn.to_q, attn.to_k, attn.to_v), torch.randn(1, 80, attn.to_q.in_features)
     with torch.no_grad():
         together, apart = project_together(layers, x), [layer(x) for layer in layers]
-        assert all(map(torch.equal, together, apart))
-        assert layers in linears_of(pipe)._weights
+        assert all(map(torch.equal, together, apart)) and layers in linears_of(pipe)._weights
         calls = []
         attn.to_k.register_forward_hook(lambda *_: calls.append(1))
         assert all(map(torch.equal, project_together(layers, x), apart))

@@ -84,8 +84,7 @@ def test_step_times_are_those_of_the_speed_files(name):
     for what, gpu, plain, computed, tiles, forecast in STEP.findall(header(name)):
         timed = document(next(file for start, file in TIMES.items() if what.startswith(start)) + ".json")
         ms = {row["run"]: row["ms"] for row in timed["rows"] if "ms" in row}
-        assert timed["device"].endswith(gpu)
-        assert int(plain) == round(ms["plain"])
+        assert timed["device"].endswith(gpu) and int(plain) == round(ms["plain"])
         assert int(computed) == round(ms["50% of tiles left out" if tiles else "exact"])
         (dispatch,) = (row["ms_by_mode"]["dispatch"] for row in timed["rows"] if row["run"] == "DISPATCH, plain")
         assert forecast == ("" if tiles else str(round(dispatch)))

@@ -99,8 +99,7 @@ def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
 def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
     """Asking for one over a base with the other means the one; asking for both is an error. So does a pattern."""
     base = wan(policy="sparge", **first)
-    skip = load_preset(base, skip=second).skip
-    assert skip.model_fields_set & {"tau_kv", "top_k"} == second.keys()
+    assert load_preset(base, skip=second).skip.model_fields_set & {"tau_kv", "top_k"} == second.keys()
     with pytest.raises(PresetError, match="top_k replaces tau_kv"):
         load_preset(base, skip=first | second)
     sliding = load_preset("exact", skip={"policy": "static", "window": 64, "steps": "all"})
@@ -144,8 +143,7 @@ def test_blocks_change_what_they_name():
         "d": {"top_k": 0.4},
     }
     skip = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, layers=layers).skip
-    assert skip.at("elsewhere") is skip
-    assert skip.at("b") is skip.at("b")
+    assert skip.at("elsewhere") is skip and skip.at("b") is skip.at("b")
     assert (skip.at("a").policy, skip.at("b").tau_kv, skip.at("b").similarity) == ("none", 0.01, 0.4)
     assert skip.at("c").model_fields_set == {"policy", "steps", "refresh", "key_threshold"}
     assert (skip.at("d").top_k, skip.at("d").refresh, skip.at("d").layers) == (0.4, 3, {})
@@ -181,8 +179,7 @@ def test_blocks_of_a_base_merge_and_switch_policy():
     changed = load_preset(base, **{"skip.layers": layers})
     assert changed.skip.layers == {"a": {"policy": "fg_attn"}, "b": {"similarity": 0.3}, "c": {"tau_kv": 0.2}}
     assert layers == {"a": {"policy": "fg_attn"}, "c": {"tau_kv": 0.2}}
-    assert base.skip.layers["a"] == {"tau_kv": 0.1}
-    assert load_preset(changed) == changed
+    assert base.skip.layers["a"] == {"tau_kv": 0.1} and load_preset(changed) == changed
 
 
 def test_a_probe_serves_all_blocks_that_leave_something_out():

@@ -210,8 +210,7 @@ def test_loras_of_jobs_leave_the_plain_model(folder, monkeypatch):
 
 def test_loras_have_names(folder):
     """LoRAs of a folder have the names of their files."""
-    named = {"a": "owner/name", "other": f"{folder}/other.safetensors"}
-    assert named_loras(["a=owner/name", str(folder)]) == named
+    assert named_loras(["a=owner/name", str(folder)]) == {"a": "owner/name", "other": f"{folder}/other.safetensors"}
     for wrong, message in ("a=./nowhere", r"'\./nowhere' is not a folder"), ("owner/name", "must be NAME=LORA"):
         with pytest.raises(ArgumentError, match=message):
             named_loras([wrong])

@@ -29,8 +29,7 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def features(seed: int, tokens: int = 330, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    values = torch.randn(2, tokens, 2, 16, generator=torch.Generator().manual_seed(seed))
-    return values.to(DEVICE, dtype)
+    return torch.randn(2, tokens, 2, 16, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def make_module(critical=0.2, negligible=0.3, feature_map="softmax", block=64) -> SparseLinearAttention:

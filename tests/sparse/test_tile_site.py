@@ -92,8 +92,7 @@ def test_masks_stay_until_they_are_due(name, level, spy):
     for step in report.steps[1:]:
         if step.mode != "dispatch" and (not drawn_at or step.index - drawn_at[-1] >= 4):
             drawn_at.append(step.index)
-    assert len(drawn_at) == 2
-    assert len(spy.drawn) == blocks * len(drawn_at)
+    assert len(drawn_at) == 2 and len(spy.drawn) == blocks * len(drawn_at)
 
 
 @every_level
@@ -251,8 +250,7 @@ def test_probe_measures_against_dense_attention(policy, true_errors):
     plain, without = run("wan", probed("output", policy, probe_blocks=0), height=96, width=96)
     count = len(true_errors)
     result, report = run("wan", probed("output", policy), height=96, width=96)
-    assert torch.equal(result, plain)
-    assert errors_of(without) == [None] * count
+    assert torch.equal(result, plain) and errors_of(without) == [None] * count
     assert errors_of(report) == pytest.approx(true_errors[count:], rel=1e-3, abs=1e-5)
     assert [(item.layer, item.density) for item in report.attentions] == [
         (item.layer, item.density) for item in without.attentions

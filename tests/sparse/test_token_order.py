@@ -38,8 +38,7 @@ def test_every_token_comes_once(name, block, grid, first_frame_apart):
     """The first frame's tokens stay first if they are to be apart."""
     order = token_order(name, grid, block, first_frame_apart=first_frame_apart)
     raster = torch.arange(torch.tensor(grid).prod())
-    assert torch.equal(order.sort().values, raster)
-    assert torch.equal(order[order.argsort()], raster)
+    assert torch.equal(order.sort().values, raster) and torch.equal(order[order.argsort()], raster)
     if name == "raster":
         assert torch.equal(order, raster)
     if first_frame_apart and grid[0] > 1:
@@ -64,8 +63,7 @@ def test_hilbert_curve_goes_from_neighbour_to_neighbour(dimensions):
 def test_hilbert_order_never_leaps(grid):
     """On sides that are no powers of two consecutive tokens are neighbours, or next but one."""
     distances = steps(grid, hilbert_order(grid))
-    assert distances.mean() < 1.15
-    assert distances.max() <= 3
+    assert distances.mean() < 1.15 and distances.max() <= 3
     assert steps(grid, token_order("raster", grid, 128)).max() > 50
 
 
@@ -76,8 +74,7 @@ def test_blocks_are_compact(name, mean, worst, grid, block):
     """A block spreads little more than a cube of its size would, the worst one too; a raster block many times that."""
     cube = 0.25 * block ** (2 / 3)  # three axes of s²/12
     spread = spreads(whole_blocks(grid, token_order(name, grid, block), block)) / cube
-    assert spread.mean() < mean
-    assert spread.max() < worst
+    assert spread.mean() < mean and spread.max() < worst
     assert spreads(whole_blocks(grid, token_order("raster", grid, block), block)).mean() > 20 * cube
 
 

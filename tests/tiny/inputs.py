@@ -32,8 +32,7 @@ def random_picture(generator: torch.Generator, height: int, width: int):
     from PIL import Image
 
     patches = torch.randint(256, (-(-height // 8), -(-width // 8), 3), generator=generator, dtype=torch.uint8)
-    pixels = patches.repeat_interleave(8, 0).repeat_interleave(8, 1)[:height, :width]
-    return Image.fromarray(pixels.numpy())
+    return Image.fromarray(patches.repeat_interleave(8, 0).repeat_interleave(8, 1)[:height, :width].numpy())
 
 
 def left_half(generator: torch.Generator, height: int, width: int) -> torch.Tensor:

@@ -213,8 +213,7 @@ def test_exact_is_the_plain_run(patcher):
     """Preset exact changes no bit, and calls the model as often."""
     plain, calls = run(patcher), list(patcher.model.calls)
     accelerated = accelerate_model(patcher, "exact")
-    assert torch.equal(run(accelerated), plain)
-    assert patcher.model.calls == calls
+    assert torch.equal(run(accelerated), plain) and patcher.model.calls == calls
     assert report_of(accelerated).steps_by_mode == {"full": STEPS}
 
 
@@ -329,8 +328,7 @@ def test_a_run_after_an_interrupt_is_a_fresh_one(flow):
     accelerated = accelerate_model(flow)
     with pytest.raises(KeyboardInterrupt):
         run(accelerated, interrupted, seed=4)
-    assert torch.equal(run(accelerated), fresh)
-    assert torch.equal(run(accelerated), fresh)
+    assert torch.equal(run(accelerated), fresh) and torch.equal(run(accelerated), fresh)
 
 
 def test_copies_of_the_model_and_wrappers_that_it_had(flow):
@@ -398,10 +396,8 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
     latents, report = run(accelerated, guider=changed(accelerated)), report_of(accelerated)
     first = next(index for index, level in enumerate(schedule()) if level < 0.7)
     (noticed,) = [note for note in report.notes if "changed" in note]
-    assert f"step {first}:" in noticed
-    assert report.steps[first].mode != "dispatch"
-    assert report.computed_fraction < 0.7
-    assert off(latents, plain) < 0.02
+    assert f"step {first}:" in noticed and report.steps[first].mode != "dispatch"
+    assert report.computed_fraction < 0.7 and off(latents, plain) < 0.02
 
 
 def test_errors(flow):

@@ -1,8 +1,7 @@
 """Chroma: FLUX's blocks without guidance or a pooled prompt; a mask marks the text tokens that count.
 
 diffusers passes a float attention mask in the encoder's dtype. Added to the scores, it raises those of valid tokens but
-hides no padding, so attention stays dense. A bool mask hides padding: encode the prompt first and pass its mask as
-bool.
+hides no padding, so attention stays dense. A bool mask hides it: encode the prompt first and pass its mask as bool.
 """
 
 from dit_accel.models.families.family import Family, Stack, masked_tokens

@@ -1,8 +1,7 @@
 """GLM-Image: blocks over the joint sequence, text first, whose MLP runs once for the image and once for the text.
 
 Keys and values of given images are kept before the first step, and the branch with the prompt attends to them too;
-there no tiles are skipped. On a GPU none are skipped for the released model, because its heads have 40 features, which
-kernels do not support.
+there no tiles are skipped. On a GPU none are for the released model: kernels do not support its heads' 40 features.
 """
 
 from torch import nn

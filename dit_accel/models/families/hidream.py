@@ -1,8 +1,7 @@
 """HiDream: double blocks, then single blocks over the joint sequence, image first.
 
 The image is followed by T5's text and Llama's last layer; each block appends another layer of Llama's. Images that are
-not square are padded to the model's largest number of tokens. diffusers zeroes the keys of the padding but does not
-mask them.
+not square are padded to the model's largest number of tokens, whose keys diffusers zeroes but does not mask.
 """
 
 from torch import nn

@@ -1,7 +1,6 @@
 """Kandinsky 5, images and videos: blocks of self-attention over their tokens, cross-attention to text, and an MLP.
 
-Checkpoints with their own sparse attention (``attention_type`` is ``nabla``) keep its mask and run unaccelerated
-attention.
+Checkpoints with their own sparse attention (``attention_type`` is ``nabla``) keep its mask: nothing is skipped.
 """
 
 import torch

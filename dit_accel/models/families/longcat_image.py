@@ -1,7 +1,6 @@
 """LongCat-Image, from text and for edits: double blocks, then single blocks over the joint sequence, text first.
 
-Prompts fill all text tokens, without a mask. The edit pipeline's reference image follows the latents and counts as
-vision.
+Prompts fill all text tokens, without a mask. In edits the reference image follows the latents, counted as vision.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Lumina Image 2: blocks over the joint sequence, text first; its refiners before them run in every step.
 
 Prompts have no padding, so the images of a batch begin at different positions, and the end of shorter samples is
-masked. On a GPU no tiles are skipped for the released model, because its heads have 96 features, which kernels do not
-support.
+masked. On a GPU no tiles are skipped for the released model: kernels do not support its heads' 96 features.
 """
 
 from torch import nn

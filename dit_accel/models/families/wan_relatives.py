@@ -19,8 +19,7 @@ def vace_work(load: Load, block: nn.Module) -> BlockWork:
     """FLOPs of a block; a block for hints adds an output projection, and the first of them an input projection."""
     work = wan.work(load, block)
     projections = sum(part_of(block, name) is not None for name in ("proj_in", "proj_out"))
-    projection = 2 * load.batch * load.tokens.vision * load.width**2
-    return replace(work, rest=work.rest + projections * projection)
+    return replace(work, rest=work.rest + projections * 2 * load.batch * load.tokens.vision * load.width**2)
 
 
 def skyreels_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -56,7 +55,7 @@ SKYREELS_V2 = replace(
     title="SkyReels-V2",
     model="SkyReelsV2Transformer3DModel",
     tokens=skyreels_tokens,
-    used=lambda _, output, __: output,  # diffusion forcing has a timestep per frame and runs unaccelerated
+    used=lambda _, output, __: output,  # diffusion forcing has a timestep per frame
     order=replace(wan.FAMILY.order, tables={"rope": {0: 1, 1: 1}}),
     names_transformer=False,
     frames_per_second=lambda _: 24.0,

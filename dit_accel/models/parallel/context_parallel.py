@@ -161,8 +161,7 @@ class Exchanges:
             return None
         key, (latest, of_order, exchange) = (config, tokens, device), self._latest
         if latest != key or of_order is not order:
-            exchange = Exchange(config._ulysses_mesh.get_group(), tokens, order, device)
-            self._latest = key, order, exchange
+            self._latest = key, order, Exchange(config._ulysses_mesh.get_group(), tokens, order, device)
         return exchange
 
 

@@ -25,8 +25,7 @@ def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> A
         ulysses: number of devices that share the tokens of a transformer call (diffusers' context parallelism). Calls
             are fastest if it divides the numbers of tokens and of heads; otherwise diffusers' "Ulysses Anything" runs.
         branches: number of devices, or of groups of ``ulysses`` devices, that share branches of guidance: 2 if the
-            pipeline calls its transformer once with and once without the prompt. Needs ``accelerate_pipeline``; preset
-            `exact` is enough.
+            pipeline calls its transformer with and without the prompt. Needs ``accelerate_pipeline``, any preset.
 
     Raises:
         UnsupportedError: the number of processes is not ``ulysses * branches``, the model can't share its tokens, or

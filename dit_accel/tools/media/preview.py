@@ -28,8 +28,7 @@ class Previewer:
     """Maps latents to coarse images; learns from finished outputs.
 
     Latents are ``[batch, channels, height, width]``, packed ``[batch, tokens, channels]``, or of a video with channels
-    before or after frames, or last, where the pipeline's models have the number of channels. Other forms, and packed
-    videos, give no preview.
+    before or after frames, or last, if the pipeline's models tell their number. Other forms give no preview.
     """
 
     def __init__(self) -> None:

@@ -259,8 +259,7 @@ def glm_image():
     )
     pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
     drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))
-    prompt = prompts(prompt_embeds=(1, TOKENS, WIDTH))
-    return pipe, {**prompt, "prior_token_ids": drawn, **SQUARE}
+    return pipe, {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), "prior_token_ids": drawn, **SQUARE}
 
 
 def ideogram4():

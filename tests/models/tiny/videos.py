@@ -209,8 +209,7 @@ def wan_vace():
         **WAN, in_channels=16, out_channels=16, vace_layers=[0], vace_in_channels=48
     )
     vae, scheduler = wan_parts().values()
-    pipe = diffusers.WanVACEPipeline(None, None, vae, scheduler, transformer)
-    return pipe, {**WAN_CALL, "num_frames": 5}
+    return diffusers.WanVACEPipeline(None, None, vae, scheduler, transformer), {**WAN_CALL, "num_frames": 5}
 
 
 def wan_animate():
@@ -254,8 +253,7 @@ def helios():
 def skyreels_v2():
     transformer = diffusers.SkyReelsV2Transformer3DModel(**WAN, in_channels=16, out_channels=16)
     vae, scheduler = wan_parts().values()
-    pipe = diffusers.SkyReelsV2Pipeline(None, None, transformer, vae, scheduler)
-    return pipe, {**WAN_CALL, "num_frames": 5}
+    return diffusers.SkyReelsV2Pipeline(None, None, transformer, vae, scheduler), {**WAN_CALL, "num_frames": 5}
 
 
 def diffusion_forcing():

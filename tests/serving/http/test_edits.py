@@ -43,8 +43,7 @@ def editor(saved):
 def test_an_edit_equals_the_pipelines_image(editor, preset):
     """Fields of the form have the meaning of those in JSON, and `strength` reaches the pipeline."""
     arguments = {"prompt": "a fox", "num_inference_steps": 6, "width": 32, "height": 48, "strength": 0.5}
-    given = Image.open(io.BytesIO(file()))
-    expected = called(editor, preset != "none" and preset, **arguments, image=given)
+    expected = called(editor, preset != "none" and preset, **arguments, image=Image.open(io.BytesIO(file())))
     with running(editor) as (app, _):
         answer = post(
             app, data=FORM | {"preset": preset, "strength": "0.5", "output_compression": "100"}, files={"image": PNG}

@@ -262,8 +262,7 @@ def test_hostile_bodies_are_refused():
         answers = []
         for place in range(200):
             wrong = GOOD | {draw.choice(names): draw.choice(values + odd) for _ in range(draw.randint(1, 4))}
-            how = {"files": form()} if place % 2 else {"json": wrong}
-            answers.append(await http.post(PATH, **how))
+            answers.append(await http.post(PATH, **{"files": form()} if place % 2 else {"json": wrong}))
             if answers[-1].status_code == 200:
                 await ended(http, answers[-1].json()["id"])
         return answers

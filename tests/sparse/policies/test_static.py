@@ -112,8 +112,7 @@ def test_policy(config, layout):
         near = (distance >= -before) & (distance < config.window - before)
     expected = near | ~is_vision | ~is_vision[:, None]
     symbols = draw_static(layout, config)
-    assert torch.equal(mask_of(symbols), expected)
-    assert unpack_bits(symbols.cache_bits, 3).all()
+    assert torch.equal(mask_of(symbols), expected) and unpack_bits(symbols.cache_bits, 3).all()
 
 
 def test_policy_makes_symbols_once():

@@ -29,8 +29,7 @@ class BandPolicy(Policy):
         block = torch.arange(layout.blocks, device=q.device)
         tiles = (block - block[:, None]).abs() <= config.reach
         tiles[layout.text_blocks], tiles[:, layout.text_blocks] = True, True
-        skip_bits = pack_bits(tiles.expand(q.shape[0], q.shape[2], -1, -1))
-        return every_row(q, layout, skip_bits)
+        return every_row(q, layout, pack_bits(tiles.expand(q.shape[0], q.shape[2], -1, -1)))
 
     def thresholds(self, config):
         return {"reach": (9, 3, 1)}

@@ -45,8 +45,7 @@ def test_each_attention_is_visited_once(name):
     plain = call(name)
     with AttentionTap(pipeline(name), lambda site, q, k, v: sites.append((site, q.shape)), block=64):
         tapped = call(name)
-    assert torch.equal(tapped, plain)
-    assert torch.equal(call(name), plain)
+    assert torch.equal(tapped, plain) and torch.equal(call(name), plain)
     with accelerated(pipeline(name), "exact"):
         call(name)
         report = pipeline(name).dit_accel.report()
@@ -60,8 +59,7 @@ def test_each_attention_is_visited_once(name):
     ]
     assert list(visited) == expected
     for site, shape in sites:
-        assert site.layout.tokens == shape[1]
-        assert site.layout.block == 64
+        assert site.layout.tokens == shape[1] and site.layout.block == 64
         if site.grid is not None:
             assert torch.Size(site.grid).numel() == site.layout.vision
     assert all((site.grid is None) == name.startswith("flux") for site, _ in sites)

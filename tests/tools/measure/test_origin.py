@@ -11,8 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     """An installed package may lie inside of another repository, whose commit is not its own."""
-    assert origin.commit_of(tmp_path) is None
-    assert origin.commit_of(ROOT / "dit_accel") is None
+    assert origin.commit_of(tmp_path) is None and origin.commit_of(ROOT / "dit_accel") is None
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the tests run outside of a checkout")

@@ -9,14 +9,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
-from dit_accel.tools.media.figures import (
-    best_settings,
-    density_figure,
-    heads_computed,
-    symbol_map,
-    timeline_figure,
-    token_grid,
-)
+from dit_accel.tools.media import figures
 
 
 def symbols_of(computed: np.ndarray, block: int = 64) -> SparseSymbols:
@@ -30,7 +23,7 @@ def test_heads_computed_is_the_mean_over_heads_and_batch():
     mask = np.zeros((2, 3, 12), bool)
     mask[:, 0] = True
     mask[0, 1, 0] = mask[1, 1, 11] = mask[1, 1, 10] = True
-    np.testing.assert_allclose(heads_computed(symbols_of(mask)), [1.0, 3 / 24, 0.0])
+    np.testing.assert_allclose(figures.heads_computed(symbols_of(mask)), [1.0, 3 / 24, 0.0])
 
 
 def test_token_grid_has_the_pictures_shape():
@@ -40,17 +33,17 @@ def test_token_grid_has_the_pictures_shape():
         (96, 128, 192, (12, 8)),
         (4096 + 2048, 1536, 1024, (64, 96)),
     ):
-        assert token_grid(TokenLayout(64, vision), width, height) == grid
+        assert figures.token_grid(TokenLayout(64, vision), width, height) == grid
     for vision, frames in ((1000, 1), (2048, 1), (2048, 3)):
         with pytest.raises(ShapeError, match=f"{vision} vision tokens don't fill"):
-            token_grid(TokenLayout(64, vision), 512, 512, frames)
+            figures.token_grid(TokenLayout(64, vision), 512, 512, frames)
 
 
 def painted(path, layout, rows, **options) -> tuple[float, float]:
     """Brightness of the upper and the lower half of a map whose blocks of tokens have computed rows or not."""
     symbols = symbols_of(np.repeat(np.array(rows)[None, :, None], 12, axis=2))
     picture = Image.fromarray(np.full((320, 320, 3), 100, np.uint8))
-    symbol_map(picture, layout, symbols, path, title="blocks.0", **options)
+    figures.symbol_map(picture, layout, symbols, path, title="blocks.0", **options)
     drawn = np.asarray(Image.open(path).convert("L")).astype(float)
     column = drawn[:, int(drawn.shape[1] * 0.7)]
     return column[int(len(column) * 0.25)], column[int(len(column) * 0.75)]
@@ -91,16 +84,16 @@ def test_every_run_can_be_drawn(tmp_path, layers, errors):
     With a probe there is a second line.
     """
     report = report_of(12, layers, errors)
-    for draw, name in ((timeline_figure, "timeline.png"), (density_figure, "density.png")):
+    for draw, name in ((figures.timeline_figure, "timeline.png"), (figures.density_figure, "density.png")):
         draw(report, tmp_path / name)
         assert np.asarray(Image.open(tmp_path / name)).std() > 5
     if layers > 1:
         report.attentions = [AttentionRecord("blocks.0", step, 0.5, 0.01 * step or None) for step in range(0, 12, 2)]
-        timeline_figure(report, tmp_path / "probe.png")
+        figures.timeline_figure(report, tmp_path / "probe.png")
         assert (tmp_path / "probe.png").read_bytes() != (tmp_path / "timeline.png").read_bytes()
 
 
 def test_best_settings_leave_out_what_a_faster_setting_reaches():
     """Ties in fraction keep the better one, and equal quality at a larger fraction is no gain."""
     settings = [(0.5, 40.0), (0.2, 30.0), (0.3, 28.0), (0.5, 41.0), (0.6, 41.0), (0.8, 50.0)]
-    assert best_settings(settings) == [(0.2, 30.0), (0.5, 41.0), (0.8, 50.0)]
+    assert figures.best_settings(settings) == [(0.2, 30.0), (0.5, 41.0), (0.8, 50.0)]

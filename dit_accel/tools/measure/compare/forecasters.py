@@ -1,8 +1,7 @@
 """Published methods that forecast the transformer's output, with the computed steps fixed before the run.
 
 Most were published for outputs of blocks. Here each forecasts the transformer's output, like TaylorSeer lite, and no
-block runs in a forecast step. Formulas and settings come from the cited sources; docs/notes/comparisons.md explains
-our interpretation.
+block runs in a forecast step. Formulas and settings are the cited sources', as docs/notes/comparisons.md reads them.
 
 A forecast is a weighted sum of records. The weights depend on the records' steps or on their inner products.
 """

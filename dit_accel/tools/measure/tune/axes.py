@@ -38,8 +38,7 @@ Setting = dict[str, float]  # axis key -> value
 def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     """Return the axes of a preset; the search fits the first one for each setting of the others.
 
-    With ``by_layer`` each layer gets its own thresholds, under the bounds l1 and l2. A preset without thresholds is a
-    TuningError.
+    With ``by_layer`` each layer gets its own thresholds, under l1 and l2. No thresholds in a preset: a TuningError.
     """
     axes = []
     schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse

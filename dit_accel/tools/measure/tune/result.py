@@ -144,8 +144,7 @@ class TuneResult:
             if isinstance(self.base, Path) or base.endswith((".yaml", ".yml")):
                 base = os.path.relpath(self.base, path.resolve().parent)
             values = {"base": base, "description": self.changes["description"], **nested(self.changes)}
-        text = "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        write_whole(path, text)
+        write_whole(path, "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
     def plot(self, path: str | Path) -> None:
         """Plot all tried settings and, if layers have thresholds, each layer's error against its sparsity."""

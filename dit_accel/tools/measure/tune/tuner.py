@@ -2,8 +2,7 @@
 
 Plain runs are made once. Thresholds of single layers are chosen by their error on queries, keys and values recorded in
 the plain runs (``calibration``), thresholds of the whole run by accelerated runs (``search``). The result is confirmed
-on held-out prompts. If it misses the target there, the search continues with a target that is tighter by the
-difference.
+on held-out prompts. If it misses the target there, the search goes on with one that is tighter by the difference.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class _Tuner:
             def evaluate(setting: Setting, caution: float = caution) -> Score:
                 figures = runs.figures(self._preset_of(setting), range(count))
                 tried[str(setting)] = setting, figures
-                slack = self.target.slack(figures, cautious=True)
-                return Score(slack - caution, self._cost(figures, setting))
+                return Score(self.target.slack(figures, cautious=True) - caution, self._cost(figures, setting))
 
             search = Search(axes, evaluate, evaluations)
             found = search.run()

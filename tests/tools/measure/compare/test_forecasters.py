@@ -100,8 +100,7 @@ def test_dmd_is_a_line_where_records_are_few():
 def test_forecasts_have_the_outputs_shape_and_dtype():
     """Forecasts need one record; zeros stay zeros."""
     for formula, count in itertools.product(FORMULAS, (1, 2, 6)):
-        known = records(range(count), lambda step: torch.zeros(2, 4, 3, dtype=torch.bfloat16))
-        forecast = formula(known, count)
+        forecast = formula(records(range(count), lambda step: torch.zeros(2, 4, 3, dtype=torch.bfloat16)), count)
         assert forecast.shape == (2, 4, 3) and forecast.dtype is torch.bfloat16 and not forecast.any()
 
 

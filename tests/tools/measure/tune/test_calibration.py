@@ -120,8 +120,7 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
             (q + scale * torch.randn(1, 5, 1, 32, generator=generator).repeat_interleave(64, 1)[:, :300], k, v)
         )
     recorder = recorder_of(*(sample_of(*tensors, layout) for tensors in samples))
-    curves = dict(measure(recorder, preset(), torch.device("cpu")))
-    candidates = curves["blocks.0"]
+    candidates = dict(measure(recorder, preset(), torch.device("cpu")))["blocks.0"]
     assert len(candidates) > 5
     for candidate in candidates:
         skip = Skip(policy="sparge", **candidate.changes)
