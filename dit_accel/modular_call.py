@@ -7,11 +7,11 @@ or ``audios``. The commands and the server treat it as any other pipeline.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from inspect import Parameter, Signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from diffusers import ComponentsManager, DiffusionPipeline, ModularPipeline
@@ -52,6 +52,12 @@ class CalledAsStandard:
     def maybe_free_model_hooks(self) -> None:
         """Do nothing: the manager moves a component when another one needs its memory."""
 
+    def reader_of(self, name: str, kind: str) -> Callable[..., Any] | None:
+        """Return what reads files of a kind, such as "video", for an input whose objects are not plain media."""
+        hints = [hint for item in self.blocks.inputs if item.name == name for hint in get_args(item.type_hint)]
+        kinds = [found for hint in hints if isinstance(hint, type) for found in hint.__subclasses__()]
+        return next((found.from_file for found in kinds if getattr(found, "kind", None) == kind), None)
+
     def run_blocks(self, callback_on_step_end: Callable[..., dict[str, Any]] | None = None, **inputs: Any) -> Results:
         """Run the blocks; ``output_type="latent"`` returns the latents after the last step."""
         self._at_step_end, self._interrupt, self._latents = callback_on_step_end, False, None
@@ -81,18 +87,18 @@ class CalledAsStandard:
         return self, state
 
 
-def load_modular(source: str, **dtype: torch.dtype) -> Any:
+def load_modular(source: str, inputs: Collection[str] = (), **dtype: torch.dtype) -> Any:
     """Load a modular pipeline from a folder or the Hub, called like a standard one, without code of its repository.
 
-    A transformer that no run from prompt, image and mask uses stays on the disk, such as MiniMax-H3's
-    ``transformer_ref`` for references.
+    A transformer that no run from prompt, image, mask and the further ``inputs`` uses stays on the disk: MiniMax-H3's
+    ``transformer_ref``, or its ``transformer`` if ``references`` are among the inputs.
 
     Raises:
         ValueError: the blocks are code of the repository, or a component can't be loaded.
     """
     logging.getLogger(ModularPipeline.__module__).setLevel(logging.CRITICAL)  # it logs exceptions that it raises too
     pipe = ModularPipeline.from_pretrained(source, trust_remote_code=False)
-    chosen = [pipe.blocks.get_execution_blocks(**dict.fromkeys(names, True)) for names in INPUTS]
+    chosen = [pipe.blocks.get_execution_blocks(**dict.fromkeys((*names, *inputs), True)) for names in INPUTS]
     used = {name for blocks in chosen for name in blocks.component_names}
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)

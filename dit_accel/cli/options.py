@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -86,9 +86,7 @@ class SizeOptions:
     steps: int | None = option("Denoising steps.", min=1, max=MOST_STEPS, show_default="the pipeline's")
     height: int | None = option("In pixels.", **SIDE)
     width: int | None = option("In pixels.", **SIDE)
-    num_frames: int | None = option(
-        "Number of frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's"
-    )
+    num_frames: int | None = option("Frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's")
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -166,7 +164,7 @@ class RunOptions(SizeOptions, LoadingOptions):
     )
     call: list[str] | None = option(
         "Any other argument of the pipeline's call, with its value in YAML, e.g. --call max_sequence_length=256; "
-        "images, masks and videos are files. Repeatable.",
+        "images, masks, videos and sound are files. Repeatable.",
         metavar="NAME=VALUE",
     )
     seed: int = option("Seed of the initial noise, a 64-bit integer.", default=0, min=-(2**63), max=2**63 - 1)
@@ -175,6 +173,9 @@ class RunOptions(SizeOptions, LoadingOptions):
     )
     force: bool = option("Replace existing files.", "--force", "-f", default=False)
     quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
+
+    def loading(self) -> Loading:
+        return replace(super().loading(), inputs=[*parse_call(self.call)])
 
     def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:
         """Return the name of the preset, or else of the model's own, if any; its overrides; and how to load the model.

@@ -21,10 +21,8 @@ def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
         return
     there = get_device_properties(place).total_memory if place.type == "cuda" else read_host_memory().free
     if needed > there:
-        raise UnsupportedError(
-            f"{size} need at least {needed / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB: "
-            "use a smaller height, width or number of frames"
-        )
+        needs = f"{size} need at least {needed / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB"
+        raise UnsupportedError(f"{needs}: use a smaller height, width or number of frames")
 
 
 def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Input images, masks and videos as pipelines take them: upright, 8 bits."""
+"""Input images, masks and videos as pipelines take them: upright, 8 bits; and sound at the pipeline's sampling rate."""
 
 from __future__ import annotations
 
@@ -8,40 +8,58 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, shortened
+from dit_accel.serving.media import sampling_rate
 
 if TYPE_CHECKING:
     from PIL import Image
 
-FILES = ("image", "images", "mask", "video", "videos")  # ends of the names of arguments that are read from files
+FILES = ("image", "images", "mask", "video", "videos", "frames", "controls", "audio", "waveforms")
+FILES += ("reference", "references")  # all: ends of the names of arguments that are read from files
 VIDEOS = (".mp4", ".gif", ".mov", ".webm", ".mkv", ".avi")
+SOUNDS = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac")
 
 
 def read_image(path: Path | None) -> Any:
     return None if path is None else _read("image", path, as_image)
 
 
-def read_input(name: str, value: Any) -> Any:
-    """Read the files that an argument of a call names: images, masks, or videos as lists of frames."""
+def read_input(name: str, value: Any, pipe: Any = None) -> Any:
+    """Read the files that an argument of a call names, also in lists and mappings: images, masks, lists of frames.
+
+    Sound is float32 ``[1, 2, samples]``. Blocks of ``pipe`` may take objects of their own, as MiniMax-H3's references.
+    """
     if isinstance(value, list):
-        return [read_input(name, item) for item in value]
-    is_file = isinstance(value, str) and name.endswith(FILES)
-    return _read("call", Path(value).expanduser(), as_mask if "mask" in name else as_image) if is_file else value
+        return [read_input(name, item, pipe) for item in value]
+    if isinstance(value, dict):
+        return {key: read_input(name, item, pipe) for key, item in value.items()}
+    if not isinstance(value, str) or not name.endswith(FILES):
+        return value
+    return _read("call", Path(value).expanduser(), as_mask if "mask" in name else as_image, name, pipe)
 
 
-def _read(field: str, path: Path, convert: Callable[[Image.Image], Image.Image]) -> Any:
+def _read(field: str, path: Path, convert: Callable[..., Image.Image], name: str = "", pipe: Any = None) -> Any:
     from diffusers.utils import load_video
     from PIL import Image
 
-    name = shortened(str(path))
+    suffix = path.suffix.lower() if field == "call" else ""
+    form = "a video" if suffix in VIDEOS else "audio" if suffix in SOUNDS else "an image"
+    reader = pipe.reader_of(name, form.split()[-1]) if hasattr(pipe, "reader_of") else None
     try:
-        path.stat()  # load_video would open an address
-        if field == "call" and path.suffix.lower() in VIDEOS:
+        path.stat()  # diffusers would open an address
+        if reader is not None:
+            return reader(path)
+        if form == "a video":
             return [convert(frame) for frame in load_video(str(path))]
+        if form == "audio":
+            from dit_accel.tools.media.video import read_sound
+
+            sound = read_sound(path, sampling_rate(pipe) or 48_000)  # samples per second
+            return sound if name.endswith("_audio") else sound[None]  # ACE-Step's has no batch
         with Image.open(path) as image:
             return convert(image)
     except Exception as error:  # decoders raise errors of any type for broken files
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError(field, f"{name} can't be read as an image: {shortened(str(reason))}") from None
+        reason = shortened(str(getattr(error, "strerror", None) or error))
+        raise ArgumentError(field, f"{shortened(str(path))} can't be read as {form}: {reason}") from None
 
 
 def as_image(image: Image.Image) -> Image.Image:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ class Loading:
     loras: Mapping[str, float] = field(default_factory=dict)  # weight by path or id
     quantize: str | None = None  # float8 or int8
     named_loras: Mapping[str, str] = field(default_factory=dict)  # path or id by the name that jobs use
+    inputs: Collection[str] = ()  # further arguments of all calls, which decide on the components of modular pipelines
 
     def __post_init__(self) -> None:
         if self.quantize is None:
@@ -37,9 +38,8 @@ class Loading:
             raise ArgumentError("loras", "can't be used with --lora and --quantize, where --lora stays a layer")
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
-            raise ArgumentError(
-                "offload", "must be none, model or group with --quantize: quantised layers can't move one by one"
-            )
+            rule = "must be none, model or group with --quantize: quantised layers can't move one by one"
+            raise ArgumentError("offload", rule)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def load_pipeline(
         diffusers.utils.logging.set_verbosity_error()
     with explained_memory(), console.status(f"loading {model}"):
         with explained_loading("model", model):
-            pipe = _from_pretrained(source, **dtype_argument(precision))
+            pipe = _from_pretrained(source, how.inputs, **dtype_argument(precision))
         load_loras(pipe, how.loras)
         if how.quantize is not None:
             quantize(pipe, how.quantize, place)
@@ -89,7 +89,7 @@ def load_pipeline(
     return pipe
 
 
-def _from_pretrained(source: str, **dtype: torch.dtype) -> Any:
+def _from_pretrained(source: str, inputs: Collection[str] = (), **dtype: torch.dtype) -> Any:
     """Load the standard pipeline of a folder or repository, or its modular one if there is no other."""
     import diffusers
     from huggingface_hub.errors import GatedRepoError
@@ -103,7 +103,7 @@ def _from_pretrained(source: str, **dtype: torch.dtype) -> Any:
                 raise  # otherwise the repository, or its copy on this machine, has no standard pipeline
     from dit_accel.modular_call import load_modular
 
-    return load_modular(source, **dtype)
+    return load_modular(source, inputs, **dtype)
 
 
 def _require_float8(place: torch.device, precision: torch.dtype) -> None:
@@ -166,9 +166,8 @@ def resolve_model(model: str) -> str:
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(demo_names()) or "none in this installation"
-        raise ArgumentError(
-            "model", f"{shortened(model)} is not a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})"
-        )
+        kinds = f"a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})"
+        raise ArgumentError("model", f"{shortened(model)} is not {kinds}")
     return model
 
 

@@ -29,6 +29,7 @@ SAMPLING_RATES = (  # components that make sound, and the key of their configura
     ("sound_tokenizer", "sampling_rate"),  # Cosmos 3
     ("audio_vae", "sample_rate"),  # Kandinsky 6
     ("audio_vae", "sampling_rate"),  # MiniMax-H3
+    ("vae", "sampling_rate"),  # of pipelines that make sound alone
 )
 
 

@@ -96,7 +96,7 @@ def call_arguments(
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in values or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
     keys = {"steps": "num_inference_steps", "num-images": "num_images_per_prompt", "mask": "mask_image"}
-    keys |= {"guidance": scale}
+    keys["guidance"] = scale
     if makes_video(pipe) and values.pop("num-images", 1) > 1:  # few can make several, and some ignore the argument
         raise ArgumentError("num_images", f"{type(pipe).__name__} makes one video per run; run again with another seed")
     family = pipeline_family(pipe)
@@ -113,14 +113,12 @@ def call_arguments(
             raise ArgumentError(name.replace("-", "_"), f"{type(pipe).__name__} takes no {key}")
         arguments[key] = value
     _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in values})
-    arguments |= {name: read_input(name, value) for name, value in others.items()}
+    arguments |= {name: read_input(name, value, pipe) for name, value in others.items()}
     if "negative-prompt" in values and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
     if "guidance" in values and not true_guidance and _ignores_guidance(pipe):
-        raise ArgumentError(
-            "guidance",
-            f"this {type(pipe).__name__} has no guidance embedding; add a negative prompt to run a second branch",
-        )
+        rule = "has no guidance embedding; add a negative prompt to run a second branch"
+        raise ArgumentError("guidance", f"this {type(pipe).__name__} {rule}")
     _require_inputs(type(pipe).__name__, parameters, arguments)
     require_memory(pipe, arguments)
     return arguments
@@ -134,7 +132,7 @@ def _require_inputs(pipeline: str, parameters: Mapping[str, inspect.Parameter], 
             continue
         if name == "image":
             raise ArgumentError("image", f"{pipeline} needs an input image; give one")
-        rule = f"--call {name}=VALUE of generate and serve gives it, as a file if it is an image or a video"
+        rule = f"--call {name}=VALUE of generate and serve gives it, as a file if it is an image, a video or sound"
         raise ArgumentError("call", f"{pipeline} needs {name}: {rule}")
 
 

@@ -18,6 +18,5 @@ EXTRAS = {
 def require_extra(package: str, what: str) -> None:
     """Check that a package of `EXTRAS` is installed, without importing it; errors begin with ``what``."""
     if find_spec(package.replace("-", "_")) is None:
-        raise UnsupportedError(
-            f"{what} needs {package}, which is not installed: pip install -e '.[{EXTRAS[package]}]' in a checkout"
-        )
+        install = f"pip install -e '.[{EXTRAS[package]}]' in a checkout"
+        raise UnsupportedError(f"{what} needs {package}, which is not installed: {install}")

@@ -26,9 +26,7 @@ PROJECTION = torch.randn(HEAD_DIM, HEAD_DIM, generator=generator)
 ZEROS, KV_LEN = torch.zeros_like(Q), torch.tensor([80], dtype=torch.int32)
 MAP = kernels.pooled_map(Q, K, BLOCK).probabilities
 SYMBOLS = SparseSymbols(bits(BATCH, BLOCKS, HEADS), bits(BATCH, HEADS, BLOCKS, BLOCKS), HEADS, TOKENS, BLOCK)
-MASKED = kernels.symbols_from_mask(
-    torch.ones(1, 1, TOKENS, TOKENS).tril().bool(), block=BLOCK, batch=BATCH, heads=HEADS
-)
+MASKED = kernels.symbols_from_mask(torch.ones(1, 1, TOKENS, TOKENS).tril() > 0, block=BLOCK, batch=BATCH, heads=HEADS)
 SLICED = replace(
     MASKED, skip_bits=torch.zeros_like(SYMBOLS.skip_bits), slice_bits=bits(BATCH, HEADS, BLOCKS, BLOCKS * BLOCK)
 )

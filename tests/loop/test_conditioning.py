@@ -28,9 +28,7 @@ CHANGED = ["item"]
 @pytest.mark.parametrize(
     "values, found",
     [
-        pytest.param(
-            [ONE, OTHER, THIRD, THIRD, THIRD, ONE], [[], [], [], [], [], CHANGED], id="holds-after-two-changes"
-        ),
+        pytest.param([ONE, OTHER, THIRD, THIRD, THIRD, ONE], [[], [], [], [], [], CHANGED], id="holds-after-two"),
         pytest.param([(0.5,), (0.2,), (0.2,)], [[], [], CHANGED], id="settings-at-the-second-call"),
         pytest.param([ONE, ONE, ONE, ONE], [[], [], [], []], id="same-object"),
         pytest.param([ONE, ONE, OTHER, OTHER], [[], [], CHANGED, []], id="another-tensor"),

@@ -33,9 +33,7 @@ def minimax_h3(name):
             "audio_latents": torch.randn(*videos.H3_AUDIO, generator=random),
         }
         # Its scheduler counts the end of the run as a step.
-        return list(
-            pipe(**arguments, **latents, **inputs, num_inference_steps=steps + 1, output=list(latents)).values()
-        )
+        return list(pipe(**arguments, **latents, **inputs, num_inference_steps=steps + 1, output=[*latents]).values())
 
     return pipe, run
 

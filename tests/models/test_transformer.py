@@ -55,9 +55,7 @@ def test_gradients_are_those_of_the_plain_transformer(name, preset):
         with pytest.warns(UserWarning, match="require gradients run unaccelerated"):
             arguments = gradients(pipe, call)
         assert all(torch.equal(arguments[item], plain[item]) for item in plain if plain[item] is not None)
-        assert [item for item in arguments if arguments[item] is None] == [
-            item for item in plain if plain[item] is None
-        ]
+        assert [key for key in arguments if arguments[key] is None] == [key for key in plain if plain[key] is None]
     assert pipe.dit_accel.report().notes[-1] == GRADIENTS
     tiny_output(pipe, name, steps=STEPS)
     report = pipe.dit_accel.report()

@@ -2,18 +2,23 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import diffusers
 import httpx
 import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3 import references
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from huggingface_hub import errors
 from PIL import Image
 from rich.console import Console
 
 from dit_accel import modular_call
+from dit_accel.cli.options import RunOptions
 from dit_accel.errors import ArgumentError
+from dit_accel.models import denoisers
 from dit_accel.serving import loading
 from dit_accel.serving.input_images import read_input
 from dit_accel.serving.loading import Loading, load_pipeline
@@ -22,7 +27,8 @@ from dit_accel.serving.playground import Playground, Wish
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.advise.identify import identify
 from dit_accel.tools.measure.timing import denoise, run_pipeline, timed_output, transformer_clock
-from dit_accel.tools.media.video import write_clip
+from dit_accel.tools.media.video import Sound, _write_wav, write_clip
+from scripts.bench.model_speed.models import TINY
 from tests.clips import read_sound
 from tests.models.tiny import videos
 from tests.serving.http.test_server import GOOD, running, send
@@ -89,13 +95,46 @@ def test_a_video_has_its_sound(run, folder, tmp_path):
         call_arguments(pipe, "m", {}, {"last_image": str(tmp_path / "no.png")})
 
 
+@pytest.mark.parametrize("name, shape", [("audio", (1, 2, 12_000)), ("reference_audio", (2, 12_000))])
+def test_sound_comes_from_files_at_the_pipelines_rate(tmp_path, name, shape):
+    """Mono plays on both sides at its own level; stereo stays."""
+    tones = np.sin(np.arange(8000) / 8000 * 2 * np.pi * np.array([[440], [220]])) * [[0.5], [0.25]]
+    pipe = SimpleNamespace(vae=SimpleNamespace(config=SimpleNamespace(sampling_rate=12_000)))
+    for channels in (1, 2):
+        _write_wav(Sound(tones[:channels], 8000), tmp_path / "tones.wav")
+        found = read_input(name, str(tmp_path / "tones.wav"), pipe)
+        assert found.shape == shape and found.dtype == torch.float32
+        levels = found.reshape(2, -1)[:, 500:-500].amax(dim=1)
+        torch.testing.assert_close(levels, torch.tensor([0.5, 0.5 / channels]), atol=0.01, rtol=0)
+    (tmp_path / "broken.wav").write_bytes(b"x")
+    with pytest.raises(ArgumentError, match=r"call: .*broken.wav can't be read as audio: .*Invalid data"):
+        read_input(name, str(tmp_path / "broken.wav"), pipe)
+
+
+def test_references_of_blocks_come_from_files_and_load_their_transformer(monkeypatch, tmp_path):
+    """Blocks read each file into their own object by its suffix; the other transformer stays on the disk."""
+    pipe, model = MiniMaxH3Blocks().init_pipeline(), TINY["minimax-h3"].build()
+    pipe.update_components(transformer=model, transformer_ref=model)
+    pipe.save_pretrained(str(tmp_path / "model"), overwrite_modular_index=True)
+    inputs = RunOptions(call=["references=[subject.png]"]).loading().inputs
+    assert [*denoisers(loaded(tmp_path / "model"))] == ["transformer"]
+    pipe = load_pipeline(str(tmp_path / "model"), Loading("cpu", inputs=inputs), Console(quiet=True))
+    assert [*denoisers(pipe)] == ["transformer_ref"]
+    Image.new("RGB", (48, 32)).save(tmp_path / "subject.png")
+    (tmp_path / "voice.wav").touch()
+    monkeypatch.setattr(references.MiniMaxH3AudioReference, "from_file", lambda path: path)
+    files = [str(tmp_path / name) for name in ("subject.png", "voice.wav")]
+    image, sound = read_input("references", files, pipe)
+    assert (image.kind, image.image.size, sound) == ("image", (48, 32), tmp_path / "voice.wav")
+
+
 @pytest.mark.parametrize("kind", [errors.RemoteEntryNotFoundError, errors.GatedRepoError])
 def test_a_repository_without_a_standard_pipeline_is_modular(monkeypatch, kind):
     def fail(source, **_):
         raise kind("no model_index.json", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", fail)
-    monkeypatch.setattr(modular_call, "load_modular", lambda source, **dtype: source)
+    monkeypatch.setattr(modular_call, "load_modular", lambda source, *_, **dtype: source)
     with pytest.raises(kind) if kind is errors.GatedRepoError else nullcontext():
         assert loading._from_pretrained("owner/name") == "owner/name"
 
@@ -106,6 +145,7 @@ def test_masks_and_videos_come_from_files(folder, tmp_path):
     write_clip(np.zeros((3, 64, 64, 3), np.uint8), tmp_path / "walk.mp4", 8.0)
     assert [frame.size for frame in read_input("driving_video", str(tmp_path / "walk.mp4"))] == 3 * [(64, 64)]
     assert read_input("condition_video_keep", "first") == "first"
+    assert [*map(len, read_input("control_videos", {"edge": str(tmp_path / "walk.mp4")}).values())] == [3]
     pipe = loaded(folder("qwen-image", diffusers.QwenImageAutoBlocks()))
     options = {"prompt": "a fox", "image": Image.new("RGB", (64, 64))}
     arguments = call_arguments(pipe, "m", options, {"mask_image": str(tmp_path / "mask.png")})

@@ -56,9 +56,7 @@ def dense(q, k, v, weight, plan, feature_map, kv_len=None):
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp() * critical
     weights = torch.einsum("bihd,bjhd->bhij", *map(FEATURES[feature_map], (q, k))) * marginal
-    sparse, linear = (
-        x / torch.where((total := x.sum(-1, keepdim=True)) > 0, total, 1) for x in (exponentials, weights)
-    )
+    sparse, linear = (x / torch.where((total := x.sum(-1, True)) > 0, total, 1) for x in (exponentials, weights))
     values = v.transpose(1, 2)
     return (sparse @ values + linear @ values @ weight.T).transpose(1, 2)
 

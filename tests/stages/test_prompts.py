@@ -384,9 +384,7 @@ def test_a_copy_encodes_by_itself(way):
     assert same(encoder(ids()), expected) and stage.remark == "1 of 2 kept from earlier calls" and pipe
 
 
-@pytest.mark.parametrize(
-    ("is_before", "runs", "remark"), [(True, 1, "1 of 2 kept"), (False, 2, "was replaced or compiled")]
-)
+@pytest.mark.parametrize("is_before, runs, remark", [(True, 1, "1 of 2 kept"), (False, 2, "was replaced or compiled")])
 def test_a_compiled_encoder_keeps_its_entry(is_before, runs, remark):
     """Compiled before: its outputs are kept. Compiled later: it runs compiled code, and nothing of ours is left."""
     encoder, calls = encoder_of(), []

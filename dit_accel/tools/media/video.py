@@ -7,6 +7,7 @@ loses a little detail. An mp4 holds the sound too (AAC); the others have a .wav 
 from __future__ import annotations
 
 import os
+import subprocess
 import wave
 from contextlib import suppress
 from itertools import count, takewhile
@@ -80,9 +81,8 @@ def write_clip(
         UnsupportedError: imageio-ffmpeg is not installed, which an mp4 needs.
     """
     if clip.dtype != np.uint8 or clip.ndim != 4 or clip.shape[-1] != 3 or not clip.size:
-        raise ShapeError(
-            f"clip must be uint8 [frames, height, width, 3], got {clip.dtype} {list(clip.shape)}; see as_clip"
-        )
+        values = f"{clip.dtype} {list(clip.shape)}"
+        raise ShapeError(f"clip must be uint8 [frames, height, width, 3], got {values}; see as_clip")
     folder = is_folder_of_frames(path) if folder is None else folder
     if folder:
         _write_frames(clip, path)
@@ -155,10 +155,21 @@ def _write_wav(sound: Sound, path: Path) -> None:
     """Write a sound in 16 bits; values outside of −1..1 are clipped, and NaN is silence."""
     samples = np.atleast_2d(np.nan_to_num(np.asarray(sound.samples)).clip(-1, 1))
     with wave.open(str(path), "wb") as file:
-        file.setnchannels(len(samples))
-        file.setsampwidth(2)
-        file.setframerate(sound.rate)
+        file.setparams((len(samples), 2, sound.rate, 0, "NONE", None))
         file.writeframes(np.round(32767 * samples.T).astype("<i2").tobytes())
+
+
+def read_sound(path: Path, rate: int) -> torch.Tensor:
+    """Read the sound of a file, float32 ``[2, samples]`` at a rate; without any it is a ValueError."""
+    require_extra("imageio-ffmpeg", str(path))
+    import torch
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    form = ["-f", "f32le", "-ar", str(rate), "-af", "pan=stereo|FL<FL+FC|FR<FR+FC"]  # mono at its level, on both sides
+    done = subprocess.run([get_ffmpeg_exe(), "-v", "error", "-i", path, *form, "-"], capture_output=True, check=False)
+    if not done.stdout:
+        raise ValueError(done.stderr.decode(errors="replace").strip() or "it holds no samples")
+    return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(-1, 2).T
 
 
 def as_clip(frames: np.ndarray) -> np.ndarray:

@@ -240,9 +240,7 @@ def flux3():
     )
     pipe = Flux3CoreDenoiseStep().init_pipeline()
     pipe.update_components(transformer=transformer, scheduler=flow())
-    masks = dict.fromkeys(
-        ("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.ones(1, TOKENS, dtype=torch.bool)
-    )
+    masks = dict.fromkeys(("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.ones(1, TOKENS).bool())
     return pipe, {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **masks, **SQUARE}
 
 

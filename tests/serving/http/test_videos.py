@@ -82,9 +82,7 @@ def test_openais_client_makes_a_video(worker, run, tmp_path, monkeypatch):
     openai = pytest.importorskip("openai")
     with making(worker, form=worker.loaded.form) as (app, _), listening(app) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as http:
-            first = http.videos.create(
-                prompt="an owl", model="tiny", size="32x32", seconds="1", extra_body={"steps": 2}
-            )
+            first = http.videos.create(prompt="owl", model="tiny", size="32x32", seconds="1", extra_body={"steps": 2})
             made = http.videos.create_and_poll(prompt="a fox", size="32x48", poll_interval_ms=20, extra_body=OWN)
             assert http.videos.retrieve(made.id) == made
             assert [each.id for each in http.videos.list(limit=1)] == [made.id, first.id]
