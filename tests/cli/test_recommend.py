@@ -16,7 +16,7 @@ def test_recommend_prints_presets_notes_and_lines(run):
     lines = result.stdout.splitlines()
     assert any(line.startswith("balanced") and "first choice" in line for line in lines)
     assert "docs/guide/choosing.md" in result.stdout and "The RTX 4090 has 23" in result.stdout
-    assert lines[-2].startswith("result = pipe(") and "pipe.enable_model_cpu_offload()" in lines
+    assert lines[-2].startswith("result = pipe(") and 'pipe.to("cuda")' in lines
     compile("\n".join(lines[lines.index("import torch") : -1]), "lines of Python", "exec")
     words = shlex.split(lines[-1])[1:]
     typer.main.get_command(app).commands[words.pop(0)].make_context("generate", words)

@@ -40,8 +40,7 @@ def test_stages_make_up_the_call(monkeypatch, tmp_path, model, computed):
         assert row.get("timed_steps") == (4 if few and row["way"] == "eager" else None)
         if row["way"] != "eager":
             assert row["decoded"].startswith("by the autoencoder's own decoder: kernels need a CUDA GPU")
-    found = {(row["way"], row["steps"]): row["computed_steps"] for row in rows}
-    assert found.items() >= computed.items()
+    assert {(row["way"], row["steps"]): row["computed_steps"] for row in rows}.items() >= computed.items()
 
 
 def test_rows_of_earlier_commands_stay_unless_measured_again(monkeypatch, tmp_path):

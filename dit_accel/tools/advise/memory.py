@@ -23,6 +23,7 @@ DECODING = 1.2  # of the measured peak of an autoencoder, for latents and prompt
 BY_FRAME = 1.5  # the same if one frame is decoded after another: the first decode is compared, and keeps frames twice
 RESULTS = 4 * 6 / 2**30  # GiB per pixel of the copies of a result that tiles are joined in
 EIGHT_BITS = 0.53  # share of its bytes in bf16 that a transformer with layers in 8 bits has, at most
+LESS = 0.8  # of the bytes that move between host and GPU; FLUX.1-dev moves 0.65, in 0.46 of the time (recommended.json)
 STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
 TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
 PROMPT = 0.5  # GiB of the features of a prompt
@@ -63,7 +64,8 @@ class Footprint:
     def plan(self, card: Card, *, rounds: bool = False) -> Placement | None:
         """Return the fastest plan that fits a card, which may round layers; None = no plan does.
 
-        Decoding is in tiles if it never fits. Layers are in 8 bits where that avoids a slower way.
+        Decoding is in tiles if it never fits. Layers are in 8 bits where that avoids a slower way, and under offload
+        where their weights, which do not return to the host, are much of what moves.
         """
         if card.memory_gib is None:
             return Placement()
@@ -71,10 +73,12 @@ class Footprint:
         best = next((Placement(*plan) for plan in every if plan[2] <= card.memory_gib - RESERVED), None)
         parts = {"transformers": tuple(EIGHT_BITS * gib for gib in self.transformers)}
         smaller = replace(self, **parts, decoding=(self.fused, self.decoding[1])).plan(card) if rounds else None
-        ways = [*WAYS]  # group offload moves no weights in 8 bits
-        if smaller is None or ways.index(smaller.way) >= ways.index("group" if best is None else best.way):
+        is_whole = best is not None and best.way == "whole"
+        if smaller is None or is_whole or smaller.way == "group":  # which moves no weights in 8 bits
             return best
-        return smaller._replace(in_8_bits=True)
+        rest, moved = 2 * (sum(self.texts) + self.autoencoder), sum(self.transformers)
+        is_alike = best is not None and best.way == smaller.way and rest + moved > LESS * (rest + 2 * moved)
+        return best if is_alike else smaller._replace(in_8_bits=True)
 
     def __str__(self) -> str:
         parts = {"transformer": sum(self.transformers), "text encoders": sum(self.texts)}

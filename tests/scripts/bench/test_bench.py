@@ -117,8 +117,7 @@ def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, 
     ]
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: list(checks))
     monkeypatch.setattr(gate, "available_backends", lambda: ["triton"])
-    arguments = ("--quick", "--device", "cpu", "--ops", "lowering", "--output", str(tmp_path / "k"))
-    assert main(arguments) == 1
+    assert main(("--quick", "--device", "cpu", "--ops", "lowering", "--output", str(tmp_path / "k"))) == 1
     document = json.loads((tmp_path / "k.json").read_text())
     assert {row["backend"] for row in document["results"]} == {"reference"} and len(document["gate"]) == 2
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
