@@ -40,10 +40,10 @@ def run_jobs(
     force: bool,
 ) -> None:
     """Generate the outputs that are missing; those of other settings are an error, unless ``force`` replaces them."""
-    facts = {**facts, "preset": engine.preset}
+    rows = {job.index: facts | job.settings | {"preset": engine.loaded.values_of(job)} for job in jobs}
     if leads():
         _end_last_line(folder / MANIFEST)
-    there = _finished(folder, {job.index: facts | job.settings for job in jobs}, force)
+    there = _finished(folder, rows, force)
     left = [job for job in jobs if job.index not in there]
     console.out(f"{len(there)} of {len(jobs)} done before", highlight=False)
     failed: list[int] = []
@@ -54,7 +54,7 @@ def run_jobs(
             progress.expect(len(jobs), done)
             if not leads():
                 continue
-            row = {"index": job.index, **facts, **job.settings}
+            row = {"index": job.index, **rows[job.index]}
             if isinstance(result, Failure):
                 failed.append(job.index + 1)
                 _append(folder / MANIFEST, row | {"error": result.reason})

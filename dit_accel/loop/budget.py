@@ -8,6 +8,7 @@ the bound that usually costs it, and each computed step adapts the bound to the 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from typing import Any
 
@@ -76,6 +77,22 @@ def usual_bound(computed: float, steps: int) -> float:
     return steps * (max(of_many - LEAST, FEWEST) / SCALE) ** (-1 / POWER)
 
 
+def kept_targets(preset: Preset, report: dict[str, Any], in_time: bool | None) -> dict[str, Any]:
+    """Return the targets that a run kept, by its report, and the term that decided its steps; None = no deadline."""
+    schedule, steps = preset.schedule, len(report["steps"])
+    computed = steps - report["steps_by_mode"].get("dispatch", 0)
+    facts = {"steps": steps, "computed_steps": computed, "expected_psnr": report.get("expected_psnr")}
+    budget, is_cut = min(schedule.computed_steps or steps, steps), CUT in report["notes"]
+    if in_time is not None:
+        facts["deadline_met"] = in_time
+        is_cut |= schedule.target_psnr is None and (computed < budget or schedule.computed_steps is None)
+    if schedule.target_psnr is not None:
+        facts["floor_met"] = not is_cut
+    spent = schedule.computed_steps and computed == budget
+    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": spent, "preset": True}
+    return facts | {"decided_by": next(term for term, decides in terms.items() if decides)}
+
+
 class Deadline:
     """Convert the time that is left into computed steps.
 
@@ -88,7 +105,7 @@ class Deadline:
         self._seconds, self._after, self._limit = seconds, after, seconds - after
         self._started = self._begun = self._ended = started
         self._spent = 0.0  # seconds of the present step, if it computes
-        self._cost, self._overhead = math.inf, 0.0  # seconds of a computed step, and of any step outside of the model
+        self._costs, self._overhead = list[float](), 0.0  # seconds of computed steps; of any step outside of the model
         self._steps = 0  # since the latest computed one
 
     def of_run(self, number: int, runs: int) -> Deadline:
@@ -99,7 +116,8 @@ class Deadline:
 
     def begin_step(self) -> None:
         if self._spent:
-            self._cost, self._spent, self._steps = min(self._cost, self._spent), 0.0, 0
+            self._costs.append(self._spent)
+            self._spent, self._steps = 0.0, 0
         self._begun, self._steps = time.perf_counter(), self._steps + 1
         if self._ended > self._started:
             self._overhead = (self._begun - self._ended) / self._steps
@@ -108,7 +126,7 @@ class Deadline:
         """Return how many of the remaining steps may compute, once the host has waited for a computed call."""
         self._ended = time.perf_counter()
         self._spent = self._ended - self._begun
-        if math.isinf(self._cost):
+        if not self._costs:
             return remaining
         free = self._limit - (self._ended - self._started) - remaining * self._overhead
-        return max(int(free / self._cost), 0)
+        return max(int(free / statistics.median_low(self._costs[-3:])), 0)  # the first ones may compile or capture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -13,11 +12,12 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dit_accel.errors import ArgumentError, BatchError, DitAccelError
-from dit_accel.serving.engine import Cancelled, Loaded, Made, contract_of
-from dit_accel.serving.prompts import DEADLINE, Job
+from dit_accel.errors import BatchError, DitAccelError
+from dit_accel.serving.deadlines import Busy, Times, contract_of
+from dit_accel.serving.engine import Cancelled, Loaded, Made
+from dit_accel.serving.prompts import Job
 from dit_accel.serving.remote_worker import RemoteWorker
 
 if TYPE_CHECKING:
@@ -27,16 +27,6 @@ logger = logging.getLogger(__name__)
 
 LAST_SECONDS = 1.0  # that all threads have to end; one that restarts its worker goes on
 LONGEST_OVERTAKEN = 10.0  # seconds in which tasks for the model that ran last may go first
-ALWAYS = 3  # steps that compute whatever the deadline
-KEPT = 256  # sizes whose times are kept
-
-
-class Busy(Exception):
-    """Error of a full queue, or of a server that shuts down; ``wait`` is an estimate of the seconds until a retry."""
-
-    def __init__(self, reason: str, wait: int) -> None:
-        super().__init__(reason)
-        self.wait = wait
 
 
 @dataclass(frozen=True)
@@ -107,46 +97,6 @@ class AwaitedTask(Task):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-class Times:
-    """Fewest seconds of runs so far, and of their ends after the last step, by preset and size."""
-
-    def __init__(self) -> None:
-        self._fewest: dict[tuple[Any, ...], tuple[float, float]] = {}
-
-    def take(self, task: Task, job: Job, result: Made, seconds: float) -> None:
-        """Note a run; with fewer computed steps it takes the time of the others less."""
-        steps = result.report["steps"] if result.report else []
-        computed = sorted(step["seconds"] for step in steps if step["mode"] != "dispatch")
-        end = seconds - result.seconds - result.stages.get("text encoding", 0.0)
-        before = self._fewest.pop(key := _key(task, job), (math.inf, math.inf))
-        self._fewest[key] = min(before[0], seconds - sum(computed[ALWAYS:])), min(before[1], end)
-        for oldest in list(self._fewest)[:-KEPT]:
-            self._fewest.pop(oldest, None)
-
-    def limited(self, task: Task, jobs: Sequence[Job], calls: int, *, begins: bool = True) -> Sequence[Job]:
-        """Return the jobs of the next of so many calls, with the time that the task's deadline leaves for it.
-
-        A task that begins can raise ``ArgumentError``, or ``Busy`` after a wait, with the nearest possible deadline.
-        """
-        if (limit := task.deadline) is None:
-            return jobs
-        unknown = 0.0, max((end for _, end in list(self._fewest.values())), default=0.0)
-        fewest, end = self._fewest.get(_key(task, jobs[0]), unknown)
-        waited, needed = time.monotonic() - task.created, calls * fewest
-        if begins and needed > limit:
-            raise ArgumentError("max_seconds", f"must be at least {needed:.3g} for this model and size, got {limit:g}")
-        if begins and waited + needed > limit:
-            reason = f"{waited:.3g} of max_seconds {limit:g} are over and a run takes {needed:.3g}"
-            raise Busy(f"{reason}, so the nearest deadline is {waited + needed:.3g}", 1)
-        left = {DEADLINE: ((limit - waited) / calls, end)}
-        return [replace(job, settings=job.settings | left) for job in jobs]
-
-
-def _key(task: Task, job: Job) -> tuple[Any, ...]:
-    size = (job.settings.get(name) for name in ("height", "width", "num-frames", "steps"))
-    return task.model, task.preset and task.preset.name, *size
-
-
 class Dispatcher:
     """Queue with a thread for each worker; at most ``most`` tasks wait."""
 
@@ -172,8 +122,11 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
+        """Drop cancelled tasks from the queue, and count the others."""
         with self._changed:
-            return self._count_waiting()
+            for task in [waiting for waiting in self._waiting if waiting.is_cancelled]:
+                self._waiting.remove(task)
+            return len(self._waiting)
 
     @property
     def running(self) -> int:
@@ -185,11 +138,11 @@ class Dispatcher:
 
     def add(self, task: Task) -> None:
         """Add a task; raise :class:`Busy` if the queue is full or closed, or the error of an impossible deadline."""
-        self._times.limited(task, task.jobs, len(task.jobs))
+        self._times.limited(task, task.jobs[:1], len(task.jobs))
         with self._changed:
             if self.is_closed:
                 raise Busy("the server is shutting down", 10)
-            waiting = self._count_waiting()
+            waiting = self.waiting
             if waiting >= self._most + len(self._threads) - len(self._running):
                 seconds = self._seconds * (waiting + 1) / len(self._threads)
                 raise Busy(f"{waiting} requests are waiting, which is the most", max(1, round(seconds)))
@@ -215,12 +168,6 @@ class Dispatcher:
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
 
-    def _count_waiting(self) -> int:
-        """Drop cancelled tasks from the queue, and count the others."""
-        for task in [waiting for waiting in self._waiting if waiting.is_cancelled]:
-            self._waiting.remove(task)
-        return len(self._waiting)
-
     def _work(self, worker: RemoteWorker) -> None:
         while (task := self._next(worker)) is not None:
             started = time.monotonic()
@@ -243,7 +190,7 @@ class Dispatcher:
         """Wait for a task: the oldest, or the oldest for the model that the worker ran last."""
         with self._changed:
             self._idle.add(worker)
-            while not self._count_waiting() or (task := self._fitting(worker)) is None:
+            while not self.waiting or (task := self._fitting(worker)) is None:
                 if self.is_closed:
                     return None
                 self._changed.wait()
@@ -275,7 +222,7 @@ class Dispatcher:
                 begun = time.monotonic()
                 limited = self._times.limited(task, jobs, len(calls) - place, begins=place == 0)
                 for result in worker.run(limited, task.preset, task.suffix, partial(task.step, jobs[0])):
-                    self._times.take(task, jobs[0], result, time.monotonic() - begun)
+                    self._times.take(task, jobs, result, time.monotonic() - begun)
                     task.tell(replace(result, contract=contract_of(task, result, begun)))
             self._failures.pop(worker, None)
         except Exception as error:

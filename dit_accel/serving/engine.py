@@ -5,13 +5,12 @@ Each has the ``suffix`` of its files, its preset's values, and ``make_all``, whi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import DitAccelError, shortened
-from dit_accel.serving.prompts import Job
+from dit_accel.serving.prompts import Job, contracted
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -35,28 +34,6 @@ class Made:
         return (self.report or {}).get("computed_fraction") or 1.0
 
 
-def contract_of(task: Any, result: Made, begun: float) -> dict[str, Any]:
-    """Return what a run that has just ended kept of its task's contract, and the term that decided its steps."""
-    from dit_accel.presets.sections import CUT
-
-    now, report = time.monotonic(), result.report
-    facts: dict[str, Any] = {"queue_seconds": begun - task.created, "run_seconds": now - begun, "decided_by": "preset"}
-    if task.preset is None or report is None:
-        return facts
-    schedule, steps = task.preset.schedule, len(report["steps"])
-    computed = steps - report["steps_by_mode"].get("dispatch", 0)
-    facts |= {"steps": steps, "computed_steps": computed, "expected_psnr": report.get("expected_psnr")}
-    budget, is_cut = min(schedule.computed_steps or steps, steps), CUT in report["notes"]
-    if task.deadline is not None:
-        facts["deadline_met"] = now - task.created <= task.deadline
-        is_cut |= schedule.target_psnr is None and (computed < budget or schedule.computed_steps is None)
-    if schedule.target_psnr is not None:
-        facts["floor_met"] = not is_cut
-    spent = schedule.computed_steps and computed == budget
-    terms = {"deadline": is_cut, "floor": schedule.target_psnr, "budget": spent, "preset": True}
-    return facts | {"decided_by": next(term for term, decides in terms.items() if decides)}
-
-
 @dataclass(frozen=True)
 class VideoForm:
     """Default frames per second of a pipeline's videos, and frames per latent frame; the first latent frame is one."""
@@ -73,7 +50,12 @@ class Loaded:
     form: VideoForm | None  # None = it makes images
     preset: Preset | None  # in use; None = plain
     suffix: str
-    settings: dict[str, Any] | None  # all values of the requested preset; None = plain
+    requested: Preset | None  # the same before prompts of a batch had their own steps
+
+    def values_of(self, job: Job) -> dict[str, Any] | None:
+        """Return all values of a line's preset with its targets; None = plain."""
+        preset = contracted(self.requested, job.settings, self.form)
+        return preset and preset.effective()
 
 
 @dataclass(frozen=True)

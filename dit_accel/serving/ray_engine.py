@@ -86,7 +86,7 @@ class RayEngine:
         with self._console.status(f"loading the pipeline in {self._left} actors"):
             while not isinstance(event := self._events.get(), Loaded):
                 self._lose(event)
-        self._loaded, self.suffix, self.preset = event, event.suffix, event.settings
+        self.loaded, self.suffix = event, event.suffix
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Any) -> Iterator[tuple[Job, Made | Failure]]:
         unfinished, attempts = len(batches), Counter[int]()
@@ -117,7 +117,7 @@ class RayEngine:
         self._dispatcher.stop(0.0)
 
     def _add(self, batch: Sequence[Job]) -> None:
-        self._dispatcher.add(_Batch(batch, self._loaded, self._events))
+        self._dispatcher.add(_Batch(batch, self.loaded, self._events))
 
     def _load(self, worker: RemoteWorker) -> None:
         """Wait for a worker's pipeline, which loads again after an error that a retry may avoid."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
-from dit_accel.serving.engine import Loaded, Made, VideoForm, contract_of, made_alone
+from dit_accel.serving.deadlines import Busy, Times, contract_of
+from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
 from dit_accel.serving.estimates import first_whole
 from dit_accel.serving.loras import NamedLoras, require_named
 from dit_accel.serving.media import Clips, size_note
@@ -38,7 +39,7 @@ class Worker:
     def __init__(self, setup: Setup, console: Console | None = None) -> None:
         console = console or Console(quiet=True)
         self.pipe, self.medium, preset = open_pipeline(setup, console)
-        self._setup, self._console = setup, console
+        self._setup, self._console, self._times = setup, console, Times()
         self._guider = getattr(self.pipe, "guider", None)
         if setup.loading.named_loras:
             self._loras = NamedLoras(self.pipe, setup.loading.named_loras)
@@ -56,14 +57,11 @@ class Worker:
         unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
         form = VideoForm(self.medium.fps, unit or 1) if isinstance(self.medium, Clips) else None
         preset = getattr(getattr(self.pipe, "dit_accel", None), "preset", None)  # in use
-        return Loaded(form, preset, self.suffix, self.preset)
+        return Loaded(form, preset, self.suffix, self._base)
 
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs in one call with their own preset; ``tell`` takes finished and all steps, and a partial image."""
-        started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
-        self.use(preset)
-        if limits is not None:
-            self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
+        self._begin(jobs, preset)
         has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
         previews = self.previews.of(jobs[0], suffix) if has_previews else None
         try:
@@ -71,6 +69,12 @@ class Worker:
         finally:
             if previews:
                 previews.previewer.forget_latents()  # which may be on the GPU
+
+    def _begin(self, jobs: Sequence[Job], preset: Preset | None) -> None:
+        started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
+        self.use(preset)
+        if limits is not None:
+            self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
 
     def make(
         self,
@@ -90,9 +94,8 @@ class Worker:
         with TemporaryDirectory() as folder:
             for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
                 file = Path(folder) / job.name(suffix or self.suffix)
-                medium = self.medium
-                if "fps" in job.settings:
-                    medium = Clips(job.settings["fps"], medium.sampling_rate)
+                fps, rate = job.settings.get("fps"), getattr(self.medium, "sampling_rate", None)
+                medium = Clips(fps, rate) if fps else self.medium
                 medium.write(result, file, output.sound(place))
                 shape, note = result.shape[:3] if isinstance(medium, Clips) else None, size_note(job.settings, result)
                 of_job = report and report.of_prompt(place).to_json()
@@ -151,10 +154,17 @@ class Worker:
         """Run lines in one call by the contract that they share, and state what was kept of it."""
         if not self._has_contracts:
             return self.make(batch)
-        preset, begun = self._preset_of(batch[0]), time.monotonic()
-        self.use(self._decided_apart(preset) if len(batch) > 1 else preset)
-        task = SimpleNamespace(preset=preset, created=begun, deadline=batch[0].settings.get("max_seconds"))
-        return [replace(result, contract=contract_of(task, result, begun)) for result in self.make(batch)]
+        preset, begun, limited = self._preset_of(batch[0]), time.monotonic(), batch
+        task = SimpleNamespace(preset=preset, model=None, created=begun, deadline=batch[0].settings.get("max_seconds"))
+        try:
+            if ranks() == 1:  # processes that share lines would not all refuse the same
+                limited = self._times.limited(task, batch, 1)
+        except (ArgumentError, Busy) as error:
+            raise ArgumentError("prompts", f"line {batch[0].index + 1}: {error}") from None
+        self._begin(limited, self._decided_apart(preset) if len(batch) > 1 else preset)
+        results = self.make(limited)
+        self._times.take(task, batch, results[0], time.monotonic() - begun)
+        return [replace(result, contract=contract_of(task, result, begun)) for result in results]
 
     def _preset_of(self, job: Job) -> Preset | None:
         try:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dit_accel import load_preset
 from dit_accel.cli import batch
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
 from dit_accel.serving import worker
@@ -59,8 +60,13 @@ def test_lines_have_contracts(generate, tmp_path):
     rows = manifest(tmp_path)
     kept = [row["contract"] for row in rows]
     assert [each["decided_by"] for each in kept] == ["preset", "budget", "preset", "preset", "floor"]
-    assert kept[1]["computed_steps"] == 4 and rows[2]["report"] is None and rows[3]["preset"] == "quality"
+    assert kept[1]["computed_steps"] == 4 and rows[2]["report"] is None and rows[2]["preset"] is None
+    assert rows[1]["preset"] == load_preset("balanced", computed_steps=4).effective() != rows[0]["preset"]
+    assert rows[3]["preset"] == load_preset("quality").effective()
     assert kept[4]["deadline_met"] and kept[4]["floor_met"]
+    lines = map(json.dumps, (line, line | {"max_seconds": 1e-3}))
+    late = generate(tmp_path, "late.jsonl", lines, "--output-dir", "late")
+    assert late.exit_code == 2 and "line 2: max_seconds: must be at least" in late.stderr
     for wrong, message in (
         ({"target_psnr": 99.0}, "--prompts: line 2: "),
         ({"computed_steps": 4, "target_error": 0.1}, "both choose the computed steps"),

@@ -30,7 +30,7 @@ class Engine:
     suffix = ".png"
 
     def __init__(self, preset=PRESET):
-        self.preset, self.lines = preset, []
+        self.loaded, self.lines = SimpleNamespace(values_of=lambda job: preset), []
 
     def make_all(self, batches, progress):
         for job in (job for each in batches for job in each):

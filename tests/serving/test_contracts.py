@@ -8,11 +8,12 @@ import pytest
 from dit_accel.errors import ArgumentError
 from dit_accel.loop import budget, timing
 from dit_accel.presets import load_preset, sections
+from dit_accel.serving import deadlines
 from dit_accel.serving import dispatcher as dispatching
-from dit_accel.serving import engine
 from dit_accel.serving import worker as working
-from dit_accel.serving.dispatcher import Busy, Dispatcher, Task
-from dit_accel.serving.engine import Made, contract_of
+from dit_accel.serving.deadlines import Busy, Times, contract_of
+from dit_accel.serving.dispatcher import Dispatcher, Task
+from dit_accel.serving.engine import Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import TARGETS, Job
 from dit_accel.serving.worker import Worker
@@ -40,7 +41,7 @@ def clock(monkeypatch):
     """Seconds that pass only when a test or a pipeline says so."""
     now = SimpleNamespace(seconds=1000.0)
     fake = SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=lambda: now.seconds)
-    for module in (budget, timing, measuring, dispatching, engine, working):
+    for module in (budget, timing, measuring, dispatching, deadlines, working):
         monkeypatch.setattr(module, "time", fake)
     return now
 
@@ -129,8 +130,21 @@ def test_a_plain_run_states_its_seconds(clock):
 
 
 def test_times_of_few_sizes_are_kept(monkeypatch):
-    monkeypatch.setattr(dispatching, "KEPT", 2)
-    times, task = dispatching.Times(), SimpleNamespace(preset=None, model=None)
+    monkeypatch.setattr(deadlines, "KEPT", 2)
+    times, task = Times(), SimpleNamespace(preset=None, model=None)
     for width in (16, 32, 48):
-        times.take(task, Job(0, {"width": width}), Made(b"", 1.0, None, [0]), 2.0)
-    assert [key[3] for key in times._fewest] == [32, 48]
+        times.take(task, [Job(0, {"width": width})], Made(b"", 1.0, None, [0]), 2.0)
+    assert [key[4] for key in times._latest] == [32, 48]
+
+
+def test_times_forget_a_slow_first_run_and_follow_the_machine(clock):
+    times, job = Times(), Job(0, SETTINGS)
+    task = SimpleNamespace(preset=None, model=None, deadline=6.0, created=clock.seconds)
+
+    def takes(*seconds):
+        [times.take(task, [job], Made(b"", 1.0, None, [0]), each) for each in seconds]
+        return times.limited(task, [job], 1)[0].settings["deadline"]
+
+    assert takes(30.0, 3.0) == (6.0, 2.0) and takes(4.0, 5.0, 3.0) == (6.0, 4.0)
+    with pytest.raises(ArgumentError, match=r"at least 8 for"):
+        takes(*[8.0] * 3)

@@ -8,7 +8,8 @@ import pytest
 
 from dit_accel.errors import BatchError
 from dit_accel.serving import dispatcher as dispatching
-from dit_accel.serving.dispatcher import Busy, Cancelled, Dispatcher, Task
+from dit_accel.serving.deadlines import Busy
+from dit_accel.serving.dispatcher import Cancelled, Dispatcher, Task
 from dit_accel.serving.engine import Made
 from dit_accel.serving.prompts import Job
 

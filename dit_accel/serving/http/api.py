@@ -1,7 +1,6 @@
 """Models of a server, limits of requests, and errors in the form of OpenAI's interface."""
 
 import asyncio
-from asyncio import CancelledError
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +94,7 @@ def answered(error: BaseException, limits: Limits) -> RequestError:
             return error
         case Busy():
             return RequestError(str(error), code="busy", status=503, headers={"Retry-After": str(error.wait)})
-        case Cancelled() | CancelledError() | GeneratorExit():
+        case Cancelled() | asyncio.CancelledError() | GeneratorExit():
             answer = answered(Busy("the server is shutting down", 10), limits)
             answer.outcome = "cancelled"
             return answer

@@ -71,15 +71,6 @@ def configured(app: Any, limits: Limits, *, log_json: bool = False, **more: Any)
     loggers = {"dit_accel.serving": {"handlers": ["default"], "level": level}}
     loggers |= LOGGING_CONFIG["loggers"] | {"python_multipart": {"level": "ERROR"}}  # it warns of each broken form
     formatters = LOGGING_CONFIG["formatters"] | {"default": {"()": line}}
-    return uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=LOGGING_CONFIG | {"loggers": loggers, "formatters": formatters},
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(limits.seconds) + 1,
-        **more,
-    )
+    more |= {"log_config": LOGGING_CONFIG | {"loggers": loggers, "formatters": formatters}, "log_level": "error"}
+    more |= {"ws": "none", "lifespan": "off", "access_log": False, "server_header": False}
+    return uvicorn.Config(app, http=Connection, timeout_graceful_shutdown=round(limits.seconds) + 1, **more)

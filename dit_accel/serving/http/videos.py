@@ -49,20 +49,11 @@ class VideoJob(Task):
         self._progress, self._error, self._latest = 0, None, math.inf
         self._file, self._limits, self._entry, self._lock = file, served.limits, entry, RLock()
         frames, self._fps = request.frames(form), request.fps or form.fps
-        self._facts: dict[str, Any] = {
-            "request_id": entry.id,
-            "created_at": int(time.time()),
-            "completed_at": None,
-            "expires_at": None,
-            "model": served.model,
-            "prompt": request.prompt,
-            "seconds": "auto" if frames is None else f"{round(frames / self._fps, 2):g}",
-            "size": request.size,
-            "num_frames": frames,
-            "fps": self._fps,
-            "seed": self.jobs[0].settings["seed"],
-            "preset": "none" if preset is None else preset.name,
-        }
+        times = {"created_at": int(time.time()), "completed_at": None, "expires_at": None}
+        self._facts: dict[str, Any] = {"request_id": entry.id, **times, "model": served.model, "prompt": request.prompt}
+        self._facts |= {"seconds": "auto" if frames is None else f"{round(frames / self._fps, 2):g}"}
+        self._facts |= {"size": request.size, "num_frames": frames, "fps": self._fps}
+        self._facts |= {"seed": self.jobs[0].settings["seed"], "preset": "none" if preset is None else preset.name}
 
     def to_json(self) -> dict[str, Any]:
         with self._lock:

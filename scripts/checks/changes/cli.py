@@ -7,7 +7,7 @@ MUTANTS: list[Mutant] = table({
     "dit_accel/cli/batch.py": [
         ("manifest-without-preset", "outputs of another preset are not reused for this one",
          "tests/cli/test_manifest.py",
-         'facts = {**facts, "preset": engine.preset}', "facts = {**facts}"),
+         ' | {"preset": engine.loaded.values_of(job)}', ""),
         ("a-cut-line-ends-the-manifest", "lines after a truncated line count", "tests/cli/test_manifest.py",
          "        except ValueError:\n            continue\n", "        except ValueError:\n            break\n")],
     "dit_accel/serving/prompts.py": [

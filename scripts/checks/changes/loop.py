@@ -73,7 +73,8 @@ MUTANTS: list[Mutant] = table({
          "tests/loop/test_budget.py",
          "        elif self._floor:\n            self.note(CUT)\n", ""),
         ("time-without-decoding", "a deadline leaves the time of decoding", "tests/loop/test_budget.py",
-         "self._limit = seconds - after", "self._limit = seconds")],
+         "self._seconds, self._after, self._limit = seconds, after, seconds - after",
+         "self._seconds, self._after, self._limit = seconds, after, seconds")],
     "dit_accel/loop/closed_loop.py": [
         ("moves-have-a-sign", "the lasting part of an output counts by its absolute value",
          "tests/loop/test_controller.py",

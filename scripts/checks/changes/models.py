@@ -110,7 +110,7 @@ MUTANTS: list[Mutant] = table({
          "for layers, state in earlier._states.items():"),
         ("weights-freed-in-use", "rounded weights are freed once the GPU has read them",
          "tests/models/test_quantized_linears.py",
-         "        self._turns.end()\n        waiting", "        waiting")],
+         "        self._turns.end()\n        self._weights =", "        self._weights =")],
     "dit_accel/models/beside/host_weights.py": [
         ("old-moved-callback", "weights that a later preset took over leave the device with the model",
          "tests/models/test_host_weights.py",

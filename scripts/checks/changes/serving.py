@@ -26,10 +26,6 @@ MUTANTS: list[Mutant] = table({
         ("idle-workers-do-not-count", "a queue of 0 takes a request for each idle worker",
          "tests/serving/test_dispatcher.py",
          "self._most + len(self._threads) - len(self._running)", "self._most"),
-        ("a-wait-that-deadlines-ignore", "a deadline includes the queue", "tests/serving/test_contracts.py",
-         "((limit - waited) / calls, end)", "(limit / calls, end)"),
-        ("a-deadline-of-each-image", "images of a request share its deadline", "tests/serving/test_contracts.py",
-         "((limit - waited) / calls, end)", "((limit - waited), end)"),
         ("a-restart-heals-nothing", "a worker that restarts is healthy", "tests/serving/test_dispatcher.py",
          "                else:\n                    self._failures.pop(worker, None)\n", ""),
         ("a-closed-queue-restarts", "a server that ends loads no pipeline again", "tests/serving/test_dispatcher.py",
@@ -38,6 +34,11 @@ MUTANTS: list[Mutant] = table({
          "tests/serving/test_dispatcher.py",
          "        for task in list(self._running):\n            task.cancel()",
          "        for task in list(self._running)[:1]:\n            task.cancel()")],
+    "dit_accel/serving/deadlines.py": [
+        ("a-wait-that-deadlines-ignore", "a deadline includes the queue", "tests/serving/test_contracts.py",
+         "((limit - waited) / calls, end)", "(limit / calls, end)"),
+        ("a-deadline-of-each-image", "images of a request share its deadline", "tests/serving/test_contracts.py",
+         "((limit - waited) / calls, end)", "((limit - waited), end)")],
     "dit_accel/serving/http/requests.py": [
         ("one-side-of-an-image", "both sides of an input image are limited", "tests/serving/http/test_requests.py",
          "if max(image.size) > limits.side:", "if image.size[0] > limits.side:"),

@@ -23,6 +23,7 @@ from dit_accel import accelerated
 from dit_accel.errors import BatchError, OutOfMemoryError
 from dit_accel.presets import load_preset
 from dit_accel.serving import pipelines
+from dit_accel.serving.deadlines import Busy
 from dit_accel.serving.engine import Made
 from dit_accel.serving.http.api import Limits
 from dit_accel.serving.pipelines import Setup
@@ -520,7 +521,7 @@ def test_metrics_count_every_result_of_a_request():
     metrics = server.Metrics(SimpleNamespace(waiting=2, running=1))
     reports, stages = (None, {"computed_fraction": 0.25}), ({"decoding": 1.0}, {"decoding": 2.0, "other": 4.0})
     made = [Made(b"", 0.5, *each) for each in zip(reports, ([0], [1]), stages, strict=True)]
-    ends = [None, dispatching.Busy("full", 1), dispatching.Cancelled(), TimeoutError(), RuntimeError(), GeneratorExit()]
+    ends = [None, Busy("full", 1), dispatching.Cancelled(), TimeoutError(), RuntimeError(), GeneratorExit()]
     for end in ends:
         metrics.take(end and server.answered(end, LIMITS), 1.0, [] if end else made)
     read = metrics.registry.get_sample_value
