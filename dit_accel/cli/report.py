@@ -16,7 +16,7 @@ FIXED += ("prompt", "prompts", "call", "seed", "force")
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(CompareOptions):
-    minutes: float = option("Time limit: as many prompts and methods are measured as fit.", default=20.0, min=0.1)
+    minutes: float = option("Time limit: presets, then as many prompts and methods as fit.", default=20.0, min=0.1)
     output: Path = option(
         "Folder of the report; an interrupted report goes on in it.", "--output", "-o", default=Path("report")
     )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from inspect import signature
@@ -14,13 +15,12 @@ from PIL import Image
 
 from dit_accel.presets.loading import LEVELS
 from dit_accel.tools.files import write_whole
-from dit_accel.tools.measure.compare.report import speedup_of
-from dit_accel.tools.measure.compare.sheet import PLAIN, image_name
 from dit_accel.tools.measure.metrics import IDENTICAL, psnr
-from dit_accel.tools.measure.timing import denoise, transformer_clock
+from dit_accel.tools.measure.repeats import speedup_of
 
 SCHEMA = "dit-accel report 1"
 STEM = "report"
+PLAIN = "plain"  # in names of images, where other rows have their setting
 PEERS = "first-block-cache,dbcache,taylorseer-lite,meancache,fewer-steps"
 RUNS = 6  # of a prompt, in plain runs' time: the plain run, presets and other methods, with plain steps after each
 FEWEST, MOST = 2, 8  # prompts
@@ -34,6 +34,8 @@ def prompts_within(
     """Return as many prompts as a comparison takes in this time, or those of the one that it goes on with."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))["settings"]["prompts"]
+    from dit_accel.tools.measure.timing import denoise, transformer_clock
+
     pipe.set_progress_bar_config(disable=True)
     for _ in range(2):
         with transformer_clock(pipe) as clock:
@@ -62,10 +64,12 @@ def problems(folder: Path) -> list[str]:
     """
     try:
         document = json.loads((folder / f"{STEM}.json").read_text(encoding="utf-8"))
+        if "digest" not in document:
+            return [f"{STEM}.json is not finished: the command that began it goes on"]
         if document["schema"] != SCHEMA:
             return [f"schema is {document['schema']!r}; this version checks {SCHEMA!r}"]
         if document["digest"] != _digest_of(document):
-            return [f"{STEM}.json was changed after it was written, or is not finished: run the report again"]
+            return [f"{STEM}.json was changed after it was written: run the report again"]
         files = {folder / name: digest for name, digest in document["files"].items()}
         whole = {path for path, digest in files.items() if path.is_file() and _digest(path.read_bytes()) == digest}
         lost = [f"{path.name} is missing or was changed" for path in files if path not in whole]
@@ -117,6 +121,11 @@ def _in_row(folder: Path, row: dict[str, Any], document: dict[str, Any]) -> Iter
             errors = [10 ** (-value / 10) for value in (decibels, found)]  # mean squares
             if abs(errors[0] - errors[1]) > TOLERANCE * max(errors) + ROUNDING:
                 yield f"PSNR of prompt {prompt} is {decibels:.1f} dB, of its image {found:.1f} dB"
+
+
+def image_name(setting: str, prompt: int) -> str:
+    """Return the file name of the image of a setting or `PLAIN`."""
+    return f"{prompt:03d}-{re.sub(r'[^A-Za-z0-9.=-]+', '-', setting)}.png"
 
 
 def _digest(content: bytes) -> str:

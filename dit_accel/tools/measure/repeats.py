@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REPEATS = 3  # timed runs, each followed by plain steps
 PLAIN_STEPS = 3  # of a plain run for comparison: all its steps do the same work
@@ -37,6 +37,11 @@ class Spread(NamedTuple):
 def speedup(plain: Sequence[float], fast: Sequence[float]) -> Spread:
     """Speed-up from runs timed alternately: the ratios of neighbouring runs."""
     return Spread.of(one / other for one, other in zip(plain, fast, strict=True))
+
+
+def speedup_of(row: dict[str, Any]) -> Spread:
+    """Speed-up of a comparison's row over the plain steps timed after each run."""
+    return speedup(row["plain_seconds_each"], row["seconds_each"])
 
 
 def disturbed(what: str, width: float) -> str:

@@ -86,22 +86,13 @@ def _mag(subject: Subject, threshold: float, skipped: int, retained: float) -> d
             subject.tuning_run()
         lists = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("[1.0")]
         subject.calibrations["mag_cache"] = torch.tensor(lists).mean(0).tolist()
-    return {
-        "threshold": threshold,
-        "max_skip_steps": skipped,
-        "retention_ratio": retained,
-        "num_inference_steps": subject.steps,
-        "mag_ratios": subject.calibrations["mag_cache"],
-    }
+    limits = {"threshold": threshold, "max_skip_steps": skipped, "retention_ratio": retained}
+    return limits | {"num_inference_steps": subject.steps, "mag_ratios": subject.calibrations["mag_cache"]}
 
 
 def _sea(subject: Subject, threshold: float, consecutive: int) -> dict[str, Any]:
-    return {
-        "threshold": threshold,
-        "max_consecutive_cached": consecutive,
-        "retention_steps": 3,
-        "raw_vision_callback": _vision_latents,
-    }
+    limits = {"threshold": threshold, "max_consecutive_cached": consecutive, "retention_steps": 3}
+    return limits | {"raw_vision_callback": _vision_latents}
 
 
 def _vision_latents(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -118,14 +109,9 @@ def _vision_latents(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
 
 
 def _pab(subject: Subject, warmup: int, interval: int) -> dict[str, Any]:
-    skipped = (1, subject.steps - warmup + 1)
-    return {
-        "spatial_attention_block_skip_range": interval,
-        "cross_attention_block_skip_range": interval,
-        "spatial_attention_timestep_skip_range": skipped,
-        "cross_attention_timestep_skip_range": skipped,
-        "current_timestep_callback": partial(_steps_left, subject),
-    }
+    ranges = {"block": interval, "timestep": (1, subject.steps - warmup + 1)}
+    of_attentions = {f"{kind}_attention_{of}_skip_range": ranges[of] for kind in ("spatial", "cross") for of in ranges}
+    return of_attentions | {"current_timestep_callback": partial(_steps_left, subject)}
 
 
 def _faster(subject: Subject, warmup: int, interval: int) -> dict[str, Any]:

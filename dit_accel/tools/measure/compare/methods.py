@@ -33,8 +33,7 @@ class Method:
     name: str  # of the setting, unique
     # Context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
     put_on: Callable[[Subject], AbstractContextManager[dict[str, Any]]]
-    # True = the computed fraction comes from the run's own report, as of our presets that skip rows or tiles or
-    # multiply in 8 bits, because their kernels replace the layers whose FLOPs are counted.
+    # True = the computed fraction is that of the run's report: counters on layers would keep off our fused kernels.
     reports_work: bool = False
     digest: str = ""  # hash of a preset's values, which detects an edited preset; other methods' names hold all values
 
@@ -93,8 +92,6 @@ def of_preset(series: str, name: str, preset: Preset) -> Method:
         with accelerated(subject.pipe, preset):
             yield {}
 
-    leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
-    reports_work = preset.forecast.level != "output" or leaves_tiles_out or preset.linear.dtype is not None
     values = preset.effective() | {"description": ""}  # which has no effect on the output
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-    return Method(series, name, put_on, reports_work, digest)
+    return Method(series, name, put_on, True, digest)

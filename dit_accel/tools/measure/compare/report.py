@@ -8,22 +8,15 @@ import numpy as np
 
 from dit_accel.tools.measure.compare.methods import OURS
 from dit_accel.tools.measure.metrics import IDENTICAL
-from dit_accel.tools.measure.repeats import DISTURBED, Spread, disturbed, speedup
+from dit_accel.tools.measure.repeats import DISTURBED, Spread, disturbed, speedup_of
 from dit_accel.tools.media.figures import best_settings, frontier_plot
 
 Row = dict[str, Any]
 
 # Metrics that not every comparison has: heading and decimals.
-FURTHER_METRICS = {
-    "call_seconds": ("call s", 2),
-    "peak_gib": ("peak GiB", 1),
-    "ms_ssim": ("MS-SSIM", 4),
-    "flip": ("FLIP", 4),
-    "lpips": ("LPIPS", 4),
-    "text_kept": ("text kept", 3),
-    "si_sdr_db": ("SI-SDR dB", 1),
-    "rms_ratio_db": ("RMS ratio dB", 2),
-}
+FURTHER_METRICS = {"call_seconds": ("call s", 2), "peak_gib": ("peak GiB", 1), "ms_ssim": ("MS-SSIM", 4)}
+FURTHER_METRICS |= {"flip": ("FLIP", 4), "lpips": ("LPIPS", 4), "text_kept": ("text kept", 3)}
+FURTHER_METRICS |= {"si_sdr_db": ("SI-SDR dB", 1), "rms_ratio_db": ("RMS ratio dB", 2)}
 FAR = 0.2  # distance of two settings' fractions between which PSNR is not interpolated for other methods
 FRACTIONS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 
@@ -128,11 +121,6 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
         ]
         lines.append(cells + [_number(row.get(key), digits) for key, (_, digits) in further.items()])
     return head, lines
-
-
-def speedup_of(row: Row) -> Spread:
-    """Speed-up of a row over the plain steps timed after each run."""
-    return speedup(row["plain_seconds_each"], row["seconds_each"])
 
 
 def remarks(document: dict[str, Any]) -> list[str]:

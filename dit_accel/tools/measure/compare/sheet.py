@@ -1,6 +1,5 @@
 """Images of a comparison, in a folder, and a contact sheet of them."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,10 @@ import torch
 from PIL import Image
 
 from dit_accel.tools.files import explained_writing, save_image
+from dit_accel.tools.measure.kit import PLAIN, image_name
 from dit_accel.tools.media.strips import captioned_row, stacked
 from dit_accel.tools.media.video import middle_frame
 
-PLAIN = "plain"
 PANEL = 256  # pixels; larger images are shrunk
 MOST_PROMPTS = 12  # rows of the sheet
 
@@ -48,8 +47,3 @@ class Sheet:
 
     def _path(self, setting: str, prompt: int) -> Path:
         return self._folder / image_name(setting, prompt)
-
-
-def image_name(setting: str, prompt: int) -> str:
-    """Return the file name of the image of a setting or `PLAIN`."""
-    return f"{prompt:03d}-{re.sub(r'[^A-Za-z0-9.=-]+', '-', setting)}.png"

@@ -84,8 +84,5 @@ def _solver(solver: str) -> Peer:
     return Peer(series, f"{solver} {{}} steps", lambda steps: [*_counts(steps), (steps,)], put_on, why_not)
 
 
-FEWER_STEPS = {
-    "fewer-steps": Peer("fewer steps", "{} steps", _counts, _fewer),
-    "fewer-steps-dpm": _solver("DPM++ 2M"),
-    "fewer-steps-unipc": _solver("UniPC"),
-}
+FEWER_STEPS = {"fewer-steps": Peer("fewer steps", "{} steps", _counts, _fewer)}
+FEWER_STEPS |= {"fewer-steps-dpm": _solver("DPM++ 2M"), "fewer-steps-unipc": _solver("UniPC")}

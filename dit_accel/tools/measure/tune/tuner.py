@@ -163,6 +163,7 @@ class _Tuner:
                 break
             caution += self.target.least - score.slack
         changes = self._all_changes(setting, confirmed)
+        tightened = f"{confirmations}, tightened in between" if confirmations > 1 else "1"
         return TuneResult(
             preset=load_preset(self.preset, **changes),
             base=self.base,
@@ -174,10 +175,7 @@ class _Tuner:
             evaluations=list(tried.values()),
             curves=self.curves,
             chosen=self._chosen(setting) if self.by_layer else {},
-            circumstances={
-                "confirmations": f"{confirmations}, tightened in between" if confirmations > 1 else "1",
-                **self._circumstances(runs.plain(0)["frames"].shape),
-            },
+            circumstances={"confirmations": tightened, **self._circumstances(runs.plain(0)["frames"].shape)},
         )
 
     def _calibrate(self, runs: MeasuredRuns, phase: _Phase) -> dict[str, list[dict[str, Any]]]:
@@ -236,8 +234,7 @@ class _Tuner:
             "steps": str(self.arguments["num_inference_steps"]),
             "first seed": str(self.seed),
             "dtype": self._dtype,
-            "device": origin["device"],
-            "torch": origin["torch"],
+            **{key: origin[key] for key in ("device", "torch")},
         }
 
     @property

@@ -2,6 +2,9 @@
 
 import types
 
+import torch
+
+from dit_accel.pipeline import accelerated
 from dit_accel.tools.measure.compare.snapshot import Snapshot
 from tests.tiny import tiny_output
 
@@ -28,3 +31,8 @@ def test_everything_that_was_put_on_comes_off(pipe):
     assert not hasattr(pipe, "_manager") and "forward" not in vars(blocks[0].attn)
     del transformer.mark
     assert snapshot.restore() == {} and transformer.mark == "here"
+    transformer.enable_group_offload(torch.device("cpu"), num_blocks_per_group=1)
+    snapshot = Snapshot(pipe)
+    with accelerated(pipe, "exact"):
+        pass  # diffusers wraps the forwards of hooked blocks anew
+    assert snapshot.restore() == {}
