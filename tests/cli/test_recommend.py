@@ -34,13 +34,8 @@ def test_loras_pass_into_both_lines(run):
 def test_gpu_that_is_there_is_the_default(run, monkeypatch):
     """Without --gpu the card's own name decides; an unlisted card gets no options."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cards = {
-        "NVIDIA H200": "",
-        "NVIDIA GeForce RTX 4090": "The RTX 4090 has",
-        "NVIDIA GeForce RTX 4070 Ti SUPER": "The RTX 4070 Ti Super has",
-        "NVIDIA GeForce RTX 4090 Laptop GPU": "",
-        "NVIDIA RTX 6000 Ada Generation": "",
-    }
+    cards = dict.fromkeys(("NVIDIA H200", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 6000 Ada Generation"), "")
+    cards |= {"NVIDIA GeForce RTX 4090": "The RTX 4090 has", "RTX 4070 Ti SUPER": "The RTX 4070 Ti Super has"}
     for name, fitting in cards.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         result = run("recommend", "--model", "black-forest-labs/FLUX.1-dev", "--steps", "50")

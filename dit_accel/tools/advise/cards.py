@@ -14,6 +14,11 @@ class Card(NamedTuple):
     capability: tuple[int, int] | None  # None = not from NVIDIA
     device: str  # of torch
 
+    @property
+    def is_unified(self) -> bool:
+        """Return True if the host shares the memory, so that offloading frees none."""
+        return self.capability == (12, 1)
+
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 CARDS = {

@@ -130,7 +130,7 @@ def distillation(name: str) -> tuple[bool, int | None]:
 
 def _makes_videos(family: str, *names: str) -> bool:
     makes = "both" if family == "any" else _FAMILIES[family].makes
-    return makes == "videos" or (makes == "both" and _has(TABLE["videos"], *names))
+    return makes == "videos" or (makes == "both" and _has(TABLE["videos"], *names) and not _has(["text2image"], *names))
 
 
 def _has(parts: Iterable[str], *names: str) -> bool:

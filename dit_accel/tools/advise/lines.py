@@ -24,18 +24,19 @@ class Lines:
     plan: Placement
     loras: Mapping[str, float]
     device: str
+    dtype: str
     sharing: str | None  # of the call by `gpus`
     gpus: int
 
     def python(self) -> str:
         model, row = self.model, row_of(self.model)
-        kind, dtype = ("Modular", "") if model.is_modular else ("Diffusion", ", dtype=torch.bfloat16")
+        kind, dtype = ("Modular", "") if model.is_modular else ("Diffusion", f", dtype=torch.{self.dtype}")
         parts = "".join(f", {name}={name}" for name in row.get("parts", []))
         source = _literal(str(model.folder or self._source))
         lines = ["import torch", "import diffusers", "import dit_accel", *row.get("before", [])]
         lines.append(f"pipe = diffusers.{kind}Pipeline.from_pretrained({source}{parts}{dtype})")
         workflow = f'workflow="{row["workflow"]}", ' if "workflow" in row else ""
-        lines += [f"pipe.load_components({workflow}dtype=torch.bfloat16)"] if model.is_modular else []
+        lines += [f"pipe.load_components({workflow}dtype=torch.{self.dtype})"] if model.is_modular else []
         adapters = [f"lora-{index}" for index in range(len(self.loras))]
         for adapter, lora in zip(adapters, self.loras, strict=True):
             place, file = repository_and_file(lora)
@@ -72,6 +73,8 @@ class Lines:
             words.append(f"{value:g}" if isinstance(value, float) else str(value))
         for lora, weight in self.loras.items():
             words += ["--lora", lora if weight == 1 else f"{lora}:{weight:g}"]
+        words += ["--device", self.device] if self.device != "cuda" else []
+        words += ["--dtype", self.dtype] if (self.device, self.dtype) != ("cuda", "bfloat16") else []
         return shlex.join([*words, *WAYS[self.plan.way]["options"]])
 
     def why_no_shell(self) -> str | None:

@@ -5,6 +5,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +57,7 @@ class Footprint:
         """Return the peak in GiB; ``way`` is one of WAYS."""
         largest, decoding_alone = max(self.transformers), self.autoencoder + decoding
         if way == "whole":
-            return sum((*self.transformers, *self.texts)) + self.autoencoder + max(self.step, decoding, PROMPT)
+            return self.weights + max(self.step, decoding, PROMPT)
         if way == "model":
             return max(largest + self.step, *(text + PROMPT for text in self.texts), decoding_alone)
         return max(TWO_BLOCKS * largest + self.step, LAYER, decoding_alone)
@@ -69,7 +70,8 @@ class Footprint:
         """
         if card.memory_gib is None:
             return Placement()
-        every = ((way, bool(tiles), self.needed(way, self.decoding[tiles])) for tiles in (0, 1) for way in WAYS)
+        ways, rounds = (["whole"], False) if card.is_unified else (WAYS, rounds)
+        every = ((way, bool(tiles), self.needed(way, self.decoding[tiles])) for tiles in (0, 1) for way in ways)
         best = next((Placement(*plan) for plan in every if plan[2] <= card.memory_gib - RESERVED), None)
         parts = {"transformers": tuple(EIGHT_BITS * gib for gib in self.transformers)}
         smaller = replace(self, **parts, decoding=(self.fused, self.decoding[1])).plan(card) if rounds else None
@@ -79,6 +81,11 @@ class Footprint:
         rest, moved = 2 * (sum(self.texts) + self.autoencoder), sum(self.transformers)
         is_alike = best is not None and best.way == smaller.way and rest + moved > LESS * (rest + 2 * moved)
         return best if is_alike else smaller._replace(in_8_bits=True)
+
+    @property
+    def weights(self) -> float:
+        """GiB of all weights, which host memory holds if they are offloaded."""
+        return sum((*self.transformers, *self.texts)) + self.autoencoder
 
     def __str__(self) -> str:
         parts = {"transformer": sum(self.transformers), "text encoders": sum(self.texts)}
@@ -114,6 +121,8 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
     tiled = kind.get("tiled_gib", 0.0)
     whole = kind.get("gib", math.inf if tiled else 0.0)
     share = height * width / (rows * columns) * (DECODING * frames / clip if clip else BY_FRAME)  # 0: by frame
+    versions = re.compile(r"\d\.\d").findall
+    new = set(versions(model.name)).difference(*map(versions, row.get("ids", [])))
     return Footprint(
         tuple((STORED if quantized else 1) * BILLION * billions for billions in row["transformers"]),
         tuple(BILLION * TABLE["texts"].get(text, text) for text in row["texts"]),
@@ -121,7 +130,7 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
         STREAMS * calls * (tokens + TEXT) * row["width"] * BILLION / 1e9,
         (share * whole, tiled and DECODING * tiled * frames / clip + RESULTS * height * width * frames),
         f"{height} x {width}" + (f" x {frames} frames" if frames > 1 else ""),
-        "" if model.folder or row["part"] in squeeze(model.name) else row["ids"][0],
+        "" if model.folder or (row["part"] in squeeze(model.name) and not new) else row["ids"][0],
         share * kind.get("fused_gib", whole),
     )
 

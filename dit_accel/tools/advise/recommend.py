@@ -8,7 +8,7 @@ from typing import Any
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
 from dit_accel.tools.advise.cards import CARDS, Card, known_card
-from dit_accel.tools.advise.identify import TABLE, Identity, distillation, identify
+from dit_accel.tools.advise.identify import TABLE, Identity, distillation, identify, squeeze
 from dit_accel.tools.advise.lines import Lines
 from dit_accel.tools.advise.memory import RESERVED, WAYS, Footprint, Placement, count
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
@@ -70,7 +70,7 @@ def recommend(
         raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
     identity = identify(model)
     makes_images = not identity.is_video and identity.facts is not None and identity.facts.makes == "images"
-    if (frames or 1) > 1 and (makes_images or re.search("[ti]2i", identity.name.lower())):
+    if (frames or 1) > 1 and (makes_images or re.search("[ti]2i|text2image", identity.name.lower())):
         raise UnsupportedError(f"frames must be left out: {identity.title} makes images, got frames={frames}")
     names = [(identity.is_distilled, identity.steps), *map(distillation, loras)]
     few = distilled or any(is_distilled for is_distilled, _ in names)
@@ -81,21 +81,22 @@ def recommend(
     rounds = card is not None and fuses and not (quantized or is_packed)
     plan, on_memory = _planned(memory, card, rounds=rounds and gpus == 1 and not identity.is_modular)
     if plan is not None and plan.way == "group" and identity.is_modular:  # whose blocks diffusers does not offload
-        counted = on_memory.partition(", so ")[0]
-        plan, on_memory = None, f"{counted}, which is too little even with offloading of whole components."
+        plan, on_memory = None, f"{on_memory.partition(', so ')[0]}: offloading of whole components is too little."
     sharing, on_sharing = _shared(identity, gpus, plan, few=few)
-    kind = "choices" if steps is None or steps > NOTHING_TO_SKIP else "choices_for_few_steps"
+    kind = "choices" if steps is None or steps > NOTHING_TO_SKIP else "few_steps" if fuses else "few_steps_unfused"
     choices = TABLE[kind] + (TABLE["in_8_bits"][kind] if rounds and not identity.is_video else [])
     if plan is not None and plan.in_8_bits:
         choices = [(f"{choices[0][0]}-8bit", SMALLER), (choices[0][0], "the same in bf16"), *choices[1:]]
-    notes = (MEASURED, *_on_steps(steps, few=few, is_packed=is_packed), *on_sharing, on_memory, *[PACKED] * is_packed)
-    if card is not None and not fuses:
-        notes += (f"Fused kernels don't run on the {card.title}, so steps are computed by plain torch.",)
+    gains = (card is None or rounds) and not (quantized or is_packed or identity.is_video)
+    notes = (MEASURED, *_on_steps(steps, few=few, rounds=gains), *on_sharing, on_memory, *[PACKED] * is_packed)
+    notes += () if fuses else (f"Fused kernels don't run on the {card.title}, so steps are computed by plain torch.",)
     if plan is None:
         return Recommendation(identity, choices, notes)
     call, device = _call(identity, counts | {"steps": steps}, few=few), card.device if card else "cuda"
-    lines = Lines(identity, choices[0][0], call, plan, loras, device, sharing, gpus)
-    return Recommendation(identity, choices, notes + _on_lines(lines), lines.python(), lines.shell(), plan.gib)
+    dtype, on_dtype = _dtype(identity, card)
+    lines = Lines(identity, choices[0][0], call, plan, loras, device, dtype, sharing, gpus)
+    notes += (*on_dtype, *_on_lines(lines))
+    return Recommendation(identity, choices, notes, lines.python(), lines.shell(), plan.gib)
 
 
 def _default_steps(model: Identity, *, few: bool) -> int | None:
@@ -116,11 +117,22 @@ def _call(model: Identity, counts: Mapping[str, int | None], *, few: bool) -> di
     return call | (off if few else dict(model.facts.guided))
 
 
-def _on_steps(steps: int | None, *, few: bool, is_packed: bool) -> list[str]:
+def _dtype(model: Identity, card: Card | None) -> tuple[str, list[str]]:
+    """Return the dtype of the lines, and notes; float16 on cards without bf16 if diffusers' pages use it."""
+    if card is None or card.capability is None or card.capability >= (8, 0):
+        return "bfloat16", []
+    known, name = TABLE["in_float16"], squeeze(model.name)
+    survives = model.family in known["families"] or any(part in name for part in known["names"])
+    dtype = "float16" if survives and "fill" not in name else "bfloat16"
+    notes = [known[dtype]] + ([known["volta"]] if card.capability < (7, 5) else [])
+    return dtype, [note.format(card.title) for note in notes]
+
+
+def _on_steps(steps: int | None, *, few: bool, rounds: bool) -> list[str]:
     if steps is None:
         which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
-    faster = "" if is_packed else ": exact-8bit makes steps faster, in more memory (docs/guide/choosing.md)"
+    faster = "" if not rounds else ": exact-8bit makes steps faster, in more memory (docs/guide/choosing.md)"
     return [f"With {steps} steps forecasts save little{faster}."] if steps <= FEW_STEPS else []
 
 
@@ -136,15 +148,16 @@ def _planned(memory: Footprint | None, card: Card | None, *, rounds: bool) -> tu
     """Return how the pipeline fits the card, all of it if that is unknown, and a note; None = it does not fit."""
     if memory is None:
         return Placement(), UNCOUNTED
-    counted = f"Memory by count, in GiB of bf16: {memory}."
+    counted = f"Memory by count, in GiB with 16 bits a number: {memory}."
     if memory.counted_as:
-        counted = f"The name does not say the size, so {memory.counted_as} is counted. {counted}"
+        counted = f"The name gives no known size, so {memory.counted_as} is counted. {counted}"
     if card is None or card.memory_gib is None:
         return Placement(), f"{counted} Your GPU's memory is not known." if card else counted
     counted = f"{counted} The {card.title} has {card.memory_gib - RESERVED:g}"
     if (plan := memory.plan(card, rounds=rounds)) is None:
-        return None, f"{counted}, which is too little even with offloading: use another GPU, or a smaller size."
-    reason = f"{'with layers in 8 bits ' * plan.in_8_bits}{WAYS[plan.way]['reason']}"
+        offloading = ", and offloading frees none" if card.is_unified else " even with offloading"
+        return None, f"{counted}, which is too little{offloading}: use another GPU, or a smaller size."
+    reason = f"{'with layers in 8 bits ' * plan.in_8_bits}{WAYS[plan.way]['reason'].format(memory.weights)}"
     reason += "; the autoencoder decodes in tiles" if plan.in_tiles else ""
     if plan.in_8_bits:
         plain = memory.plan(card)

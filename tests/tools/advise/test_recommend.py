@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset
 from dit_accel.tools.advise.cards import CARDS, known_card
-from dit_accel.tools.advise.identify import TABLE, identify
+from dit_accel.tools.advise.identify import IDS, TABLE, identify
 from dit_accel.tools.advise.memory import BILLION, RESERVED, count
 from dit_accel.tools.advise.recommend import Recommendation, recommend
 from dit_accel.tools.demo import demo_path
@@ -77,6 +78,8 @@ MODELS = {
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": ("hunyuan_video15", False, "HunyuanVideo15", 50),
     "Lightricks/LTX-Video": ("ltx", False, "LTX", 50),
     "Lightricks/LTX-2": ("ltx2", False, "LTX2", 30),
+    "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": ("any", False, "PixArtSigma", None),
+    "nvidia/Cosmos-1.0-Diffusion-7B-Text2World": ("any", False, "CosmosTextToWorld", None),
     "zai-org/CogVideoX-5b-I2V": ("cogvideox", False, "CogVideoXImageToVideo", 50),
     "genmo/mochi-1-preview": ("mochi", False, "Mochi", 64),
     "BestWishYsh/Helios-Base": ("helios", False, "Helios", 50),
@@ -99,7 +102,8 @@ MODELS = {
 }
 
 PIPELINES = {name: facts[2:] for name, facts in MODELS.items() if facts[2]}
-GPUS = ("4060", "3060", "4080", "4090", "l40s", "h100", "mi300x", "m4 max")
+GPUS = ("t4", "v100", "2080 ti", "3060", "3090", "4060", "4070", "4080", "4090", "5070 ti", "5090", "l4", "l40s")
+GPUS += ("a10", "a100 40gb", "a100", "h100", "h200", "b200", "mi300x", "m4 max", "dgx spark")
 GENERATE = typer.main.get_command(app).commands["generate"]
 
 
@@ -129,7 +133,7 @@ def test_families_are_known_by_ids():
     assert {name: (model.family, model.is_distilled) for name, model in found.items()} == {
         name: facts[:2] for name, facts in MODELS.items()
     }
-    assert identify("rhymes-ai/Allegro").is_video and not identify("fal/AuraFlow").is_video
+    assert identify("rhymes-ai/Allegro").is_video and not identify("nvidia/Cosmos-Predict2-2B-Text2Image").is_video
     assert all(identify(row["ids"][0]).family == row["family"] for row in TABLE["models"])
 
 
@@ -163,18 +167,10 @@ def test_folders_are_known_by_their_index_and_counted_by_their_files(tmp_path):
 
 
 # Models by their names in files of results, which are transformers of full size with random weights.
-MEASURED = {
-    "flux": "FLUX.1-dev",
-    "flux2": "FLUX.2-dev",
-    "flux2-klein-4b": "FLUX.2-klein-4B",
-    "hunyuan": "HunyuanVideo",
-    "krea2": "Krea-2-Raw",
-    "ltx2": "LTX-2",
-    "qwen-image": "Qwen-Image",
-    "wan-1.3b": "Wan2.1-T2V-1.3B-Diffusers",
-    "wan-14b": "Wan2.1-T2V-14B-Diffusers",
-    "wan-i2v-14b": "Wan2.1-I2V-14B-480P-Diffusers",
-}
+MEASURED = {"flux": "FLUX.1-dev", "flux2": "FLUX.2-dev", "flux2-klein-4b": "FLUX.2-klein-4B", "ltx2": "LTX-2"}
+MEASURED |= {"hunyuan": "HunyuanVideo", "krea2": "Krea-2-Raw", "qwen-image": "Qwen-Image"}
+MEASURED |= {"wan-1.3b": "Wan2.1-T2V-1.3B-Diffusers", "wan-14b": "Wan2.1-T2V-14B-Diffusers"}
+MEASURED |= {"wan-i2v-14b": "Wan2.1-I2V-14B-480P-Diffusers"}
 
 
 @pytest.mark.parametrize("name", sorted(MEASURED.keys() - {"wan-14b"}))
@@ -214,21 +210,25 @@ def test_counts_of_calls_are_not_below_measured_peaks():
 def test_no_line_runs_out_of_memory_by_its_own_count(gpu):
     """A line is printed if the peak fits the card, with the same offload in Python as in the shell, or is unknown."""
     card = CARDS[known_card(gpu)]
-    for model in MODELS:
+    for model in {**MODELS, **dict.fromkeys(IDS)}:
         found = recommend(model, gpu=gpu)
         text = printed(found)
         if not found.python:
-            assert "too little even with offloading" in text and not found.shell, model
+            assert re.search("too little(, and| even with) offloading|is too little", text) and not found.shell, model
         elif found.gib is None:
             assert "not counted" in text or card.memory_gib is None, model
         else:
             assert found.gib <= card.memory_gib - RESERVED, model
         offloads = {"model": "cpu_offload(", "group": "enable_group_offload("}
         options = parse(found.shell) if found.shell else {}
-        assert not options or {way for way in offloads if offloads[way] in found.python} == {options["offload"]} - {
-            "none"
-        }
-        assert ("plain torch" in text) == (card.capability is None), model
+        taken = {way for way in offloads if offloads[way] in found.python}
+        assert not options or taken == {options["offload"]} - {"none"}
+        assert ("plain torch" in text) == ((card.capability or (0, 0)) < (8, 0)), model
+        assert "plain torch" not in text or not re.search("8bit|with fused", text), model
+        assert ("no bf16" in text) == (bool(found.python) and gpu in GPUS[:3]), model
+        assert ("CUDA 12.6" in text) == (bool(found.python) and gpu == "v100"), model
+        dtype, device = options.get("dtype") or "bfloat16", "mps" if card.device == "mps" else None
+        assert not options or (f"dtype=torch.{dtype}" in found.python and options["device"] == device), model
         assert all(note.endswith(".") for note in found.notes)
 
 
@@ -253,12 +253,12 @@ TO_GPU = 'pipe.to("cuda")'
         ("wan", {"gpus": 3}, "--parallel ulysses=3 ", "branches"),
         ("wan", {"gpus": 4}, "--parallel ulysses=2,branches=2 ", "one GPU"),
         ("black-forest-labs/FLUX.1-dev", {"gpu": "a5000"}, "-8bit --set linear.weights=host --prompt", "pu_offload("),
-        ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4070"}, "--offload group", TO_GPU),
+        ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4070"}, "in host memory (31 GiB of weights)", TO_GPU),
         ("black-forest-labs/FLUX.1-dev", {"gpu": "4080"}, "--set linear.weights=host", "generate --compare"),
         (
-            "black-forest-labs/FLUX.2-klein-4B",
+            "FLUX.2-klein-4B",
             {"gpu": "4080"},
-            "so with layers in 8 bits all of it fits; in bf16 use --offload model.",
+            "layers in 8 bits all of it fits; in bf16 use --offload model.",
             "pu_offload(",
         ),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "4090"}, 'balanced-8bit", linear={"weights": "host"})', TO_GPU),
@@ -279,15 +279,16 @@ TO_GPU = 'pipe.to("cuda")'
         ("Tongyi-MAI/Z-Image-Turbo", {}, "--guidance 0", "No number"),
         ("someone/FLUX.1-Turbo", {}, "add --steps", "--steps 4"),
         ("Qwen/Qwen-Image", {"gpu": "h200"}, 'negative_prompt=" "', "distilled"),
-        (
-            "Qwen/Qwen-Image",
-            {"loras": {"lightx2v/Qwen-Image-Lightning/V1.0-4steps.safetensors": 1}},
-            "--steps 4",
-            "negative",
-        ),
+        ("Qwen/Qwen-Image", {"loras": {"lightx2v/Qwen-Image-Lightning/V1.0-4steps.file": 1}}, "--steps 4", "negative"),
         ("wan", {"loras": {"lightx2v/Wan2.2-Lightning": 1}}, "--steps 4 --guidance 1", "50"),
         ("HiDream-ai/HiDream-I1-Full", {"gpu": "4090"}, "text_encoder_4=text_encoder_4", "dit-accel generate --"),
-        ("black-forest-labs/FLUX.1-dev", {"gpu": "t4"}, "by plain torch", "-balanced"),
+        ("black-forest-labs/FLUX.1-dev", {"gpu": "v100"}, "--dtype float16 --offload model", "bfloat16"),
+        ("black-forest-labs/FLUX.1-Fill-dev", {"gpu": "t4"}, "may give black images", "dtype float16"),
+        ("black-forest-labs/FLUX.1-schnell", {"gpu": "m4 max"}, "hardly faster on this GPU", "8bit"),
+        ("wan", {"gpu": "h100", "steps": 4}, "forecasts save little.", "8bit"),
+        ("MiniMaxAI/MiniMax-H3", {"gpu": "dgx spark"}, "too little, and offloading frees none", "offload("),
+        ("hunyuanvideo-community/HunyuanVideo", {"gpu": "dgx spark"}, "enable_tiling", "cpu_offload"),
+        ("ltx-2.3", {"gpu": "h100"}, "no known size, so Lightricks/LTX-2 is counted", "LTX-2.3"),
         ("FLUX.1-dev", {"steps": 8}, "--model black-forest-labs/FLUX.1-dev --preset balanced", "MODEL"),
         ("MiniMaxAI/MiniMax-H3", {}, 'load_components(workflow="t2va", ', "--offload"),
         ("MiniMaxAI/MiniMax-H3", {"gpu": "h100"}, 'enable_auto_cpu_offload(device="cuda")', TO_GPU),
@@ -345,6 +346,8 @@ def test_bad_arguments_are_printed(wrong):
         "Comfy-Org/z_image_turbo": "files for ComfyUI.*, Tongyi-MAI/Z-Image-Turbo",
         "tencent/HunyuanVideo": "a copy in that format, hunyuanvideo-community/HunyuanVideo",
         "tencent/HunyuanVideo-1.5": "that format, hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "Lightricks/LTX-2.3": "a copy in that format, diffusers/LTX-2.3-Diffusers",
+        "nvidia/Cosmos-Predict2.5-2B": "in revisions, such as diffusers/base/post-trained: .* its folder",
         "tencent/HunyuanImage-3.0": "has no pipeline in diffusers: use HunyuanImage 2.1",
         "Wan-AI/Wan2.1-T2V-14B": "that format, Wan-AI/Wan2.1-T2V-14B-Diffusers",
         "lightx2v/Qwen-Image-Lightning": "has LoRAs: name one with --lora, and as the model its base, Qwen/Qwen-Image",
@@ -402,7 +405,12 @@ def test_facts_of_guidance_are_those_of_pipelines():
         facts = identify(model).facts
         parameters = inspect.signature(getattr(diffusers, f"{pipeline}Pipeline").__call__).parameters
         true_scale, scale = (parameters.get(name) for name in ("true_cfg_scale", "guidance_scale"))
-        if (true_scale is None and scale is None) or "negative_prompt" not in parameters or demo_path(model):
+        if (
+            facts is None
+            or (true_scale is None and scale is None)
+            or "negative_prompt" not in parameters
+            or demo_path(model)
+        ):
             continue  # a component sets the scale, or guidance is in the weights
         assert (facts.unguided is not None) == (true_scale is None and scale.default > 1) or facts.name == "wan_animate"
 
@@ -411,15 +419,11 @@ USUAL_NAMES = {
     "4090": ("rtx4090", "RTX 4090", "4090"),
     "3060": ("GeForce RTX 3060",),
     "5090": ("rtx-5090",),
-    "l40s": ("L40S",),
     "a6000": ("RTX A6000", "rtxa6000"),
-    "b200": ("b200",),
     "a100": ("A100 80GB",),
     "a100-40gb": ("a100-40gb", "NVIDIA A100-SXM4-40GB"),
     "h100": ("NVIDIA H100 80GB HBM3", "H100 PCIe"),
     "gh200": ("NVIDIA GH200 480GB",),
-    "b300": ("b300",),
-    "dgx-spark": ("DGX Spark",),
     "4070-ti-super": ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
     "3080-ti": ("3080ti",),
     "mi300x": ("AMD Instinct MI300X",),
