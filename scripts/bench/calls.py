@@ -69,7 +69,7 @@ def time_calls(name: str, options: argparse.Namespace, ranks: int) -> Iterator[R
     started = time.perf_counter()
     pipe = build(case, tiny=tiny)
     print(f"{name}: built in {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    for call in case.calls:
+    for call in (item for item in case.calls if item.steps <= options.most_steps):
         ways = options.ways or ways_of(call, alone=ranks == 1)
         facts = {"case": name, "model": case.model, "size": size(case, tiny=tiny), "steps": steps(call, tiny=tiny)}
         facts |= {"guidance": call.branches > 1, "gpus": ranks}
@@ -121,6 +121,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ways", type=names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
     parser.add_argument("--runs", type=int, default=2, help="whole calls of cache-dit and the presets; default 2")
     parser.add_argument("--few", type=int, help="steps of diffusers' timed call, half of our warm-up's; default all")
+    parser.add_argument("--most-steps", type=int, default=99, help="skip calls of more steps")
     parser.add_argument("--taken", type=float, default=0.0, help="GiB of each GPU that other programs take; default 0")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")

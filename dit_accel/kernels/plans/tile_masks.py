@@ -14,19 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels import checks
+from dit_accel.kernels import checks, symbols
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.plans.lowering import lower
 from dit_accel.kernels.plans.regions import listed_tiles
-from dit_accel.kernels.symbols import (
-    CAUSAL_TILE,
-    FIRST_PARTIAL_TILE,
-    FULL_TILE,
-    AttentionPlan,
-    SparseSymbols,
-    TileMasks,
-)
 
 # Indices (sample, head, query block, key block) of n tiles -> their pairs, bool [n, block, block].
 PairsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,14 +26,14 @@ PairsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 def plan_from_mask(
     mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
-) -> AttentionPlan:
+) -> symbols.AttentionPlan:
     """Return the plan that attends as a mask does."""
     return lower(symbols_from_mask(mask, block=block, batch=batch, heads=heads))
 
 
 def symbols_from_mask(
     mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
-) -> SparseSymbols:
+) -> symbols.SparseSymbols:
     """Return the symbols of a mask; every row computes, even without any key.
 
     Args:
@@ -64,7 +56,7 @@ def symbols_from_mask(
 
 def symbols_from_intervals(
     first: torch.Tensor, end: torch.Tensor, *, block: int = 128, batch: int = 1, heads: int = 1
-) -> SparseSymbols:
+) -> symbols.SparseSymbols:
     """Return the symbols of a mask in which each query attends to a few intervals of keys, without the S × S mask.
 
     Args:
@@ -98,7 +90,7 @@ def _keys_before(bound: torch.Tensor, blocks: int) -> torch.Tensor:
     return (reaching * block)[:, 1:] + none.scatter_add(1, tile, rest)[:, :-1]
 
 
-def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
+def mask_from_plan(plan: symbols.AttentionPlan) -> torch.Tensor:
     """Return the pairs that attend, bool ``[B, H, S, S]``, single keys included; none in a reused row.
 
     Undoes :func:`plan_from_mask`.
@@ -109,10 +101,10 @@ def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
     by_tile = pairs.transpose(3, 4)  # [B, H, Tq, Tk, block, block]
     if plan.masks is not None:
         codes = plan.masks.codes.expand_as(tiles)
-        causal = (tiles & (codes == CAUSAL_TILE)).nonzero(as_tuple=True)
+        causal = (tiles & (codes == symbols.CAUSAL_TILE)).nonzero(as_tuple=True)
         by_tile[causal] = _causal_pairs(causal[2], causal[3], block)
-        partial = (tiles & (codes >= FIRST_PARTIAL_TILE)).nonzero(as_tuple=True)
-        by_tile[partial] = unpack_bits(plan.masks.pool, block)[codes[partial] - FIRST_PARTIAL_TILE]
+        partial = (tiles & (codes >= symbols.FIRST_PARTIAL_TILE)).nonzero(as_tuple=True)
+        by_tile[partial] = unpack_bits(plan.masks.pool, block)[codes[partial] - symbols.FIRST_PARTIAL_TILE]
     if plan.slices is not None:
         keys = unpack_bits(plan.slices.bits, blocks * block) & (plan.slices.count > 0)[..., None]
         pairs |= keys.view(batch, heads, blocks, 1, blocks, block)
@@ -121,7 +113,7 @@ def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
 
 def _symbols(
     attending: torch.Tensor, pairs_of: PairsOf, tokens: int, block: int, batch: int, heads: int
-) -> SparseSymbols:
+) -> symbols.SparseSymbols:
     """Make symbols from ``attending``, the number of pairs of each tile, integers ``[B or 1, H or 1, Tq, Tk]``."""
     blocks = attending.shape[-1]
     inside = torch.arange(blocks * block, device=attending.device).view(blocks, block) < tokens
@@ -135,14 +127,14 @@ def _symbols(
     entries = pack_bits(pairs[~is_causal])
     words, place = entries.flatten(1).view(torch.int64).unique(dim=0, return_inverse=True)
     pool = words.view(torch.uint8).view(-1, *entries.shape[1:])
-    codes = torch.full(attending.shape, FULL_TILE, dtype=torch.int32, device=attending.device)
-    kinds = torch.full_like(row, CAUSAL_TILE)
-    kinds[~is_causal] = FIRST_PARTIAL_TILE + place
+    codes = torch.full(attending.shape, symbols.FULL_TILE, dtype=torch.int32, device=attending.device)
+    kinds = torch.full_like(row, symbols.CAUSAL_TILE)
+    kinds[~is_causal] = symbols.FIRST_PARTIAL_TILE + place
     codes[masked] = kinds.int()
-    masks = TileMasks(codes, pool) if len(row) else None
+    masks = symbols.TileMasks(codes, pool) if len(row) else None
     every_row = torch.ones(batch, blocks, heads, dtype=torch.bool, device=tiles.device)
     skip_bits = pack_bits(tiles).expand(batch, heads, -1, -1).contiguous()
-    return SparseSymbols(pack_bits(every_row), skip_bits, heads, tokens, block, masks)
+    return symbols.SparseSymbols(pack_bits(every_row), skip_bits, heads, tokens, block, masks)
 
 
 def _causal_pairs(row: torch.Tensor, column: torch.Tensor, block: int) -> torch.Tensor:

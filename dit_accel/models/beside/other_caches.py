@@ -110,7 +110,7 @@ def place_of_definition(function: Callable) -> str:
 def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name of each cache hook on a transformer's modules, and its cache."""
     for module in transformer.modules():
-        registry = getattr(module, "_diffusers_hook", None)
+        registry = vars(module).get("_diffusers_hook")
         for hook_name, hook in registry.hooks.items() if registry is not None else ():
             if (cache := _cache_of(hook)) is not None:
                 yield hook_name, cache

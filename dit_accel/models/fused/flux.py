@@ -51,7 +51,7 @@ class FluxBlockHook(JointBlockHook):
         v, text = of_x[-1], 0 if context is None else context.shape[1]
         if context is not None:
             q_c, k_c, v_c = parts.query_key_value(attn, context, added=True)
-            v = torch.cat([v_c, v], dim=1)
+            v = parts.cat_tokens(v_c, v)
         q, k = torch.empty_like(v), torch.empty_like(v)
         if context is not None:
             norms, text_rotary = (attn.norm_added_q, attn.norm_added_k), tuple(table[:text] for table in rotary)

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_flux2 import (
-    Flux2AttnProcessor,
-    Flux2FeedForward,
-    Flux2ParallelSelfAttention,
-    Flux2ParallelSelfAttnProcessor,
-    Flux2SwiGLU,
-)
+from diffusers.models.transformers import transformer_flux2 as flux2
 from torch import nn
 from torch.nn import functional
 
@@ -28,14 +22,14 @@ from dit_accel.models.fused.parts import heads_of, is_hooked, normalise_heads, n
 class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
     """``Flux2TransformerBlock``."""
 
-    processors = (Flux2AttnProcessor,)
+    processors = (flux2.Flux2AttnProcessor,)
     reads = "temb_mod_img", "temb_mod_txt"
 
     def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values, Values]:
         return None, in_parts(inputs.temb_mod_img, 6), in_parts(inputs.temb_mod_txt, 6)
 
-    def feed_forward(self, mlp: Flux2FeedForward, x: torch.Tensor) -> torch.Tensor:
-        is_plain = type(mlp) is Flux2FeedForward and not is_hooked(mlp)
+    def feed_forward(self, mlp: flux2.Flux2FeedForward, x: torch.Tensor) -> torch.Tensor:
+        is_plain = type(mlp) is flux2.Flux2FeedForward and not is_hooked(mlp)
         if not is_plain or not _is_plain_gate(mlp.act_fn):
             return mlp(x)
         return project_gated(mlp.linear_out, *project(mlp.linear_in, x).chunk(2, dim=-1))
@@ -47,14 +41,14 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
 class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
     """Hook on ``Flux2SingleTransformerBlock``, which takes the joint sequence and returns it."""
 
-    processors = (Flux2ParallelSelfAttnProcessor,)
+    processors = (flux2.Flux2ParallelSelfAttnProcessor,)
     reads = ("temb_mod",)
 
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         apart = inputs.encoder_hidden_states is not None or inputs.split_hidden_states
         return "its streams are apart, while diffusers' transformer joins them" if apart else None
 
-    def query_projection(self, attn: Flux2ParallelSelfAttention) -> nn.Module:
+    def query_projection(self, attn: flux2.Flux2ParallelSelfAttention) -> nn.Module:
         return attn.to_qkv_mlp_proj
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
@@ -67,7 +61,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
         return block.norm.eps
 
     def attend_by_module(
-        self, attn: Flux2ParallelSelfAttention, inputs: SimpleNamespace, x: torch.Tensor, context: None
+        self, attn: flux2.Flux2ParallelSelfAttention, inputs: SimpleNamespace, x: torch.Tensor, context: None
     ) -> Any:
         """Run the block's attention module, which includes the MLP."""
         return attn(hidden_states=x, image_rotary_emb=self.tables(inputs), **(inputs.joint_attention_kwargs or {}))
@@ -112,7 +106,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
 
 def _is_plain_gate(activation: nn.Module) -> bool:
     """Return True if an activation is diffusers' own SwiGLU without hooks."""
-    return type(activation) is Flux2SwiGLU and not is_hooked(activation) and not is_hooked(activation.gate_fn)
+    return type(activation) is flux2.Flux2SwiGLU and not is_hooked(activation) and not is_hooked(activation.gate_fn)
 
 
 BLOCKS = {"transformer_blocks": Flux2DoubleBlockHook, "single_transformer_blocks": Flux2SingleBlockHook}

@@ -72,7 +72,7 @@ class _HunyuanBlockHook(JointBlockHook):
         *qk, v = parts.query_key_value(attn, x) if together else [parts.heads_of(attn, attn.to_v(x))]
         if context is not None:
             q_c, k_c, v_c = parts.query_key_value(attn, context, added=True)
-            v = torch.cat([v, v_c], dim=1)
+            v = parts.cat_tokens(v, v_c)
         q, k = torch.empty_like(v), torch.empty_like(v)
         if context is not None:
             vision = x.shape[1]

@@ -16,6 +16,7 @@ from torch.nn import functional
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair, swiglu
 from dit_accel.models.beside.quantized_linears import in_8_bits, project, project_together
 from dit_accel.models.hooks import ATTENTION_HOOK
+from dit_accel.models.parallel.context_parallel import in_words
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 
@@ -112,6 +113,13 @@ def normalise_pair(
         return norm_rope_pair(q, k, (norm_q.weight, norm_k.weight), rotary, eps=norm_q.eps, out=out)
     out_q, out_k = out or (None, None)
     return normalise_heads(norm_q, q, rotary, out=out_q), normalise_heads(norm_k, k, rotary, out=out_k)
+
+
+def cat_tokens(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``torch.cat([first, second], dim=1)`` of tokens ``[B, S, H, D]``, without gradients in words of 8 bytes."""
+    parts = [item.flatten(2) for item in (first, second)]
+    is_plain = torch.is_grad_enabled() and any(item.requires_grad for item in parts)
+    return torch.cat(parts if is_plain else in_words(*parts), dim=1).view(first.dtype).unflatten(2, first.shape[2:])
 
 
 def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

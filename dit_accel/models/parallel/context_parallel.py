@@ -113,7 +113,7 @@ class Exchange:
         If ``arranged``, text is in one piece, and vision tokens are in their order; otherwise tokens are as they
         arrive, for attention that does not depend on the order.
         """
-        words, dtype = _words(*tensors), tensors[0].dtype
+        words, dtype = in_words(*tensors), tensors[0].dtype
         batch, count, heads, size = words[0].shape
         send = words[0].new_empty(self._ranks, count, len(tensors), batch, heads // self._ranks, size)
         for place, tensor in enumerate(words):
@@ -125,7 +125,7 @@ class Exchange:
 
     def to_tokens(self, x: torch.Tensor, arranged: bool = True) -> torch.Tensor:
         """Exchange all tokens of the rank's heads ``[B, S, H / n, D]`` back for its own tokens ``[B, S / n, H, D]``."""
-        (words,) = _words(x)
+        (words,) = in_words(x)
         send = (self.as_received(words) if arranged else words).transpose(0, 1).contiguous()
         received = self._exchanged(send, [self._count] * self._ranks, self._counts)
         return received.unflatten(0, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3).view(x.dtype)
@@ -190,7 +190,7 @@ def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
     return tuple(args), kwargs
 
 
-def _words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """View tensors as 8-byte elements if all allow it: reordering 2-byte elements takes three times as long."""
 
     def has_words(x: torch.Tensor) -> bool:

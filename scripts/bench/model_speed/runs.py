@@ -48,9 +48,10 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def exact(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Time a step that computes everything, also as CUDA graphs."""
-    for graphs, run in (("never", "exact"), ("always", "exact, CUDA graphs")):
-        preset = load_preset("exact", **{"kernels.graphs": graphs})
+    """Time a step that computes everything, also as CUDA graphs and with layers in float8."""
+    for dtype, graphs in itertools.product((None, "float8"), ("never", "always")):
+        preset = load_preset("exact", **{"kernels.graphs": graphs, "linear.dtype": dtype})
+        run = f"exact{', float8 layers' if dtype else ''}{', CUDA graphs' if graphs == 'always' else ''}"
         yield bench.accelerated(run, preset, 8, warm=4) | {"relative_error": bench.relative_error(preset)}
 
 
