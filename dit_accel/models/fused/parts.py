@@ -117,9 +117,10 @@ def normalise_pair(
 
 def cat_tokens(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """``torch.cat([first, second], dim=1)`` of tokens ``[B, S, H, D]``, without gradients in words of 8 bytes."""
-    parts = [item.flatten(2) for item in (first, second)]
-    is_plain = torch.is_grad_enabled() and any(item.requires_grad for item in parts)
-    return torch.cat(parts if is_plain else in_words(*parts), dim=1).view(first.dtype).unflatten(2, first.shape[2:])
+    if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+        return torch.cat([first, second], dim=1)
+    parts = in_words(first.flatten(2), second.flatten(2))
+    return torch.cat(parts, dim=1).view(first.dtype).unflatten(2, first.shape[2:])
 
 
 def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -44,3 +44,16 @@ def test_streams_are_joined_without_a_copy_where_they_are_one_sequence(name, bat
     joined = fused.join_streams(first, second)
     assert torch.equal(joined, torch.cat([first, second], dim=1))
     assert (joined.data_ptr() == joint.data_ptr()) == (name == "one-sequence")
+
+
+@pytest.mark.parametrize("width", [4, 6], ids=["in-words", "narrow"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_two_streams_are_joined(dtype, width):
+    """Parts of joint projections, which are no dense tensors; gradients flow."""
+    x, context = (torch.randn(2, count, 3 * 2 * width, dtype=dtype, requires_grad=True) for count in (5, 3))
+    with torch.enable_grad():
+        parts = [item.chunk(3, dim=-1)[2].unflatten(2, (2, width)) for item in (context, x)]
+        fused.cat_tokens(*parts).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(fused.cat_tokens(*parts), torch.cat(parts, dim=1))
+    assert x.grad.sum() == x.grad[..., -2 * width :].numel()
