@@ -34,6 +34,7 @@ from dit_accel.models.wrappers import entry, unwrapped, why_not_wrapped
 from dit_accel.presets import Preset, default_preset
 from dit_accel.stages import prompts
 from dit_accel.stages.decode import FUSED, Decoding
+from dit_accel.stages.images import convert_on_gpu
 
 
 class Acceleration:
@@ -79,6 +80,8 @@ class Acceleration:
             undo.callback(release_at_end(owner))
             self._decoding.append(Decoding(owner, parts, wanted=stages.decode, shared=stages.share))
             undo.callback(self._decoding[-1].close)
+            if stages.decode:
+                convert_on_gpu(owner, undo)
             if stages.prompts:
                 self._prompts.append(prompts.KeptPrompts(owner, parts, int(stages.prompts_mib * 2**20)))
                 undo.callback(self._prompts[-1].close)

@@ -94,8 +94,7 @@ class StoredFloat8(StoredTensor):
     def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         lines, scale = parts
         # e4m3 is exact in the tensor's own dtype; the product is rounded once and needs no float32 copy on a GPU.
-        values = lines.to(self._dtype).mul_(scale)
-        return values.flatten()[: self._shape.numel()].view(self._shape)
+        return lines.to(self._dtype).mul_(scale).flatten()[: self._shape.numel()].view(self._shape)
 
 
 class StoredFloat8Stack(StoredFloat8):

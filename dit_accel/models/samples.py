@@ -78,8 +78,7 @@ def _repetitions(latents: torch.Tensor, context: str | None) -> int:
     batch = len(latents)
     counts = (parts for parts in range(2, batch + 1) if batch % parts == 0)
     fitting = [parts for parts in counts if torch.equal(latents[batch // parts :], latents[: -(batch // parts)])]
-    is_unclear = context is None and 3 in fitting
-    return max(fitting) if is_unclear else min(fitting, default=1)
+    return max(fitting) if context is None and 3 in fitting else min(fitting, default=1)
 
 
 def why_not_divisible(arguments: dict[str, Any]) -> str | None:

@@ -272,8 +272,8 @@ class Stages(Section):
     """Stages of a pipeline's call other than its steps."""
 
     decode: bool = True
-    """On a GPU, decode latents with fused kernels, within the rounding of the autoencoder's dtype. The decoder's own
-    code runs where its class is not known or its output differs by more; the report says which one ran."""
+    """On a GPU, decode latents with fused kernels, within the rounding of the autoencoder's dtype, and convert images
+    there. The decoder's own code runs where its class is unknown or its output differs by more, as the report says."""
     share: bool = False
     """Where several GPUs make a large image or a video together, each decodes a band of its rows with fused kernels, if
     no process asks for latents. All processes must have the same value."""

@@ -105,8 +105,7 @@ class SparseLinearAttention(nn.Module):
             return linear_attention(q, k, v, plan, projection=weight, out=o, accumulate=True, **linear)
         sparse = differentiable_attention(q, k, v, plan, kv_len=kv_len, backend=settings.backend)
         marginal = differentiable_linear_attention(q, k, v, plan, **linear)
-        flat = torch.addmm(sparse.flatten(0, 2), marginal.flatten(0, 2), weight.T.to(q.dtype))
-        return flat.view(q.shape)
+        return torch.addmm(sparse.flatten(0, 2), marginal.flatten(0, 2), weight.T.to(q.dtype)).view(q.shape)
 
     @torch.no_grad()
     def plan(

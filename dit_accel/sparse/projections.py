@@ -79,8 +79,7 @@ class Projections:
         projection = self._held.get(site)
         if projection is None:
             return None
-        key = site, like.device, like.dtype
-        return self._on_device.get(key, lambda: projection.to(like))
+        return self._on_device.get((site, like.device, like.dtype), lambda: projection.to(like))
 
 
 def trained_with(path: str | Path) -> dict[str, Any]:

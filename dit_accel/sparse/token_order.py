@@ -37,8 +37,7 @@ def token_order(name: str, grid: Grid, block: int, *, first_frame_apart: bool = 
     frames, height, width = grid
     if first_frame_apart and frames > 1:
         first = token_order(name, (1, height, width), block)
-        rest = token_order(name, (frames - 1, height, width), block)
-        return torch.cat([first, rest + height * width])
+        return torch.cat([first, token_order(name, (frames - 1, height, width), block) + height * width])
     if name == "raster":
         return torch.arange(frames * height * width)
     return hilbert_order(grid) if name == "hilbert" else tiles_order(grid, block)

@@ -241,5 +241,4 @@ def _features_backward(gradient, inputs, features, feature_map: str) -> torch.Te
     """Gradient of phi's input; features that were set to 0 pass no gradient on."""
     if feature_map == "softmax":
         return features * (gradient - (features * gradient).sum(-1, keepdim=True))
-    slope = features.clamp(max=1) if feature_map == "elu" else (features > 0).float()
-    return gradient * slope
+    return gradient * (features.clamp(max=1) if feature_map == "elu" else (features > 0).float())

@@ -114,8 +114,7 @@ def _round_channels(x: torch.Tensor, exact: torch.Tensor, block: int) -> torch.T
     scale = torch.maximum(largest_int8 / constants.INT8_MAX, largest_exact / constants.FP16_SAFE)
     scale = scale.clamp(min=constants.SMALLEST_SCALE)
     units = blocks * (1 / scale)
-    rounded = torch.where(exact, units.half().float(), units.round())
-    return (rounded * scale).flatten(1, 2)[:, :tokens]
+    return (torch.where(exact, units.half().float(), units.round()) * scale).flatten(1, 2)[:, :tokens]
 
 
 def _round_values(values: torch.Tensor, has_key: torch.Tensor) -> torch.Tensor:

@@ -55,5 +55,4 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if bias is None or not x.is_cuda:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     checks.require_shape("bias", bias, (weight.shape[0],))
-    product = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
-    return product.view(*x.shape[:-1], -1)
+    return torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True).view(*x.shape[:-1], -1)

@@ -119,8 +119,7 @@ def fold_upsampling(weight: torch.Tensor, *, frames: bool = False) -> torch.Tens
         first, middle, last = folded.unbind(dim)
         early, late = torch.stack([first, middle + last], dim), torch.stack([first + middle, last], dim)
         folded = torch.cat([early, late] if early_first else [late, early])
-    dense = folded.to(weight.dtype).permute(0, 1, 3, 4, 5, 2).contiguous()
-    return dense.permute(0, 1, 5, 2, 3, 4)
+    return folded.to(weight.dtype).permute(0, 1, 3, 4, 5, 2).contiguous().permute(0, 1, 5, 2, 3, 4)
 
 
 def operand_dtype(x: torch.Tensor, outputs: int, *, backend: str = "auto") -> torch.dtype:

@@ -78,8 +78,7 @@ def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tupl
 
 def computing_rows(plan: AttentionPlan) -> torch.Tensor:
     """Mark the rows that compute: bool ``[B, H, T]``."""
-    head = torch.arange(plan.heads, device=plan.mask64.device)
-    return (plan.mask64[:, None] >> head[:, None] & 1).bool()
+    return (plan.mask64[:, None] >> torch.arange(plan.heads, device=plan.mask64.device)[:, None] & 1).bool()
 
 
 def listed_tiles(plan: AttentionPlan) -> torch.Tensor:

@@ -204,8 +204,7 @@ def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Ten
 
 def _lowest_mass(mass: torch.Tensor, tau: float) -> torch.Tensor:
     """Mark entries of int64 ``[..., n]`` for which the masses up to their own sum to at most ``tau`` of the total."""
-    budget = (mass.sum(-1, keepdim=True).double() * tau_units(tau) * 2.0**-30).long()
-    return _lowest(mass, mass, budget)
+    return _lowest(mass, mass, (mass.sum(-1, keepdim=True).double() * tau_units(tau) * 2.0**-30).long())
 
 
 def _lowest(rank: torch.Tensor, weight: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:

@@ -395,8 +395,7 @@ def dtype_for(section: Linear, device: torch.device) -> str:
     """Return the 8-bit dtype of layers on a device; auto = int8, whose error is smaller, where it is fast."""
     if section.dtype != "auto":
         return str(section.dtype)
-    is_slow = device.type == "cuda" and torch.cuda.get_device_capability(device) in SLOW_INT8
-    return "float8" if is_slow else "int8"
+    return "float8" if device.type == "cuda" and torch.cuda.get_device_capability(device) in SLOW_INT8 else "int8"
 
 
 def require_capability(dtype: str, device: torch.device) -> None:

@@ -28,8 +28,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     for place, sample in enumerate(arguments.get("siglip_feats") or ()):
         vision[place] += _filled(math.prod(tensor.shape[:2]) for tensor in tensors_in(sample))
     longest = max(map(sum, zip(vision, text, strict=True)))
-    is_omni = isinstance(arguments["x"][0], list)
-    return Tokens(longest - vision[0], vision[0], text_first=is_omni, padding="all")
+    return Tokens(longest - vision[0], vision[0], text_first=isinstance(arguments["x"][0], list), padding="all")
 
 
 def _filled(lengths: Iterable[int]) -> int:

@@ -57,8 +57,7 @@ class MiniMaxH3BlockHook(BlockHook):
         half = rotary[0].shape[-1] // 2  # both halves of a table are equal
         tables = tuple(table[None, :, None, :half] for table in rotary)
         q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
-        o = self.attend_computed(self.site(), attn, q, k, v)
-        return attn.to_out[1](attn.to_out[0](o.flatten(2)))
+        return attn.to_out[1](attn.to_out[0](self.attend_computed(self.site(), attn, q, k, v).flatten(2)))
 
 
 def _modulation(block: nn.Module, temb: torch.Tensor) -> list[torch.Tensor]:

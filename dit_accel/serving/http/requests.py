@@ -204,8 +204,7 @@ class VideoRequest(PromptRequest):
         return self
 
     def job(self, form: VideoForm) -> Job:
-        frames = {"num-frames": self.frames(form)}
-        return Job(0, self.settings(**frames, fps=self.fps, image=self.input_reference))
+        return Job(0, self.settings(**{"num-frames": self.frames(form)}, fps=self.fps, image=self.input_reference))
 
     def frames(self, form: VideoForm) -> int | None:
         return self.num_frames if self.seconds is None else form.frames(self.seconds, self.fps)

@@ -42,8 +42,7 @@ def prompts_within(
             denoise(pipe, {**arguments, "prompt": prompts[0]}, 0, plain_steps)
     steps = arguments.get("num_inference_steps") or signature(pipe.__call__).parameters["num_inference_steps"].default
     plain = clock.seconds * steps / plain_steps if plain_steps else 2 * clock.seconds  # a plain run after each run
-    able = int(60 * minutes / (RUNS * plain))
-    return list(prompts[: min(max(able, FEWEST), MOST)])
+    return list(prompts[: min(max(int(60 * minutes / (RUNS * plain)), FEWEST), MOST)])
 
 
 def seal(folder: Path) -> None:

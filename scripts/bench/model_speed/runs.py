@@ -42,9 +42,8 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
             row |= bench.occupancy(_always_computing(bench.model.sparse), tiles=density)
         yield row
         means = load_preset(preset, **{"skip.means": True})
-        yield bench.accelerated(
-            f"{1 - density:.0%} of tiles left out, by their means", means, TILED_STEPS, tiles=density
-        )
+        name = f"{1 - density:.0%} of tiles left out, by their means"
+        yield bench.accelerated(name, means, TILED_STEPS, tiles=density)
 
 
 def exact(bench: Bench) -> Iterator[dict[str, Any]]:

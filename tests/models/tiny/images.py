@@ -279,9 +279,5 @@ def ideogram4():
         return like(pipe.transformer, text(1, max_sequence_length + grid_h * grid_w, WIDTH)), *ids
 
     pipe.encode_prompt = encode_prompt
-    return pipe, {
-        "prompt": "a red fox",
-        "max_sequence_length": TOKENS,
-        "guidance_scale": 4.0,
-        "guidance_schedule": None,
-    }
+    guidance = {"guidance_scale": 4.0, "guidance_schedule": None}
+    return pipe, {"prompt": "a red fox", "max_sequence_length": TOKENS, **guidance}

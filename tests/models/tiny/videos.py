@@ -80,14 +80,8 @@ def ltx2():
     prompt["audio_modality_scale"] = 1.0
     mask = torch.ones(1, TOKENS, dtype=torch.long)
     masks = dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), mask)
-    return pipe, {
-        **prompt,
-        **prompts(prompt_embeds=(1, TOKENS, WIDTH)),
-        **masks,
-        "height": 32,
-        "width": 96,
-        "num_frames": 5,
-    }
+    prompt |= {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **masks}
+    return pipe, {**prompt, "height": 32, "width": 96, "num_frames": 5}
 
 
 def minimax_h3(name="transformer"):
@@ -198,8 +192,6 @@ def wan_parts() -> dict:
 
 
 WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "rope_max_seq_len": 64}
-
-
 WAN_CALL = {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **{"height": 64, "width": 48, "guidance_scale": 5.0}}
 
 

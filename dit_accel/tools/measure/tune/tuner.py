@@ -279,5 +279,4 @@ class _Phase:
 
 
 def _digest(value: Any) -> str:
-    data = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
-    return hashlib.sha256(data).hexdigest()[:16]
+    return hashlib.sha256(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()).hexdigest()[:16]
