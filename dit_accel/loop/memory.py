@@ -102,9 +102,8 @@ def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
     for plan in plans:
         if budget is None or plan.device_bytes <= budget * GIB:
             return plan
-    tried = "; ".join(
-        f"{plan.device_bytes / GIB:.2f} GiB with {', '.join(plan.measures) or 'no measures'}" for plan in plans
-    )
+    pairs = ((plan.device_bytes / GIB, ", ".join(plan.measures) or "no measures") for plan in plans)
+    tried = "; ".join(f"{gib:.2f} GiB with {measures}" for gib, measures in pairs)
     smaller_level = "" if preset.forecast.level == "output" else "set forecast.level to output, "
     raise MemoryBudgetError(
         f"memory.budget_gib is {budget:g}, and the caches of {len(branches)} branch{'es' * (len(branches) > 1)} need "

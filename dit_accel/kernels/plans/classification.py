@@ -18,10 +18,8 @@ from dit_accel.kernels.packing import pack_bits
 
 def _empty(probabilities: torch.Tensor, **_) -> tuple[torch.Tensor, torch.Tensor]:
     *rows, blocks = probabilities.shape
-    skip_bits, linear_bits = (
-        probabilities.new_empty(*rows, block_count(blocks, 8), dtype=torch.uint8) for _ in range(2)
-    )
-    return skip_bits, linear_bits
+    shape = *rows, block_count(blocks, 8)
+    return probabilities.new_empty(shape, dtype=torch.uint8), probabilities.new_empty(shape, dtype=torch.uint8)
 
 
 @custom_op(_empty)
