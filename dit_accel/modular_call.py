@@ -41,6 +41,7 @@ class CalledAsStandard:
     blocks = property(lambda self: self._blocks)  # a copy can't have a progress bar
     name_or_path = property(lambda self: str(self._pretrained_model_name_or_path))
     makes_sound_alone = property(lambda self: "audios" in self.blocks.output_names)
+    takes_images = True  # several; blocks of one image raise an error
 
     def enable_model_cpu_offload(self, device: torch.device) -> None:
         manager = ComponentsManager()

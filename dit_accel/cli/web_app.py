@@ -21,9 +21,7 @@ THEME = {"primary_hue": "blue", "neutral_hue": "slate", "font": ["system-ui", "s
 class AppOptions(LoadingOptions):
     host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=7860, min=1, max=65_535)
-    share: bool = option(
-        "Also open a public address for three days, through Gradio's service.", "--share", default=False
-    )
+    share: bool = option("Also open a public address for three days, by Gradio's service.", "--share", default=False)
 
 
 @takes_options()

@@ -136,9 +136,7 @@ class SpargeSkip(Skip):
         if self.top_k is not None and "tau_kv" in self.model_fields_set:
             raise ValueError("top_k replaces tau_kv: remove one of them")
         if self.probe_error is not None and not self.probe_blocks:
-            raise ValueError(
-                "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
-            )
+            raise ValueError("probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. 4")
         return self
 
 

@@ -92,7 +92,9 @@ def call_arguments(
     parameters = inspect.signature(pipe.__call__).parameters
     folder = demo_path(model)
     arguments = demo_arguments(folder) if folder else {}
-    values = {name: value for name, value in options.items() if value is not None}
+    values, others = {name: value for name, value in options.items() if value is not None}, dict(others)
+    if "image" in others and "image" not in values:  # of --call, which takes several
+        values["image"] = read_input("image", others.pop("image"), pipe)
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in values or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
     keys = {"steps": "num_inference_steps", "num-images": "num_images_per_prompt", "mask": "mask_image"}
@@ -100,7 +102,7 @@ def call_arguments(
     if makes_video(pipe) and values.pop("num-images", 1) > 1:  # few can make several, and some ignore the argument
         raise ArgumentError("num_images", f"{type(pipe).__name__} makes one video per run; run again with another seed")
     family = pipeline_family(pipe)
-    takes_several = family is not None and type(pipe).__name__ in family.several_images
+    takes_several = getattr(pipe, "takes_images", family is not None and type(pipe).__name__ in family.several_images)
     if isinstance(values.get("image"), list) and not takes_several:
         raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(values['image'])}")
     if (fps := values.pop("fps", None)) and sampling_rate(pipe):

@@ -148,6 +148,10 @@ def test_masks_and_videos_come_from_files(folder, tmp_path):
     assert [*map(len, read_input("control_videos", {"edge": str(tmp_path / "walk.mp4")}).values())] == [3]
     pipe = loaded(folder("qwen-image", diffusers.QwenImageAutoBlocks()))
     options = {"prompt": "a fox", "image": Image.new("RGB", (64, 64))}
+    images = call_arguments(pipe, "m", {"prompt": "a fox"}, {"image": [str(tmp_path / "mask.png")] * 2})["image"]
+    assert [image.mode for image in images] == ["RGB", "RGB"]
+    with pytest.raises(ArgumentError, match="call: image is already set by the input image"):
+        call_arguments(pipe, "m", options, {"image": str(tmp_path / "mask.png")})
     arguments = call_arguments(pipe, "m", options, {"mask_image": str(tmp_path / "mask.png")})
     assert timed_output(pipe, arguments | SMALL, 3).results[0].size == (64, 64)
     pipe.__call__.__func__.__signature__ = modular_call._signature(*2 * [diffusers.WanAnimate2Blocks()])
