@@ -133,10 +133,7 @@ REFUSED = {  # changes of these arguments, and the error's beginning
             {"history": [Q, Q], "previous": (zeros(1, 1, 130, 40), PLAN.mask64)},
             "previous stack must have an entry for each of 2 in history, got 1",
         ),
-        (
-            {"previous": (zeros(1, 1, 130, 40), zeros(1, 4).long())},
-            r"previous mask64 must have shape \[1, 3\], got \[1, 4\]",
-        ),
+        ({"previous": (zeros(1, 1, 130, 40), zeros(1, 4).long())}, r"mask64 must have shape \[1, 3\], got \[1, 4\]"),
     ],
     "gemm_o_dispatch": [
         ({"stack": zeros(1, 1, 40, 130).transpose(2, 3)}, "stack must be contiguous"),

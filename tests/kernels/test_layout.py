@@ -23,11 +23,7 @@ def test_blocks_are_text_if_they_hold_any(text, vision, text_first):
 
 @pytest.mark.parametrize(
     "arguments, complaint",
-    [
-        ({"block": 96}, r"block must be one of \(64, 128\), got 96"),
-        ({"text": -1}, "text=-1"),
-        ({"vision": 0}, "vision=0"),
-    ],
+    [({"block": 96}, r"must be one of \(64, 128\), got 96"), ({"text": -1}, "text=-1"), ({"vision": 0}, "vision=0")],
     ids=["block", "text", "vision"],
 )
 def test_impossible_layout_is_refused(arguments, complaint):

@@ -16,13 +16,7 @@ def bits(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 def symbols(**changes) -> SparseSymbols:
     """Two samples, three heads, nine ragged blocks of 64 tokens."""
-    arguments = {
-        "cache_bits": bits(2, 9, 1),
-        "skip_bits": bits(2, 3, 9, 2),
-        "heads": 3,
-        "tokens": 8 * 64 + 1,
-        "block": 64,
-    }
+    arguments = {"cache_bits": bits(2, 9, 1), "skip_bits": bits(2, 3, 9, 2), "heads": 3, "tokens": 513, "block": 64}
     return SparseSymbols(**{**arguments, **changes})
 
 

@@ -5,17 +5,8 @@ import math
 import diffusers
 import pytest
 
-from dit_accel.loop.growth import (
-    BEND,
-    GROWTH,
-    LEAST_ODDS,
-    LEAST_SHARE,
-    RESPONSE,
-    bends,
-    error_weights,
-    log_odds,
-    responses,
-)
+from dit_accel.loop import growth
+from dit_accel.loop.growth import bends, error_weights, log_odds, responses
 from dit_accel.loop.moves import try_out
 from tests.loop.euler import euler_moves
 
@@ -33,7 +24,7 @@ FALLING = [1.0, 0.9, 0.7, 0.3]
 )
 def test_errors_count_by_what_they_do_to_the_result(sigmas):
     """Each step's weight is its move of the latents times the growth of an error at its end, for any noise levels."""
-    effects = [0.1 * 0.1**-GROWTH, 0.2 * 0.3**-GROWTH, 0.4 * 0.7**-GROWTH, 0.3]
+    effects = [0.1 * 0.1**-growth.GROWTH, 0.2 * 0.3**-growth.GROWTH, 0.4 * 0.7**-growth.GROWTH, 0.3]
     expected = [effect * 4 / sum(effects) for effect in effects]
     assert error_weights(sigmas) == pytest.approx(expected)
 
@@ -48,17 +39,21 @@ def test_weights_are_finite_and_one_on_average(sigmas):
 
 def test_a_response_is_larger_where_little_of_the_image_is_settled():
     """The response opposes the shift, for rising and falling noise levels, and is bounded where nothing is settled."""
-    assert responses([0.6, 0.5, 0.2]) == pytest.approx([-RESPONSE / 0.4, -RESPONSE / 0.5, -RESPONSE / 0.8])
+    assert responses([0.6, 0.5, 0.2]) == pytest.approx(
+        [-growth.RESPONSE / 0.4, -growth.RESPONSE / 0.5, -growth.RESPONSE / 0.8]
+    )
     rising = euler_moves([0.4, 0.5, 0.8, 1.0])
-    assert responses([0.4, 0.5, 0.8], rising) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
-    assert responses([1.0, 0.5])[0] == pytest.approx(-RESPONSE / LEAST_SHARE)
+    assert responses([0.4, 0.5, 0.8], rising) == pytest.approx(
+        [growth.RESPONSE / 0.4, growth.RESPONSE / 0.5, growth.RESPONSE / 0.8]
+    )
+    assert responses([1.0, 0.5])[0] == pytest.approx(-growth.RESPONSE / growth.LEAST_SHARE)
 
 
 def test_outputs_bend_more_where_less_noise_is_left():
     """For rising and falling noise levels, and bounded at noise level 0."""
-    assert bends([0.8, 0.4]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
-    assert bends([0.2, 0.6]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
-    assert bends([1.0, 0.0]) == pytest.approx([1.0, LEAST_SHARE**-BEND])
+    assert bends([0.8, 0.4]) == pytest.approx([0.8**-growth.BEND, 0.4**-growth.BEND])
+    assert bends([0.2, 0.6]) == pytest.approx([0.8**-growth.BEND, 0.4**-growth.BEND])
+    assert bends([1.0, 0.0]) == pytest.approx([1.0, growth.LEAST_SHARE**-growth.BEND])
 
 
 def test_outputs_that_point_to_the_image_answer_the_other_way():
@@ -74,6 +69,6 @@ def test_outputs_that_point_to_the_image_answer_the_other_way():
 def test_log_odds_of_noise_levels(scale):
     """They are finite, fall in steps that are long at both ends, and are refused where two steps have the same."""
     found = log_odds([scale * sigma for sigma in (1.0, 0.75, 0.5, 0.25, 0.0)])
-    assert found[0] == -found[-1] == pytest.approx(math.log((1 + LEAST_ODDS) / LEAST_ODDS))
+    assert found[0] == -found[-1] == pytest.approx(math.log((1 + growth.LEAST_ODDS) / growth.LEAST_ODDS))
     assert found[2] == pytest.approx(0.0) and found[0] - found[1] > found[1] - found[2] > 0
     assert log_odds([1.0, 0.5, 0.5]) is None

@@ -264,11 +264,7 @@ def test_rows_taken_and_joined_are_the_batch():
         ("flux-taylorseer", {"forecast.corrector": True}, "corrector belongs to level 'output', and level is 'layer'"),
         ("flux-taylorseer", {"forecast.damping": True}, "damping belongs to level 'output', and level is 'layer'"),
         ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond belongs to level 'output', and level is 'layer'"),
-        (
-            "exact",
-            {"forecast.damping": True},
-            "damping has no effect with control 'interval', which measures no errors",
-        ),
+        ("exact", {"forecast.damping": True}, "damping has no effect with control 'interval', which measures no error"),
     ],
     ids=["interval", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-interval"],
 )

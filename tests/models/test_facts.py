@@ -246,12 +246,7 @@ def test_what_pipelines_drop_is_not_judged():
             {"hidden_states": torch.ones(1, 1, 2, 2, 2), "timestep": torch.tensor([[0.0, 9.0]])},
             [[[[[0, 0], [0, 0]], [[1, 1], [1, 1]]]]],
         ),
-        (
-            "kandinsky5",
-            torch.ones(1, 2, 1, 3, 1),
-            {"hidden_states": channels},
-            [[[[[0], [0], [0]]], [[[1], [1], [1]]]]],
-        ),
+        ("kandinsky5", torch.ones(1, 2, 1, 3, 1), {"hidden_states": channels}, [[[[[0]] * 3], [[[1]] * 3]]]),
     ):
         transformer = pipeline(name).transformer
         assert require_family(transformer).used(transformer, output, arguments).tolist() == expected

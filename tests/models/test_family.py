@@ -33,11 +33,8 @@ def hidream(*shape):
 
 
 def cogvideox(patch, count):
-    return (
-        COGVIDEOX,
-        model(patch_size=2, patch_size_t=patch),
-        PROMPT | {"hidden_states": torch.zeros(2, count, 4, 8, 6)},
-    )
+    latents = {"hidden_states": torch.zeros(2, count, 4, 8, 6)}
+    return COGVIDEOX, model(patch_size=2, patch_size_t=patch), PROMPT | latents
 
 
 def z_image(**changes):

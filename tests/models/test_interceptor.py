@@ -17,13 +17,8 @@ def inputs(batch=1, tokens=TEXT + VISION):
 
 
 USUAL = [{}, {"scale": DIM**-0.5}, {"dropout_p": 0.0, "is_causal": False}]
-OTHER = [
-    {"dropout_p": 0.1},
-    {"is_causal": True},
-    {"enable_gqa": True},
-    {"scale": 0.5 * DIM**-0.5},
-    {"scale": 2 * DIM**-0.5},
-]
+OTHER = [{"dropout_p": 0.1}, {"is_causal": True}, {"enable_gqa": True}]
+OTHER += [{"scale": factor * DIM**-0.5} for factor in (0.5, 2)]
 
 
 @pytest.mark.parametrize("options", [*USUAL, *OTHER], ids=str)

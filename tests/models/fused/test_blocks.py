@@ -80,11 +80,7 @@ HOOKED = {  # by pipeline: a block, norms without which it is left to diffusers,
     ),
 }
 HOOKED_PARTS = [
-    *(
-        (name, block, norm, [f"its {norm} carries hooks"])
-        for name, (block, norms, _) in HOOKED.items()
-        for norm in norms
-    ),
+    *((name, block, item, [f"its {item} carries hooks"]) for name, (block, of, _) in HOOKED.items() for item in of),
     *((name, block, part, []) for name, (block, _, parts) in HOOKED.items() for part in parts),
     *(("flux2", "single_transformer_blocks.0.attn", part, []) for part in ("mlp_act_fn", "mlp_act_fn.gate_fn")),
 ]

@@ -56,11 +56,8 @@ def test_update_projects_heads_whose_symbol_changed(history_dtype, monkeypatch):
 
 def test_half_precision_stays_close_to_naive():
     """In bfloat16 the difference to the naive run is less than that run's own rounding."""
-    half, preset, (sequence, arguments) = (
-        tiny.copy_of("wan").to(torch.bfloat16),
-        preset_of("wan", "head"),
-        MODELS["wan"],
-    )
+    half, preset = tiny.copy_of("wan").to(torch.bfloat16), preset_of("wan", "head")
+    sequence, arguments = MODELS["wan"]
     half.transformer.rope.float()  # as diffusers loads it
     expected = []
     for pipe in (half, tiny.pipeline("wan")):
@@ -186,11 +183,8 @@ def test_padding_is_taken_out(rows, tokens, keeps_mask):
     mask = torch.stack([torch.ones(12), torch.arange(12) % 3 == 1, torch.zeros(12)]).bool()[rows]
     mask[..., -1] |= rows == [1]
     text = torch.arange(12.0)[None, :, None, None].expand(len(rows), -1, 2, 3)
-    arguments = {
-        "encoder_hidden_states": text,
-        krea2.MASK: mask,
-        "position_ids": torch.arange(20)[:, None].expand(-1, 3),
-    }
+    places = torch.arange(20)[:, None].expand(-1, 3)
+    arguments = {"encoder_hidden_states": text, krea2.MASK: mask, "position_ids": places}
     found, lengths = krea2.cut(arguments, TextMasks().lengths(mask))
     for place, valid in enumerate(mask):
         assert torch.equal(found["encoder_hidden_states"][place, : valid.sum(), 0, 0], text[place, valid, 0, 0])

@@ -40,15 +40,8 @@ def flux2():
 def z_image():
     """Its timestep is called ``t`` and runs from 0 to 1, and its latents are a list of samples called ``x``."""
     transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=flux.LATENT_CHANNELS,
-        dim=64,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=WIDTH,
-        axes_dims=[8, 12, 12],
-        axes_lens=[256, 64, 64],
+        **{"in_channels": flux.LATENT_CHANNELS, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2},
+        **{"n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]},
     )
     prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(3 * TOKENS, WIDTH, seed=1)]}
     return diffusers.ZImagePipeline(flow(shift=3.0), flux.image_vae(), None, None, transformer), prompt
@@ -91,14 +84,10 @@ def qwen_image_21():
 def hidream():
     """Its timestep is called ``timesteps``."""
     transformer = diffusers.HiDreamImageTransformer2DModel(
-        patch_size=2,
-        in_channels=flux.LATENT_CHANNELS,
+        **{"patch_size": 2, "in_channels": flux.LATENT_CHANNELS},
         **TWO_KINDS,
-        caption_channels=[WIDTH, WIDTH],
-        text_emb_dim=WIDTH,
-        axes_dims_rope=(16, 8, 8),
-        max_resolution=(32, 32),
-        llama_layers=[0, 1],
+        **{"caption_channels": [WIDTH, WIDTH], "text_emb_dim": WIDTH, "axes_dims_rope": (16, 8, 8)},
+        **{"max_resolution": (32, 32), "llama_layers": [0, 1]},
     )
     of_t5, of_llama = (1, TOKENS, WIDTH), (2, 1, TOKENS, WIDTH)
     prompt = prompts(prompt_embeds_t5=of_t5, prompt_embeds_llama3=of_llama, pooled_prompt_embeds=(1, WIDTH))
@@ -110,15 +99,8 @@ def hidream():
 def lumina2():
     """The joint sequence does not include a prompt's padding."""
     transformer = diffusers.Lumina2Transformer2DModel(
-        in_channels=4,
-        hidden_size=64,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=16,
-        axes_dim_rope=(8, 12, 12),
-        axes_lens=(64, 32, 32),
+        **{"in_channels": 4, "hidden_size": 64, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2},
+        **{"num_kv_heads": 1, "multiple_of": 16, "axes_dim_rope": (8, 12, 12), "axes_lens": (64, 32, 32)},
         cap_feat_dim=WIDTH,
     )
     pipe = diffusers.Lumina2Pipeline(transformer, flow(shift=3.0), None, None, None)
@@ -165,13 +147,9 @@ def hunyuan_image():
     """Text of two encoders is padded, and the padding of both comes last."""
     transformer = diffusers.HunyuanImageTransformer2DModel(
         **FOUR_CHANNELS,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
+        **{"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
         **HEADS,
-        text_embed_dim=WIDTH,
-        text_embed_2_dim=WIDTH,
-        rope_axes_dim=(16, 16),
+        **{"text_embed_dim": WIDTH, "text_embed_2_dim": WIDTH, "rope_axes_dim": (16, 16)},
     )
     pipe = diffusers.HunyuanImagePipeline(flow(shift=5.0), None, None, None, None, None, transformer)
     prompt = {"height": 384, "width": 384}
@@ -184,19 +162,11 @@ def hunyuan_image():
 def krea2():
     """A prompt's padding lies between its tokens; one token is not masked at the end."""
     transformer = diffusers.Krea2Transformer2DModel(
-        in_channels=16,
-        num_layers=2,
+        **{"in_channels": 16, "num_layers": 2},
         **HEADS,
-        num_key_value_heads=1,
-        intermediate_size=96,
-        timestep_embed_dim=16,
-        text_hidden_dim=WIDTH,
-        num_text_layers=2,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=1,
-        text_intermediate_size=32,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
+        **{"num_key_value_heads": 1, "intermediate_size": 96, "timestep_embed_dim": 16, "text_hidden_dim": WIDTH},
+        **{"num_text_layers": 2, "text_num_attention_heads": 2, "text_num_key_value_heads": 1},
+        **{"text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
         **ROPE,
     )
     pipe = diffusers.Krea2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
@@ -211,13 +181,9 @@ def krea2():
 def ernie_image():
     """One call has both branches of guidance, whose prompts have different lengths."""
     transformer = diffusers.ErnieImageTransformer2DModel(
-        hidden_size=64,
-        num_attention_heads=2,
-        num_layers=2,
-        ffn_hidden_size=96,
+        **{"hidden_size": 64, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 96},
         **FOUR_CHANNELS,
-        text_in_dim=WIDTH,
-        rope_axes_dim=(8, 12, 12),
+        **{"text_in_dim": WIDTH, "rope_axes_dim": (8, 12, 12)},
     )
     pipe = diffusers.ErnieImagePipeline(transformer, None, None, None, flow(shift=3.0))
     prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(4, WIDTH, seed=1)]}
@@ -229,14 +195,9 @@ def flux3():
     from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 
     transformer = diffusers.Flux3Transformer2DModel(
-        in_channels=16,
-        cond_in_channels=16,
-        num_layers=1,
-        num_single_layers=2,
+        **{"in_channels": 16, "cond_in_channels": 16, "num_layers": 1, "num_single_layers": 2},
         **HEADS,
-        joint_attention_dim=WIDTH,
-        timestep_channels=32,
-        axes_dims_rope=(8, 8, 8, 8),
+        **{"joint_attention_dim": WIDTH, "timestep_channels": 32, "axes_dims_rope": (8, 8, 8, 8)},
     )
     pipe = Flux3CoreDenoiseStep().init_pipeline()
     pipe.update_components(transformer=transformer, scheduler=flow())
@@ -250,10 +211,7 @@ def glm_image():
         **FOUR_CHANNELS,
         num_layers=2,
         **HEADS,
-        text_embed_dim=WIDTH,
-        time_embed_dim=32,
-        condition_dim=8,
-        prior_vq_quantizer_codebook_size=16,
+        **{"text_embed_dim": WIDTH, "time_embed_dim": 32, "condition_dim": 8, "prior_vq_quantizer_codebook_size": 16},
     )
     pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
     drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))
@@ -264,13 +222,9 @@ def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
         diffusers.Ideogram4Transformer2DModel,
-        in_channels=4 * flux.LATENT_CHANNELS,
-        num_layers=2,
+        **{"in_channels": 4 * flux.LATENT_CHANNELS, "num_layers": 2},
         **HEADS,
-        intermediate_size=64,
-        adaln_dim=32,
-        llm_features_dim=WIDTH,
-        mrope_section=(6, 5, 5),
+        **{"intermediate_size": 64, "adaln_dim": 32, "llm_features_dim": WIDTH, "mrope_section": (6, 5, 5)},
     )
     pipe = diffusers.Ideogram4Pipeline(flow(), flux.image_vae(), None, None, transformer(), transformer())
 

@@ -52,7 +52,7 @@ OTHERS = {
     ),
     "BriaPipeline": (
         "BriaTransformer2DModel",
-        {**TWO_KINDS, **ROPE, "in_channels": 16, "joint_attention_dim": WIDTH},
+        TWO_KINDS | ROPE | {"in_channels": 16, "joint_attention_dim": WIDTH},
         {},
     ),
     "AllegroPipeline": (

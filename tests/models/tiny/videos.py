@@ -26,16 +26,8 @@ H3_SIZES = {
 def kandinsky5():
     """Latents ``[B, F, H, W, C]``, and text in separate blocks."""
     transformer = diffusers.Kandinsky5Transformer3DModel(
-        in_visual_dim=16,
-        out_visual_dim=16,
-        in_text_dim=WIDTH,
-        in_text_dim2=WIDTH,
-        time_dim=32,
-        model_dim=64,
-        ff_dim=128,
-        num_text_blocks=1,
-        num_visual_blocks=2,
-        axes_dims=(8, 12, 12),
+        **{"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 32},
+        **{"model_dim": 64, "ff_dim": 128, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 12, 12)},
         visual_cond=True,
     )
     pipe = diffusers.Kandinsky5T2VPipeline(transformer, None, None, None, None, None, flow(shift=3.0))
@@ -47,19 +39,11 @@ def kandinsky5():
 def ltx2():
     """A video and a sound track; the tokens of either attend to the other's."""
     transformer = diffusers.LTX2VideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
+        **{"in_channels": 8, "out_channels": 8},
         **HEADS,
-        cross_attention_dim=64,
-        audio_in_channels=32,
-        audio_out_channels=32,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=16,
-        audio_cross_attention_dim=32,
-        num_layers=2,
-        caption_channels=WIDTH,
-        rope_type="split",
-        perturbed_attn=True,
+        **{"cross_attention_dim": 64, "audio_in_channels": 32, "audio_out_channels": 32},
+        **{"audio_num_attention_heads": 2, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 32},
+        **{"num_layers": 2, "caption_channels": WIDTH, "rope_type": "split", "perturbed_attn": True},
     )
     connector = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}
     connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
@@ -152,18 +136,9 @@ class PlainSound(diffusers.ModelMixin):
 def cosmos3():
     """A video with sound, which have ``vision_timesteps`` and ``sound_timesteps`` instead of one timestep."""
     transformer = diffusers.Cosmos3OmniTransformer(
-        head_dim=32,
-        hidden_size=64,
-        intermediate_size=64,
-        latent_channel=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=2,
-        patch_latent_dim=64,
-        rope_axes_dim=(8, 4, 4),
-        vocab_size=16,
-        sound_gen=True,
-        sound_dim=8,
+        **{"head_dim": 32, "hidden_size": 64, "intermediate_size": 64, "latent_channel": 16, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "num_hidden_layers": 2, "patch_latent_dim": 64, "rope_axes_dim": (8, 4, 4)},
+        **{"vocab_size": 16, "sound_gen": True, "sound_dim": 8},
     )
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
@@ -208,16 +183,9 @@ def wan_animate():
     """Faces of another video are attended to between blocks."""
     transformer = diffusers.WanAnimateTransformer3DModel(
         **WAN,
-        in_channels=36,
-        image_dim=WIDTH,
-        added_kv_proj_dim=64,
-        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
-        motion_encoder_size=16,
-        motion_style_dim=8,
-        motion_dim=4,
-        motion_encoder_dim=8,
-        face_encoder_hidden_dim=8,
-        face_encoder_num_heads=2,
+        **{"in_channels": 36, "image_dim": WIDTH, "added_kv_proj_dim": 64},
+        **{"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16, "motion_style_dim": 8},
+        **{"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2},
         inject_face_latents_blocks=2,
     )
     vae = diffusers.AutoencoderKLWan(
@@ -264,21 +232,10 @@ def diffusion_forcing():
 def anyflow_far():
     """A video is made chunk by chunk; each call returns its keys and values with its prediction."""
     transformer = diffusers.AnyFlowFARTransformer3DModel(
-        compressed_patch_size=(1, 4, 4),
-        full_chunk_limit=3,
-        num_attention_heads=2,
-        attention_head_dim=24,
-        text_dim=WIDTH,
-        ffn_dim=64,
-        num_layers=2,
-        rope_max_seq_len=32,
-        chunk_partition=(1, 1, 1),
-        in_channels=16,
-        out_channels=16,
-        patch_size=(1, 2, 2),
-        cross_attn_norm=True,
-        gate_value=0.25,
-        deltatime_type="r",
+        **{"compressed_patch_size": (1, 4, 4), "full_chunk_limit": 3, "num_attention_heads": 2},
+        **{"attention_head_dim": 24, "text_dim": WIDTH, "ffn_dim": 64, "num_layers": 2, "rope_max_seq_len": 32},
+        **{"chunk_partition": (1, 1, 1), "in_channels": 16, "out_channels": 16, "patch_size": (1, 2, 2)},
+        **{"cross_attn_norm": True, "gate_value": 0.25, "deltatime_type": "r"},
     )
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True]
