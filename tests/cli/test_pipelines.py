@@ -194,10 +194,8 @@ def test_env_tells_what_a_bug_report_needs(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(env, "PACKAGES", (*env.PACKAGES, "no-such-package"))
-    rows = {
-        name.strip(): rest.strip()
-        for name, _, rest in (line.partition("  ") for line in run("env").stdout.splitlines())
-    }
+    lines = (line.partition("  ") for line in run("env").stdout.splitlines())
+    rows = {name.strip(): rest.strip() for name, _, rest in lines}
     assert rows["cuda:0"] == rows["cuda:1"] == "NVIDIA Any, sm_90, 80 GiB" and rows["CUDA"] == "12.9"
     assert rows["no-such-package"] == "not installed" and rows.keys() >= {"gradio", "ray", "peft", "matplotlib"}
 

@@ -208,12 +208,8 @@ def refuse(run, tmp_path):
         (tmp_path / folder).mkdir()
     for name in ("n-1.png", "c-compare.png", "file", "shot-compare", "run-plain/0007.png", "models/index.json"):
         (tmp_path / name).touch()
-    for name, text in {
-        "two.txt": "a cat\na dog\n",
-        "empty.txt": "",
-        "mine.yaml": "base: balanced\n",
-        "mine.md": "",
-    }.items():
+    texts = {"two.txt": "a cat\na dog\n", "empty.txt": "", "mine.yaml": "base: balanced\n", "mine.md": ""}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.yml").write_text("schedule: {control: adaptive, warm_up: 3}\n")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50))

@@ -46,10 +46,7 @@ def guidance(name: str, on: bool) -> dict:
 CALLS = {
     "guided": lambda name: guidance(name, on=True),
     "unguided": lambda name: guidance(name, on=False),
-    "batch": lambda name: {
-        **guidance(name, on=name.startswith("wan")),
-        "prompt": ["a red fox", "two blue whales asleep"],
-    },
+    "batch": lambda name: guidance(name, on=name.startswith("wan")) | {"prompt": ["a fox", "two blue whales asleep"]},
     "prompt": lambda name: {**guidance(name, on=True), "prompt": "two blue whales asleep"},
     "resolution": lambda name: {**guidance(name, on=True), "height": 80, "width": 48},
 }

@@ -100,10 +100,8 @@ def test_a_plain_name_means_the_video_form_for_videos():
     """A missing name too; other names, files and presets keep their meaning."""
     mine = load_preset("balanced")
     assert [default_preset(name, is_video=False) for name in (None, "turbo")] == ["balanced", "turbo"]
-    assert [default_preset(name, is_video=True) for name in (None, "turbo-8bit")] == [
-        "video-balanced",
-        "video-turbo-8bit",
-    ]
+    of_videos = [default_preset(name, is_video=True) for name in (None, "turbo-8bit")]
+    assert of_videos == ["video-balanced", "video-turbo-8bit"]
     for same in ("exact", "flux-fora", "video-turbo", Path("balanced"), mine):
         assert default_preset(same, is_video=True) is same
 

@@ -80,7 +80,7 @@ def test_growth_converges_to_the_target(power):
         (1.0, 0.001, 1.0),
         (0.9, 0.001, 1.0),
         (0.4, 0.0, 0.5),
-        *((0.8, error, 0.4) for error in (math.nan, math.inf, 1e9)),
+        *((0.8, wrong, 0.4) for wrong in (math.nan, math.inf, 1e9)),
     ],
 )
 def test_one_step_of_the_rule(growth, error, following):

@@ -35,7 +35,7 @@ AUTOENCODERS = {  # class and configuration, by page and what differs
     "flux, post-quant": (diffusers.AutoencoderKL, FLUX | {"use_post_quant_conv": True}),
     "wan 2.1": (diffusers.AutoencoderKLWan, WAN),
     "wan 2.2": (diffusers.AutoencoderKLWan, WAN | WAN_2),
-    "wan, deeper": (
+    "wan, deep": (
         diffusers.AutoencoderKLWan,
         WAN | {"dim_mult": [1, 1, 2, 2], "temperal_downsample": [False, True, True]},
     ),
@@ -43,10 +43,7 @@ AUTOENCODERS = {  # class and configuration, by page and what differs
     "hunyuan": (diffusers.AutoencoderKLHunyuanVideo, HUNYUAN),
     "hunyuan, no attention": (diffusers.AutoencoderKLHunyuanVideo, HUNYUAN | {"mid_block_add_attention": False}),
     "hunyuan 1.5": (diffusers.AutoencoderKLHunyuanVideo15, HUNYUAN_15),
-    "hunyuan 1.5, frames twice": (
-        diffusers.AutoencoderKLHunyuanVideo15,
-        HUNYUAN_15 | {"temporal_compression_ratio": 2},
-    ),
+    "hunyuan 1.5, twice": (diffusers.AutoencoderKLHunyuanVideo15, HUNYUAN_15 | {"temporal_compression_ratio": 2}),
     "hunyuan 1.5, channels": (diffusers.AutoencoderKLHunyuanVideo15, HUNYUAN_15 | {"upsample_match_channel": False}),
     "hunyuan-image": (diffusers.AutoencoderKLHunyuanImage, HUNYUAN_IMAGE),
     "cogvideox": (diffusers.AutoencoderKLCogVideoX, COGVIDEOX),
@@ -57,10 +54,7 @@ AUTOENCODERS = {  # class and configuration, by page and what differs
     "ltx 2": (diffusers.AutoencoderKLLTX2Video, LTX_2 | {"decoder_causal": False}),
     "ltx 2, causal": (diffusers.AutoencoderKLLTX2Video, LTX_2),
     "ltx 2, zeros": (diffusers.AutoencoderKLLTX2Video, LTX_2 | {"decoder_spatial_padding_mode": "zeros"}),
-    "ltx 2, widens": (
-        diffusers.AutoencoderKLLTX2Video,
-        LTX_2 | {"upsample_factor": (1, 1), "upsample_residual": False},
-    ),
+    "ltx 2, wide": (diffusers.AutoencoderKLLTX2Video, LTX_2 | {"upsample_factor": (1, 1), "upsample_residual": False}),
     "ltx 2, by axis": (diffusers.AutoencoderKLLTX2Video, LTX_2 | BY_AXIS),
     "minimax-h3": (diffusers.AutoencoderKLMiniMaxH3, H3),
 }

@@ -50,7 +50,7 @@ IN_PARTS = [
 ]
 ENCODED = [  # of a video the first frame alone, then four frames a call
     *((name, "whole", [(2, 3, 16, 16), (2, 3, 18, 26)]) for name in AUTOENCODERS if name.startswith("flux")),
-    *((name, "whole", [(2, 3, 1, 16, 32), (2, 3, 9, 16, 32)]) for name in ("wan 2.1", "wan 2.2", "wan, deeper")),
+    *((name, "whole", [(2, 3, 1, 16, 32), (2, 3, 9, 16, 32)]) for name in ("wan 2.1", "wan 2.2", "wan, deep")),
     *((name, "tiles", [(1, 3, 9, 32, 48)]) for name in ("wan 2.2", "qwen-image")),
 ]
 

@@ -12,13 +12,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from dit_accel.tools.measure import text_metrics as page
 from dit_accel.tools.measure.text_metrics import edit_similarity, text_kept
 
-LINES = {
-    48: "NIGHT MARKET",
-    32: "open until dawn",
-    24: "Fresh bread & cakes",
-    18: "Track 9 to Ulm",
-    12: "No dogs please",
-}
+LINES = {48: "NIGHT MARKET", 32: "open until dawn", 24: "Fresh bread & cakes", 18: "Track 9 to Ulm", 12: "No dogs"}
 
 
 @cache
