@@ -39,8 +39,7 @@ class ClosedLoopConfig:
     ``restore_pipeline`` undoes ``enable_cache`` too.
 
     Args:
-        preset: name, path or :class:`Preset`; None = `balanced`. The plain names mean the video forms as in
-            :func:`~dit_accel.accelerate_transformer`.
+        preset: name, path or :class:`Preset`; None = `balanced`; see :func:`~dit_accel.accelerate_transformer`.
         overrides: preset keys to change; see :func:`~dit_accel.accelerate_pipeline`.
 
     Raises:

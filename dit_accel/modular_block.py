@@ -31,8 +31,7 @@ class AccelerateBlock(ModularPipelineBlocks):
     The state has the :class:`~dit_accel.Acceleration` as ``dit_accel``, with the last run's report; None if plain.
 
     Args:
-        preset: name, path or :class:`Preset`; None = `balanced`. The plain names mean the video forms for pipelines
-            that make videos.
+        preset: name, path or :class:`Preset`; None = `balanced`, for videos in its video form.
         overrides: preset keys to change; see :func:`~dit_accel.accelerate_pipeline`.
 
     Raises:

@@ -148,8 +148,7 @@ class Acceleration:
     def restore(self, successors: Sequence[TransformerDriver] = ()) -> None:
         """Remove the acceleration without a trace; a second call does nothing.
 
-        If a call of a transformer is in progress, this takes effect at the end of the call. Drivers of an acceleration
-        that replaces this one are its ``successors``.
+        If a transformer's call is in progress, at its end. ``successors`` are drivers of one that replaces this one.
 
         Raises:
             torch.OutOfMemoryError: weights that wait on the host don't fit on the device; nothing else is left undone.
@@ -311,8 +310,7 @@ def report(accelerated: Any) -> RunReport:
 def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Iterator[Any]:
     """Accelerate a pipeline within a ``with`` block, and restore it afterwards, also after an exception.
 
-    A pipeline that was accelerated before gets its earlier preset back. Read the block's report inside of the block:
-    ``pipe.dit_accel`` has it only there.
+    A pipeline that was accelerated before gets its earlier preset back. Read its report inside, at ``pipe.dit_accel``.
     """
     before = getattr(pipe, "dit_accel", None)
     accelerate_pipeline(pipe, preset, **overrides)

@@ -249,6 +249,5 @@ def test_replaced_latents_have_the_effect_of_a_reset(name, guided, keys, argumen
 
     with accelerated(pipe, "turbo", **keys):
         (found, modes, notes), (right, right_modes, _) = result(resets=False), result(resets=True)
-    assert "latents changed at step 8: caches dropped" in notes
-    assert modes == right_modes
+    assert "latents changed at step 8: caches dropped" in notes and modes == right_modes
     torch.testing.assert_close(found, right)

@@ -27,7 +27,7 @@ LAYERS = [
     {"models"},
     {"stages"},
     {"sla", "pipeline"},
-    {"cache_config", "modular_block", "modular_call"},
+    {"cache_config", "modular_block", "modular_call", "streaming"},
     {"tools"},
     {"serving"},
     {"cli"},

@@ -97,8 +97,7 @@ def test_a_call_changes_the_preset(modular):
     second, settings = ran(preset="turbo")
     assert settings == ("turbo", 0.3, None) and second is not first
     assert ran(preset=second.preset)[0] is second
-    assert ran(target_error=0.2)[1] == ("balanced", 0.2, None)
-    assert ran(target_psnr=30)[1][2] == 30.0
+    assert ran(target_error=0.2)[1] == ("balanced", 0.2, None) and ran(target_psnr=30)[1][2] == 30.0
     assert ran()[1] == ("balanced", 0.1, None)
 
 

@@ -20,8 +20,7 @@ def found(tmp_path_factory):
 
 def require_as_alone(first, second):
     """Both ranks end with the result and decisions of one process."""
-    assert first["error"] < ROUNDING
-    assert first["sum"] == second["sum"]
+    assert first["error"] < ROUNDING and first["sum"] == second["sum"]
     assert first["modes"] == second["modes"] == first["alone"]
     assert first["errors"] == second["errors"]
 
@@ -84,8 +83,7 @@ def test_forecast_steps_exchange_nothing(found):
 def test_ranks_with_different_outputs_decide_alike(found):
     """The largest error that a rank has measured counts on all of them."""
     first, second = on_ranks(found, "rounding")
-    assert "dispatch" in first["modes"]
-    assert first == second
+    assert "dispatch" in first["modes"] and first == second
 
 
 def test_level_head_runs_densely_where_tokens_are_shared(found):
@@ -106,8 +104,7 @@ def test_ranks_decode_the_latents_of_a_pipeline_together(found, family):
     """Once their shape is known; never what a callback decodes."""
     for row in on_ranks(found, "decoding"):
         assert row[family]["remarks"] == [FUSED, f"{FUSED}, shared by 2 ranks", FUSED, FUSED]
-        assert max(row[family]["errors"]) < 2e-5
-        assert set(row[family]["previews"]) <= {FUSED}
+        assert max(row[family]["errors"]) < 2e-5 and set(row[family]["previews"]) <= {FUSED}
 
 
 @pytest.mark.parametrize("case", [f"wan, {preset}" for preset in ("exact", "balanced", "layer", "residual")])

@@ -53,8 +53,7 @@ def test_closed_loop_skips_steps_and_stays_close(name):
     accelerate_pipeline(pipe, CLOSED_LOOP)
     first = call(pipe, name, steps=20)
     report = pipe.dit_accel.report()
-    assert report.computed_fraction < 0.75
-    assert distance(first, plain) < 0.05
+    assert report.computed_fraction < 0.75 and distance(first, plain) < 0.05
     assert torch.equal(call(pipe, name, steps=20), first)
     assert all(note.startswith("nothing corrected") for note in report.notes) and report.fallbacks == []
 
@@ -111,8 +110,7 @@ def test_an_error_in_the_middle_leaves_nothing(pipe, monkeypatch):
     before = [set(vars(part)) for part in parts]
     with pytest.raises(MemoryError, match="on the host"):
         accelerate_pipeline(pipe, "exact", linear={"dtype": "int8", "weights": "host"})
-    assert before == [set(vars(part)) for part in parts]
-    assert torch.equal(call(pipe), plain())
+    assert before == [set(vars(part)) for part in parts] and torch.equal(call(pipe), plain())
 
 
 def test_keys_are_keywords_of_every_front_door(pipe):
@@ -246,8 +244,7 @@ def test_own_loop_with_accelerate_transformer(pipe, gives_steps):
     plain = loop()
     acceleration = accelerate_transformer(transformer, CLOSED_LOOP, None if gives_steps else timesteps)
     first, second = loop(), loop()
-    assert acceleration.report().computed_fraction < 0.8
-    assert torch.equal(first, second)
+    assert acceleration.report().computed_fraction < 0.8 and torch.equal(first, second)
     assert distance(first, plain) < 0.05
     if gives_steps:
         with pytest.raises(UnsupportedError, match="got no step_index"):
@@ -263,8 +260,7 @@ def test_branch_that_begins_late_is_measured_before_it_is_forecast():
     plain = call(pipe, "sd3", steps=30, **guidance)
     accelerate_pipeline(pipe, CLOSED_LOOP)
     result = call(pipe, "sd3", steps=30, **guidance)
-    assert pipe.dit_accel.report().computed_fraction < 0.8
-    assert distance(result, plain) < 0.05
+    assert pipe.dit_accel.report().computed_fraction < 0.8 and distance(result, plain) < 0.05
 
 
 @pytest.mark.parametrize("preset", [pytest.param(LAYERS, id="layer"), pytest.param(HEADS, id="head")])

@@ -193,8 +193,7 @@ def test_a_pipeline_may_go_while_another_stays(gone):
     expected, _ = [call(item) for item in pipes]
     reference = weakref.ref(pipes.pop(gone))
     gc.collect()
-    assert reference() is None
-    assert torch.equal(call(pipes[0]), expected)
+    assert reference() is None and torch.equal(call(pipes[0]), expected)
     restore_pipeline(pipes[0])
     assert torch.equal(call(pipes[0]), plain)
 

@@ -1,5 +1,4 @@
-"""The command line: ``dit-accel recommend | generate | serve | inspect | app | tune | compare | report |
-presets | env``.
+"""``dit-accel recommend | generate | serve | inspect | app | tune | compare | report | presets | env``.
 
 Each command is one file with a function ``command``. Read :mod:`~dit_accel.cli.inspect` first: it is the shortest
 command that runs a pipeline. Shared options are in :mod:`~dit_accel.cli.options`; :mod:`dit_accel.serving` opens and
@@ -7,8 +6,7 @@ calls pipelines, and :mod:`dit_accel.tools` does the work. ``generate`` has thre
 (--prompts and its manifest), ``comparison`` (--compare) and ``parallel`` (--parallel).
 
 Exit codes: 0 = success, 1 = failure at run time, 2 = wrong options. Errors of :mod:`dit_accel.errors` are printed in
-one line; any other error is a defect and keeps its traceback. Commands import torch and diffusers when they run, so
-that help and completion are quick.
+one line; any other error is a defect and keeps its traceback. Commands import torch when they run: help is quick.
 """
 
 import errno

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,7 @@ class GenerateOptions(RunOptions):
     engine: Literal["process", "ray"] = engine_option("lines of --prompts run: in this process")
     actors: int | None = actors_option()
     loras: list[str] | None = option("LoRA that lines of JSON choose by name. Repeatable.", metavar="NAME=LORA|FOLDER")
+    stream: bool = option("Append each chunk to the .mp4 once it is decoded (Helios).", "--stream", default=False)
     compare: bool = option(
         "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
         "for videos also NAME-strip.png (frames, plain above accelerated). Print speed-up, PSNR over all "
@@ -140,7 +141,13 @@ def command(options: GenerateOptions) -> None:
     named |= {"num-images": options.num_images, "fps": options.fps}
     arguments = call_arguments(pipe, options.model, named, setup.call)
     files = _files(options, medium)
-    sides = _make(pipe, arguments, preset, options, console)
+    with ExitStack() as stack:
+        if options.stream:
+            from dit_accel.streaming import growing_mp4, streamed
+
+            fps, tell = getattr(medium, "fps", 1.0), partial(console.out, highlight=False)
+            stack.enter_context(streamed(pipe, stack.enter_context(growing_mp4(files[0], fps, tell))))
+        sides = _make(pipe, arguments, preset, options, console)
     if leads():
         _write(options, medium, sides, files, preset, console)
 
@@ -148,7 +155,7 @@ def command(options: GenerateOptions) -> None:
 def _require_consistent(options: GenerateOptions) -> None:
     many, on_ray = options.prompts is not None, options.engine == "ray"
     single = {"output": options.output, "json": options.json_path, "plot": options.plot, "compare": options.compare}
-    single |= {"num_images": options.num_images}
+    single |= {"num_images": options.num_images, "stream": options.stream}
     if not many and options.prompt is None:
         raise ArgumentError("prompt", "must be given; or give a file of prompts with --prompts")
     if many and options.prompt is not None:
@@ -167,6 +174,8 @@ def _require_consistent(options: GenerateOptions) -> None:
     # FLUX img2img would get other noise, and FLUX.2 uses all images for each prompt
     if options.batch_size > 1 and options.image is not None:
         raise ArgumentError("batch_size", "can't be used with --image: pipelines treat an image in a batch differently")
+    if options.stream and (options.compare or options.parallel):
+        raise ArgumentError("stream", "can't be used with --compare or --parallel")
     require_engine(options.engine, options.actors, options.device)
     if on_ray and not many:
         raise ArgumentError("engine", "ray needs --prompts; one --prompt runs in this process")

@@ -1,7 +1,6 @@
 """``--parallel``: one command run by several processes, as torchrun starts them, one device each.
 
-All processes generate the same output together and the first one writes it. The first process that fails prints its
-error and ends all others.
+All processes generate one output together, which the first one writes. The first that fails says why and ends all.
 """
 
 import os

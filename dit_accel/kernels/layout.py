@@ -17,8 +17,7 @@ def block_count(tokens: int, block: int) -> int:
 class TokenLayout:
     """One joint attention sequence of ``text + vision`` tokens, cut into blocks of ``block`` tokens.
 
-    Blocks run over the joint sequence, so one block may hold text *and* vision tokens; it counts as text, because text
-    rows always compute.
+    A block of the joint sequence may hold text *and* vision tokens; it counts as text, whose rows always compute.
     """
 
     text: int  # tokens, may be 0

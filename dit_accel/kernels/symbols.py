@@ -65,8 +65,7 @@ class SparseSymbols(_Tensors):
 
     Bits of ``skip_bits``, ``linear_bits`` and ``slice_bits`` are packed along keys, each row byte-aligned. No tile may
     be in both of the first two. ``slice_bits`` are keys that a row attends to in tiles that ``skip_bits`` skips. In
-    computed tiles a bit would count its key twice; this is not allowed, but not checked, because the host would have to
-    wait. Bits beyond the last token are ignored.
+    computed tiles a bit, which nothing checks, would count its key twice. Bits beyond the last token are ignored.
     """
 
     cache_bits: torch.Tensor  # S_c, uint8 [B, Tq, ceil(H / 8)], packed along heads; 0 = the row is REUSED

@@ -28,8 +28,7 @@ class Description:
     transformer: str  # its name in the pipeline
     context: str | None  # the pipeline's name of the branch; None = the order of the calls in a step decides
     timestep: torch.Tensor | float  # the timestep that the pipeline passes to the transformer
-    # shapes of the call's tensors except timesteps, and the arguments that determine the form of its output; a change
-    # within a run drops the run's records
+    # shapes of tensors except timesteps, and arguments that set the output's form; a change drops the run's records
     shapes: tuple
     place: Place | None = None  # the step, if the pipeline gives it
     # latents ``[B, …]`` of the call, for each output that has some; empty = edits are not detected

@@ -2,8 +2,7 @@
 
 A branch has the name that the pipeline gives it, or its place in the order of calls in a step. Its records are dropped
 if the call's tensors have other shapes, if its conditioning changed, or if it is called twice in a step, for example by
-another pipeline that shares the transformer. When a second transformer takes over, the branches of the first are
-dropped to free their memory.
+another pipeline that shares the transformer. A second transformer that takes over frees the branches of the first.
 """
 
 from collections.abc import Callable, Mapping

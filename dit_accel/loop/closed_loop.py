@@ -170,8 +170,7 @@ class Gap:
     def _reach(self, step: int, nodes: Sequence[float], order: float, error: float, course: Course) -> int:
         """Return the step after the longest gap whose expected errors stay within the target."""
         end = len(course.coordinates)
-        latest = step - course.coordinates.index(nodes[0])
-        most, interval, counted = self._most(step, latest), 1, 0.0
+        most, interval, counted = self._most(step, step - course.coordinates.index(nodes[0])), 1, 0.0
         while interval < most and step + interval < end:
             expected = self.expected_error(step, step + interval, nodes, order, error, course)
             counted += course.weights[step + interval] * expected

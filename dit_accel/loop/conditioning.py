@@ -64,8 +64,7 @@ class Conditioning:
         """Compare the items of a call with the items of the call before, and record them.
 
         Tensors are compared by address and version. Tensors that a pipeline creates anew at each step are compared by
-        value: the host then waits for the GPU, once for all of them. Objects other than tensors, numbers and strings
-        are compared by identity.
+        value: the host then waits for the GPU, once for all. Objects but tensors, numbers and strings: by identity.
 
         Returns:
             Names of three kinds of items: items that held their value before and differ now; numbers, settings and

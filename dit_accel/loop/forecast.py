@@ -1,7 +1,6 @@
 """Forecasts as weighted sums of the history: ``F̂(t) = Σ_m w_m(t) · F_m`` with ``Σ w_m = 1``.
 
-The history holds the computed features, so there are no derivative tensors. The weights sum to one, so a linear bias
-inside F needs no special case.
+The history holds computed features, no derivatives. The weights sum to one, so a linear bias in F is no special case.
 """
 
 import math

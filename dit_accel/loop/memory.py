@@ -91,8 +91,7 @@ class MemoryPlan:
 def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
     """Return the first plan that fits ``memory.budget_gib``: the preset's own, then with one more measure at a time.
 
-    The measures are, in this order: leave out rows that are never reused, float8, host memory, lower degrees. Measures
-    that save nothing are skipped.
+    The measures, in this order, if they save memory: no rows that are never reused, float8, host memory, lower degrees.
 
     Raises:
         MemoryBudgetError: no plan fits; the message lists the memory of each plan.

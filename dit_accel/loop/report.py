@@ -22,10 +22,8 @@ class StepRecord:
         mode: of the branch that computed most: full or update (a computed step), dispatch (a forecast step).
         error: largest measured ‖F − F̂‖/‖F‖ over samples and branches; None = no forecast was possible.
         seconds: time inside the transformer, all branches together.
-        attended: share of the query-key pairs that attention computed, mean over branches; None = the model's
-            attentions are not known.
-        decided_by: name of the output that decided the next computed step, "first output" or "audio"; None = all
-            outputs have one schedule.
+        attended: share of the query-key pairs that attention computed, mean over branches; None = not known.
+        decided_by: output that decided the next computed step, "first output" or "audio"; None = one schedule for all.
     """
 
     index: int

@@ -87,8 +87,7 @@ class StoredFloat8(StoredTensor):
         if values.numel() % SCALED_VALUES:
             values = F.pad(values, (0, -values.numel() % SCALED_VALUES))
         lines = values.view(-1, SCALED_VALUES)
-        largest = lines.abs().amax(1, keepdim=True).float()
-        scale = (largest / FLOAT8_MAX).clamp(min=SMALLEST_SCALE)
+        scale = (lines.abs().amax(1, keepdim=True).float() / FLOAT8_MAX).clamp(min=SMALLEST_SCALE)
         self.parts = ((lines / scale).to(FLOAT8), scale)
 
     def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Detect that latents were replaced between two steps, by a callback or by a pipeline that pastes into them.
 
-Outputs at other latents can't be forecast from earlier ones, and a correction would take the replacement for a forecast
-error, so the loop drops its records.
+Outputs at other latents can't be forecast from earlier ones, nor be corrected for, so the loop drops its records.
 
 A step of a scheduler combines the latest latents and outputs. Only the coefficients depend on the scheduler and on
 guidance; they are fitted here. The rest of the change of the latents is an edit. Many pipelines edit at every step:

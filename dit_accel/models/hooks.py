@@ -209,8 +209,7 @@ def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
 
 def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
     """Return a forward, or the forward beneath it if it belongs to removed hooks."""
-    function = inspect.unwrap(getattr(forward, "func", forward))
-    cells = getattr(function, "__closure__", None) or ()
+    cells = getattr(inspect.unwrap(getattr(forward, "func", forward)), "__closure__", None) or ()
     for reference in (cell.cell_contents for cell in cells):
         if isinstance(reference, HookFunctionReference) and reference not in registry._fn_refs:
             return _beneath(reference.original_forward or reference.forward, registry)

@@ -57,8 +57,7 @@ def prompt_rows(context: str | None, latents: torch.Tensor, parts: int | None = 
 
     A batch with all parts of guidance holds every prompt once in each part. The rows of a prompt must compute in the
     same step: guidance multiplies their difference, in which equal errors cancel. If ``parts`` is None and ``context``
-    does not name a single branch, the number of parts is the number of times that the latents repeat; some pipelines
-    name both branches even without guidance.
+    names no single branch (some pipelines name both without guidance), parts are counted by how often latents repeat.
     """
     batch = len(latents)
     if parts is None:
@@ -169,8 +168,7 @@ class TextMasks:
         known = self._measured.get(mask)
         if known is None or known[0] != version:
             counts = mask.sum(dim=1, dtype=torch.int32).clamp(min=1)  # without any prompt token diffusers gives NaN
-            position = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-            last = (position * (mask != 0)).amax(dim=1)
+            last = (torch.arange(1, mask.shape[1] + 1, device=mask.device) * (mask != 0)).amax(dim=1)
             lengths, ends = torch.stack([counts, last]).tolist()
             leading = all(length == max(end, 1) for length, end in zip(lengths, ends, strict=True))
             found = TextLengths(tuple(lengths), counts, max(*lengths, *ends), leading)

@@ -133,8 +133,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return values
     sibling = path.parent / str(base)
-    base_path = sibling if sibling.suffix in (".yaml", ".yml") else preset_path(str(base))
-    merged = _read(base_path, (*seen, real))
+    merged = _read(sibling if sibling.suffix in (".yaml", ".yml") else preset_path(str(base)), (*seen, real))
     _apply(merged, values)
     return merged
 

@@ -95,8 +95,7 @@ class Skip(Formed):
         try:
             return form.model_validate(values)
         except ValidationError as failure:
-            complaints = explained(failure, form)
-            raise ValueError(f"layers.{shortened(name)}: {complaints}") from None
+            raise ValueError(f"layers.{shortened(name)}: {explained(failure, form)}") from None
 
 
 class NoSkip(Skip):

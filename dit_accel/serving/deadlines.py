@@ -59,8 +59,7 @@ class Times:
         if begins and waited + needed > limit:
             reason = f"{waited:.3g} of max_seconds {limit:g} are over and a run takes {needed:.3g}"
             raise Busy(f"{reason}, so the nearest deadline is {waited + needed:.3g}", 1)
-        left = {DEADLINE: ((limit - waited) / calls, end)}
-        return [replace(job, settings=job.settings | left) for job in jobs]
+        return [replace(job, settings=job.settings | {DEADLINE: ((limit - waited) / calls, end)}) for job in jobs]
 
 
 def _key(task: Any, jobs: Sequence[Job]) -> tuple[Any, ...]:

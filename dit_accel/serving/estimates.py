@@ -48,8 +48,7 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
     if pipe._execution_device.type == "cpu" and not getattr(vae, "use_tiling", False):
         (first, *_) = getattr(getattr(vae, "config", None), "block_out_channels", None) or (0,)
         needed.append(2 * first * height * width * itemsize)  # in and out of the decoder's last block
-    size = f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else "")
-    return size, max(needed)
+    return f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else ""), max(needed)
 
 
 def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:

@@ -43,8 +43,7 @@ class Loading:
 
     @property
     def facts(self) -> dict[str, Any]:
-        values = {"lora": dict(self.loras), "quantize": self.quantize}
-        return {name: value for name, value in values.items() if value}
+        return {name: value for name, value in {"lora": dict(self.loras), "quantize": self.quantize}.items() if value}
 
 
 def load_pipeline(

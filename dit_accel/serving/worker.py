@@ -98,8 +98,7 @@ class Worker:
                 medium = Clips(fps, rate) if fps else self.medium
                 medium.write(result, file, output.sound(place))
                 shape, note = result.shape[:3] if isinstance(medium, Clips) else None, size_note(job.settings, result)
-                of_job = report and report.of_prompt(place).to_json()
-                call = output.denoising_seconds, of_job, indices, output.stages
+                call = output.denoising_seconds, report and report.of_prompt(place).to_json(), indices, output.stages
                 results.append(Made(file.read_bytes(), *call, shape, note))
         return results
 

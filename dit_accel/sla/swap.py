@@ -35,8 +35,7 @@ class TransformerCalls:
         self.handle = transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        self.tokens = self._family.tokens(transformer, arguments)
+        self.tokens = self._family.tokens(transformer, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
 class SlaProcessor(nn.Module):

@@ -59,16 +59,14 @@ class HeadSite(TileSite):
     ) -> torch.Tensor:
         """Run GEMM-Q on a stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
         turned = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rope}
-        backend = self._preset.kernels.gemm
-        return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=backend, **turned)
+        return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=self._preset.kernels.gemm, **turned)
 
     def project_out(
         self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: slice = slice(None)
     ) -> torch.Tensor:
         """Run GEMM-O on the tokens ``stream`` of ``o`` ``[B, T, H, D]``; return ``[B, S, N]``.
 
-        An UPDATE computes the bias stack under the new symbols from earlier attention outputs, and records this output.
-        DISPATCH reads the stack.
+        An UPDATE computes the bias stack under the new symbols, and records this output. DISPATCH reads the stack.
         """
         heads, call, branch = self.heads, self._call, self._call.branch
         options = {"offset": stream.start or 0, "backend": self._preset.kernels.gemm}

@@ -100,8 +100,7 @@ def method_of(path: str | Path) -> str | None:
 def load_projections(path: str | Path, transformer: str = "transformer") -> dict[str, Projection]:
     """Return the learned projections of a file, or of a folder of a fine-tuning, a transformer or a pipeline.
 
-    They have the names of attentions, or in a checkpoint of blocks, without the transformer's. A file of something else
-    is an :class:`UnsupportedError`.
+    They have the names of attentions, or of a checkpoint's blocks. Any other file is an :class:`UnsupportedError`.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for file, key, site, _, part in _entries(Path(path), transformer):

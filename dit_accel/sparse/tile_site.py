@@ -146,8 +146,7 @@ def densities_of(
 ) -> torch.Tensor:
     """Return the :class:`Densities` of a plan as float32 ``[6]``, with error 0.
 
-    ``attended`` is the plan of this call's own attention (None = dense), ``projected`` the share of rows projected for
-    older biases.
+    ``attended`` is this call's own plan (None = dense), ``projected`` the share of rows projected for older biases.
     """
     rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
     scores = [torch.ones_like(rows) if item is None else _density(item) for item in (plan, attended)]

@@ -47,8 +47,7 @@ def hilbert_order(grid: Grid) -> torch.Tensor:
     """Return the order along a Hilbert curve over the axes that have more than one token. Its spread is 8.9.
 
     Sides are stretched to the next power of two, which the curve needs. Dropping the points outside of the grid instead
-    makes the curve tighter on average. But the curve then leaves the grid and returns far away: the worst block has a
-    spread of 40, with stretched sides 16.
+    makes the curve tighter on average, but it leaves the grid and returns far away: a block spreads by 40, not by 16.
     """
     axes = [places * (1 << _bits(side)) // side for places, side in zip(_places(grid), grid, strict=True) if side > 1]
     if not axes:

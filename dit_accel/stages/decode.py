@@ -350,8 +350,7 @@ class Decoding:
     """Stage of one pipeline: fuses the decoder and the encoder of its autoencoder ``vae`` until it is closed.
 
     Unless it is ``wanted``, it only keeps how the decoder ran, for another pipeline may fuse it. If ``shared``, ranks
-    that call the pipeline together share its decodes; ``all_decode`` = several ranks make the call in progress, and
-    all decode its result.
+    that call the pipeline together share its decodes; ``all_decode`` = several ranks are calling, and all decode.
     """
 
     def __init__(self, pipe: Any, parts: CallParts, *, wanted: bool = True, shared: bool = True) -> None:

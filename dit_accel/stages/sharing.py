@@ -2,8 +2,7 @@
 
 Each rank decodes a band of rows. Before each 3 x 3 convolution neighbours exchange a row, moments of groups are added
 up, and the input of the middle block's attention and the output are gathered. Ranks vote before they share, so that all
-do or none does. A rank that fails goes on with empty tensors in all exchanges, so that no other rank waits for it; then
-all decode again by themselves.
+do or none does. A rank that fails exchanges empty tensors, so that no other waits; then all decode by themselves.
 """
 
 from __future__ import annotations  # a torch without distributed has no ProcessGroup

@@ -116,8 +116,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
     monkeypatch.setattr(worker, "timed_call", interrupted)
     assert generate(tmp_path, "prompts.txt", prompts).exit_code == 130
     signal.signal(signal.SIGINT, handler)
-    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
-    assert made == prompts[len(whole) :]
+    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0 and made == prompts[len(whole) :]
     assert {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole} == stamps
     files = {row["file"] for row in manifest(tmp_path)}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, "manifest.jsonl"} and len(files) == COUNT

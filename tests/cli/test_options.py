@@ -79,6 +79,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
             ("--num-images", 2), {"call.num_images_per_prompt": 2, "files": {"output-0.png", "output-1.png"}}
         ),
         "--output": Acts(("--output", "o.png"), {"files": {"o.png"}}),
+        "--stream": "tests/cli/test_stream.py::test_the_file_is_that_of_a_run_without_it",
         "--compare": Acts(
             ("--compare",),
             {"files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"}, "repeats": 3, "whole": False},

@@ -111,8 +111,7 @@ def test_a_stream_arrives_step_by_step_and_its_end_cancels(http):
     """The first step arrives long before the last; the server drops the run when the client leaves."""
     with http.stream("POST", "/v1/images/generations", json=LONG | {"stream": True}) as answer:
         lines = answer.iter_lines()
-        assert next(lines) == "event: image_generation.progress"
-        assert running(http) == (1, 0)
+        assert next(lines) == "event: image_generation.progress" and running(http) == (1, 0)
     until(lambda: running(http) == (0, 0))
     assert 'dit_accel_requests_total{outcome="cancelled"} 1.0' in http.get("/metrics").text
     made = http.post("/v1/images/generations", json=GOOD).json()["data"][0]["b64_json"]

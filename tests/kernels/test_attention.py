@@ -179,8 +179,7 @@ def test_limits_of_the_hopper_kernel(make_sparsity, device):
     def reason(q=q, plan=plan, kv_len=None, pv_threshold=None, qk_dtype=None, k=q):
         return limit(q, k, q, plan, kv_len, pv_threshold, qk_dtype, None) or ""
 
-    assert reason() == reason(plan=masked) == ""
-    assert "float16 or bfloat16, got torch.float32" in reason(q.float())
+    assert reason() == reason(plan=masked) == "" and "float16 or bfloat16, got torch.float32" in reason(q.float())
     assert "head_dim must be one of (64, 128), got 32" in reason(q[..., :32])
     assert "block must be 128, got 64" in reason(plan=make_sparsity(1, 2, 300, block=64).plan)
     assert "kv_len must be None if the plan has masks" in reason(plan=masked, kv_len=torch.zeros(1))

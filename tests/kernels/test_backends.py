@@ -38,5 +38,4 @@ def test_a_gpu_of_amd_runs_the_reference(monkeypatch):
 
 def test_status_survives_a_broken_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert backend_status()["reference"] == "ok"
-    assert "can't be imported" in backend_status()["triton"]
+    assert backend_status()["reference"] == "ok" and "can't be imported" in backend_status()["triton"]

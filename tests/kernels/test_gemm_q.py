@@ -64,8 +64,7 @@ def check(x, weight, bias, sparsity, backend, *, offset=0, norm_weight=None, rop
     assert_no_worse(out[:, stream][chosen], exact[chosen], low[chosen])
 
     alone = gemm_q(x, weight, bias, plan, **options)
-    assert alone.shape == (*x.shape[:2], *out.shape[2:])
-    assert torch.equal(alone[chosen], out[:, stream][chosen])
+    assert alone.shape == (*x.shape[:2], *out.shape[2:]) and torch.equal(alone[chosen], out[:, stream][chosen])
 
 
 @every_pair(is_refused, case=CASES, fusion=FUSIONS, channels=(40, 64), **IMPLEMENTED)

@@ -26,8 +26,7 @@ def test_rows_come_back_within_a_step(backend, dtype, widths, gated, make_tensor
     x, (hidden, value) = make_tensor(2, 5, widths[0]), make_tensor(2, 5, 2 * widths[1]).chunk(2, dim=-1)
     rows = torch.cat([x, swiglu(hidden, value) if gated else F.gelu(hidden, approximate="tanh")], dim=-1)
     values, scales = quantize_rows(x, hidden, value if gated else None, dtype=dtype, backend=backend)
-    assert values.dtype == LINEAR_DTYPES[dtype]
-    assert (values.shape, scales.shape) == (rows.shape, rows.shape[:-1])
+    assert values.dtype == LINEAR_DTYPES[dtype] and (values.shape, scales.shape) == (rows.shape, rows.shape[:-1])
     assert ((dequantized(values, scales) - rows).norm(dim=-1) / rows.norm(dim=-1) < MOST[dtype]).all()
 
 

@@ -170,5 +170,4 @@ def test_nothing_from_q_and_k_to_the_plan_waits_for_the_gpu(make_tensor):
         return lower(SparseSymbols(rows, tiles, 3, 700, 64), backend="triton")
 
     expected, plan = predict(), captured(predict)
-    assert torch.equal(plan.mask64, expected.mask64)
-    assert torch.equal(plan.kv_count, expected.kv_count)
+    assert torch.equal(plan.mask64, expected.mask64) and torch.equal(plan.kv_count, expected.kv_count)

@@ -78,8 +78,7 @@ def test_a_run_spends_its_budget(prompts, guidance):
         tiny.output("flux", 9, prompt=["a"] * prompts, **(calls if guidance > 1 else {}))
         report = pipe.dit_accel.report()
     runs = [record.modes for record in report.prompts] or [[step.mode for step in report.steps]]
-    assert len(runs) == prompts
-    assert all(sum(mode != "dispatch" for mode in modes) == 5 for modes in runs)
+    assert len(runs) == prompts and all(sum(mode != "dispatch" for mode in modes) == 5 for modes in runs)
 
 
 def deadline(monkeypatch, limit, costs, overhead=0.01, after=0.0):

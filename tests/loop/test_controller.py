@@ -112,8 +112,7 @@ def test_forecast_runs_on_the_presets_coordinate():
     loop = Loop(**{"forecast.coordinate": "sigma"})
     for step in range(6):
         call, output = loop.call(step, 1 - step / STEPS)
-        assert call.coordinate == 1 - step / STEPS
-        assert output.unique().item() == pytest.approx(1 - step / STEPS)
+        assert call.coordinate == 1 - step / STEPS and output.unique().item() == pytest.approx(1 - step / STEPS)
 
 
 @pytest.mark.parametrize("method, order", [("newton", 1), ("newton", 2), ("taylor", 1), ("reuse", 0)], ids=str)
@@ -381,8 +380,7 @@ def test_branch_without_history_computes():
     loop = Loop()
     loop.modes(range(3))
     assert loop.call(3)[0].mode is DISPATCH and loop.call(3, context="skip-layer")[0].mode is UPDATE
-    assert loop.call(4)[0].mode is DISPATCH
-    assert loop.call(4, context="skip-layer")[0].mode is DISPATCH
+    assert loop.call(4)[0].mode is DISPATCH and loop.call(4, context="skip-layer")[0].mode is DISPATCH
     assert [step.mode for step in loop.controller.report.steps] == ["full", "full", "update", "update", "dispatch"]
 
 
@@ -535,8 +533,7 @@ def test_a_run_forgets_the_accidents_of_the_one_before():
 def test_repeated_timesteps_compute_every_step(control):
     """Under a scheduler of second order nothing is forecast, and the report says so once."""
     loop = Loop(repeats="Heun repeats") if control == "interval" else closed_loop(repeats="Heun repeats")
-    assert set(loop.modes()) == {FULL}
-    assert loop.controller.report.notes == ["every step computed: Heun repeats"]
+    assert set(loop.modes()) == {FULL} and loop.controller.report.notes == ["every step computed: Heun repeats"]
 
 
 def test_release_frees_caches_and_keeps_the_report():
@@ -555,8 +552,7 @@ def test_report_adds_up_work():
     loop.call(1, work={"first": (5.0, 10.0), "second": (0.0, 30.0)})
     loop.call(1, context="uncond", work={"first": (10.0, 30.0), "second": (15.0, 30.0)})
     report = loop.controller.report
-    assert report.layers == ["first", "second"]
-    assert report.density == [[1.0, 15 / 40], [1.0, 15 / 60]]
+    assert report.layers == ["first", "second"] and report.density == [[1.0, 15 / 40], [1.0, 15 / 60]]
     assert report.computed_fraction == 110 / 180
 
 
@@ -609,5 +605,4 @@ def test_two_transformers_keep_apart():
         loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
         call.work["third"] = call.branch.plain["third"] = 1.0, 0.0
     assert loop.controller.report.layers == ["first", "second", "third"]
-    assert loop.controller.report.density[2] == [None, None, None, None, 1.0]
-    assert loop.call(5)[0].mode is UPDATE
+    assert loop.controller.report.density[2] == [None, None, None, None, 1.0] and loop.call(5)[0].mode is UPDATE

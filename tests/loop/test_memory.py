@@ -142,8 +142,7 @@ def test_history_goes_on_in_another_form():
     history.record(3.0, (values[3], -values[3]))
     assert history.coordinates == (3.0, 2.0)
     for (restored, negative), value in zip(history.values, (values[3], values[2]), strict=True):
-        assert torch.equal(restored, Storage(float8=True).keep(value).read())
-        assert torch.equal(negative, -restored)
+        assert torch.equal(restored, Storage(float8=True).keep(value).read()) and torch.equal(negative, -restored)
     history.adopt(0, PLAIN)
     history.record(4.0, (values[4],))
     assert (len(history), history.tensors()) == (0, [])
@@ -283,8 +282,7 @@ def test_later_branch_converts_what_is_there(pipe):
     _, single = run(pipe, HEADS)
     changes = {"memory.budget_gib": 1.3 * single.cache_bytes / GIB}
     late, report = run(pipe, load_preset(HEADS, **changes), **GUIDED)
-    assert report.memory_measures == [ROWS, FLOAT8]
-    assert report.cache_bytes < 1.3 * single.cache_bytes
+    assert report.memory_measures == [ROWS, FLOAT8] and report.cache_bytes < 1.3 * single.cache_bytes
     early, _ = run(pipe, load_preset(HEADS, **{"memory.history_dtype": "float8"}), **GUIDED)
     assert distance(late, early) < 1e-6
 

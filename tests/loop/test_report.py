@@ -67,8 +67,7 @@ def test_a_prompt_has_a_report_of_its_own():
     """Modes, errors and computed fraction of each prompt; for a shared decision all prompts have the same report."""
     own = report().of_prompt(1)
     assert own.steps_by_mode == {"full": 1, "update": 1, "dispatch": 2} and own.computed_fraction == 0.5
-    assert [step.error for step in own.steps] == [None, 0.125, None, None]
-    assert own.of_prompt(1) is own
+    assert [step.error for step in own.steps] == [None, 0.125, None, None] and own.of_prompt(1) is own
 
 
 def test_text_states_what_ran():

@@ -64,8 +64,7 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
     tick = clock.read(scheduler.timesteps[0])
     assert scheduler.sigmas[0] > 1000
     weights = error_weights(tick.sigmas)
-    assert 0.02 < min(weights) < max(weights) < 6
-    assert list(tick.coordinates("auto")) == list(range(20))
+    assert 0.02 < min(weights) < max(weights) < 6 and list(tick.coordinates("auto")) == list(range(20))
 
 
 def test_a_run_that_was_not_read_is_missed():
@@ -103,8 +102,7 @@ def test_moves_of_a_run(name, known, first):
     """Linear schedulers of flows have them, for the steps of the run alone and as long as it lasts."""
     scheduler, clock = begun(name, 8, first)
     ticks = denoise(scheduler, clock, scheduler.timesteps[first:])
-    assert all(tick.moves is ticks[0].moves for tick in ticks)
-    assert (ticks[0].moves is not None) == known
+    assert all(tick.moves is ticks[0].moves for tick in ticks) and (ticks[0].moves is not None) == known
     if known:
         assert [len(row) for row in ticks[0].moves] == [8 - first] * (9 - first)
 

@@ -140,8 +140,7 @@ def test_nothing_left_out_is_the_plain_result(name):
     before = [type(module.processor) for module in modules]
     result, report = run(name, sparse(name, **{"skip.tau_kv": 0.0}))
     assert distance(result, plain) < 1e-5 and report.computed_fraction == pytest.approx(1.0)
-    assert [type(module.processor) for module in modules] == before
-    assert torch.equal(run(name), plain)
+    assert [type(module.processor) for module in modules] == before and torch.equal(run(name), plain)
 
 
 @pytest.mark.parametrize("name, mask", PADDED.items())
@@ -402,5 +401,4 @@ def test_arguments_of_an_attention_say_why_nothing_was_caught(arguments, reasons
 def test_heads_that_kernels_do_not_take(is_cuda, runs):
     """Lumina's have 96 features: on a GPU its attention stays dense, and the report says why."""
     q = SimpleNamespace(dtype=torch.float16, is_cuda=is_cuda)
-    assert why_no_kernels(q, 128) is why_no_kernels(q) is None
-    assert (why_no_kernels(q, 96) is None) == runs
+    assert why_no_kernels(q, 128) is why_no_kernels(q) is None and (why_no_kernels(q, 96) is None) == runs

@@ -147,8 +147,7 @@ def test_lora_on_the_ends_may_come_later(name, targets):
                 pipe.transformer.unload_lora()
 
     expected = with_lora("raster")
-    assert distance(expected, call(name, pipe)) > 1e-3
-    assert distance(with_lora("tiles"), expected) < 1e-5
+    assert distance(expected, call(name, pipe)) > 1e-3 and distance(with_lora("tiles"), expected) < 1e-5
 
 
 @torch.no_grad()

@@ -209,8 +209,7 @@ def test_base_chain_merges_nearest_last(write):
     """
     write("base: balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
     preset = load_preset(write("base: middle.yaml\nschedule: {warmup: 8}\n"))
-    assert preset.name == "mine"
-    assert (preset.schedule.warmup, preset.schedule.max_interval) == (8, 9)
+    assert preset.name == "mine" and (preset.schedule.warmup, preset.schedule.max_interval) == (8, 9)
     assert preset.forecast == load_preset("balanced").forecast
     preset = load_preset(write("base: middle.yaml\nschedule: {control: interval, interval: 4}\n"))
     assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)

@@ -112,8 +112,7 @@ def test_the_kernels_that_take_longest_are_listed():
     kernels = [{"kernel": f"kernel {n}", "launches": 2.0, "ms": float(30 - n)} for n in range(20)]
     results = {"model": "flux", "seconds": 1, "latents": [], "command": "", "device": "", "torch": "", "triton": ""}
     table = markdown(results | {"rows": [{"run": "exact", "ms": 1.0, "kernels": kernels}]})
-    assert "| `kernel 0` | 2 | 30.00 | 7.3% |" in table
-    assert "| 4 others | 8 | 50.00 |" in table
+    assert "| `kernel 0` | 2 | 30.00 | 7.3% |" in table and "| 4 others | 8 | 50.00 |" in table
 
 
 def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path, capsys):

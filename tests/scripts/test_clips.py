@@ -95,8 +95,7 @@ def test_the_reader_sees_nothing_in_a_bare_landscape():
     red = torch.tensor(palette.STICKER["red"]).view(1, 3, 1, 1, 1)
     for pixels in (clip, torch.where(specks, red, clip)):
         readings = read_clips(pixels)
-        assert readings[0].actors == ()
-        assert agreement(readings, [single("rests", "left")])["shape"] == 0
+        assert readings[0].actors == () and agreement(readings, [single("rests", "left")])["shape"] == 0
 
 
 @pytest.mark.parametrize("damage", ["torn", "shrunk", "scrap"])

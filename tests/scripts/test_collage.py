@@ -63,8 +63,7 @@ def test_a_window_shows_that_part_of_the_whole_image():
 def test_emoji_are_things_of_one_or_two_words():
     """People, symbols and long names are left out."""
     names = dict(fetch_collage.emoji())
-    assert names[0x1F98A] == "fox"
-    assert names[0x1F353] == "strawberry"
+    assert names[0x1F98A] == "fox" and names[0x1F353] == "strawberry"
     assert 0x1F468 not in names  # a man
     assert all(len(name.split()) <= 2 for name in names.values())
 

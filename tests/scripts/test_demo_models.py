@@ -54,8 +54,7 @@ def test_the_reader_reads_drawn_pictures(pictures):
     """All attributes of rendered images are read correctly; other scenes do not match."""
     readings = read_pictures((render(pack_pictures(pictures), 256) + 1) / 2)
     scenes = [picture.scene for picture in pictures]
-    assert agreement(readings, scenes)["all"] == 1.0
-    assert agreement(readings, scenes[1:] + scenes[:1])["all"] < 0.2
+    assert agreement(readings, scenes)["all"] == 1.0 and agreement(readings, scenes[1:] + scenes[:1])["all"] < 0.2
 
 
 def test_the_readme_s_prompt_shows_what_it_says():
@@ -106,8 +105,7 @@ def test_orthogonalised_steps_keep_directions_and_level_their_sizes(shape):
     matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrix[0].double(), full_matrices=False)
     values = torch.diagonal(left.T @ orthogonalise(matrix)[0].double() @ right.T)
-    assert values.min() > 0.4
-    assert values.max() < 1.4
+    assert values.min() > 0.4 and values.max() < 1.4
 
 
 def test_a_toy_distillation_yields_a_pipeline_of_few_steps(tmp_path, monkeypatch, train):

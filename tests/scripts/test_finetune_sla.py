@@ -58,8 +58,7 @@ def test_recorded_calls_can_be_made_again(name):
 
 def test_a_share_of_each_batch_is_kept(pipe):
     everything, half = record(pipe, "flux"), record(pipe, "flux", share=0.5)
-    assert 2 * len(half) == len(everything)
-    assert error_of(pipe.transformer, half) < 1e-8
+    assert 2 * len(half) == len(everything) and error_of(pipe.transformer, half) < 1e-8
 
 
 def test_flow_matching_asks_for_the_way_from_clip_to_noise():
@@ -169,8 +168,7 @@ def test_variants_train_and_are_judged(name, tmp_path):
     assert (sparse["variant"], sla["variant"]) == SMOKE.variants
     assert (sla["after"]["flow_loss"] is not None) == is_clip
     for key in ("psnr_db", "velocity_mse", "flow_loss")[: 3 if is_clip else 2]:
-        assert sparse["before"][key] == sla["before"][key]
-        assert sparse["after"][key] != sla["after"][key]
+        assert sparse["before"][key] == sla["before"][key] and sparse["after"][key] != sla["after"][key]
     assert sla["before"]["velocity_mse"] > 1e-6
     lines = table(found).splitlines()
     assert len(lines) == 2 + len(found) and lines[2].startswith("| dense | 100% |  | ∞ |")
@@ -184,5 +182,4 @@ def test_variants_differ_in_one_part_each():
             matrix = attention.projection.weight
             assert matrix.requires_grad == name.startswith("sla")
             expected = torch.eye(len(matrix)) if variant.projection == "identity" else torch.zeros_like(matrix)
-            assert torch.equal(matrix.detach(), expected)
-            assert attention.settings.critical == variant.critical
+            assert torch.equal(matrix.detach(), expected) and attention.settings.critical == variant.critical

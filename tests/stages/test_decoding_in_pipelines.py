@@ -75,8 +75,7 @@ def test_a_pipeline_may_decode_as_ever(change, keys, remark, flux):
     change(flux)
     plain = call(flux)
     accelerate_pipeline(flux, "exact", **keys)
-    assert torch.equal(call(flux), plain)
-    assert remark in str(flux.dit_accel.report())
+    assert torch.equal(call(flux), plain) and remark in str(flux.dit_accel.report())
     call(flux, "latent")
     assert decoding(flux) is None
     restore_pipeline(flux)
@@ -167,8 +166,7 @@ def test_changes_of_an_accelerated_pipeline(change, before, after, flux):
     change(flux)
     tolerance = 1e-2 if change is _cast_layers else ROUNDING
     for remark in (before, after):
-        assert (call(flux) - plain).abs().max() < tolerance
-        assert remark in str(decoding(flux))
+        assert (call(flux) - plain).abs().max() < tolerance and remark in str(decoding(flux))
         fused(flux)
     restore_pipeline(flux)
     assert (call(flux) - plain).abs().max() < tolerance
@@ -188,8 +186,7 @@ def test_a_patch_over_ours_outlives_it(name, flux):
     setattr(owner, name, patch)
     assert torch.equal(call(flux), plain) and decoding(flux) == FUSED and calls
     restore_pipeline(flux)
-    assert vars(owner)[name] is patch
-    assert (call(flux) - plain).abs().max() < ROUNDING
+    assert vars(owner)[name] is patch and (call(flux) - plain).abs().max() < ROUNDING
     setattr(owner, name, beneath)
     assert torch.equal(call(fused(flux)), plain) and decoding(flux) == FUSED
     restore_pipeline(flux)

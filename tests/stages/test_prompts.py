@@ -117,8 +117,7 @@ def test_every_input_counts(kept):
     calls += [((), {"input_ids": ids()}), ((ids(),), {"output_hidden_states": True})]
     calls += [((ids(),), {"attention_mask": mask}) for mask in masks]
     for number, (args, kwargs) in enumerate(calls + calls, 1):
-        assert same(kept(*args, **kwargs), kept.plain(*args, **kwargs))
-        assert kept.runs == min(number, len(calls))
+        assert same(kept(*args, **kwargs), kept.plain(*args, **kwargs)) and kept.runs == min(number, len(calls))
 
 
 class Doubled(nn.Module):
@@ -223,8 +222,7 @@ def test_loras_count(kept):
     for number, step in enumerate(steps, 2):
         step()
         for _ in range(2):
-            assert same(kept(ids()), kept.plain(ids()))
-            assert kept.runs == number
+            assert same(kept(ids()), kept.plain(ids())) and kept.runs == number
 
 
 class Watched:
@@ -510,8 +508,7 @@ def test_calls_without_the_stage_say_so():
     output = tiny_output(pipe, "flux", steps=1)
     assert "pipe.text_encoder was replaced" in pipe.dit_accel.report().encoding
     accelerate_pipeline(pipe, "exact", **{"stages.prompts": False})
-    assert ENTRY not in vars(pipe.text_encoder)
-    assert "stages.prompts is false" in str(pipe.dit_accel.report())
+    assert ENTRY not in vars(pipe.text_encoder) and "stages.prompts is false" in str(pipe.dit_accel.report())
     assert torch.equal(tiny_output(pipe, "flux", steps=1), output)
 
 

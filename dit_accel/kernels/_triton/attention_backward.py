@@ -228,8 +228,7 @@ def _longest_first(position, count, blocks, LONG: tl.constexpr):
     """Index of the entry that runs at ``position``, in a work list sorted by head, then longest first.
 
     The longest ``1 / LONG`` entries of each head run first, so that a key block to which a whole head attends does not
-    start last. With two such blocks in each of 12 heads dK and dV take 1.08 ms instead of 1.69 ms, and 1.27 ms if all
-    heads are sorted together.
+    start last. With two such blocks in each of 12 heads dK and dV take 1.08 ms, not 1.69, nor 1.27 if heads are mixed.
     """
     long_blocks = blocks // LONG
     heads = count // blocks

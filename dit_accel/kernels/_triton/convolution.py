@@ -129,8 +129,7 @@ def convolve_into(x, weight, bias, residual, out) -> None:
     lines = weight.permute(0, 1, 3, 4, 5, 2).reshape(phases * outputs, -1, width_of_taps)
     missing = parts * depth - width_of_taps
     matrix = (F.pad(lines, (0, missing)) if missing else lines).flatten(1)
-    rows = x.numel() // channels - kernel[2] + 1
-    pixels = x.as_strided((rows, width_of_taps), (channels, 1))
+    pixels = x.as_strided((x.numel() // channels - kernel[2] + 1, width_of_taps), (channels, 1))
     tiles = triton.cdiv(frames * padded_height * padded_width, config["PIXELS"])
     second_tiles = _tiles(matrix, second, depth) if second else None
     launch(

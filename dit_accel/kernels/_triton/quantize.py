@@ -197,8 +197,7 @@ def _int8(x):
 def _exact_channels(tokens, channel, HEAD_DIM: tl.constexpr):
     """Select columns ``channel [16]`` of ``tokens [block, head_dim]`` exactly, by a product with ones and zeros.
 
-    Loading them again would change the layout of the whole kernel to spread a warp over rows: 174 loads per thread
-    instead of 61.
+    Loading them again would spread a warp over rows in the whole kernel: 174 loads per thread instead of 61.
     """
     chosen = (tl.arange(0, HEAD_DIM)[:, None] == channel[None, :]).to(tokens.dtype)
     return tl.dot(tokens, chosen, input_precision="ieee")
@@ -387,6 +386,5 @@ def copy_values(v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | Non
     values = v.new_zeros(batch, kv_heads, plan.blocks * plan.block, head_dim)
     values[:, :, :tokens] = v.transpose(1, 2)
     if kv_len is not None:
-        token = torch.arange(values.shape[2], device=v.device)
-        values.masked_fill_((token >= kv_len[:, None])[:, None, :, None], 0)
+        values.masked_fill_((torch.arange(values.shape[2], device=v.device) >= kv_len[:, None])[:, None, :, None], 0)
     return values

@@ -120,8 +120,7 @@ def product_into(values, scales, weight, weight_scales, bias, out) -> None:
     if by_descriptor:
         value_tiles = TensorDescriptor(values, [rows, channels], [channels, 1], [tile[0], tile[2]])
         weight_tiles = TensorDescriptor(weight, [columns, channels], [channels, 1], [tile[1], tile[2]])
-    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
-    programs = min(tiles, multiprocessors(values))
+    programs = min(triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]), multiprocessors(values))
     launch(
         _product, programs,
         (values, weight, scales, weight_scales, bias, out, value_tiles, weight_tiles), (rows, columns, channels),

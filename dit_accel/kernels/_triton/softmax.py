@@ -35,8 +35,7 @@ def _exponentials(scores, out, sums, columns, scale, PART: tl.constexpr):
 def exponentials_into(scores: torch.Tensor, scale: float, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Fill ``out`` ``[R, K]`` with ``exp(scale * (scores - their maximum))``, and ``sums`` ``[R]`` with their sums.
 
-    Divided by its sum, a small weight of many would lose digits in float16. All tensors are contiguous, and scores and
-    sums are float32.
+    Divided by its sum, a small weight of many would lose digits in float16. Tensors are contiguous, sums float32.
     """
     rows, columns = scores.shape
     launch(_exponentials, rows, (scores, out, sums), (columns, scale * LOG2_E), PART=PART, num_warps=8)

@@ -110,8 +110,7 @@ def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> G
         probabilities = (query @ key.T * scale - shift).exp()
         if plan.masks is not None:
             probabilities *= _pairs(plan, b, h, rows, tiles)[: query.shape[0], : key.shape[0]]
-        delta = (gradient * output).sum(-1, keepdim=True)
-        score_gradient = probabilities * (gradient @ value.T - delta)
+        score_gradient = probabilities * (gradient @ value.T - (gradient * output).sum(-1, keepdim=True))
         dq[b, queries, h] = (score_gradient @ key * scale).to(q.dtype)
         dk[b, keys, h] += score_gradient.T @ query * scale
         dv[b, keys, h] += probabilities.T @ gradient

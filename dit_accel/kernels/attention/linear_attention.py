@@ -66,8 +66,7 @@ def linear_attention(
         accumulate: add the result to ``out``.
 
     Returns:
-        ``out``. The output of a query that computes is 0 if its row has no marginal tile, or all products with phi are
-        0.
+        ``out``, which is 0 for a computing query whose row has no marginal tile, or whose products with phi are all 0.
     """
     _require_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:

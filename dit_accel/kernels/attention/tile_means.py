@@ -53,8 +53,7 @@ def _valid_keys(plan: AttentionPlan, lengths: torch.Tensor) -> torch.Tensor:
 def _add_reference(q, mean_k, mean_v, plan, scale, kv_len, out, lse) -> None:
     lengths = torch.tensor([plan.tokens], device=q.device) if kv_len is None else kv_len
     counts = _valid_keys(plan, lengths).expand(plan.batch, -1)
-    group = q.shape[2] // mean_k.shape[1]
-    mean_k, mean_v = (means.float().repeat_interleave(group, 1) for means in (mean_k, mean_v))
+    mean_k, mean_v = (means.float().repeat_interleave(q.shape[2] // mean_k.shape[1], 1) for means in (mean_k, mean_v))
     skipped = ~listed_tiles(plan) & computing_rows(plan)[..., None] & (counts > 0)[:, None, None]
     skipped = skipped.repeat_interleave(plan.block, 2)[:, :, : plan.tokens]  # [B, H, S, T]
     scores = torch.einsum("bshd,bhtd->bhst", q.float(), mean_k) * scale + counts.log()[:, None, None]

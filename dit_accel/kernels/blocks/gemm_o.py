@@ -2,8 +2,7 @@
 
 ``to_out(O) = b + sum_h O_h W_h``. UPDATE splits the sum by the new symbols and keeps its reused part for every
 remembered update m, ``B_m = b + sum_{h reused} O_h(t_m) W_h``; DISPATCH computes the rest,
-``out = sum_m w_m B_m + sum_{h computed} O_h W_h``. All B_m use the same symbols: differences of biases with different
-symbols would mix different heads.
+``out = sum_m w_m B_m + sum_{h computed} O_h W_h``. All B_m use the same symbols, lest differences mix other heads.
 
 A remembered update's bias differs from its bias in the previous stack, ``B'``, by the heads whose symbol has changed:
 ``B_m = B'_{m-1} + sum_{h computed then, reused now} O_h(t_m) W_h - sum_{h reused then, computed now} O_h(t_m) W_h``.
@@ -46,13 +45,11 @@ def gemm_o_update(
         history: attention outputs of earlier updates, newest first, each shaped like o.
         previous: the previous update's stack, ``[M, B, S, N]`` like o, contiguous, whose entry m belongs to
             ``history[m]``, and the ``mask64`` of its plan. Then only heads of the history whose symbol has changed are
-            multiplied, and an entry is rounded once more in each update. None = all reused heads of the history are
-            multiplied.
+            multiplied, and an entry is rounded once more in each update. None = all reused heads are multiplied.
         offset: token of the plan's sequence at which o begins.
 
     Returns:
-        ``out`` ``[B, S, N]``, the dense projection, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
-        entry per history entry.
+        ``out`` ``[B, S, N]``, the dense projection, and ``stack`` ``[1 + len(history), B, S, N]``, that of o first.
     """
     _require_arguments(o, weight, plan, offset)
     checks.require_like("o", o, (weight.shape[0],), bias=bias)
@@ -86,8 +83,7 @@ def gemm_o_dispatch(
     """Output projection of the heads that compute, added to the forecast bias. Forward only: no gradient flows.
 
     Args:
-        o: attention output ``[B, S, H, D]`` as in :func:`gemm_o_update`. Reused rows are not read and may hold
-            anything.
+        o: attention output ``[B, S, H, D]`` as in :func:`gemm_o_update`. Reused rows are not read.
         weight: ``[N, H * D]`` like o.
         plan: the symbols of the stack.
         stack: ``[M, B, S, N]`` like o, contiguous, from :func:`gemm_o_update`; it includes the projection's bias.

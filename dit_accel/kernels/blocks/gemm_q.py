@@ -1,7 +1,6 @@
 """GEMM-Q: the query projection of the (row-block, head) tiles that compute (FlashOmni, section 3.5, observation 2).
 
-``q_h = RoPE(RMSNorm(x W_h^T + b_h))``. The norm and the rotation work within one token of one head, so a reused row
-needs no query.
+``q_h = RoPE(RMSNorm(x W_h^T + b_h))``. Norm and rotation work within a token of a head: reused rows need no query.
 """
 
 import torch
@@ -37,8 +36,7 @@ def gemm_q(
         weight: ``[H * D, C]`` like x; any row stride, so it may be a slice of a fused qkv weight.
         bias: ``[H * D]`` like x, or None.
         plan: rows that compute, over the joint sequence.
-        offset: token of the plan's sequence at which x begins. Two streams may share a block; each writes its own
-            tokens.
+        offset: token of the plan's sequence at which x begins. Streams that share a block write their own tokens.
         norm_weight: ``[D]`` like x: per-head RMSNorm with float32 statistics; None = no norm.
         rope: ``(cos, sin)``, float32 ``[plan.tokens, D]``, indexed by token of the plan's sequence. Interleaved pairs,
             as in FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.

@@ -47,8 +47,7 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     On a GPU cuBLASLt applies GELU to its float32 sums; elsewhere the sums are rounded first.
 
-    ``x`` is ``[..., C]``, float16, bfloat16 or float32; ``weight`` ``[N, C]``, ``bias`` ``[N]`` and the result
-    ``[..., N]`` are like it.
+    ``x`` ``[..., C]``, ``weight`` ``[N, C]``, ``bias`` ``[N]`` and the result are float16, bfloat16 or float32.
     """
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     checks.require_same("x", x, ("N", x.shape[-1]), weight=weight)

@@ -29,8 +29,7 @@ def norm_rope(
 
     Args:
         x: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides of batch and token, heads and features in order.
-        weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: RMSNorm across all heads of a token; None = no
-            norm.
+        weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: across all heads of a token; None = no norm.
         rope: ``(cos, sin)``, float32, the last stride being 1; None = no rotation. ``[S, D]``: of adjacent features.
             ``[B or 1, S, H or 1, R]``: of features R apart, in the first 2 R of each head; the others stay.
         out: ``[B, S, H, D]`` like x, but not in its memory, e.g. the tokens of a joint sequence; None = allocated.

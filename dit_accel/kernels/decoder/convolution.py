@@ -4,8 +4,7 @@
 
 Nearest upsampling repeats each pixel, so two of the three taps of a following convolution read the same pixel. Their
 weights are added once (:func:`fold_upsampling`), and each of the four output pixels above an input pixel is then a
-convolution with 2 x 2 taps instead of 3 x 3 over the input itself: 2.25 times fewer operations, and 3.4 times fewer
-where frames are repeated too.
+convolution with 2 x 2 taps instead of 3 x 3 over the input: 2.25 times fewer operations, 3.4 with repeated frames.
 """
 
 import torch
@@ -110,8 +109,7 @@ def fold_upsampling(weight: torch.Tensor, *, frames: bool = False) -> torch.Tens
         frames: frames are repeated too; then kt is 3.
 
     Returns:
-        ``[4, O, C, kt, 2, 2]``, or ``[8, O, C, 2, 2, 2]`` with frames; sums are float32, rounded once. Dense with C
-        last, as kernels read it.
+        ``[4, O, C, kt, 2, 2]``, or ``[8, O, C, 2, 2, 2]`` with frames, C last; float32 sums, rounded once.
     """
     checks.require_shape("weight", weight, ("O", "C", 3 if frames else "kt", 3, 3))
     folded = weight.float()[None]  # [phases, O, C, kt, kh, kw]

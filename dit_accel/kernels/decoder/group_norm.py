@@ -31,8 +31,7 @@ def group_moments(
         input_bias: ``[C]``, added to x before; None = nothing.
 
     Returns:
-        ``[B, groups, 2]``, float32: the mean over channels, frames and pixels, and the variance (divided by their
-        number).
+        ``[B, groups, 2]``, float32: mean and (biased) variance over channels, frames and pixels.
     """
     _require_features(x, groups)
     checks.require_typed("x", x, (x.shape[1],), input_bias=input_bias)
@@ -70,8 +69,7 @@ def group_norm(
     Args:
         x: ``[B, C, H, W]`` or ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight, bias: ``[C]``, any float dtype.
-        scale, shift: ``[B, C, T, H / n, W / n]``, any float dtype; each pixel counts for n x n of x. Both or neither;
-            videos only.
+        scale, shift: ``[B, C, T, H / n, W / n]``, any float dtype; each counts for n x n of x. Both or neither; videos.
         groups: number of groups, which must divide C.
         input_bias: ``[C]``, added to x before; None = nothing.
         moments: float32 ``[B, groups, 2]``, from :func:`group_moments` with the same bias; None = those of x.

@@ -25,8 +25,7 @@ def lower(symbols: SparseSymbols, *, order: str = "auto", backend: str = "auto")
     rows of all heads together, so that no long row starts last.
 
     Args:
-        symbols: B, H, T as in :class:`~dit_accel.kernels.symbols.SparseSymbols`; ``skip_bits`` None = every tile
-            computes.
+        symbols: as in :class:`~dit_accel.kernels.symbols.SparseSymbols`; ``skip_bits`` None = every tile computes.
         order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values nearly fit the
             cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". The choice depends on the shape only.
     """
@@ -104,8 +103,7 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
 
     slices = None
     if symbols.slice_bits is not None:
-        rows = batch * heads * blocks
-        slices = Slices(symbols.slice_bits, empty(batch, heads, blocks), empty(1), empty(rows))
+        slices = Slices(symbols.slice_bits, empty(batch, heads, blocks), empty(1), empty(batch * heads * blocks))
     return AttentionPlan(
         mask64=empty(batch, blocks, dtype=torch.int64),
         kv_count=empty(batch, heads, blocks),

@@ -78,8 +78,7 @@ def select_rows(
     in both scores the masses of its head that are at most its own sum to at most ``tau`` of the head's total.
 
     Probabilities of a long sequence are small, so ``exp(P)`` is close to 1 and G nearly flat: at 33K tokens differences
-    between blocks are 1e-5 of G. So G is split into ``(exp(P) - 1) / Z``, counted in fine units, and ``1 / Z``, which
-    all blocks share.
+    between blocks are 1e-5 of G. So G is split into ``(exp(P) - 1) / Z``, in fine units, and ``1 / Z`` for all blocks.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
@@ -177,8 +176,7 @@ def _select_tiles_reference(probabilities, tau, units, start, stop, rows, column
     else:
         mass = probabilities.contiguous().view(torch.int32)  # bits of positive floats sort like the floats
         counts = (mass > 0).long()
-        budget = (counts.sum(-1, keepdim=True) * units + COUNT_SLACK) // UNITS
-        lowest = _lowest(mass, counts, budget)
+        lowest = _lowest(mass, counts, (counts.sum(-1, keepdim=True) * units + COUNT_SLACK) // UNITS)
     tiles = ~lowest | (mass == mass.amax(-1, keepdim=True))
     tiles[..., start:stop] = True
     tiles[:, :, start:stop] = True

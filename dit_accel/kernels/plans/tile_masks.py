@@ -2,8 +2,7 @@
 
 A tile in which no pair attends is skipped, and a tile in which all pairs attend is FULL. A diagonal tile in which each
 query attends to itself and to earlier keys is CAUSAL. Any other tile is PARTIAL, with its pairs as bits in a pool,
-where equal masks share an entry (OmniAttention, section 4.1). Pairs beyond the end of the sequence do not count; their
-bits in the pool are 0.
+where equal masks share an entry (OmniAttention, section 4.1). Pairs beyond the end of the sequence are 0 there.
 
 Making symbols makes the host wait for the device, so make them once for many steps.
 """

@@ -16,8 +16,7 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
 
     Its ``kv_count`` and ``kv_index`` hold for each key block the number and the ascending list of query blocks that
     attend to it. Every key block is in the work list; blocks without queries come last. Nothing waits for the device,
-    and equal plans give equal lists. Masks inside tiles are not transposed: the lists hold all tiles, and ``masks`` is
-    None.
+    and equal plans give equal lists. Masks inside tiles are not transposed: the lists hold all tiles, without masks.
 
     Temporary memory is one byte and one bit per tile: 38 MB for 24 heads of 81K tokens in blocks of 64.
 
@@ -33,6 +32,5 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
     else:
         by_key = listed_tiles(plan).transpose(2, 3)
     every_row = plan.kv_count.new_full((plan.batch, plan.blocks, block_count(plan.heads, 8)), 255, dtype=torch.uint8)
-    skip_bits = pack_bits(by_key, backend=backend)
-    symbols = SparseSymbols(every_row, skip_bits, plan.heads, plan.tokens, plan.block)
+    symbols = SparseSymbols(every_row, pack_bits(by_key, backend=backend), plan.heads, plan.tokens, plan.block)
     return lower(symbols, order=order, backend=backend)

@@ -32,8 +32,7 @@ class Tokens:
     """The joint sequence of a transformer call.
 
     Padding may be behind the ``text``, whose length the family's ``text_mask`` gives; behind ``all`` tokens, or
-    anywhere in the text (``mask``), as the model's attention mask says; or nowhere, because attention runs over one
-    ``sample`` after the other.
+    anywhere in the text (``mask``), as the attention mask says; or nowhere: one ``sample`` after the other.
     """
 
     text: int  # number of tokens; 0 if the prompt has its own cross-attention
@@ -199,6 +198,7 @@ class Family:
     sharing: tuple[str, ...] = ()  # tested ways to share a call by several GPUs: arguments of `parallelize_pipeline`
     is_modular: bool = False  # diffusers has it as a modular pipeline alone, which the command line can't load
     several_images: tuple[str, ...] = ()  # pipelines whose `image` may be several references; else a list is a batch
+    streamed: tuple[str, ...] = ()  # pipelines that decode a video chunk by chunk, in its order, between runs
     computes_in: str | None = None  # argument with the dtype of the features between blocks; None = the latents
     fused: Literal["layer", "head"] | None = None  # deepest level of its blocks in `models/fused`; None = it has none
 

@@ -55,4 +55,5 @@ FAMILY = Family(
     words=("heliosbase",),  # other checkpoints have another pipeline, which takes no number of steps
     steps=50,
     unguided=1.0,
+    streamed=("HeliosPipeline", "HeliosPyramidPipeline"),
 )

@@ -1,7 +1,6 @@
 """FLUX.2's blocks: FLUX's attention, gated MLPs, and modulations shared by all blocks of a kind.
 
-A single block has one projection for queries, keys, values and the MLP's inner features, and another one for the
-outputs of attention and MLP.
+A single block has one projection for queries, keys, values and MLP, and one for the outputs of attention and MLP.
 """
 
 from types import SimpleNamespace
@@ -72,8 +71,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
         site, attn, out, rotary = self.site(), block.attn, block.attn.to_out, self.tables(inputs)
         first, width = attn.to_qkv_mlp_proj, attn.inner_dim
         if site.dispatches:
-            bias = None if first.bias is None else first.bias[width:]
-            output = functional.linear(x, first.weight[width:], bias)
+            output = functional.linear(x, first.weight[width:], None if first.bias is None else first.bias[width:])
         else:
             output = project(first, x)
         *qk, v, hidden = output.split([width] * (2 if site.dispatches else 3) + [2 * attn.mlp_hidden_dim], dim=2)

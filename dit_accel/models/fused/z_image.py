@@ -2,8 +2,7 @@
 
     x' = x + tanh(g) RMSNorm(attention(RMSNorm(x) s))          x'' = x' + tanh(g_2) RMSNorm(mlp(RMSNorm(x') s_2))
 
-The weights of the norms are multiplied into scales and gates. In the Omni model tokens of input images have
-modulations of their own.
+Scales and gates hold the norms' weights. In the Omni model tokens of input images have their own modulations.
 """
 
 from collections.abc import Sequence

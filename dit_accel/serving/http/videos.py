@@ -231,8 +231,7 @@ class VideoServer:
         if query.order == "desc":
             jobs.reverse()
         if query.after is not None:
-            last = self._store.get(query.after, request.state.owner, "after")
-            jobs = jobs[jobs.index(last) + 1 :]
+            jobs = jobs[jobs.index(self._store.get(query.after, request.state.owner, "after")) + 1 :]
         page = [job.to_json() for job in jobs[: query.limit]]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(jobs) > query.limit})

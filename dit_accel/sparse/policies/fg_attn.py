@@ -28,8 +28,7 @@ class FgAttn(Policy):
     def draw(self, inputs: Inputs, config: FgAttnSkip) -> SparseSymbols:
         """Return the keys that compute (FG-Attn, section 4.3)."""
         q, layout, kv_len = inputs.q, inputs.layout, inputs.kv_len
-        averages = config.mask == "average_query"
-        queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)
+        queries, group = (block_means(q, layout.block), 1) if config.mask == "average_query" else (q, layout.block)
         threshold = config.key_threshold or THRESHOLDS[config.mask]
         slice_bits = select_keys(queries, inputs.k, threshold, group=group, block=layout.block, kv_len=kv_len)
         return every_row(q, layout, promote_tiles(slice_bits, layout, kv_len), slice_bits=slice_bits)

@@ -54,8 +54,7 @@ class Sla(Policy):
 def classified(inputs: Inputs, critical: float, negligible: float, backend: str = "auto") -> SparseSymbols:
     """Classify tiles by shares of each row (SLA, section 4.1, equations 2 and 3).
 
-    Rows and columns with text are critical as a whole, because text guides vision and vision guides text (FlashOmni,
-    observation 1).
+    Rows and columns with text are critical as a whole: text and vision guide each other (FlashOmni, observation 1).
     """
     layout, kv_len, probabilities = inputs.layout, inputs.kv_len, inputs.scored(backend).probabilities
     valid_blocks = None if kv_len is None else (kv_len.clamp(0, layout.tokens) + layout.block - 1) // layout.block

@@ -26,8 +26,7 @@ class Sparge(Policy):
     def draw(self, inputs: Inputs, config: SpargeSkip) -> SparseSymbols:
         """Return the tiles of highest probability in the pooled map (equations 4 and 5, with τ = 1 − tau_kv).
 
-        Rows and columns with text are kept whole, because text guides vision and vision guides text (FlashOmni,
-        observation 1).
+        Rows and columns with text are kept whole: text and vision guide each other (FlashOmni, observation 1).
         """
         pooled, whole = inputs.scored(), {"always": inputs.layout.text_blocks}
         if config.similarity is not None:

@@ -38,8 +38,7 @@ def block_mask_from_segments(
             for each segment, or one for all.
         past: True = a query also attends to all earlier segments.
         device: device of the symbols.
-        options: ``block``, tokens in a block, 64 or 128 (default); ``batch`` and ``heads``, which share the mask, 1 by
-            default.
+        options: ``block``, tokens in a block, 64 or 128 (default); ``batch`` and ``heads`` (1), which share the mask.
 
     Raises:
         ShapeError: there is no segment, a length is below 1, or ``causal`` has another number of entries.

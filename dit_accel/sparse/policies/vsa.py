@@ -5,8 +5,7 @@ A video's tokens are cut into cubes of 4 × 4 × 4, smaller at the ends, with on
 
     P = softmax(q_mean k_mean^T / sqrt(D))      O = gate * (P v_mean) + attention over the largest tiles of P
 
-``gate`` is a learned projection of the attention's input. A cube is a block of 64 places. In a smaller cube the last
-places hold zeros, which a mask hides as keys.
+``gate`` is a learned projection of the attention's input. A cube is a block of 64 places, the last ones masked zeros.
 """
 
 from collections.abc import Callable
@@ -88,8 +87,7 @@ class Vsa(Policy):
         probabilities = (q_mean @ k_mean.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
         layout = TokenLayout(0, q.shape[1], PLACES, grid=inputs.layout.grid)
         alike = probabilities.new_ones(probabilities.shape[:3])  # VSA does not measure it
-        pooled = PooledMap(probabilities, alike, alike)
-        o = attend(inputs._replace(q=q, k=k, v=v, layout=layout, pooled=pooled))
+        o = attend(inputs._replace(q=q, k=k, v=v, layout=layout, pooled=PooledMap(probabilities, alike, alike)))
         o = o.index_select(1, cubes.places)
         if projection is None:
             return o

@@ -54,8 +54,7 @@ class _CogVideoXRun:
         """
         if past is not None:
             frames[:, :, :PAST] = past
-        padding = layer.conv.padding[1]
-        features = self._layers.convolved(layer.conv, frames, residual, padding=padding, **options)
+        features = self._layers.convolved(layer.conv, frames, residual, padding=layer.conv.padding[1], **options)
         return features, frames[:, :, -PAST:].clone()
 
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

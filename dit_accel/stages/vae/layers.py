@@ -142,8 +142,7 @@ def attended(
     """Attend with one head over ``[B, C, T, H, W]``, whose frames attend to themselves.
 
     Projections are of tokens ``[B, tokens, C]`` to query, key and value, in one or three, and of the result. With
-    ``causal``, frames attend to those before them too; a mask would hide almost half of the scores, which are not
-    computed here.
+    ``causal``, frames attend to those before them too; scores that a mask would hide are not computed.
     """
     whole = layers.whole(x)
     tokens = whole.permute(0, 2, 3, 4, 1).flatten(1, 3)

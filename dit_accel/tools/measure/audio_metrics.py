@@ -32,8 +32,7 @@ def audio_quality(estimate: Sound, reference: Sound) -> dict[str, float]:
 def si_sdr(estimate: Sound, reference: Sound) -> float:
     """Scale-invariant signal-to-distortion ratio in dB (Le Roux et al. 2019, equation 5).
 
-    The level and the sign of the estimate have no effect. Equal sounds give 100 dB, and so does silence in both;
-    silence in one alone gives −100 dB.
+    The level and the sign of the estimate have no effect. Equal sounds give 100 dB, silence in one alone −100 dB.
     """
     signal, plain = _signals(estimate, reference)
     if not signal.any() or not plain.any():

@@ -62,8 +62,7 @@ class AttentionTap:
     q, k and v are ``[B, S, H, D]`` after norms and RoPE. If ``visit`` returns a tensor ``[B, S, H, D]``, it replaces
     the attention's output; None keeps the output. Cross-attention and text refiners are not visited. Padded text that
     comes first is moved behind the image, so that the valid keys come first. Text without queries is moved too, and its
-    queries are zeros. The pipeline, which must be plain, is unchanged after the context. ``block`` is the number of
-    tokens in a block of ``site.layout``.
+    queries are zeros. The pipeline, which must be plain, is unchanged after the context. ``block`` = tokens of a block.
 
     Raises:
         UnsupportedError: the transformer's family is unsupported. Inside the context: the pipeline is accelerated, or a

@@ -148,8 +148,7 @@ def flip_error() -> Callable[[ImageLike, ImageLike], float] | str:
 def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], float] | str:
     """Return a function for the mean LPIPS (AlexNet) over two videos' frames, or the reason why it is unavailable.
 
-    Frames are float ``[frames, 3, height, width]`` in 0..1. Nothing is downloaded: the package ``lpips`` and its
-    network's weights must be on this machine.
+    Frames are float ``[frames, 3, height, width]`` in 0..1. ``lpips`` and its weights must be on this machine.
     """
     if find_spec("lpips") is None:
         return "the package lpips is not installed"

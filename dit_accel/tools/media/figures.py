@@ -138,8 +138,7 @@ def symbol_map(
     """Plot an image twice: plain, and under a map of the share of heads computed at the last UPDATE.
 
     Blocks that hold text count as computed. Of a video the image is that of latent frame ``frame``, of ``frames``;
-    ``order`` is the order of its vision tokens, as in :mod:`dit_accel.sparse.token_order`, None = raster order. Errors
-    are those of :func:`token_grid`.
+    ``order`` is that of its vision tokens (:mod:`dit_accel.sparse.token_order`). Errors: see :func:`token_grid`.
     """
     rows, columns = token_grid(layout, *image.size, frames)
     tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]

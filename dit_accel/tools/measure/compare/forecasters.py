@@ -101,8 +101,7 @@ def hicache(records: Sequence[Record], step: int, order: int, scale: float) -> t
 def foca(records: Sequence[Record], step: int) -> torch.Tensor:
     """FoCa: BDF2 gives a forecast, and the trapezoidal rule (Heun) corrects it.
 
-    The derivative of the feature's ODE is the slope between the last two computed records. Both formulas start from the
-    last records, including forecasts.
+    The derivative of the ODE is the slope of the last two computed records. Both formulas start from the last records.
     """
     known = [record for record in records if record.computed]
     if len(known) < 2:
@@ -191,8 +190,7 @@ class _Forecasting(Hook):
             if len(leaves) != 1:
                 model = type(module).__name__
                 raise UnsupportedError(f"{model} must return one tensor, got {len(leaves)}: leave this method out")
-            output = leaves[0]
-            trail.append(Record(step, output, computed=True))
+            trail.append(Record(step, leaves[0], computed=True))
         if not computed or step in self._plan.moved:
             output = self._plan.forecast(trail, step)
         if not computed:

@@ -34,9 +34,7 @@ def at(points: Sequence[tuple[float, float]], fraction: float) -> float | None:
 
 
 def margins(rows: Sequence[Row]) -> list[Row]:
-    """Return each of our settings' PSNR lead in dB over the best other method at equal computed fraction; None if no
-    other method is as cheap.
-    """
+    """Return each of our settings' PSNR lead in dB at equal computed fraction; None if no other method is as cheap."""
     rivals = _frontiers(row for row in rows if not row["ours"]).values()
     leads = []
     for row in measured(rows):
@@ -148,9 +146,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
 
 
 def figures(document: dict[str, Any], path: Path) -> list[Path]:
-    """Plot PSNR over computed fraction to ``path`` and, if times were measured, over the transformer's time to
-    NAME-time; return the written paths.
-    """
+    """Plot PSNR over computed fraction and, to NAME-time, over times if there are any; return the written paths."""
     rows = approximations(document["results"])
     order = _series(rows)
     rows.sort(key=lambda row: order.index(row["series"]))

@@ -40,8 +40,7 @@ class Sweep:
         return [method for method in methods if method.name in again or (method.name, method.digest) not in known]
 
     def add(self, row: dict[str, Any]) -> None:
-        places = {known["name"]: place for place, known in enumerate(self.rows)}
-        place = places.get(row["name"], len(self.rows))
+        place = {known["name"]: place for place, known in enumerate(self.rows)}.get(row["name"], len(self.rows))
         self.rows[place : place + 1] = [row]
         self._save()
 

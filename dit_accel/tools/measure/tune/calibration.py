@@ -165,8 +165,7 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
 
 
 def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
-    policy = policy_of(config)
-    thresholds = policy.thresholds(config)
+    thresholds = policy_of(config).thresholds(config)
     *slow, (key, row) = thresholds.items() if thresholds else [(None, (None,))]
     for values in itertools.product(*(values for _, values in slow)):
         fixed = dict(zip((key for key, _ in slow), values, strict=True))
@@ -178,8 +177,7 @@ def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
 class _Measured:
     def __init__(self, block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> None:
         self._preset = preset
-        config = preset.skip.at(block)
-        projections = getattr(config, "projection", None)
+        projections = getattr(preset.skip.at(block), "projection", None)
         held = {} if projections is None else load_projections(projections)
         self._projection = held.get(block, held.get(block.partition(".")[2]))  # a checkpoint names no transformer
         self._samples = []

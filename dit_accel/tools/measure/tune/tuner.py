@@ -74,8 +74,7 @@ def tune(
         pipe: a diffusers pipeline, plain or accelerated; its state is restored afterwards.
         preset: start of the search; it also determines the thresholds to tune.
         prompts: prompts for tuning, then held-out prompts; see :func:`split_prompts`.
-        target_psnr, target_error: minimum mean PSNR over prompts against plain runs, in dB; or the maximum mean
-            relative L2 error of the final latents.
+        target_psnr, target_error: least mean PSNR against plain runs, in dB; or most mean error of the final latents.
         coverage: share of unseen prompts that must reach the target instead of the mean; it needs coverage /
             (1 − coverage) prompts for tuning and as many held out. From 0.9 the preset gets a ``calibration``.
         arguments, seed: of the pipeline's call; the first prompt's noise is of this seed, the next one's of the next.
