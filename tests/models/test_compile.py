@@ -11,6 +11,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipel
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.driver import FamilyDriver
+from scripts.bench.card_memory.weights import WEIGHTS
 from tests.levels import CLOSED_LOOP
 from tests.models.test_transformer import recorded_calls
 from tests.tiny import tiny_output, tiny_pipeline
@@ -174,8 +175,12 @@ def test_what_the_preset_works_inside_of_must_not_be_compiled(add, what, order, 
             tiny_output(pipe, "flux", steps=STEPS)
 
 
-def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
-    """Compiled blocks run even if another implementation would replace them."""
+@pytest.mark.parametrize("form", ["plain", "q4"])
+def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch, form):
+    """Compiled blocks run even if another implementation would replace them, also with weights as in a .gguf file."""
+    if form == "q4":
+        pytest.importorskip("gguf")
+        WEIGHTS[form][1](pipe.transformer)
     monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     plain = tiny_output(pipe, "flux", steps=2)
     blocks = pipe.transformer.transformer_blocks

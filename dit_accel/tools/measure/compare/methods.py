@@ -33,7 +33,7 @@ class Method:
     name: str  # of the setting, unique
     # Context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
     put_on: Callable[[Subject], AbstractContextManager[dict[str, Any]]]
-    # True = the computed fraction is that of the run's report: counters on layers would keep off our fused kernels.
+    # True = the computed fraction is that of the run's report: counters on layers keep off kernels that replace them.
     reports_work: bool = False
     digest: str = ""  # hash of a preset's values, which detects an edited preset; other methods' names hold all values
 
