@@ -159,10 +159,10 @@ class Exchanges:
         config = config_of(transformer)
         if config is None or config.ring_degree > 1:
             return None
-        key, (latest, of_order, exchange) = (config, tokens, device), self._latest
+        key, (latest, of_order, _) = (config, tokens, device), self._latest
         if latest != key or of_order is not order:
             self._latest = key, order, Exchange(config._ulysses_mesh.get_group(), tokens, order, device)
-        return exchange
+        return self._latest[2]
 
 
 def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
