@@ -23,7 +23,7 @@ MUTANTS: list[Mutant] = table({
          "isinstance(value, list):\n            return"),
         ("an-unclear-batch-is-divided", "a batch that may have two or three parts is not divided",
          "tests/loop/test_per_prompt.py",
-         "return max(fitting) if is_unclear else", "return min(fitting) if is_unclear else")],
+         "return max(fitting) if context", "return min(fitting) if context")],
     "dit_accel/models/block_costs.py": [
         ("probe-is-free", "the probe's dense rows count as computed",
          "tests/models/test_block_costs.py tests/sparse/test_tile_site.py",

@@ -27,7 +27,7 @@ MUTANTS: list[Mutant] = table({
          'if config.linear == "all":', 'if config.linear == "none":')],
     "dit_accel/sparse/projections.py": [
         ("projection-of-another-dtype", "a projection has the dtype of its queries", "tests/sla/test_swap.py",
-         "key = site, like.device, like.dtype", "key = site, like.device")],
+         "(site, like.device, like.dtype)", "(site, like.device)")],
     "dit_accel/sla/swap.py": [
         ("a-swap-leaves-its-hook", "a restored swap leaves no hook on the transformer", "tests/sla/test_swap.py",
          "            module.processor.calls.handle.remove()\n", ""),
