@@ -8,8 +8,6 @@ Only time and memory count: the images are noise, and forecasts of such outputs 
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,21 +20,13 @@ MARK = "-random-weights"
 NAMES = {case.model + MARK: case for case in reversed(CASES.values())}
 
 
-@contextmanager
-def random_weights(*, tiny: bool) -> Iterator[None]:
-    """Within the block, dit-accel builds pipelines by the names in `NAMES` instead of loading any."""
-
+def run(*, tiny: bool = False) -> None:
     def from_nothing(name: str, *_: Any, **__: Any) -> Any:
         if name not in NAMES:
             raise ArgumentError("model", f"must be one of {', '.join(NAMES)}, got {name}")
         return build(NAMES[name], tiny=tiny)
 
     with patch.object(loading, "resolve_model", str), patch.object(loading, "_from_pretrained", from_nothing):
-        yield
-
-
-def run(*, tiny: bool = False) -> None:
-    with random_weights(tiny=tiny):
         main()
 
 
