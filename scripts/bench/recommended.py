@@ -63,17 +63,10 @@ def run_model(name: str, options: argparse.Namespace, device: torch.device, dead
                 restore_pipeline(pipe)
                 if device.type == "cuda":
                     pipe.remove_all_hooks()
-                accelerate = partial(accelerate_pipeline, schedule=facts["schedule"])
+                ours = SimpleNamespace(accelerate_pipeline=partial(accelerate_pipeline, schedule=facts["schedule"]))
                 for line in lines:
                     if device.type == "cuda" or line.startswith("dit_accel"):
-                        exec(
-                            line,
-                            {
-                                "pipe": pipe,
-                                "torch": torch,
-                                "dit_accel": SimpleNamespace(accelerate_pipeline=accelerate),
-                            },
-                        )
+                        exec(line, {"pipe": pipe, "torch": torch, "dit_accel": ours})
                 limit_memory(device, limit)
                 row = facts | call_of(pipe, case, FEW_STEPS, tiny=options.tiny)
             except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find

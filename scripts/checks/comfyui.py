@@ -81,8 +81,7 @@ class Check:
         for sampler in ACCELERATED:
             yield self.row(sampler, sampler)
         for name, tokens in (("both branches in one batch", slice(None)), ("branches apart", slice(32))):
-            unwanted = self._conditions("", tokens)
-            yield self.row(f"euler with guidance, {name}", "euler", unwanted, 2.0)
+            yield self.row(f"euler with guidance, {name}", "euler", self._conditions("", tokens), 2.0)
         for sampler in PLAIN:
             plain, _ = self.sample(self.model, sampler)
             again, report = self.sample(self.accelerated("balanced"), sampler)

@@ -142,8 +142,7 @@ def _read_actor(mask: torch.Tensor, colour: str) -> SeenActor:
 def _in_one_piece(mask: torch.Tensor) -> bool:
     """Return True if in every frame of [F, H, W] all pixels but specks of 2% hang together."""
     inside = mask[:, None].float()
-    first = inside.flatten(1).argmax(dim=1)
-    reached = F.one_hot(first, mask[0].numel()).view_as(inside) * inside
+    reached = F.one_hot(inside.flatten(1).argmax(dim=1), mask[0].numel()).view_as(inside) * inside
     while True:
         grown = reached
         for _ in range(8):
@@ -189,8 +188,7 @@ def _overlaps(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torc
 
 def _crop(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
     """Crop windows [F, _CELLS, _CELLS] around the centres x and y, sized by the areas, all [F] in frame widths."""
-    reach = _REACH * torch.sqrt(areas / math.pi)
-    scale, zero = 2 * reach, torch.zeros_like(x)
+    scale, zero = 2 * _REACH * torch.sqrt(areas / math.pi), torch.zeros_like(x)
     rows = torch.stack((scale, zero, 2 * x - 1, zero, scale, 2 * y - 1), dim=1).unflatten(1, (2, 3))
     grid = F.affine_grid(rows, [len(masks), 1, _CELLS, _CELLS], align_corners=False)
     return F.grid_sample(masks[:, None], grid, align_corners=False)[:, 0]
@@ -210,8 +208,7 @@ def _outlines() -> torch.Tensor:
         inside = (sticker_distance(turned_x, turned_y, index, fold) < 0).float()
         steps, pixels = (axis + 2) / 4, inside.sum(dim=(1, 2))
         centre_x, centre_y = inside.sum(dim=1) @ steps / pixels, inside.sum(dim=2) @ steps / pixels
-        crop = _crop(inside, centre_x, centre_y, inside.mean(dim=(1, 2)))
-        drawn.append((crop > 0.5).float().flatten(1))
+        drawn.append((_crop(inside, centre_x, centre_y, inside.mean(dim=(1, 2))) > 0.5).float().flatten(1))
     return torch.stack(drawn)
 
 

@@ -96,8 +96,7 @@ def _frame_numbers(numbers: torch.Tensor, times: torch.Tensor) -> tuple[torch.Te
     actors = numbers[:, LANDSCAPE_NUMBERS + 1 :].unflatten(1, (MOST_ACTORS, ACTOR_NUMBERS))
     x, y, angle = follow(actors[..., :PATH_NUMBERS], times)  # [N, actors, F]
     radius, shape, colour = (column[..., None].expand_as(x) for column in actors[..., PATH_NUMBERS:].unbind(-1))
-    plain = torch.zeros_like(x)
-    objects = torch.stack((x, y, radius, angle.cos(), angle.sin(), shape, colour, plain), dim=-1)
+    objects = torch.stack((x, y, radius, angle.cos(), angle.sin(), shape, colour, torch.zeros_like(x)), dim=-1)
     return pans.flatten(), objects.transpose(1, 2).flatten(0, 1)
 
 

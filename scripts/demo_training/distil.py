@@ -70,8 +70,7 @@ def sigmas_of(pipe: FluxPipeline, steps: int, size: int) -> torch.Tensor:
     """Noise levels of a call, float32 ``[steps + 1]`` from 1 to 0."""
     scheduler, config = copy.deepcopy(pipe.scheduler), pipe.scheduler.config
     ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
-    shift = calculate_shift((size // 16) ** 2, *ends)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift((size // 16) ** 2, *ends))
     return scheduler.sigmas
 
 

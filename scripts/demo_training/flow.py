@@ -78,8 +78,7 @@ def flow_loss(
     noise = torch.randn(clean.shape, device=device, generator=generator)
     levels = draw_levels(batch, family.mean_level(clean), generator)
     noisy = torch.lerp(clean, noise, levels.view(-1, *[1] * (clean.ndim - 1))).bfloat16()
-    dropped = torch.rand(batch, device=device, generator=generator) < PROMPT_DROPOUT
-    text_rows = torch.where(dropped, 0, rows + 1)
+    text_rows = torch.where(torch.rand(batch, device=device, generator=generator) < PROMPT_DROPOUT, 0, rows + 1)
     text = tuple(values[text_rows] for values in bank.text)
     velocity = flow(noisy, levels, *(family.lengthen(text) if long_text else text))
     return (velocity.float() - (noise - clean)).square().mean()

@@ -118,8 +118,7 @@ class ImageDemo:
 
     def quick(self, vae: AutoencoderKL, device: torch.device) -> AutoencoderKL:
         """Return the autoencoder in bf16, for use alone; may be `vae` itself."""
-        vae = vae.to(device, torch.bfloat16).requires_grad_(False).eval()
-        return vae.to(memory_format=torch.channels_last)
+        return vae.to(device, torch.bfloat16).requires_grad_(False).eval().to(memory_format=torch.channels_last)
 
     def autoencoder_psnr(self, vae: AutoencoderKL, device: torch.device) -> dict[int, float]:
         """PSNR in dB on held-out scenes, by pixels a side."""

@@ -90,8 +90,7 @@ def render_textures(
         if len(rows):
             amount[rows] = _amount(PATTERNS[index], x[rows], y[rows], numbers[rows])
     canvas = torch.lerp(ground.expand(-1, -1, size, size), pattern, amount.clamp(0, 1)[:, None])
-    canvas = torch.lerp(canvas, ink, _written(numbers, x, y)[:, None])
-    return canvas.clamp(0, 1) * 2 - 1
+    return torch.lerp(canvas, ink, _written(numbers, x, y)[:, None]).clamp(0, 1) * 2 - 1
 
 
 def _amount(name: str, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -138,8 +138,7 @@ def make_trained_flow(
 
 def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
     """Sample held-out prompts; write a sheet and the prompt-following table, with rendered scenes for comparison."""
-    held_out = demo.held_out(demo.sizes.prompts, "reporting")
-    batches = demo.paint(pipe, held_out)
+    batches = demo.paint(pipe, demo.held_out(demo.sizes.prompts, "reporting"))
     if not all(batch.isfinite().all() for batch, _ in batches.values()):
         raise FloatingPointError("the pipeline returns values that are not finite")
     demo.sheet(batches).save(results / "samples.webp", quality=80)

@@ -210,8 +210,7 @@ class VideoDemo:
             if guidance != usual:
                 batches[f"painted, guidance {guidance}"] = painted(few, guidance=guidance)
         for longer in self.longer:
-            name = f"painted, {longer.frames} frames of {longer.size}px"
-            batches[name] = painted(prompts[:16], longer, batch=8)
+            batches[f"painted, {longer.frames} frames of {longer.size}px"] = painted(prompts[:16], longer, batch=8)
         return batches
 
     def sheet(self, batches: dict[str, Batch]) -> Image.Image:

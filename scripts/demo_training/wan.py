@@ -53,8 +53,7 @@ class Wan(VideoFamily):
         values = encoder.conv_in(clips)
         for layer in encoder.down_blocks:
             values = _downsample(layer, values) if isinstance(layer, WanResample) else layer(values)
-        values = encoder.nonlinearity(encoder.norm_out(encoder.mid_block(values)))
-        return vae.quant_conv(encoder.conv_out(values))
+        return vae.quant_conv(encoder.conv_out(encoder.nonlinearity(encoder.norm_out(encoder.mid_block(values)))))
 
     def decode(self, vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
         decoder = vae.decoder

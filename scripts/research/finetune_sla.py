@@ -78,8 +78,7 @@ def main() -> None:
 def train_one(options: argparse.Namespace, device: torch.device) -> None:
     """Fine-tune one model and save it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    folder = demo_path(options.model) or options.model
-    pipe = load(folder, dtype).to(device)
+    pipe = load(demo_path(options.model) or options.model, dtype).to(device)
     if len(denoisers(pipe)) != 1:
         raise SystemExit(f"{type(pipe).__name__} has {len(denoisers(pipe))} transformers; this script trains one")
     calls = gather_calls(pipe, options).to(device, dtype)

@@ -54,8 +54,8 @@ def test_rows_of_earlier_commands_stay_unless_measured_again(monkeypatch, tmp_pa
     assert exact["speed_up"] == plain["seconds"] / exact["seconds"] and plain["speed_up"] == 1.0
     latest["rows"].append({**latest["rows"][0], "way": "compiled", "error": "RuntimeError: no compiler"})
     table = markdown(document)
-    assert "| flux.1-schnell, 32 × 64, 4 steps | dit-accel `exact` | 1 | 4 of 4 |" in table
-    assert "- flux.1-schnell, 32 × 64, 4 steps, diffusers, compiled blocks: RuntimeError: no compiler" in table
+    assert "| flux.1-schnell, 32×64, 4 steps | dit-accel `exact` | 1 | 4 of 4 |" in table
+    assert "- flux.1-schnell, 32×64, 4 steps, diffusers, compiled blocks: RuntimeError: no compiler" in table
     assert rendered(file) == markdown({"runs": [earlier, {**latest, "rows": latest["rows"][:1]}]})
 
 

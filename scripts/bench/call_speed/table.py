@@ -75,8 +75,8 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Return a call's name, for example ``qwen-image, 1024 × 1024, 50 steps, guidance``."""
-    size = " × ".join(str(side) for side in row["size"] if side)
+    """Return a call's name, for example ``qwen-image, 1024×1024, 50 steps, guidance``."""
+    size = "×".join(str(side) for side in row["size"] if side)
     return f"{row['model']}, {size}, {row['steps']} steps{', guidance' if row['guidance'] else ''}"
 
 

@@ -53,8 +53,7 @@ def packed_q4(weight: torch.Tensor) -> torch.Tensor:
     """
     blocks = weight.unflatten(-1, (-1, Q4_BLOCK)).float()
     scales = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)) / -8
-    levels = (blocks / scales.where(scales != 0, 1.0) + 8.5).to(torch.uint8).clamp(max=15)
-    low, high = levels.chunk(2, dim=-1)
+    low, high = (blocks / scales.where(scales != 0, 1.0) + 8.5).to(torch.uint8).clamp(max=15).chunk(2, dim=-1)
     return torch.cat([scales.half().view(torch.uint8), low | high << 4], dim=-1).flatten(-2)
 
 

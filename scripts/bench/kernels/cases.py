@@ -131,8 +131,7 @@ class Inputs:
 
     def norm_and_rope(self) -> dict[str, Any]:
         """Arguments of GEMM-Q with fused norm and rotation."""
-        half = self.normal(self.case.tokens, self.case.head_dim // 2, dtype=torch.float32)
-        angle = half.repeat_interleave(2, -1)
+        angle = self.normal(self.case.tokens, self.case.head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
         return {"norm_weight": self.normal(self.case.head_dim), "rope": (angle.cos(), angle.sin())}
 
 

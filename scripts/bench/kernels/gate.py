@@ -259,8 +259,7 @@ def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str
 
 def outcome(op: str, backend: str, case: str, reason: str | None) -> dict[str, Any]:
     """Row of a check without an error value: passed, or failed for a reason."""
-    verdict = verify.exactly(reason is None)
-    return {"op": op, "backend": backend, "case": case, **verdict.fields(), "reason": reason}
+    return {"op": op, "backend": backend, "case": case, **verify.exactly(reason is None).fields(), "reason": reason}
 
 
 @contextmanager

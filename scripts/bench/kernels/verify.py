@@ -160,8 +160,7 @@ def verify_gemm_o_dispatch(
 ) -> Verdict:
     """Verify ``Σ_m w_m B_m`` plus the computed heads; reused rows of ``o`` must have no effect."""
     tokens = _tokens(inputs, samples)
-    kept = torch.where(inputs.computed[:, tokens, :, None], o[:, tokens], 0.0)
-    exact, low = _linears(kept, weight, None)
+    exact, low = _linears(torch.where(inputs.computed[:, tokens, :, None], o[:, tokens], 0.0), weight, None)
     for factor, entry in zip(weights, stack[:, :, tokens], strict=True):
         exact, low = exact + factor * entry.double(), low + factor * entry
     return judge(out[:, tokens], exact, low)

@@ -47,8 +47,7 @@ def _sla(block: int) -> None:
 def _sla_backward() -> None:
     inputs, plan = make_inputs(DENSE, "cpu"), _marginal_plan(64)
     q, k, v = inputs.qkv()
-    lse = torch.zeros(1, DENSE.heads, TOKENS)
-    kernels.attention_backward(q, k, v, q, lse, q, plan, backend="triton")
+    kernels.attention_backward(q, k, v, q, torch.zeros(1, DENSE.heads, TOKENS), q, plan, backend="triton")
     kernels.linear_attention_backward(q, k, v, q, plan, backend="triton")
 
 
@@ -88,8 +87,7 @@ def _block() -> None:
     values = inputs.norm_and_rope()
     kernels.norm_rope(inputs.features(), values["norm_weight"], values["rope"], backend="triton")
     for weight, half in ((inputs.normal(WIDTH), DENSE.head_dim // 2), (values["norm_weight"], 3 * DENSE.head_dim // 8)):
-        halves = 2 * (torch.ones(1, TOKENS, 1, half),)
-        kernels.norm_rope(inputs.features(), weight, halves, backend="triton")
+        kernels.norm_rope(inputs.features(), weight, 2 * (torch.ones(1, TOKENS, 1, half),), backend="triton")
     kernels.swiglu(x, backend="triton")
     kernels.swiglu(x, x, backend="triton")
 

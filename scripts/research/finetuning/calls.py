@@ -41,8 +41,7 @@ class Calls:
         """Move the calls and cast float matrices; timesteps and guidance scales keep their precision."""
 
         def moved(values: torch.Tensor) -> torch.Tensor:
-            cast = values.is_floating_point() and values.ndim > 1
-            return values.to(device, dtype if cast else values.dtype)
+            return values.to(device, dtype if values.is_floating_point() and values.ndim > 1 else values.dtype)
 
         arguments = {name: moved(values) for name, values in self.arguments.items()}
         return Calls(arguments, None if self.velocity is None else moved(self.velocity))
@@ -131,5 +130,4 @@ def velocity_error(student: nn.Module, calls: Calls, generator: torch.Generator)
         noisy = torch.lerp(clean, noise, levels.view(-1, *[1] * (clean.ndim - 1)))
         arguments |= {"hidden_states": noisy.to(arguments["hidden_states"].dtype), "timestep": 1000 * levels}
         target = noise - clean
-    velocity = student(**arguments, return_dict=False)[0]
-    return (velocity.float() - target.float()).square().mean()
+    return (student(**arguments, return_dict=False)[0].float() - target.float()).square().mean()
