@@ -20,26 +20,18 @@ import typer
 from typer.core import TyperGroup
 
 import dit_accel
+from dit_accel import errors
 from dit_accel.cli import compare, env, generate, inspect, presets, recommend, report, serve, tune, web_app
 from dit_accel.cli.options import option_of
 from dit_accel.cli.parallel import run_to_end, tells
-from dit_accel.errors import (
-    ArgumentError,
-    BackendError,
-    ComparisonError,
-    DitAccelError,
-    PresetError,
-    TuningError,
-    UnsupportedError,
-    shortened,
-    shown,
-)
+from dit_accel.errors import DitAccelError, UnsupportedError, shortened, shown
 from dit_accel.serving.processes import silence_libraries
 from dit_accel.tools.files import FULL, why_not_written
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same output."
 
-MISTAKES = (ArgumentError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
+MISTAKES = (UnsupportedError, errors.ArgumentError, errors.PresetError, errors.BackendError)
+MISTAKES += (errors.TuningError, errors.ComparisonError)
 
 
 class _Commands(TyperGroup):
@@ -61,7 +53,7 @@ def _reported() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except (DitAccelError, OSError) as error:
-        message = f"{option_of(error.field)}: {error.rule}" if isinstance(error, ArgumentError) else str(error)
+        message = f"{option_of(error.field)}: {error.rule}" if isinstance(error, errors.ArgumentError) else str(error)
         if not isinstance(error, DitAccelError):
             if error.errno not in (*FULL, errno.EROFS):
                 raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 
-from dit_accel.errors import headline
+from dit_accel.errors import BackendError, headline
 from dit_accel.tools.extras import EXTRAS
 
 PACKAGES = ("torch", "diffusers", "transformers", "triton", *EXTRAS)
@@ -21,6 +23,11 @@ CHECKED = {  # presets, and changes of them
 
 def command(
     check: Annotated[bool, typer.Option("--check", help="Also make images with a demo model on each device.")] = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Also time the Triton kernels at other sizes on this GPU, and keep faster ones."),
+    ] = False,
+    minutes: Annotated[float, typer.Option("--minutes", min=0, help="Time limit of --tune.")] = 10,
 ) -> None:
     """Print versions, devices, and which kernel backends work here."""
     import platform
@@ -44,6 +51,48 @@ def command(
         typer.echo(f"{name:<{width}}  {value}")
     for line in _check() if check else ():
         typer.echo(line)
+    if tune:
+        _tune(minutes)
+
+
+def _tune(minutes: float) -> None:
+    import torch
+
+    from dit_accel.kernels.backends import backend_status
+
+    status = backend_status()["triton"]
+    if status != "ok" or not torch.cuda.is_available():
+        raise BackendError(f"--tune needs a CUDA GPU and Triton: {'torch finds no GPU' if status == 'ok' else status}")
+    tune_sizes(torch.device("cuda", torch.cuda.current_device()), minutes)
+
+
+def tune_sizes(device: Any, minutes: float, clock: Callable[[], float] = time.monotonic, **timer: Any) -> None:
+    """Measure kernels until the minutes are over or the user interrupts; write and print the faster sizes."""
+    from dit_accel.kernels._triton import configs
+    from dit_accel.tools.files import write_whole
+    from dit_accel.tools.measure.sizes import FASTER, SizedKernel, names
+
+    end, stored, file = clock() + 60 * minutes, configs.own_sizes(device), configs.sizes_file(device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for name in names():
+        kept = stored.get(name)
+        try:
+            if clock() > end:
+                raise KeyboardInterrupt
+            sizes, ratio = SizedKernel(name, device, **timer).climb(lambda: clock() > end)
+            kept = sizes if ratio < FASTER else None
+            typer.echo(f"{name}: {1 / ratio:.2f}x with {sizes}" if kept else f"{name}: as shipped")
+        except KeyboardInterrupt:
+            typer.echo(f"stopped at {name}")
+            break
+        except Exception as error:  # of an op that this GPU lacks
+            typer.echo(f"{name}: left out, {headline(error)}")
+        finally:
+            configs.launch_with(device, name, kept)
+            write_whole(file, json.dumps(stored, indent=1))
+    typer.echo(f"Launches take these sizes from now on; please send them in an issue. They are in {file}")
+    for name, sizes in stored.items():
+        typer.echo(f'    "{name}": {json.dumps({configs.architecture(device): sizes})},')
 
 
 def _check() -> Iterator[str]:

@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from dit_accel.cli import options as shared
 from dit_accel.cli.batch import run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides, print_summary, summary_of, write_results
-from dit_accel.cli.options import (
-    MOST_IMAGES,
-    RunOptions,
-    actors_option,
-    engine_option,
-    named_loras,
-    option,
-    parse_call,
-    repeats_option,
-    require_engine,
-    require_finite,
-    takes_options,
-)
+from dit_accel.cli.options import RunOptions, named_loras, option, parse_call, require_engine, takes_options
 from dit_accel.cli.parallel import parse_degrees
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.input_images import read_image
@@ -50,18 +39,18 @@ class GenerateOptions(RunOptions):
     guidance: float | None = option(
         "Guidance scale: guidance_scale of the pipeline's call. On demo-hunyuan it sets true_cfg_scale. With "
         "--negative-prompt on FLUX and HunyuanVideo it also sets true_cfg_scale, and must be above 1.",
-        callback=require_finite,
+        callback=shared.require_finite,
     )
     negative_prompt: str | None = option("Negative prompt. On FLUX and HunyuanVideo it needs --guidance above 1.")
     fps: float | None = option(
         "Frames per second of the written video; models with sound also generate at it.",
         min=1,
         max=100,
-        callback=require_finite,
+        callback=shared.require_finite,
         show_default="the model's",
     )
     num_images: int | None = option(
-        "Number of images, written as NAME-0.png, NAME-1.png, …; not for video.", min=1, max=MOST_IMAGES
+        "Number of images, written as NAME-0.png, NAME-1.png, …; not for video.", min=1, max=shared.MOST_IMAGES
     )
     parallel: str | None = option(
         "Split the work among the processes of torchrun: ulysses=2 splits the tokens, branches=2 the two "
@@ -89,10 +78,10 @@ class GenerateOptions(RunOptions):
         "share a call if they differ only in prompt, negative prompt and seed.",
         default=1,
         min=1,
-        max=MOST_IMAGES,
+        max=shared.MOST_IMAGES,
     )
-    engine: Literal["process", "ray"] = engine_option("lines of --prompts run: in this process")
-    actors: int | None = actors_option()
+    engine: Literal["process", "ray"] = shared.engine_option("lines of --prompts run: in this process")
+    actors: int | None = shared.actors_option()
     loras: list[str] | None = option("LoRA that lines of JSON choose by name. Repeatable.", metavar="NAME=LORA|FOLDER")
     stream: bool = option("Append each chunk to the .mp4 once it is decoded (Helios).", "--stream", default=False)
     compare: bool = option(
@@ -102,7 +91,7 @@ class GenerateOptions(RunOptions):
         "--compare",
         default=False,
     )
-    repeats: int = repeats_option()
+    repeats: int = shared.repeats_option()
     plot: Path | None = option("Write a plot of the run: step modes, times, forecast errors. Needs the extra `plots`.")
     json_path: Path | None = option(
         "Write a JSON file with times (seconds of the denoising loop: medians and all repeats; of each stage of the "
@@ -229,9 +218,7 @@ def _files(options: GenerateOptions, medium: Pictures | Clips) -> list[Path]:
     return files
 
 
-def _make(
-    pipe: Any, arguments: dict[str, Any], preset: Preset | None, options: GenerateOptions, console: Console
-) -> Sides:
+def _make(pipe: Any, arguments: dict, preset: Preset | None, options: GenerateOptions, console: Console) -> Sides:
     """Run the pipeline: both sides with --compare, otherwise accelerated, or plain without a preset."""
     if options.compare:
         from dit_accel import restore_pipeline

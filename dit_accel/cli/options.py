@@ -132,17 +132,12 @@ def preset_option(more: str = "") -> Any:
 
 
 def engine_option(processes: str) -> Any:
-    return option(
-        f"Where {processes}, or on a Ray cluster (extra `ray`), at RAY_ADDRESS or started here.", default="process"
-    )
+    return option(f"Where {processes}, or on a Ray cluster (extra `ray`) at RAY_ADDRESS or started.", default="process")
 
 
 def actors_option() -> Any:
-    return option(
-        "With --engine ray: number of GPUs, or of CPUs without GPUs, each with a process.",
-        min=1,
-        show_default="all GPUs",
-    )
+    meaning = "With --engine ray: number of GPUs, or of CPUs without GPUs, each with a process."
+    return option(meaning, min=1, show_default="all GPUs")
 
 
 def require_engine(engine: Literal["process", "ray"], actors: int | None, device: str | None) -> None:

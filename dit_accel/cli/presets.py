@@ -20,9 +20,7 @@ def list_command(
         str | None,
         typer.Option("--model", "-m", help="List only presets for this model: its id, its folder, or a family's name."),
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also list presets in 8 bits, and methods of papers.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also presets in 8 bits, and methods of papers.")] = False,
 ) -> None:
     """List presets with their computed fraction and PSNR on small models at 50 steps."""
     from dit_accel.presets import load_preset, measured, preset_names

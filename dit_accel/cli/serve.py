@@ -13,22 +13,8 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from dit_accel.cli.options import (
-    DEFAULT_MODEL,
-    LOOPBACK,
-    MOST_FRAMES,
-    MOST_IMAGES,
-    MOST_PIXELS,
-    MOST_STEPS,
-    RunOptions,
-    actors_option,
-    engine_option,
-    named_loras,
-    option,
-    parse_call,
-    require_engine,
-    takes_options,
-)
+from dit_accel.cli import options as shared
+from dit_accel.cli.options import RunOptions, named_loras, option, parse_call, require_engine, takes_options
 from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.pipelines import Setup
@@ -47,15 +33,15 @@ class ServeOptions(RunOptions):
         "--model",
         "-m",
         metavar="[NAME=]MODEL",
-        show_default=DEFAULT_MODEL,
+        show_default=shared.DEFAULT_MODEL,
     )
     max_models: int = option("Most models that stay loaded on a GPU.", default=1, min=1, max=100)
-    host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
+    host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=shared.LOOPBACK[0])
     port: int = option("Port to listen on.", default=8000, min=1, max=65_535)
     gpus: int | None = option("Number of GPUs, each with a process.", min=1, show_default="all, or that of --device")
-    engine: Literal["process", "ray"] = engine_option("requests run: on this machine")
+    engine: Literal["process", "ray"] = shared.engine_option("requests run: on this machine")
     loras: list[str] | None = option("LoRA that requests choose by name. Repeatable.", metavar="NAME=LORA|FOLDER")
-    actors: int | None = actors_option()
+    actors: int | None = shared.actors_option()
     api_key_file: Path | None = option(
         "File with one API key per line, at least 16 characters each. Clients send one as `Authorization: Bearer KEY`.",
         show_default="no key is needed",
@@ -66,18 +52,14 @@ class ServeOptions(RunOptions):
         show_default="localhost, 127.0.0.1 and ::1; any with another --host",
     )
     queue: int = option("Maximum number of waiting requests; more get status 503.", default=16, min=0, max=100_000)
-    max_side: int = option("Largest height or width of a request.", default=2048, min=16, max=MOST_PIXELS)
-    max_steps: int = option("Most steps of a request.", default=100, min=1, max=MOST_STEPS)
-    max_images: int = option("Most images of a request.", default=4, min=1, max=MOST_IMAGES)
-    max_frames: int = option("Most frames of a video.", default=300, min=1, max=MOST_FRAMES)
+    max_side: int = option("Largest height or width of a request.", default=2048, min=16, max=shared.MOST_PIXELS)
+    max_steps: int = option("Most steps of a request.", default=100, min=1, max=shared.MOST_STEPS)
+    max_images: int = option("Most images of a request.", default=4, min=1, max=shared.MOST_IMAGES)
+    max_frames: int = option("Most frames of a video.", default=300, min=1, max=shared.MOST_FRAMES)
     max_videos: int = option("Most finished videos of each API key, for an hour.", default=64, min=1, max=10_000)
-    max_video_bytes: int = option(
-        "Most bytes of each API key's finished videos.", default=4 * 2**30, min=2**20, max=2**50
-    )
+    max_video_bytes: int = option("Most bytes of a key's finished videos.", default=4 * 2**30, min=2**20, max=2**50)
     max_body: int = option("Most bytes of a request's body.", default=65_536, min=1024, max=2**30)
-    max_upload: int = option(
-        "Most bytes of a request's body that holds an image.", default=20 * 2**20, min=1024, max=2**30
-    )
+    max_upload: int = option("Most bytes of a request's body with an image.", default=20 * 2**20, min=1024, max=2**30)
     max_seconds: float = option(
         "Most seconds of a request for images, queue included; of a video's run.", default=600.0, min=1, max=86_400
     )
@@ -94,9 +76,9 @@ class ServeOptions(RunOptions):
             if set("/*@ ") & set(name) or name.count(":") == 1:
                 rule = "must be a name without scheme, port and *, such as images.example.com"
                 raise ArgumentError("allow_host", f"{rule}, got {shown(name)}")
-        if self.host not in LOOPBACK and not self.allow_host:
+        if self.host not in shared.LOOPBACK and not self.allow_host:
             return set()
-        return {self.host, *LOOPBACK, *(name.lower() for name in self.allow_host or ())}
+        return {self.host, *shared.LOOPBACK, *(name.lower() for name in self.allow_host or ())}
 
     def limits(self) -> Any:
         from dit_accel.serving.http.api import Limits
@@ -125,7 +107,7 @@ def command(options: ServeOptions) -> None:
     if options.engine == "ray" and options.max_models > 1:
         raise ArgumentError("max_models", "must be 1 with --engine ray, where each model takes a GPU")
     keys, hosts, limits = read_keys(options.api_key_file), options.hosts, options.limits()
-    models = named_models(options.models or [DEFAULT_MODEL])
+    models = named_models(options.models or [shared.DEFAULT_MODEL])
     name, *others = models
     if others and (options.lora or options.call):
         raise ArgumentError("lora" if options.lora else "call", "is for one model: give LoRAs by --loras, or serve one")
@@ -135,7 +117,7 @@ def command(options: ServeOptions) -> None:
     setup = Setup(options.model, *runs[name], loading=loading, call=parse_call(options.call))
     bound = server.bound_socket(options.host, options.port)
     console = Console(quiet=options.quiet)
-    if options.host not in LOOPBACK and not keys:
+    if options.host not in shared.LOOPBACK and not keys:
         console.out(f"note: {options.host} needs no API key; --api-key-file restricts access", highlight=False)
     where = f"[{options.host}]" if ":" in options.host else options.host
     with _places(options, setup, console) as (setups, start), server.ended_by_signals(), ExitStack() as closing:
@@ -161,9 +143,7 @@ def command(options: ServeOptions) -> None:
 
 
 @contextmanager
-def _places(
-    options: ServeOptions, setup: Setup, console: Console
-) -> Iterator[tuple[list[Setup], Callable[[Setup], Any]]]:
+def _places(options: ServeOptions, setup: Setup, console: Console) -> Iterator[tuple[list[Setup], Callable]]:
     """Yield the setups of workers and what starts one; Ray sets a handler of SIGTERM, so the server's comes later."""
     if options.engine == "process":
         devices = _devices(options)

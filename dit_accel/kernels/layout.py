@@ -30,9 +30,7 @@ class TokenLayout:
         if self.block not in BLOCK_SIZES:
             raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {self.block}")
         if self.text < 0 or self.vision < 1:
-            raise ShapeError(
-                f"a layout needs text >= 0 and vision >= 1 tokens, got text={self.text}, vision={self.vision}"
-            )
+            raise ShapeError(f"a layout needs text >= 0 and vision >= 1, got text={self.text}, vision={self.vision}")
 
     @property
     def tokens(self) -> int:

@@ -43,9 +43,8 @@ class TileMasks(_Tensors):
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.int32 or self.codes.dim() != 4:
-            raise ShapeError(
-                f"codes must be int32 [B or 1, H or 1, Tq, Tk], got {self.codes.dtype} {list(self.codes.shape)}"
-            )
+            got = f"{self.codes.dtype} {list(self.codes.shape)}"
+            raise ShapeError(f"codes must be int32 [B or 1, H or 1, Tq, Tk], got {got}")
         if self.pool.dtype != torch.uint8 or self.pool.dim() != 3 or self.pool.shape[2] * 8 != self.block:
             raise ShapeError(
                 f"pool must be uint8 [P, block, block / 8], got {self.pool.dtype} {list(self.pool.shape)}; "
@@ -188,9 +187,8 @@ def _require_list(
 def _require_masks(masks: TileMasks, batch: int, heads: int, blocks: int, block: int, device: torch.device) -> None:
     shape = tuple(masks.codes.shape)
     if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != (blocks, blocks):
-        raise ShapeError(
-            f"masks.codes must have shape [{batch} or 1, {heads} or 1, {blocks}, {blocks}], got {list(shape)}"
-        )
+        expected = f"[{batch} or 1, {heads} or 1, {blocks}, {blocks}]"
+        raise ShapeError(f"masks.codes must have shape {expected}, got {list(shape)}")
     if masks.block != block:
         raise ShapeError(f"masks.pool must hold tiles of {block} tokens, got {masks.block}")
     if masks.codes.device != device:

@@ -77,9 +77,7 @@ class Catching(TorchFunctionMode):
         self._attend = attend
         self.missed: str | None = MISSED
 
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention:
             output = self._catch(lambda: function(*args, **kwargs), *args, **kwargs)

@@ -392,9 +392,8 @@ class Decoding:
         return f"{OWN} decoder: its decode is replaced or compiled" if is_bypassed else None
 
     def _begin(self) -> None:
-        self.all_decode = all_decode(
-            self.pipe(), self.parts.device, can_share=any(item.can_share for item in self._fused)
-        )
+        can_share = any(item.can_share for item in self._fused)
+        self.all_decode = all_decode(self.pipe(), self.parts.device, can_share=can_share)
 
     def _latest(self) -> str:
         fused = next(iter(self._fused), None) or FusedDecode.on(self._watched[0]())

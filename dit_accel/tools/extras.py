@@ -4,15 +4,8 @@ from importlib.util import find_spec
 
 from dit_accel.errors import UnsupportedError
 
-EXTRAS = {
-    "matplotlib": "plots",
-    "imageio-ffmpeg": "video",
-    "peft": "lora",
-    "torchao": "quantize",
-    "ray": "ray",
-    "gradio": "app",
-    **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "python_multipart"), "serve"),
-}
+EXTRAS = {"matplotlib": "plots", "imageio-ffmpeg": "video", "peft": "lora", "torchao": "quantize", "ray": "ray"}
+EXTRAS |= {"gradio": "app"} | dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "python_multipart"), "serve")
 
 
 def require_extra(package: str, what: str) -> None:

@@ -10,16 +10,11 @@ from tqdm import tqdm
 
 
 class StepBar(tqdm):
-    """Invisible progress bar that reports the numbers of finished steps and of all steps to a callback.
-
-    An exception from the callback ends the pipeline's call.
-    """
+    """Invisible progress bar that reports the numbers of finished and of all steps; an exception ends the call."""
 
     monitor_interval = 0  # no monitor thread
 
-    def __init__(
-        self, report: Callable[[int, int], None], iterable: Any = None, total: int | None = None, **_: Any
-    ) -> None:
+    def __init__(self, report: Callable[[int, int], None], iterable: Any = None, total: Any = None, **_: Any) -> None:
         self._report = report
         super().__init__(iterable, total=total, file=io.StringIO(), mininterval=0, miniters=1)
         self.update(0)

@@ -229,6 +229,19 @@ def test_env_checks_devices(run, monkeypatch):
     assert any(line.startswith("hpu, bfloat16: ") and "Error" in line for line in lines)
 
 
+def test_env_times_sizes(run, monkeypatch):
+    """For so many minutes on the current GPU; without one it is an error."""
+    from dit_accel.cli import env
+
+    refused = run("env", "--tune")
+    assert refused.exit_code == 2 and "error: --tune needs a CUDA GPU and Triton: " in refused.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("dit_accel.kernels.backends.backend_status", lambda: {"triton": "ok"})
+    monkeypatch.setattr(env, "tune_sizes", lambda *given: print(*given))
+    assert run("env", "--tune", "--minutes", 2).stdout.splitlines()[-1] == "cuda:0 2.0"
+
+
 def test_import_is_quick_and_light():
     """Help needs neither torch nor diffusers: importing the commands takes well under 0.3 s on an idle machine."""
     code = "import sys, time, dit_accel.cli; print(time.process_time(), *sys.modules)"

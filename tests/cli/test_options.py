@@ -198,7 +198,8 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
     "presets schema": {"--output": f"{COMMAND}schema_is_json_and_can_be_written", "--force": FORCED},
     "presets show": {},
     "presets check": {},
-    "env": {"--check": f"{COMMAND}env_checks_devices"},
+    "env": {"--check": f"{COMMAND}env_checks_devices"}
+    | dict.fromkeys(("--tune", "--minutes"), f"{COMMAND}env_times_sizes"),
 }
 ACTING = {
     f"{command} {option}": (command, acts)

@@ -63,10 +63,7 @@ def dense(q, k, v, pairs, scale=None, kv_len=None):
 
 
 def check(q, k, v, sparsity, backend, pairs=None, pv_threshold=None, **options):
-    """Compare with float64 where rows compute, and require the poison everywhere else; return the output.
-
-    With ``kv_len``, NaN in later keys has no effect.
-    """
+    """Return the output; it equals float64's where rows compute, even with NaN beyond ``kv_len``, else the poison."""
     computed = sparsity.tokens_computed()
     poisoned = torch.full_like(q, math.nan)
     call = {"return_lse": True, "out": poisoned, "pv_threshold": pv_threshold, "backend": backend}

@@ -90,10 +90,7 @@ def test_layouts_and_head_dimensions(layout, head_dim, qk_dtype, make_tensor, ma
 
 
 def check(q, k, v, plan, computed, qk_dtype, **options):
-    """Output and lse against the reference; reused rows keep the poison, and no other row shows any.
-
-    Returns both, by backend.
-    """
+    """Compare output and lse with the reference; reused rows keep the poison, no other has any. Returns both."""
     results = {}
     for backend in BACKENDS:
         poisoned = torch.full_like(q, math.nan)

@@ -45,9 +45,8 @@ def test_rows_fall_into_classes_by_rank(case, backend, device):
     probabilities = pooled(blocks)
     valid = (blocks, blocks) if valid_blocks is None else valid_blocks
     lengths = None if valid_blocks is None else torch.tensor(valid_blocks, dtype=torch.int32, device=device)
-    bits = classify_tiles(
-        probabilities.to(device), critical, negligible, always=always, valid_blocks=lengths, backend=backend
-    )
+    options = {"always": always, "valid_blocks": lengths, "backend": backend}
+    bits = classify_tiles(probabilities.to(device), critical, negligible, **options)
     classes = [unpack_bits(bits_of_class.cpu(), blocks) for bits_of_class in bits]
     assert all(map(torch.equal, map(pack_bits, classes), [item.cpu() for item in bits]))  # 0 beyond the last block
     for b, h, i in torch.ones(probabilities.shape[:3]).nonzero().tolist():

@@ -44,9 +44,7 @@ OPS = {  # arguments of a call that is right
         "rope": (TABLE, TABLE), "out": OUT,
     },
     "gemm_o_update": {"o": Q, "weight": zeros(40, 32), "bias": zeros(40), "plan": PLAN, "history": [Q]},
-    "gemm_o_dispatch": {
-        "o": Q, "weight": zeros(40, 32), "plan": PLAN, "stack": zeros(1, 1, 130, 40), "weights": [1.0],
-    },
+    "gemm_o_dispatch": {"o": Q, "weight": zeros(40, 32), "plan": PLAN, "stack": zeros(1, 1, 130, 40), "weights": [1.0]},
     "weighted_sum": {"history": [VECTOR, VECTOR], "weights": [1.0, 1.0]},
     "select_tiles": {"probabilities": MAP, "tau": 0.1, "rows": ROWS, "columns": ROWS},
     "select_rows": {"probabilities": MAP, "tau": 0.1, "text": slice(0, 1), "vision": slice(1, 3)},
@@ -219,10 +217,7 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"border": 1}, "before, border, frames and scale need x of shape"),
         ({"x": VIDEO, "scale": VIDEO}, "scale and shift must be given together"),
         ({"x": VIDEO, "scale": VIDEO, "shift": VIDEO[..., :2]}, r"shift must have shape \[1, 6, 2, 2, 4\], got"),
-        (
-            {"x": VIDEO, "scale": VIDEO[..., :2], "shift": VIDEO[..., :2]},
-            "scale must divide the height and width of x by one number",
-        ),
+        ({"x": VIDEO} | dict.fromkeys(("scale", "shift"), VIDEO[..., :2]), "scale must divide the height and width"),
     ],
     "add_residual": [({"update": IMAGE[:, :3]}, r"update must have shape \[1, 6, 2, 2\]")],
     "pixel_norm": [

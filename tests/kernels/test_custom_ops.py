@@ -80,9 +80,7 @@ def fresh_compiler():
 
 @every_call
 def test_compiled_is_eager(call, fresh_compiler, monkeypatch):
-    """One graph for any sizes, the same bits, and one op, which torch's own checks find sound: what is written is
-    declared, and fakes are like results.
-    """
+    """One graph for any sizes, the same bits, and one op, whose writes and fakes torch's own checks find sound."""
     function, args, options = call
     expected = function(*args, **with_new_out(options))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -116,10 +116,8 @@ def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsit
     assert (gemm_o_dispatch(o, weight, reused, stack, [1.0, 1.0, -1.0], backend=backend) == large).all()
 
     first, second = (torch.tensor([[[head == 0, head == 1]] * 2]) for head in (0, 1))
-    before, now = (
-        lower(replace(half.symbols, cache_bits=pack_bits(rows.to(device), backend="reference")))
-        for rows in (first, second)
-    )
+    packed = (pack_bits(rows.to(device), backend="reference") for rows in (first, second))
+    before, now = (lower(replace(half.symbols, cache_bits=bits)) for bits in packed)
     weight[:, 0] = weight[:, HEAD_DIM] = 1.0  # either head adds 1
     previous = stack[:1], before.mask64
     _, rebased = gemm_o_update(o, weight, None, now, history=[o], previous=previous, backend=backend)

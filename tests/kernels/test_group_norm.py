@@ -73,10 +73,7 @@ PADDINGS = {
 
 @every_pair(is_refused, padding=PADDINGS, times=(None, 1, 2), **IMPLEMENTED)
 def test_videos_get_a_border_of_repeated_pixels(padding, times, backend, dtype, make_tensor):
-    """The moments are those of all frames, and frames before are the video's own where it has them.
-
-    A scale and a shift may count for blocks of pixels.
-    """
+    """Moments are of all frames; frames before are the video's own, and a scale and a shift may count for blocks."""
     x, weight, bias = make_tensor(2, 16, 5, 4, 6, dtype=dtype), make_tensor(16), make_tensor(16)
     shape = (2, 16, 5, 4 // (times or 1), 6 // (times or 1))
     scale, shift = (None if times is None else make_tensor(*shape, dtype=dtype) for _ in range(2))

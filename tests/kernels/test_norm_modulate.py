@@ -28,10 +28,7 @@ def exact_norm(x, scale, shift, eps, rms=False):
     update_eps=(None, 1e-4), **IMPLEMENTED,
 )  # fmt: skip
 def test_equals_the_formulas(width, rows, norm, shifted, gated, update_eps, backend, dtype, make_tensor):
-    """Both in one pass equal one after the other: the norm reads the sum as it is written, rounded.
-
-    The update may be normalised too, as in Z-Image.
-    """
+    """One pass equals two: the norm reads the sum as written, rounded; the update may be normalised too."""
     x, update = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, make_tensor(2, 7, width, dtype=dtype) * 4
     gate, scale, shift = (make_tensor(*rows[0], width, dtype=rows[1]) for _ in range(3))
     gate, shift = gate if gated else None, shift if shifted else None

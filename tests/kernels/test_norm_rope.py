@@ -42,9 +42,7 @@ def exact_norm_rope(x, weight, rope, eps):
 TABLES = {  # of adjacent features; or of halves, with heads before tokens in memory, as a part of wider ones
     "none": None,
     "adjacent": lambda make, heads, dim: make(5, dim),
-    "halves-of-each-head": lambda make, heads, head_dim: make(2, heads, 5, head_dim).transpose(1, 2)[
-        ..., : head_dim // 2
-    ],
+    "halves-of-each-head": lambda make, heads, dim: make(2, heads, 5, dim).transpose(1, 2)[..., : dim // 2],
     "halves-of-all-heads": lambda make, heads, dim: make(1, 1, 5, dim).transpose(1, 2)[..., : dim // 2],
     "halves-of-some-features": lambda make, heads, dim: make(1, 5, 1, 6),
 }

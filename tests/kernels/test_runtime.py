@@ -80,7 +80,7 @@ def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(runtime.Path, "home", no_home)
-    assert runtime._cache_folder().name.startswith("dit_accel-")
+    assert runtime.cache_folder().name.startswith("dit_accel-")
 
 
 def test_an_unknown_gpu_is_a_reason_and_not_a_failed_compilation(monkeypatch):

@@ -55,9 +55,8 @@ def kept_tiles(row, columns, tau=None, top_k=None):
     return set(range(len(row))) - {others[n] for n in lowest(masses, tau) if masses[n] != max(masses)}
 
 
-CHOICES = {f"tau-{tau}": {"tau": tau} for tau in TAUS} | {
-    f"top-{k}": {"tau": None, "top_k": k} for k in (1e-6, 0.3, 0.9)
-}
+CHOICES = {f"tau-{tau}": {"tau": tau} for tau in TAUS}
+CHOICES |= {f"top-{k}": {"tau": None, "top_k": k} for k in (1e-6, 0.3, 0.9)}
 
 
 @pytest.fixture

@@ -47,9 +47,8 @@ def test_headers_repeat_the_figures_of_50_steps():
     for name in preset_names():
         text = re.sub(r"\n# *", " ", header(name))
         for run in (run for run in measured(name) if run["steps"] == 50):
-            assert (
-                f"{run['steps']} steps: {span(run['computed'], 2)} of the FLOPs, {span(run['psnr'], 0)} dB" in text
-            ), name
+            figures = f"{span(run['computed'], 2)} of the FLOPs, {span(run['psnr'], 0)} dB"
+            assert f"{run['steps']} steps: {figures}" in text, name
             assert len(run["models"]) > 1 or f"Measured on {run['models'][0]}" in text, name
             assert run["dtype"].replace("bfloat", "bf") in text, name
         assert measured(name) or "Measured on" not in text, name

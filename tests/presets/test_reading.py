@@ -51,10 +51,7 @@ def test_what_is_odd_is_refused_in_one_short_line(text, complaint):
 
 
 def test_aliases_and_merges_within_bounds_are_copies():
-    """Copies can change in one place without changing in the other; a key overrides a merged one.
-
-    Presets have no dates, so even an impossible date is a string.
-    """
+    """Copies change in one place alone, a key overrides a merged one, and even an impossible date is a string."""
     assert read_yaml("[2001-01-01, 2001-99-99]") == ["2001-01-01", "2001-99-99"]
     values = read_yaml("a: &a {x: [1]}\nb: *a\nc: {<<: *a, y: 2}\nd: {<<: *a, x: 3}\n")
     assert values == {"a": {"x": [1]}, "b": {"x": [1]}, "c": {"x": [1], "y": 2}, "d": {"x": 3}}

@@ -40,10 +40,7 @@ def test_every_key_belongs_to_a_policy_or_to_all():
 
 @pytest.mark.parametrize("policy", VALUES)
 def test_keys_of_a_policy_are_taken_and_kept(policy):
-    """A preset with every key of a policy loads, and its printed form loads again.
-
-    A key that the policy does not read is an error that names its owner.
-    """
+    """A preset with all keys of a policy loads, also its printed form; a key that is not read names its owner."""
     preset = wan(policy=policy, probe_blocks=3, **VALUES[policy])
     section = preset.effective()["skip"]
     assert VALUES[policy].items() <= section.items()

@@ -91,18 +91,15 @@ def test_tokenizers_hold_each_word_whole(family, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = type(tokenizer).from_pretrained(tmp_path)
     for item in clips.held_out_prompts(5):
-        ids, mask = (
-            values[0]
-            for values in family.tokenize((loaded, *family.make_tokenizers(vocabulary())[1:]), [item.prompt])[:2]
-        )
+        tokenizers = (loaded, *family.make_tokenizers(vocabulary())[1:])
+        ids, mask = (values[0] for values in family.tokenize(tokenizers, [item.prompt])[:2])
         words = item.prompt.replace(",", " ,").split()
         assert int(mask.sum()) == len(words) + 1  # and the token that begins or ends a text
         assert bool(mask[: len(words) + 1].all())
         assert loaded.decode(ids, skip_special_tokens=True).replace(" ,", ",") == item.prompt
     assert loaded("Zèbres, 日本 & 7 okapis").input_ids
-    assert (
-        int(family.tokenize(family.make_tokenizers(vocabulary()), [""])[1].sum()) == 1
-    )  # the empty prompt says something
+    mask = family.tokenize(family.make_tokenizers(vocabulary()), [""])[1]
+    assert int(mask.sum()) == 1  # the empty prompt says something
 
 
 def test_llama_tells_each_word_its_neighbours():

@@ -114,9 +114,8 @@ def test_images_of_a_request_share_its_deadline(ask):
 
 def test_equal_deadlines_do_not_accelerate_anew(ask, monkeypatch):
     started = []
-    monkeypatch.setattr(
-        working, "start_pipeline", lambda *call, start=working.start_pipeline: started.append(start(*call))
-    )
+    start = working.start_pipeline
+    monkeypatch.setattr(working, "start_pipeline", lambda *call: started.append(start(*call)))
     for waits in (0.0, 1.0, 2.0):
         ask(waits, max_seconds=12.0)
     assert len(started) == 1

@@ -26,10 +26,7 @@ def arguments(pipe, model, options, *_):
 
 
 class Kitchen:
-    """A playground over tiny pipelines, what it loaded, and how often it called them for whole runs.
-
-    With ``gate`` set to an unset flag, calls wait for it.
-    """
+    """A playground over tiny pipelines that counts loads and whole runs; calls wait for ``gate``, an unset flag."""
 
     def __init__(self):
         self.loaded, self.calls, self.gate = [], 0, threading.Event()

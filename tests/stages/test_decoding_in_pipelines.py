@@ -33,9 +33,8 @@ def decoding(pipe):
 
 def traces(vae):
     """Methods and hooks on an autoencoder that its class does not have."""
-    methods = [
-        name for part in vae.modules() for name in ("forward", "_decode", "_encode", "decode") if name in vars(part)
-    ]
+    names = "forward", "_decode", "_encode", "decode"
+    methods = [name for part in vae.modules() for name in names if name in vars(part)]
     return methods + [hook for part in vae.modules() for hook in (*part._forward_hooks, *part._forward_pre_hooks)]
 
 

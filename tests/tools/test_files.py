@@ -21,10 +21,7 @@ def test_a_file_is_replaced_as_a_whole(content, tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
-    [
-        (OSError("full"), OutputError, r"report\.json can't be written: full"),
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
-    ],
+    [(OSError("full"), OutputError, r"json can't be written: full"), (KeyboardInterrupt(), KeyboardInterrupt, None)],
     ids=["full disk", "interrupt"],
 )
 def test_what_fails_leaves_the_file_of_before(error, raised, message, tmp_path, monkeypatch):

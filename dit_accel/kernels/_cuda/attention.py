@@ -120,9 +120,8 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
     size = x.element_size()
     # an axis of length 1 may have any stride, but the driver checks it too
     row = -(-x.shape[-1] * size // ALIGNED) * ALIGNED
-    strides = tuple(
-        stride * size if length > 1 else row for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-    )
+    axes = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    strides = tuple(stride * size if length > 1 else row for stride, length in axes)
     return _encode(x.data_ptr(), MAP_DTYPES[x.dtype], tuple(x.shape), strides, box)
 
 

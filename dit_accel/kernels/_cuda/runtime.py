@@ -10,7 +10,6 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from dit_accel.errors import KernelError
+from dit_accel.kernels.cache_folder import cache_folder
 
 SOURCES = Path(__file__).parent
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -31,13 +31,11 @@ DEBUG_DEFINES: Defines = ()  # added to every kernel's; set before the first lau
 class Kernel:
     """One loaded ``__global__`` function on one device."""
 
-    def __init__(
-        self, function: ctypes.c_void_p, context: ctypes.c_void_p, device: torch.device, shared_bytes: int
-    ) -> None:
+    def __init__(self, function: ctypes.c_void_p, context: ctypes.c_void_p, device: torch.device, shared: int) -> None:
         self._function = function
         self._context = context
         self._device = device
-        self._shared_bytes = shared_bytes
+        self._shared_bytes = shared
 
     def launch(self, programs: int, threads: int, arguments: Sequence[Any]) -> None:
         """Launch on the device's current stream; :func:`_c_value` says how ``arguments`` are passed."""
@@ -95,9 +93,8 @@ def why_not(device: torch.device) -> str | None:
         return f"NVRTC (pip install nvidia-cuda-nvrtc) can't be loaded ({error})"
     major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor not in known or (major == 9 and _nvrtc_version() < (12, 0)):
-        return (
-            f"NVRTC {'.'.join(map(str, _nvrtc_version()))} does not know the GPU's compute capability {major}.{minor}"
-        )
+        version = ".".join(map(str, _nvrtc_version()))
+        return f"NVRTC {version} does not know the GPU's compute capability {major}.{minor}"
     return None
 
 
@@ -128,7 +125,7 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
     digest = hashlib.sha256(repr((options[:2] + options[3:], _nvrtc_version())).encode())
     for file in (SOURCES / source, *sorted(SOURCES.glob("*.cuh"))):
         digest.update(file.read_bytes())
-    cached = _cache_folder() / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+    cached = cache_folder() / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
     with contextlib.suppress(OSError):
         if code := cached.read_bytes():
             return code
@@ -216,12 +213,3 @@ def _nvrtc_version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
-
-
-def _cache_folder() -> Path:
-    if explicit := os.environ.get("DIT_ACCEL_CACHE"):
-        return Path(explicit)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit_accel"
-    except RuntimeError:  # a user without a home folder, as in some containers
-        return Path(tempfile.gettempdir()) / f"dit_accel-{os.getuid()}"

@@ -239,19 +239,15 @@ def _longest_first(position, count, blocks, LONG: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(
-    out, rows, batch, head, first, heads, tokens, valid_tokens, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """Store rows into a contiguous ``[B, S, H, D]``; rows from ``valid_tokens`` on are set to 0."""
+def _store_rows(out, rows, batch, head, first, heads, tokens, valid, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Store rows into a contiguous ``[B, S, H, D]``; rows from ``valid`` on are set to 0."""
     token = first + tl.arange(0, TOKENS)
     offset = ((batch.to(tl.int64) * tokens + token) * heads + head) * HEAD_DIM
-    values = tl.where((token < valid_tokens)[:, None], rows, 0.0).to(out.dtype.element_ty)
+    values = tl.where((token < valid)[:, None], rows, 0.0).to(out.dtype.element_ty)
     tl.store(out + offset[:, None] + tl.arange(0, HEAD_DIM)[None, :], values, (token < tokens)[:, None])
 
 
-def attention_backward(
-    q, k, v, o, lse, do, plan, by_key, scale, kv_len
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_backward(q, k, v, o, lse, do, plan, by_key, scale, kv_len) -> tuple[torch.Tensor, ...]:
     """Return dq, dk and dv; ``by_key`` lists the plan's tiles by key block."""
     dq = q.new_zeros(q.shape)  # rows that do not compute
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)

@@ -84,8 +84,7 @@ def pairs_that_attend(
 
     Each query reads or computes 32-bit words for its keys. In the layout of a product's result a thread's keys differ
     by 1 and by multiples of 8. So ``key & 6`` is the same for all of them, and the thread shifts each word once by it;
-    the rest of the key's number is known at compile time. A pair then costs one bit test and one selection, like a
-    comparison.
+    the rest of the key's number is known at compile time. A pair then costs one bit test and one selection.
     """
     query = first_query + tl.arange(0, QUERIES)
     key = tl.arange(0, KEYS)[None, :]

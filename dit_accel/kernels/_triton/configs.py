@@ -4,15 +4,21 @@ A kernel's columns, of which a launch takes the first that fits:
 
     float32 | tma: sm90, tiles by its copy engine | the GPU's own, such as sm90 | "": 99 KiB of shared memory
 
-Sizes of sm90 are measured. The others fit and spill little (``scripts/checks/compiled_kernels.py``). sm100 has 16 warps
+Sizes of half precision that ``dit-accel env --tune`` measured on this GPU come first. Sizes of sm90 are measured. The
+others fit and spill little (``scripts/checks/compiled_kernels.py``). sm100 has 16 warps
 where a product stands in a condition: 4 and 8 warps use its tensor memory, for which Triton 3.6 can't compile that.
 """
 
 import functools
+import hashlib
+import json
+from pathlib import Path
 
 import torch
+import triton
 
 from dit_accel.kernels.backends import device_properties
+from dit_accel.kernels.cache_folder import cache_folder
 
 
 def _sizes(stages: int, warps: int, **sizes: int) -> dict[str, int]:
@@ -105,5 +111,30 @@ def architecture(device: torch.device) -> str:
 
 @functools.cache  # called at every launch
 def _config(kernel: str, device: torch.device, is_float32: bool, by_descriptor: bool) -> dict[str, int]:
+    if not is_float32 and kernel in own_sizes(device):
+        return own_sizes(device)[kernel]
     columns = ["float32"] * is_float32 + ["tma"] * by_descriptor + [architecture(device), ""]
     return next(CONFIGS[kernel][column] for column in columns if column in CONFIGS[kernel])
+
+
+def sizes_file(device: torch.device) -> Path:
+    """File of the sizes that were measured on a GPU with this compiler, in place of those shipped now."""
+    gpu = torch.cuda.get_device_name(device).replace("/", " ") if device.type == "cuda" else device.type
+    shipped = hashlib.sha256(repr(CONFIGS).encode()).hexdigest()[:8]
+    return cache_folder() / f"{gpu}, triton {triton.__version__}, in place of {shipped}.json"
+
+
+@functools.cache
+def own_sizes(device: torch.device) -> dict[str, dict[str, int]]:
+    """Sizes by kernel that were measured on this GPU; none without a file that can be read."""
+    try:
+        return dict(json.loads(sizes_file(device).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def launch_with(device: torch.device, kernel: str, sizes: dict[str, int] | None) -> None:
+    """Launch a kernel with these sizes from now on; None = as shipped."""
+    own_sizes(device).pop(kernel, None)
+    own_sizes(device).update({} if sizes is None else {kernel: sizes})
+    _config.cache_clear()

@@ -75,9 +75,7 @@ def _sum_exponentials(
 
 
 @triton.jit
-def _least_scores(
-    maxima, sums, row, valid, queries, key_end, scale_log2, log2_threshold, log2_best, QUERIES: tl.constexpr
-):
+def _least_scores(maxima, sums, row, valid, queries, key_end, scale_log2, log2_limit, log2_best, QUERIES: tl.constexpr):
     """Lowest unscaled score with each query at which a key is selected, from the partial results of all programs."""
     maximum = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -88,7 +86,7 @@ def _least_scores(
         total = total * tl.math.exp2(maximum - new_maximum)
         total += tl.load(sums + part, valid, other=0.0) * tl.math.exp2(part_maximum - new_maximum)
         maximum = new_maximum
-    least = maximum + tl.math.log2(total) + log2_threshold - tl.math.log2(key_end.to(tl.float32))
+    least = maximum + tl.math.log2(total) + log2_limit - tl.math.log2(key_end.to(tl.float32))
     least = tl.minimum(least, maximum + log2_best)
     return tl.where(valid, least / scale_log2, float("inf"))
 
@@ -116,7 +114,7 @@ def _store_keys(
 @triton.jit
 def _select_keys(
     q, k, maxima, sums, bits, kv_len, k_tiles, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    heads, queries, tokens, rows, row_bytes, scale_log2, log2_threshold, log2_best,
+    heads, queries, tokens, rows, row_bytes, scale_log2, log2_limit, log2_best,
     QUERIES: tl.constexpr, KEY_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, SHARE_ROW: tl.constexpr,
     HAS_KV_LEN: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -124,9 +122,7 @@ def _select_keys(
     key_end, first, whole, stop = _tiles_of_program(kv_len, batch, tokens, KEY_TILE, HAS_KV_LEN)
     k_base = k + batch.to(tl.int64) * k_batch + head.to(tl.int64) * k_head
     if stop > first:
-        least = _least_scores(
-            maxima, sums, row, valid, queries, key_end, scale_log2, log2_threshold, log2_best, QUERIES
-        )
+        least = _least_scores(maxima, sums, row, valid, queries, key_end, scale_log2, log2_limit, log2_best, QUERIES)
         first_row = tl.program_id(0).to(tl.int64) * (1 if SHARE_ROW else QUERIES)
         bits += tl.program_id(1).to(tl.int64) * rows * row_bytes
         for tile in tl.range(first, whole, num_stages=STAGES):

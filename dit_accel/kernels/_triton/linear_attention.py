@@ -344,9 +344,7 @@ def _key_gradients(
     store_tokens(dk, dk_strides, batch, head, first_token, tokens, d_key, TOKENS, HEAD_DIM)
 
 
-def linear_attention_backward(
-    q, k, v, do, plan, feature_map, kv_len
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def linear_attention_backward(q, k, v, do, plan, feature_map, kv_len) -> tuple[torch.Tensor, ...]:
     batch, tokens, _, head_dim = q.shape
     dq, dk, dv = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(3))
     means = _mean_values(v, kv_len)

@@ -49,9 +49,7 @@ class Quantized:
 
 
 class ValueMatrix(NamedTuple):
-    """Values as a matrix that tiles can be loaded from; a head begins at row ``b * first[0] + h * first[1]``, column
-    ``h * first[2]``.
-    """
+    """Values as a matrix of tiles; a head begins at row ``b * first[0] + h * first[1]``, column ``h * first[2]``."""
 
     values: torch.Tensor  # e4m3 with a row for each channel of each head, or of v's dtype with a row for each token
     shape: list[int]

@@ -52,8 +52,7 @@ def linear_attention(
 ) -> torch.Tensor:
     """Linear attention ``O^l`` over the marginal tiles of a plan. Forward only: no gradient flows.
 
-    Sums are in float32. bfloat16 inputs are multiplied in bfloat16, with each h_j and H_i rounded to it once; others in
-    float32.
+    Sums are in float32. bfloat16 inputs are multiplied in it, with each h_j and H_i rounded once; others in float32.
 
     Args:
         q, k, v: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
@@ -140,10 +139,7 @@ def differentiable_linear_attention(
     kv_len: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Linear attention ``O^l`` with gradients for q, k and v (no second derivatives).
-
-    Rows that do not compute are 0, and no gradient flows from them.
-    """
+    """Linear attention ``O^l`` with gradients for q, k and v, once; rows that do not compute are 0, as theirs."""
     return _LinearAttention.apply(q, k, v, plan, feature_map, kv_len, backend)
 
 
@@ -231,9 +227,8 @@ def _backward_reference(q, k, v, do, plan, feature_map, kv_len) -> Gradients:
     d_key_features = values @ d_states.transpose(-1, -2) + d_state_features
     dq = _features_backward(d_features, inputs, features, feature_map)
     dk = _features_backward(d_key_features, _by_block(k, plan), key_features, feature_map)
-    return tuple(
-        x.flatten(2, 3)[:, :, : plan.tokens].transpose(1, 2).to(q.dtype).contiguous() for x in (dq, dk, d_values)
-    )
+    found = (x.flatten(2, 3)[:, :, : plan.tokens].transpose(1, 2) for x in (dq, dk, d_values))
+    return tuple(x.to(q.dtype).contiguous() for x in found)
 
 
 def _features_backward(gradient, inputs, features, feature_map: str) -> torch.Tensor:

@@ -7,8 +7,7 @@ changes reduce the rounding error and leave the softmax unchanged:
 
 ``q_i mu`` only shifts the log-sum-exp, because it is the same for all keys. ``f`` balances the channels of q' and k'.
 The channels with the largest ``rms q * rms k`` stay in float16. If four of 128 channels are 10 to 50 times as large in
-q and in k, the error of the output is 15% with one scale per block, 11% with balanced channels, and 1% with these in
-float16.
+q and k, the output's error is 15% with one scale per block, 11% with balanced channels, and 1% with these in float16.
 
 With "int8+fp8", probabilities (times 256) and values are float8 e4m3. Values have one scale per channel, and their mean
 is subtracted. Because probabilities sum to 1, the mean is added back at the end, with the mean of the rounding errors:

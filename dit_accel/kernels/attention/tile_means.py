@@ -6,8 +6,7 @@ by blocks, as in PISA, arXiv 2602.01077):
     sum_i e^(q k_i) -> n_j e^(q k_j)     sum_i e^(q k_i) v_i -> n_j e^(q k_j) v_j
 
 The softmax over the listed tiles then continues, as over the single keys of ``slices.py``. By Jensen's inequality the
-mean weighs less than its block. Correcting this with a second moment overshoots, because keys of a block are not
-normally distributed.
+mean weighs less than its block. A second moment overshoots, because keys of a block are not normally distributed.
 """
 
 import torch

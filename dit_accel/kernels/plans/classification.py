@@ -72,9 +72,7 @@ def require_shares(critical: float, negligible: float) -> None:
         if not 0 <= share <= 1:
             raise ShapeError(f"{name} must be between 0 and 1, got {share}")
     if critical + negligible > 1:
-        raise ShapeError(
-            f"critical and negligible must sum to at most 1, got {critical} + {negligible}; lower one of them"
-        )
+        raise ShapeError(f"critical and negligible must sum to at most 1, got {critical} + {negligible}; lower one")
 
 
 def _classify_reference(

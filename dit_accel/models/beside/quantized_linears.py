@@ -68,11 +68,8 @@ def roundable(transformer: nn.Module, section: Linear, *, modulations: bool = Fa
     Raises:
         UnsupportedError: a pattern of excluded layers matches none.
     """
-    found = {
-        name: layer
-        for name, layer in block_linears(transformer)
-        if is_readable(layer.weight) and layer.weight.dtype in FLOAT_DTYPES
-    }
+    found = {name: layer for name, layer in block_linears(transformer) if is_readable(layer.weight)}
+    found = {name: layer for name, layer in found.items() if layer.weight.dtype in FLOAT_DTYPES}
     excluded: set[str] = set()
     for pattern in section.exclude:
         matching = {name for name in found if fnmatchcase(name, pattern)}
@@ -96,9 +93,7 @@ class QuantizedLinears:
             layers matches none, or all are excluded; weights can't wait on the host under group offload.
     """
 
-    def __init__(
-        self, transformer: nn.Module, section: Linear, note: Callable[[str], None], moved: Callable[[], None]
-    ) -> None:
+    def __init__(self, transformer: nn.Module, section: Linear, note: Callable[[str], None], moved: Callable) -> None:
         self._section = section
         if any(is_compiled(module) for module in transformer.modules()):
             raise UnsupportedError(

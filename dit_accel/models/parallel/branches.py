@@ -36,9 +36,7 @@ class SharedBranches:
         self._transformer = transformer
         self._forms: dict[tuple, tuple[Any, Any]] = {}  # forms of outputs, and of observed outputs, by kind of call
 
-    def run(
-        self, session: Any, call: Call, passed: Any, compute: Callable[[], Any], observe: Callable[[Any], Any]
-    ) -> Any:
+    def run(self, session: Any, call: Call, passed: Any, compute: Callable, observe: Callable[[Any], Any]) -> Any:
         """Return the output of a call that is not forecast.
 
         The first call of its kind runs on all devices, because the form of the output is not known yet. ``observe``

@@ -21,11 +21,8 @@ class Card(NamedTuple):
 
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-CARDS = {
-    key: Card(title, memory, capability and tuple(capability), device)
-    for device, cards in _TABLE.items()
-    for key, (title, memory, capability) in cards.items()
-}
+_ROWS = [(key, *row, device) for device, cards in _TABLE.items() for key, row in cards.items()]
+CARDS = {key: Card(title, gib, able and tuple(able), device) for key, title, gib, able, device in _ROWS}
 
 
 def known_card(name: str) -> str | None:

@@ -80,10 +80,8 @@ def identify(model: str) -> Identity:
     components = [item for item in index.values() if isinstance(item, list) and len(item) in (2, 3)]
     classes = [item[1] for item in components if isinstance(item[1], str)]  # after its library
     if any("UNet" in name for name in classes) or _has(TABLE["with_unet"], "" if folder.exists() else squeezed):
-        raise UnsupportedError(
-            f"model must be a diffusion transformer, got {shown(model)}, which denoises with a UNet; a UNet can't be "
-            "accelerated"
-        )
+        why = "which denoises with a UNet; a UNet can't be accelerated"
+        raise UnsupportedError(f"model must be a diffusion transformer, got {shown(model)}, {why}")
     if classes:
         family = next((name for name, family in _FAMILIES.items() if family.model in classes), "any")
         blocks = getattr(diffusers, index.get("_blocks_class_name", ""), None)
@@ -92,23 +90,18 @@ def identify(model: str) -> Identity:
     if not folder.exists():
         _require_loadable(model)
         model = next((name for name in IDS if squeeze(name).endswith(f"/{squeezed}")), model)
-    words = {
-        word: name
-        for name, family in _FAMILIES.items()
-        for word in (*family.words, *family.distilled)
-        if word in squeezed
-    }
+    named = ((word, name) for name, family in _FAMILIES.items() for word in (*family.words, *family.distilled))
+    words = {word: name for word, name in named if word in squeezed}
     has_owner = model.count("/") == 1
     is_bare = "/" not in model and not model.startswith("demo-")
     if folder.exists() or not (has_owner or (is_bare and words)):
         known = [*demo_names(), *_FAMILIES]
         near = [name for name in known if len(squeezed) > 2 and squeezed in squeeze(name)]
         near = near or [name for name in known if get_close_matches(squeezed, [squeeze(name)], cutoff=0.7)]
-        raise UnsupportedError(
-            f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
-            f"({', '.join(demo_names())}) or a family ({', '.join([*_FAMILIES, 'any'])}), got {shown(model)}"
-            + (f"; did you mean {' or '.join(near)}?" if near else "")
-        )
+        ids = "an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model"
+        names = f"{ids} ({', '.join(demo_names())}) or a family ({', '.join([*_FAMILIES, 'any'])})"
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UnsupportedError(f"model must be {names}, got {shown(model)}{hint}")
     # The longest word wins; for equal lengths the last family, which is the most specific.
     family = words[max(reversed(words), key=len)] if words else "any"
     return Identity(model, family, _makes_videos(family, squeezed), is_distilled, is_loadable=has_owner, steps=steps)

@@ -142,13 +142,10 @@ def _sizes_of_files(folder: Path) -> dict[str, Any]:
     transformers = [name for name in configs if name.startswith("transformer")]
     config = configs[transformers[0]] if transformers else {}
     width = (config.get("num_attention_heads") or 0) * (config.get("attention_head_dim") or 0)
-    return {
-        "width": all(billions.values()) and (width or config.get("hidden_size") or config.get("dim")),
-        "transformers": [billions.pop(name) for name in transformers],
-        "vae": configs.get("vae", {}).get("_class_name"),
-        "vae_billions": billions.pop("vae", 0.0),
-        "texts": list(billions.values()),
-    }
+    width = all(billions.values()) and (width or config.get("hidden_size") or config.get("dim"))
+    row = {"width": width, "transformers": [billions.pop(name) for name in transformers]}
+    row |= {"vae": configs.get("vae", {}).get("_class_name"), "vae_billions": billions.pop("vae", 0.0)}
+    return row | {"texts": list(billions.values())}
 
 
 def _billions(folder: Path) -> float:

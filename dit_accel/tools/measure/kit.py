@@ -58,8 +58,7 @@ def seal(folder: Path) -> None:
 def problems(folder: Path) -> list[str]:
     """Return what is missing from a report's folder, or was changed in it; empty = the report is whole.
 
-    A digest shows damage and careless edits. If it was computed anew, PSNR measured again from the images shows forged
-    figures.
+    A digest shows damage and careless edits. If it was computed anew, PSNR of the images shows forged figures.
     """
     try:
         document = json.loads((folder / f"{STEM}.json").read_text(encoding="utf-8"))

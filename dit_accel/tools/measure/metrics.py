@@ -104,10 +104,8 @@ def clip_ssim(a: ImageLike, b: ImageLike) -> float:
 
 def quality(plain: list[Any], fast: list[Any]) -> dict[str, Any]:
     """Compute ``psnr_db`` over all images or frames (None if identical), mean ``ssim``, and ``identical``."""
-    frames = [
-        np.concatenate([array if array.ndim == 4 else array[None] for array in map(np.asarray, side)])
-        for side in (plain, fast)
-    ]
+    arrays = ([*map(np.asarray, side)] for side in (plain, fast))
+    frames = [np.concatenate([array if array.ndim == 4 else array[None] for array in side]) for side in arrays]
     decibels = psnr(*frames)
     identical = math.isinf(decibels)
     return {"psnr_db": None if identical else decibels, "ssim": clip_ssim(*frames), "identical": identical}
@@ -131,8 +129,7 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
 def flip_error() -> Callable[[ImageLike, ImageLike], float] | str:
     """Return a function for the mean FLIP over two videos' frames, or the reason why it is unavailable.
 
-    FLIP is the difference that a viewer sees when two images alternate, 0..1 (Andersson et al. 2020), at 67 pixels per
-    degree, by NVIDIA's package ``flip-evaluator``.
+    FLIP (Andersson et al. 2020), 0..1, at 67 pixels per degree, is computed by NVIDIA's package ``flip-evaluator``.
     """
     if find_spec("flip_evaluator") is None:
         return "the package flip-evaluator is not installed"

@@ -48,8 +48,7 @@ def text_kept() -> Callable[[torch.Tensor, torch.Tensor], float | None] | str:
 def edit_similarity(text: str, reference: str) -> float:
     """One minus the normalised edit distance, 0..1: ``1 − D(text, reference) / max(len(text), len(reference))``.
 
-    ``D`` is Levenshtein's distance in characters. ICDAR's competitions rank readers by it as 1 − N.E.D. (Chng et al.
-    2019, "ICDAR2019 Robust Reading Challenge on Arbitrary-Shaped Text"). Two empty texts give 1.
+    ``D`` is Levenshtein's distance in characters: 1 − N.E.D. of ICDAR (Chng et al. 2019). Two empty texts give 1.
     """
     longest = max(len(text), len(reference))
     return 1.0 - _edit_distance(text, reference) / longest if longest else 1.0

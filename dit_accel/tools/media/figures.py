@@ -35,6 +35,8 @@ WELL_KNOWN = ("FirstBlockCache", "SeaCache", "TaylorSeer lite (diffusers)", "DBC
 WELL_KNOWN += ("fewer steps, UniPC",)
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
+COMPUTED = "computed fraction of FLOPs (less is faster)"
+Point = tuple[str, float, float]
 SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of heat maps
 
 
@@ -117,10 +119,8 @@ def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) ->
     rows = round((tokens * height / width) ** 0.5)
     columns = tokens // max(rows, 1)
     if rest or rows * columns != tokens or rows * width != columns * height:
-        raise ShapeError(
-            f"{layout.vision} vision tokens don't fill {frames} grid(s) of a {width} x {height} image; symbol maps "
-            "need images or videos without reference tokens"
-        )
+        grid = f"{frames} grid(s) of a {width} x {height} image; symbol maps need outputs without reference tokens"
+        raise ShapeError(f"{layout.vision} vision tokens don't fill {grid}")
     return rows, columns
 
 
@@ -164,13 +164,7 @@ def symbol_map(
     save(figure, path)
 
 
-def frontier_plot(
-    points: Sequence[tuple[str, float, float]],
-    path: str | Path,
-    *,
-    highlight: str,
-    x_label: str = "computed fraction of FLOPs (less is faster)",
-) -> None:
+def frontier_plot(points: Sequence[Point], path: Path, *, highlight: str, x_label: str = COMPUTED) -> None:
     """Plot settings, each a method, a computed fraction and a PSNR in dB, in one colour per method.
 
     A line joins a method's best settings: no setting with a smaller fraction has the same or better quality. The line

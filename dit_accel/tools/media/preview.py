@@ -46,10 +46,7 @@ class Previewer:
         self._before = self.latents = None
 
     def learn(self, result: Image.Image | np.ndarray) -> None:
-        """Fit the map to the latest latents and their output, an image or uint8 ``[frames, height, width, 3]``.
-
-        Any other output gives no preview.
-        """
+        """Fit the map to the latest latents and their output; without an image or uint8 video, there is no preview."""
         from PIL import Image
 
         self._weights, latents = None, self.latents
@@ -95,10 +92,7 @@ class Previewer:
     def watch(
         self, show: Callable[[Image.Image], None] | None = None, is_due: Callable[[int], bool] | None = None
     ) -> Callable[..., dict[str, Any]]:
-        """Return a ``callback_on_step_end`` that keeps the latents and shows images.
-
-        Images are shown in steps whose index ``is_due`` accepts; None = at most once a second.
-        """
+        """Return a callback that shows images at the end of steps that ``is_due`` accepts; None = one a second."""
         shown_at = time.monotonic()
         self.forget_latents()
 
@@ -139,11 +133,8 @@ def _tokens(latents: torch.Tensor, size: tuple[int, int], channels: int | None) 
 def _frames(video: torch.Tensor, size: tuple[int, int], channels: int | None) -> torch.Tensor | None:
     """Return a video's latents as ``[frames, rows, columns, channels]``; None if its layout is not certain."""
     layouts = (video.movedim(axis, -1) for axis in (0, 1, 3))  # channels before frames, after frames, or last
-    fitting = [
-        frames
-        for frames in layouts
-        if frames.shape[3] == channels and frames.shape[1] == round(frames.shape[2] * size[1] / size[0])
-    ]
+    shaped = (frames for frames in layouts if frames.shape[1] == round(frames.shape[2] * size[1] / size[0]))
+    fitting = [frames for frames in shaped if frames.shape[3] == channels]
     return fitting[0] if len(fitting) == 1 else None
 
 

@@ -1,7 +1,4 @@
-"""Plain and accelerated images, videos and frames side by side, with labels.
-
-Each function returns a PIL image or a video, a uint8 array ``[frames, height, width, 3]``.
-"""
+"""Plain and accelerated images, and videos (uint8 ``[frames, height, width, 3]``), side by side with labels."""
 
 from collections.abc import Sequence
 

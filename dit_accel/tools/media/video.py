@@ -40,10 +40,7 @@ class Sound(NamedTuple):
 
 
 def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
-    """Check that imageio-ffmpeg is installed if ``path`` needs it; a gif or a folder of frames does not.
-
-    The UnsupportedError begins with ``what``, an option or argument.
-    """
+    """Check that imageio-ffmpeg is installed if ``path`` needs it, as an mp4 does; errors begin with ``what``."""
     if not folder and not is_folder_of_frames(path) and path.suffix.lower() != ".gif":
         require_extra("imageio-ffmpeg", f"{what} {path}")
 

@@ -110,10 +110,7 @@ def test_a_kernel_that_does_not_run_fails_the_gate(error, monkeypatch):
 
 def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, tmp_path):
     """Correct backends are measured and their rows kept, but the run fails."""
-    checks = [
-        gate.outcome("attention", "triton", "a case", "wrong"),
-        gate.outcome("lower", "reference", "a case", None),
-    ]
+    checks = [gate.outcome("attention", "triton", "case", "wrong"), gate.outcome("lower", "reference", "case", None)]
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: list(checks))
     monkeypatch.setattr(gate, "available_backends", lambda: ["triton"])
     assert main(("--quick", "--device", "cpu", "--ops", "lowering", "--output", str(tmp_path / "k"))) == 1

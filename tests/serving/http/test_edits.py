@@ -45,9 +45,8 @@ def test_an_edit_equals_the_pipelines_image(editor, preset):
     arguments = {"prompt": "a fox", "num_inference_steps": 6, "width": 32, "height": 48, "strength": 0.5}
     expected = called(editor, preset != "none" and preset, **arguments, image=Image.open(io.BytesIO(file())))
     with running(editor) as (app, _):
-        answer = post(
-            app, data=FORM | {"preset": preset, "strength": "0.5", "output_compression": "100"}, files={"image": PNG}
-        )
+        form = FORM | {"preset": preset, "strength": "0.5", "output_compression": "100"}
+        answer = post(app, data=form, files={"image": PNG})
     assert answer.status_code == 200, answer.text
     (entry,) = answer.json()["data"]
     np.testing.assert_array_equal(image(entry), expected)

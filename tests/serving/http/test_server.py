@@ -206,9 +206,8 @@ def test_fields_that_openais_clients_send_change_nothing():
     optional = [name for name, field in requests.ImageRequest.model_fields.items() if not field.is_required()]
     plain, held = {"prompt": "a fox"}, released()
     with running(held) as (app, _):
-        bare, null, noted = (
-            post(app, plain | more).json() for more in ({}, dict.fromkeys(optional), {**OPENAIS, "n": None})
-        )
+        bodies = {}, dict.fromkeys(optional), {**OPENAIS, "n": None}
+        bare, null, noted = (post(app, plain | more).json() for more in bodies)
     assert "notes" not in bare and "notes" not in null and len(null["data"]) == len(noted["data"]) == 1
     assert [note.split()[0] for note in noted["notes"]] == ["quality", "style", "moderation"]
 
@@ -368,14 +367,10 @@ def test_time_is_limited():
     assert answer.status_code == 504 and held.made == []
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("memory", "out of memory: use less"),
-        ("secret", "the server's log has the reason"),
-        ("broken", "the process died"),
-    ],
-)
+FAILURES = {"memory": "out of memory: use less", "secret": "the server's log has the reason"}
+
+
+@pytest.mark.parametrize(("prompt", "message"), [*FAILURES.items(), ("broken", "the process died")])
 def test_a_failure_has_status_500(prompt, message):
     """Errors of the library are shown; others only in the log. The server stays healthy."""
     with running(Held()) as (app, _):

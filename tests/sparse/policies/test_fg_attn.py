@@ -61,10 +61,7 @@ def keys_by_definition(q, k, layout, mask, threshold, kv_len) -> torch.Tensor:
 
 @every_pair(layout=LAYOUTS, mask=("exact", "average_query"), shortened=(False, True))
 def test_keys_stay_by_definition(layout, mask, shortened):
-    """Keys above 0.5 / N for a query of the row, or 0.1 / N for its mean; text rows and columns are whole.
-
-    A tile that keeps every key is whole, and no other one.
-    """
+    """Keys above 0.5 / N for a query, or 0.1 / N for the mean; text is whole, as is a tile of which all keys stay."""
     q, k = queries_and_keys(layout, sharpness=4.0)
     kv_len = [layout.tokens, layout.tokens - 30 if shortened else layout.tokens]
     limit = torch.tensor(kv_len, dtype=torch.int32, device=DEVICE) if shortened else None

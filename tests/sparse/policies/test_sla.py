@@ -46,13 +46,8 @@ def test_padding_is_in_no_class(valid):
     """
     layout, kv_len = LAYOUTS["no-text"], torch.tensor([800, valid], dtype=torch.int32)
     q, k = features(0), features(1)
-    padded, alone = (
-        drawn(queries, keys, CONFIG, layout=of, kv_len=lengths)
-        for queries, keys, of, lengths in (
-            (q, k, layout, kv_len),
-            (q[1:, :valid], k[1:, :valid], TokenLayout(0, valid, BLOCK), None),
-        )
-    )
+    padded = drawn(q, k, CONFIG, layout=layout, kv_len=kv_len)
+    alone = drawn(q[1:, :valid], k[1:, :valid], CONFIG, layout=TokenLayout(0, valid, BLOCK), kv_len=None)
     blocks, whole = -(-valid // BLOCK), valid // BLOCK  # the mean query of a block that ends in padding has it in it
     for bits, expected in ((padded.skip_bits, alone.skip_bits), (padded.linear_bits, alone.linear_bits)):
         tiles = unpack_bits(bits, layout.blocks)[1]

@@ -56,11 +56,8 @@ def naive_tiles(q, k, layout, config, key_end) -> torch.Tensor:
     fix = [is_fix(key) for key in keys]
     tiles = torch.zeros(count, count, dtype=torch.bool)
     for i in range(count):
-        weights = {
-            j: math.exp(queries[i].mean(0) @ keys[j].mean(0) / math.sqrt(HEAD_DIM))
-            for j in range(count)
-            if len(keys[j]) and not fix[j]
-        }
+        free = [j for j in range(count) if len(keys[j]) and not fix[j]]
+        weights = {j: math.exp(queries[i].mean(0) @ keys[j].mean(0) / math.sqrt(HEAD_DIM)) for j in free}
         total, mass, kept = sum(weights.values()), 0.0, []
         for j in sorted(weights, key=weights.get, reverse=True):
             enough = len(kept) >= config.top_k * len(weights) - 1e-9 if config.top_k else mass >= 1 - config.tau_kv

@@ -60,9 +60,8 @@ def test_the_papers_interleaved_tiles():
 @every_lengths
 def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, block):
     """The symbols equal those of the whole mask, which keeps one of several equal entries."""
-    symbols = static.block_mask_from_segments(
-        lengths, causal=[number % 3 == 0 for number in range(len(lengths))], block=block
-    )
+    causal = [number % 3 == 0 for number in range(len(lengths))]
+    symbols = static.block_mask_from_segments(lengths, causal=causal, block=block)
     expected = symbols_from_mask(mask_of(symbols)[None, None], block=block)
     assert all(torch.equal(one, other) for one, other in zip(symbols.tensors(), expected.tensors(), strict=True))
 

@@ -113,9 +113,8 @@ def test_other_readers_of_a_policy_take_it(band):
     assert symbol_bytes(preset, layout, 1, 3) == symbol_bytes(tiles, layout, 1, 3)
     assert list(calibration._rows(preset.skip)) == [[{"reach": 9}, {"reach": 3}, {"reach": 1}]]
     assert list(calibration._rows(Skip(policy="static", window=64))) == [[{}]]
-    mixed = load_preset(
-        "flux-flashomni-paper", skip={"policy": "none", "layers": {"a": {"policy": "band", "reach": 2}}}
-    )
+    layers = {"a": {"policy": "band", "reach": 2}}
+    mixed = load_preset("flux-flashomni-paper", skip={"policy": "none", "layers": layers})
     assert mixed.skip.at("a").reach == 2 and not axes.skips_values(mixed.skip.at("a"))
     with accelerated(tiny.pipeline("flux"), preset):
         tiny.output("flux", 8, height=96, width=96)

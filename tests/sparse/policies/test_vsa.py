@@ -37,9 +37,8 @@ def vsa(q, k, v, gate, grid, share):
     members = torch.nn.functional.one_hot(cube).double()  # [S, T]
     means = [torch.einsum("st,shd->htd", members / members.sum(0), x) for x in (q, k, v)]
     scores = means[0] @ means[1].transpose(1, 2) / q.shape[-1] ** 0.5  # [H, T, T]
-    return (
-        attended(q, k, v, scores, share, cube) + gate * torch.einsum("hij,hjd->ihd", scores.softmax(-1), means[2])[cube]
-    )
+    coarse = torch.einsum("hij,hjd->ihd", scores.softmax(-1), means[2])[cube]
+    return attended(q, k, v, scores, share, cube) + gate * coarse
 
 
 def turbowan(q, k, v, weight, bias, critical):

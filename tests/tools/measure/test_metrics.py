@@ -143,7 +143,7 @@ SQUARE = np.zeros((16, 16))
         (psnr, *[np.zeros((12, 12), np.int64)] * 2, "uint8 .* or floating .* got int64"),
         (ssim, *[np.zeros((8, 40))] * 2, r"at least 11 x 11 pixels, got \[8, 40\]"),
         (ms_ssim, *[np.zeros((175, 300))] * 2, r"at least 176 x 176 pixels, got \[175, 300\]"),
-        (ssim, *[np.zeros((2, 16, 16, 3))] * 2, r"single images .* got shape \[2, 16, 16, 3\]"),
+        (ssim, *[np.zeros((2, 16, 16, 3))] * 2, r"single images .* got \[2, 16, 16, 3\]"),
         (psnr, *[np.zeros((0, 4))] * 2, r"must hold values, got shape \[0, 4\]"),
     ],
 )

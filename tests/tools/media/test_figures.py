@@ -79,10 +79,7 @@ def report_of(steps: int, layers: int, errors: list[float | None]) -> RunReport:
 
 @pytest.mark.parametrize(("layers", "errors"), [(1, [None]), (30, [None, 0.1, 0.0])], ids=["unmeasured", "measured"])
 def test_every_run_can_be_drawn(tmp_path, layers, errors):
-    """Runs without a checked step, with an exact one, with one layer or many all give figures with content.
-
-    With a probe there is a second line.
-    """
+    """Any run gives a figure: without a checked step, with an exact one, with one layer or many, with a probe."""
     report = report_of(12, layers, errors)
     for draw, name in ((figures.timeline_figure, "timeline.png"), (figures.density_figure, "density.png")):
         draw(report, tmp_path / name)

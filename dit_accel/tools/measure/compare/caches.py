@@ -32,6 +32,7 @@ _TAYLOR_SETTINGS += [(8, 1, 3), (8, 1, 6)]
 _MAG_SETTINGS = [(0.02, 1, 0.2), (0.06, 2, 0.2), (0.06, 3, 0.2), (0.12, 4, 0.2), (0.12, 4, 0.1), (0.24, 6, 0.1)]
 _MAG_SETTINGS += [(0.5, 5, 0.2), (0.5, 8, 0.1), (2.0, 4, 0.1), (2.0, 6, 0.1)]
 _SEA_SETTINGS = [(0.05, 1), (0.1, 1), (0.1, 2), (0.15, 2), (0.25, 2), (0.25, 3), (0.4, 4), (0.6, 5), (1.0, 6), (2.0, 8)]
+_THRESHOLDS = [(threshold,) for threshold in (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5)]
 # Warm-up and interval of attention caches.
 _INTERVALS = [(3, 2), (3, 3), (3, 4), (3, 6), (3, 10), (8, 4)]
 
@@ -65,14 +66,9 @@ def _cache(
 
 def _taylorseer(variant: str, label: str, settings: Sequence[tuple[int, int, int]], **parts: Any) -> Peer:
     def arguments(subject: Subject, warmup: int, order: int, interval: int) -> dict[str, Any]:
-        return {
-            "cache_interval": interval,
-            "disable_cache_before_step": warmup,
-            "disable_cache_after_step": subject.steps - 1,
-            "max_order": order,
-            "taylor_factors_dtype": next(iter(denoisers(subject.pipe).values())).dtype,
-            **parts,
-        }
+        steps = {"disable_cache_before_step": warmup, "disable_cache_after_step": subject.steps - 1}
+        dtype = next(iter(denoisers(subject.pipe).values())).dtype
+        return {"cache_interval": interval, "max_order": order, "taylor_factors_dtype": dtype, **steps, **parts}
 
     name = f"TaylorSeer {label} W={{0}} N={{2}} D={{1}}"
     return _cache("TaylorSeerCache", name, settings, arguments, series=f"TaylorSeer{variant} (diffusers)")
@@ -165,10 +161,7 @@ def _with_steps(subject: Subject) -> Iterator[None]:
 
 
 def _state_by_branch(subject: Subject) -> AbstractContextManager[None]:
-    """Within the block, give each branch of guidance its own state for every hook with ``hook.state``.
-
-    These hooks expect both branches in one batch, not one after the other.
-    """
+    """Give each branch of guidance its own state of hooks that expect both branches in one batch, within the block."""
     handles = []
     for transformer in denoisers(subject.pipe).values():
         registries = [HookRegistry.check_if_exists_or_initialize(transformer)]
@@ -196,10 +189,7 @@ CACHES = {
     # Forecasts the transformer's output; no block runs.
     "taylorseer-lite": _taylorseer(" lite", "lite", _TAYLOR_SETTINGS, use_lite_mode=True),
     "first-block-cache": _cache(
-        "FirstBlockCache",
-        "FirstBlockCache {:g}",
-        [(threshold,) for threshold in (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5)],
-        lambda _, threshold: {"threshold": threshold},
+        "FirstBlockCache", "FirstBlockCache {:g}", _THRESHOLDS, lambda _, threshold: {"threshold": threshold}
     ),
     "mag-cache": _cache("MagCache", "MagCache {:g} K={} R={:g}", _MAG_SETTINGS, _mag),
     # Only diffusers' Wan pipeline passes step and sigma; for others they are added to the cache context here.

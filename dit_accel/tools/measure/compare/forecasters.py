@@ -91,10 +91,8 @@ def hicache(records: Sequence[Record], step: int, order: int, scale: float) -> t
     known = [record for record in records if record.computed]
     rows = differences([record.step for record in known], order)
     distance = scale * (step - known[-1].step)
-    basis = [
-        np.polynomial.hermite.hermval(distance, unit) * scale**n / math.factorial(n)
-        for n, unit in enumerate(np.eye(len(rows)))
-    ]
+    values = (np.polynomial.hermite.hermval(distance, unit) for unit in np.eye(len(rows)))
+    basis = [value * scale**n / math.factorial(n) for n, value in enumerate(values)]
     return weighted(known, np.array(basis) @ rows)
 
 
@@ -226,9 +224,7 @@ def _plan_spectrum(subject: Subject, interval: int, growth: float, blend: float)
     return Plan(widening(interval, growth, subject.steps), partial(spectrum, steps=subject.steps, blend=blend))
 
 
-def _plan_interval(
-    subject: Subject, warmup: int, interval: int, *values: float, forecast: Callable[..., torch.Tensor]
-) -> Plan:
+def _plan_interval(subject: Subject, warmup: int, interval: int, *values: float, forecast: Callable[..., Any]) -> Plan:
     return Plan(every(interval, warmup, subject.steps), lambda records, step: forecast(records, step, *values))
 
 

@@ -27,8 +27,7 @@ Costs = dict[tuple[int, int], tuple[float, np.ndarray]]
 def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
     """Return weights ``[window]`` of the latest velocities in the mean velocity.
 
-    ``falls`` are the changes of sigma in the window's steps, and in the steps that the mean velocity replaces until the
-    next computed step; the window's last step belongs to both.
+    ``falls`` are the changes of sigma in the window's steps, and from its last step to the next computed step.
     """
     inside = falls[:window]
     weights = inside / inside.sum()

@@ -60,10 +60,7 @@ class Peer:
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:
-    """Make methods from presets, and from a sweep of the ``target_error`` of closed-loop preset ``target_of``.
-
-    A preset that does not fit the pipeline is an UnsupportedError.
-    """
+    """Make methods from presets, which must fit the pipeline, and from a sweep of the target of ``target_of``."""
     loaded = [preset_for(pipe, preset) for preset in presets]
     methods = [of_preset(_series(preset), preset.name, preset) for preset in loaded]
     if target_of is not None:

@@ -107,17 +107,12 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
     order = _series(rows)
     lines = []
     for row in sorted(measured(rows), key=lambda row: (order.index(row["series"]), row["computed_fraction"])):
-        cells = [
-            row["series"],
-            row["name"],
-            f"{row['computed_fraction']:.3f}",
-            _number(row["seconds"], 2),
-            "–" if row["seconds"] is None else str(speedup_of(row)),
-            _number(row.get("psnr_db"), 1),
-            _number(min(row.get("psnr_db_each", ()), default=None), 1),
-            _number(row.get("ssim"), 4),
-        ]
-        lines.append(cells + [_number(row.get(key), digits) for key, (_, digits) in further.items()])
+        cells = [row["series"], row["name"], f"{row['computed_fraction']:.3f}", _number(row["seconds"], 2)]
+        cells.append("–" if row["seconds"] is None else str(speedup_of(row)))
+        worst = min(row.get("psnr_db_each", ()), default=None)
+        values = [(row.get("psnr_db"), 1), (worst, 1), (row.get("ssim"), 4)]
+        values += [(row.get(key), digits) for key, (_, digits) in further.items()]
+        lines.append(cells + [_number(*value) for value in values])
     return head, lines
 
 
@@ -130,11 +125,9 @@ def remarks(document: dict[str, Any]) -> list[str]:
     if reloaded:
         found.append(f"Pipeline reloaded, because plain runs had changed, after {reloaded}.")
     # Spread of a row's speed-ups beyond the spread of work between prompts.
-    apart = {
-        row["name"]: (1 + speedup_of(row).width) / (1 + Spread.of(row["computed_fraction_each"]).width) - 1
-        for row in rows
-        if "seconds_each" in row
-    }
+    timed = [row for row in rows if "seconds_each" in row]
+    widths = ((speedup_of(row).width, Spread.of(row["computed_fraction_each"]).width) for row in timed)
+    apart = {row["name"]: (1 + time) / (1 + work) - 1 for row, (time, work) in zip(timed, widths, strict=True)}
     shaken = {name: width for name, width in apart.items() if width > DISTURBED}
     if shaken:
         names = ", ".join(shaken) if len(shaken) <= 5 else f"{len(shaken)} of {len(apart)} settings"

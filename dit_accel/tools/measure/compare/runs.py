@@ -44,11 +44,8 @@ class _Trace:
     distance: float = 0.0  # largest difference of plain steps
 
     def times(self) -> dict[str, Any]:
-        return {
-            "seconds": statistics.median(self.seconds),
-            "seconds_each": self.seconds,
-            "plain_seconds_each": self.plain_seconds,
-        }
+        lists = {"seconds_each": self.seconds, "plain_seconds_each": self.plain_seconds}
+        return {"seconds": statistics.median(self.seconds), **lists}
 
 
 class Bench:
@@ -81,10 +78,8 @@ class Bench:
         self.device = pipe._execution_device  # with offload its weights wait elsewhere
         parameters = inspect.signature(pipe.__call__).parameters
         if not denoisers(pipe) or "callback_on_step_end" not in parameters:
-            raise UnsupportedError(
-                f"{type(pipe).__name__} can't be compared: its call must take callback_on_step_end, and it "
-                "must have a transformer"
-            )
+            needs = "its call must take callback_on_step_end, and it must have a transformer"
+            raise UnsupportedError(f"{type(pipe).__name__} can't be compared: {needs}")
         steps = arguments.get("num_inference_steps") or parameters["num_inference_steps"].default
         self._arguments = {**arguments, "num_inference_steps": steps}
         self._warm: set[str] = set()
@@ -135,11 +130,10 @@ class Bench:
         """Measure a method; return its metrics as means over prompts, or ``error`` if it fails.
 
         Further keys: ``psnr_db_each``, ``computed_fraction_each`` and ``call_seconds_each`` (whole calls) by prompt;
-        ``peak_gib`` of a GPU's memory; ``fraction_from`` (``leaves``, or the
-        ``report`` of our own kernels); ``left_behind`` (attributes that the method left on the transformers, removed
-        here); ``reloaded`` (whether the pipeline was reloaded to restore plain runs). ``seconds`` is the median time,
-        ``seconds_each`` holds every timed run, and ``plain_seconds_each`` the time of a plain run, estimated from its
-        first steps after each of these runs.
+        ``peak_gib`` of a GPU's memory; ``fraction_from`` (``leaves``, or the ``report`` of our own kernels);
+        ``left_behind`` (attributes that the method left on the transformers, removed here); ``reloaded`` (True if the
+        pipeline was reloaded to restore plain runs). ``seconds`` is the median of ``seconds_each``, and
+        ``plain_seconds_each`` the time of a plain run, estimated from its first steps after each of these runs.
         """
         row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
         trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))

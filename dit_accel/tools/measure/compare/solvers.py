@@ -37,12 +37,10 @@ class _FlowSchedule:
         return 1 - sigma, sigma
 
 
-class _DPM(_FlowSchedule, diffusers.DPMSolverMultistepScheduler):
-    pass
+class _DPM(_FlowSchedule, diffusers.DPMSolverMultistepScheduler): ...
 
 
-class _UniPC(_FlowSchedule, diffusers.UniPCMultistepScheduler):
-    pass
+class _UniPC(_FlowSchedule, diffusers.UniPCMultistepScheduler): ...
 
 
 SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}

@@ -31,17 +31,10 @@ class WorkCounter:
 
     def move_to(self, transformers: Mapping[str, nn.Module]) -> None:
         """Switch to other transformers of the same structure; the calibration is kept."""
-        self._blocks = {
-            f"{name}.{path}": block
-            for name, transformer in transformers.items()
-            for path, block in _blocks(transformer).items()
-        }
-        self._leaves = {
-            f"{name}.{path}": leaf
-            for name, block in self._blocks.items()
-            for path, leaf in block.named_modules()
-            if isinstance(leaf, LEAVES)
-        }
+        named = ((name, _blocks(transformer)) for name, transformer in transformers.items())
+        self._blocks = {f"{name}.{path}": block for name, blocks in named for path, block in blocks.items()}
+        modules = ((name, *item) for name, block in self._blocks.items() for item in block.named_modules())
+        self._leaves = {f"{name}.{path}": leaf for name, path, leaf in modules if isinstance(leaf, LEAVES)}
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

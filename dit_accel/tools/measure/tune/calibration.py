@@ -117,10 +117,7 @@ def measure(recorder: Recorder, preset: Preset, device: torch.device) -> Iterato
 
 
 def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | None]:
-    """Choose each block's sparsest candidate under l1 and, with pv_threshold, under ``l2 = ratio · l1``.
-
-    None if the candidate gains less than its masks cost.
-    """
+    """Choose each block's sparsest candidate under l1 and l2 = ratio · l1; None if it gains less than masks cost."""
     chosen: dict[str, Candidate | None] = {}
     for block, candidates in curves.items():
         best = _sparsest([item for item in candidates if not item.skips_values], bound)
@@ -195,13 +192,8 @@ class _Measured:
             if preset.forecast.level == "head":  # where thresholds grow over the run
                 section = policy.ramped(changed, sample.progress**preset.reuse.ramp)
             tiles = plan(q, k, section, layout=site.layout, kv_len=site.kv_len)
-            output = attention(
-                *(q, k, v, tiles),
-                kv_len=site.kv_len,
-                pv_threshold=policy.options(changed).get("pv_threshold"),
-                qk_dtype=preset.kernels.qk_dtype,
-                backend=preset.kernels.attention,
-            )
+            options = {"pv_threshold": policy.options(changed).get("pv_threshold"), "qk_dtype": preset.kernels.qk_dtype}
+            output = attention(q, k, v, tiles, kv_len=site.kv_len, backend=preset.kernels.attention, **options)
             projection = None if self._projection is None else self._projection.to(q)
             policy.add(output, (q, k, v), tiles, changed, projection, kv_len=site.kv_len)
             errors.append(((output.float() - dense).abs().sum() / dense.abs().sum()).item())

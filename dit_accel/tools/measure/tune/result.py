@@ -61,10 +61,9 @@ class Target:
         """Raise a TuningError if there are too few prompts to say what an unseen one reaches."""
         least = 1 if self.coverage is None else math.ceil(round(self.coverage / (1 - self.coverage), 9))
         if min(tuning, held_out) < least:
-            raise TuningError(
-                f"coverage={self.coverage:g} needs {least} prompts for tuning and {least} held out, got {tuning} and "
-                f"{held_out}: list more prompts, and raise tuning_prompts and held_out_prompts"
-            )
+            needs = f"{least} prompts for tuning and {least} held out, got {tuning} and {held_out}"
+            fix = "list more prompts, and raise tuning_prompts and held_out_prompts"
+            raise TuningError(f"coverage={self.coverage:g} needs {needs}: {fix}")
 
     def level(self, figures: Sequence[Figures]) -> float:
         """Return the mean, or the bound that an unseen prompt reaches with probability ``coverage``."""

@@ -85,10 +85,7 @@ class MeasuredRuns:
     _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
     def plain(self, index: int, tap: AbstractContextManager | None = None) -> dict[str, torch.Tensor]:
-        """Return ``latents`` (float32) and ``frames`` (uint8 ``[frames, 3, height, width]``) of the plain run.
-
-        With a tap, a context of the run, the run is always repeated.
-        """
+        """Return ``latents`` and uint8 ``frames`` ``[frames, 3, height, width]`` of the plain run; a tap repeats it."""
         name = f"plain-{index:02d}"
         known = None if tap else self._plain.get(index) or self.store.get_tensors(name)
         if known is None:
@@ -109,12 +106,10 @@ class MeasuredRuns:
         with accelerated(self.pipe, preset):
             fast = self._call(index)
             report, symbols = self.pipe.dit_accel.report(), self.pipe.dit_accel.symbols()
-        return {
-            "psnr": min(psnr(fast["frames"], plain["frames"]), IDENTICAL),
-            "latent_error": latent_error(fast["latents"], plain["latents"]),
-            "computed_fraction": report.computed_fraction,
-            "tile_sparsity": sum(left_out(lower(plan)) for plan in symbols.values()) / len(report.layers),
-        }
+        sparsity = sum(left_out(lower(plan)) for plan in symbols.values()) / len(report.layers)
+        found = {"computed_fraction": report.computed_fraction, "tile_sparsity": sparsity}
+        error = latent_error(fast["latents"], plain["latents"])
+        return {"psnr": min(psnr(fast["frames"], plain["frames"]), IDENTICAL), "latent_error": error, **found}
 
     def _call(self, index: int) -> dict[str, torch.Tensor]:
         self.begin()

@@ -227,14 +227,10 @@ class _Tuner:
         """Return facts for the header of the preset; ``shape`` is ``[frames, 3, height, width]``."""
         origin = describe_run(self.pipe._execution_device)
         frames, _, height, width = shape
-        return {
-            "pipeline": self._name,
-            "size": f"{width} x {height} pixels" + (f", {frames} frames" if frames > 1 else ""),
-            "steps": str(self.arguments["num_inference_steps"]),
-            "first seed": str(self.seed),
-            "dtype": self._dtype,
-            **{key: origin[key] for key in ("device", "torch")},
-        }
+        size = f"{width} x {height} pixels" + (f", {frames} frames" if frames > 1 else "")
+        call = {"steps": str(self.arguments["num_inference_steps"]), "first seed": str(self.seed)}
+        versions = {"device": origin["device"], "torch": origin["torch"]}
+        return {"pipeline": self._name, "size": size, **call, "dtype": self._dtype, **versions}
 
     @property
     def _name(self) -> str:
@@ -246,19 +242,11 @@ class _Tuner:
         return str(next(iter(denoisers(self.pipe).values())).dtype).removeprefix("torch.")
 
     def _request(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            "pipeline": self._name,
-            "model": str(self.pipe.name_or_path),
-            "preset": self.preset.model_dump(mode="json"),
-            "target": str(self.target),
-            "arguments": json.loads(json.dumps(self.arguments, default=_digest)),
-            "prompts": self.tuning,
-            "held-out prompts": self.held_out,
-            "seed": self.seed,
-            "dtype": self._dtype,
-            "device": torch.device(self.pipe._execution_device).type,
-        }
+        request = {"version": __version__, "pipeline": self._name, "model": str(self.pipe.name_or_path)}
+        request |= {"preset": self.preset.model_dump(mode="json"), "target": str(self.target)}
+        request["arguments"] = json.loads(json.dumps(self.arguments, default=_digest))
+        request |= {"prompts": self.tuning, "held-out prompts": self.held_out, "seed": self.seed}
+        return request | {"dtype": self._dtype, "device": torch.device(self.pipe._execution_device).type}
 
 
 @dataclass

@@ -88,7 +88,6 @@ def test_times_are_shown_with_their_spread_and_disturbed_ones_are_named():
     lines = table({**DOCUMENT, "results": steady}).splitlines()
     assert "| dit-accel | steady | 0.250 | 0.50 | 4.00× (4.00 to 4.44) | 38.0 | 37.0 | 0.9900 |" in lines
     assert not any("disturbed" in line for line in lines)
-    (remark,) = (
-        note for note in remarks({**DOCUMENT, "results": [*steady, SHAKEN, PLAIN_SHAKEN]}) if "disturb" in note
-    )
+    notes = remarks({**DOCUMENT, "results": [*steady, SHAKEN, PLAIN_SHAKEN]})
+    (remark,) = (note for note in notes if "disturb" in note)
     assert remark.startswith("Times of shaken, plain shaken were disturbed") and "up to 100%" in remark

@@ -10,10 +10,7 @@ from tests.tiny import tiny_output
 
 
 def test_everything_that_was_put_on_comes_off(pipe):
-    """New and changed attributes of modules, of classes and of the pipeline; removed ones come back.
-
-    A plain run leaves nothing.
-    """
+    """Changed attributes of modules, classes and the pipeline come back, new ones go. A plain run leaves nothing."""
     pipe.transformer.mark = "here"
     tiny_output(pipe, "flux", steps=2)
     snapshot = Snapshot(pipe)

@@ -43,10 +43,7 @@ def test_a_preset_that_was_edited_is_measured_again(tmp_path):
 
 
 def test_shards_are_put_together_in_order(tmp_path):
-    """Rows stand in the order asked for, whichever file they came from, and the document can be published.
-
-    The file of another comparison is refused.
-    """
+    """Rows stand in the order asked for, and the document can be published; another comparison's file is refused."""
     for name in "ba":
         shard = Sweep(tmp_path / name, SETTINGS)
         shard.document["plain"] = {"repeats": True, "lpips": None}

@@ -55,10 +55,7 @@ def test_blocks_are_counted_with_their_attentions_and_nothing_else():
 
 
 def test_a_leaf_keeps_a_forward_of_its_own():
-    """For example under layerwise casting or offload, with hooks on single layers.
-
-    A cache that replaces a leaf's forward without calling it skips its work.
-    """
+    """As under layerwise casting or offload; a cache that replaces a leaf's forward and does not call it skips work."""
     model, x = Transformer(), torch.ones(1, 5, 3)
     model.blocks[0].out.forward = replaced = model.blocks[0].out.forward
     counter = WorkCounter({"transformer": model})

@@ -38,10 +38,7 @@ def raster() -> Recorder:
 
 
 def test_samples_are_spread_over_the_run(raster):
-    """Every block is recorded as often, at steps behind the warm-up that differ, and for one branch of two.
-
-    A layer of policy none stays so, and takes no memory.
-    """
+    """Every block is recorded as often, at later steps that differ, for one branch of two; policy none takes none."""
     assert list(raster.samples) == ["transformer.blocks.0", "transformer.blocks.1"]
     for samples in raster.samples.values():
         assert sorted(sample.site.step for sample in samples) == [2, 3, 4, 5]
@@ -116,9 +113,8 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
     samples = []
     for scale in (3.0, 1.0):
         q, k, v = (torch.randn(1, 300, 1, 32, generator=generator) for _ in range(3))
-        samples.append(
-            (q + scale * torch.randn(1, 5, 1, 32, generator=generator).repeat_interleave(64, 1)[:, :300], k, v)
-        )
+        shift = torch.randn(1, 5, 1, 32, generator=generator).repeat_interleave(64, 1)[:, :300]
+        samples.append((q + scale * shift, k, v))
     recorder = recorder_of(*(sample_of(*tensors, layout) for tensors in samples))
     candidates = dict(measure(recorder, preset(), torch.device("cpu")))["blocks.0"]
     assert len(candidates) > 5
@@ -136,9 +132,8 @@ def test_at_level_head_thresholds_are_those_of_the_step():
     q = q + 6 * torch.randn(1, 4, 1, 16, generator=generator).repeat_interleave(64, 1)
     recorder = recorder_of(sample_of(q, k, v, TokenLayout(0, 256, 64), progress=0.5))
     head = preset(skip={"policy": "sparge"}, **{"forecast.level": "head", "reuse.ramp": 2.0})
-    ramped, plain = (
-        dict(measure(recorder, settings, torch.device("cpu")))["blocks.0"] for settings in (head, preset())
-    )
+    cpu = torch.device("cpu")
+    ramped, plain = (dict(measure(recorder, settings, cpu))["blocks.0"] for settings in (head, preset()))
     errors, ramped_errors = ({item.changes["tau_kv"]: item.error for item in items} for items in (plain, ramped))
     assert ramped_errors[0.2] == errors[0.05] < errors[0.2]
 

@@ -138,10 +138,7 @@ def test_level_head_tunes_rows_and_intervals():
 
 @pytest.mark.parametrize("base", ["name", "path", "object"])
 def test_the_file_is_a_preset_on_its_base(tmp_path, monkeypatch, base):
-    """It loads as the tuned preset, wherever its base is, and its header has the figures and no date.
-
-    A plain keyword of the caller's is a key of its section in the file.
-    """
+    """It loads as the tuned preset, wherever its base is; plain keywords are keys of their sections."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets" / "own.yaml").write_text("base: balanced\nforecast: {order: 2}\n")
@@ -290,10 +287,7 @@ def test_what_nine_of_ten_prompts_reach_becomes_the_calibration():
 
 
 def test_a_tuning_starts_from_the_target_error_of_a_target_psnr(tmp_path):
-    """The result has a target error of its own instead, also after its file was read.
-
-    The pipeline keeps the preset that it had before.
-    """
+    """The result has its own target error, also as read from its file; the pipeline keeps the preset that it had."""
     base = tmp_path / "base.yaml"
     base.write_text("base: balanced\nschedule: {target_psnr: 30, calibration: [[0.3, 30.0]], warmup: 2}\n")
     settings = {"prompts": PROMPTS, "arguments": arguments("flux"), "evaluations": 1, "target_psnr": 30}
