@@ -151,7 +151,7 @@ class StepGraphs:
         with self._lock:
             key, kept = None, self._why_not(call, leaves)
             if kept is None:
-                kept = self._kept.get(self._key(call, leaves, structure), NEW)
+                kept = self._kept.get(key := self._key(call, leaves, structure), NEW)
             if kept is NEW:
                 self._make_room(key)
                 self._kept[key] = None
