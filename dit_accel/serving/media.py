@@ -177,8 +177,7 @@ def sampling_rate(pipe: Any) -> int | None:
 
 def _makes_sound_alone(pipe: Any) -> bool:
     call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
-    is_audio = call is not None and "AudioPipelineOutput" in call.co_names
-    return is_audio or getattr(pipe, "makes_sound_alone", False)
+    return (call is not None and "AudioPipelineOutput" in call.co_names) or getattr(pipe, "makes_sound_alone", False)
 
 
 def size_note(asked: Mapping[str, Any], result: Any) -> str | None:

@@ -39,6 +39,9 @@ class RecordedGraph(CudaGraph):
     trial = CaptureTrial(None, lambda: 0.9, lambda: 1.0, peak=GIB)  # result of every watched call
     free = 100 * GIB
 
+    def __init_subclass__(cls):
+        cls.captures = cls.replays = cls.parts = 0
+
     def __init__(self, device, pool):
         super().__init__(device, pool)
         self.recorders = []

@@ -168,14 +168,16 @@ def test_a_layer_that_runs_unchanged_gets_its_weight_back(monkeypatch):
 
 @pytest.mark.parametrize(("name", "modulation"), [("flux", "norm"), ("qwen-image", "_mod.")])
 def test_modulations_run_in_8_bits_where_weights_wait_on_the_host(monkeypatch, name, modulation):
-    """They have one token per prompt."""
+    """They have one token per prompt. They are int8 beside layers in float8."""
     monkeypatch.setattr(quantized_linears, "LEAST_ROWS", LEAST_ROWS)
-    pipe = on_host(tiny_pipeline(name))
+    pipe = on_host(tiny_pipeline(name), **{"linear.dtype": "float8"})
     result(pipe, name)
     linears = linears_of(pipe)
     modulations = {layer for item, layer in block_linears(pipe.transformer) if modulation in item}
     in_8_bits = {layer for layers in linears._weights for layer in layers if layer in linears.on_host}
     assert modulations and modulations <= in_8_bits
+    dtypes = {layer: item.values.dtype for layers, item in linears._weights.items() for layer in layers}
+    assert {layer for layer, dtype in dtypes.items() if dtype == torch.int8} == modulations
 
 
 @pytest.mark.parametrize("later", [[], ["balanced"]], ids=["one-preset", "a-second-preset"])

@@ -169,8 +169,7 @@ def values_as_matrix(v, plan, kv_len, quantized, zero_fills) -> ValueMatrix:
     if kv_len is None and aligned and one_matrix and (tokens == padded or (batch == 1 and zero_fills)):
         return ValueMatrix(v, [batch * tokens, kv_heads * head_dim], [of_token, 1], (tokens, 0, head_dim))
     rows = batch * kv_heads * padded
-    first = (kv_heads * padded, padded, 0)
-    return ValueMatrix(copy_values(v, plan, kv_len), [rows, head_dim], [head_dim, 1], first)
+    return ValueMatrix(copy_values(v, plan, kv_len), [rows, head_dim], [head_dim, 1], (kv_heads * padded, padded, 0))
 
 
 def attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:

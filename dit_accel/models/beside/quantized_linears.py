@@ -40,7 +40,7 @@ CROWDED = "linear layers unchanged: with copies of torchao's weights less than a
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
 MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
 SLOW_INT8 = {(10, 3)}  # B300, whose int8 products are slower than those of bf16
-MODULATION = re.compile("norm|adaln|modulation", re.IGNORECASE)  # in the name of a layer
+MODULATION = re.compile(r"norm|adaln|modulation|_mod\b", re.IGNORECASE)  # in the name of a layer
 LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 
@@ -63,7 +63,8 @@ def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def roundable(transformer: nn.Module, section: Linear, *, modulations: bool = False) -> dict[str, nn.Linear]:
     """Return the layers, by name, that a preset's section runs in 8 bits, or modulations.
 
-    Modulations have one token per prompt or timestep, so 8 bits save memory alone, where weights wait on the host.
+    Modulations have one token per prompt or timestep, so 8 bits save memory alone, where weights wait on the host. They
+    are int8 there: float8 costs 4 dB on demo-flux.
 
     Raises:
         UnsupportedError: a pattern of excluded layers matches none.
@@ -107,7 +108,8 @@ class QuantizedLinears:
                 f"{type(transformer).__name__} is excluded or offloaded"
             )
         self._place = section.weights
-        self.all_layers = [*self.layers.values(), *roundable(transformer, section, modulations=True).values()]
+        modulations = roundable(transformer, section, modulations=True).values()
+        self._modulations, self.all_layers = {*modulations}, [*self.layers.values(), *modulations]
         self._bytes = sum(layer.weight.nbytes for layer in self.all_layers)
         self._transformer = transformer
         if self._place == "host" and not self._can_wait():
@@ -312,15 +314,19 @@ class QuantizedLinears:
             if not is_capturing():
                 self._weights[layers] = weights
                 self._states[layers] = state_of(layers, copied=True)
-        rows = quantize_rows(x, *hidden, dtype=self.dtype) if hidden else self._rows_of(x)
+        dtype = self._dtype_of(layers[0])
+        rows = quantize_rows(x, *hidden, dtype=dtype) if hidden or dtype != self.dtype else self._rows_of(x)
         if tokens is not None:
             rows = tuple(item[:, tokens].contiguous() for item in rows)
         return multiply_rows(*rows, *hold(weights), x.dtype)
 
+    def _dtype_of(self, layer: nn.Linear) -> str:
+        return "int8" if layer in self._modulations else self.dtype
+
     def _round(self, layer: nn.Linear, device: torch.device) -> Rounded:
-        require_capability(self.dtype, device)
+        require_capability(dtype := self._dtype_of(layer), device)
         bias = None if layer.bias is None else layer.bias.clone()
-        return Rounded(*quantize_rows(plain_weight(layer.weight).to(device), dtype=self.dtype), bias)
+        return Rounded(*quantize_rows(plain_weight(layer.weight).to(device), dtype=dtype), bias)
 
     def _part(self, layer: nn.Linear) -> Rounded | None:
         """Return a layer's rounded weights, if they exist; they may be rows of weights that are used together."""

@@ -63,8 +63,7 @@ class WanBlockHook(BlockHook):
         gate, mlp_gate = _modulation(block, inputs.temb, (2, 5))
         attended, mlp = self.recall("attention and mlp")
         (crossed,) = self.recall("cross-attention")
-        x = add_gated(add_gated(inputs.hidden_states, attended, gate), crossed, None)
-        return add_gated(x, mlp, mlp_gate)
+        return add_gated(add_gated(add_gated(inputs.hidden_states, attended, gate), crossed, None), mlp, mlp_gate)
 
     def add_and_normalise(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, norm: nn.Module) -> Any:
         """Return ``x + update * gate`` and its norm, whose weight and bias are a modulation, or which is no norm."""

@@ -178,8 +178,7 @@ class EditRequest(ImageRequest):
 
 def _number(value: Any) -> Any:
     """Return the number that a text such as "4" or "2.5" stands for; OpenAI's client sends seconds as text."""
-    is_decimal = isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", value)
-    return float(value) if is_decimal else value
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", value) else value
 
 
 class VideoRequest(PromptRequest):
