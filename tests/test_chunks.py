@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from dit_accel import accelerated
+from dit_accel import accelerate_pipeline, accelerated
 from dit_accel.loop import budget
 from dit_accel.loop.budget import Deadline
 from tests.models.test_key_value_caches import built as smooth
 from tests.models.tiny import built, outputs, videos
 from tests.rounding import distance
+from tests.tiny import tiny_output, tiny_pipeline
 
 FIVE_CHUNKS = {"num_frames": 15, "height": 48, "width": 48, "num_inference_steps": 12}
 CHUNKS = {
@@ -70,3 +71,12 @@ def test_a_call_knows_the_number_of_chunks_of_the_call_before():
             outputs(pipe, arguments, **FIVE_CHUNKS)
             parts = pipe.dit_accel._runs.of(pipe).parts
             assert (parts.previous_runs, parts.runs) == (known, 5)
+
+
+def test_a_call_whose_beginning_is_not_seen_has_no_earlier_runs():
+    """Users replace ``check_inputs``, whose call marks the beginning; the deadline of the call before has passed."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "balanced", max_seconds=1e3)
+    for _ in range(2):
+        tiny_output(pipe, "flux", steps=8)
+        assert pipe.dit_accel.report().earlier is None
+        pipe.check_inputs = lambda *_, **__: None

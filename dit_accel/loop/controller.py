@@ -267,7 +267,7 @@ class Controller:
     def _begin_run(self) -> None:
         """Begin a run, with its own report; a call may have one for each chunk, segment or stage of a video."""
         parts, latest = self.parts, self._tick
-        if not parts.begun or not parts.runs or latest is None:
+        if parts.started is None or not parts.runs or latest is None:
             parts.runs, self._earlier, self._whole = 1, [], None
         elif latest.is_last:
             parts.runs, self._earlier = parts.runs + 1, self._earlier + [step.mode for step in self.report.steps]

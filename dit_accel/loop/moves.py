@@ -123,8 +123,7 @@ def _course(
 ) -> tuple[list[torch.Tensor], list[tuple[float, float]]]:
     """Return the latents before each step and after the last, and the noise that each step but the last adds.
 
-    The second copy of the scheduler, if any, gets zeros, and its latents are subtracted. An error in the first step is
-    raised; a later one ends the course.
+    The second copy of the scheduler, if any, gets zeros, to be subtracted. Only an error in the first step is raised.
     """
     course = [latents]
     added: list[tuple[float, float]] = []

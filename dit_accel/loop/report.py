@@ -94,8 +94,7 @@ class RunReport:
         replayed: transformer calls that ran as CUDA graphs.
         encoding: how many calls of encoders were saved by kept outputs; None = there was none.
         decoding: how the call's latents were decoded; None = they were not.
-        not_captured: why some calls were not captured, with ``kernels.graphs: auto`` on a GPU; None = only first calls
-            were not, or graphs are not asked for.
+        not_captured: why some calls were not captured, if graphs are ``auto`` on a GPU; None = only first ones, or off.
         notes: remarks on the run as a whole.
     """
 

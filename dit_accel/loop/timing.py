@@ -61,7 +61,7 @@ class CallParts:
         remarks: what they said about the parts of the latest run.
         at_beginning: called when a call begins.
         runs: denoising runs that the latest call has begun: one for each chunk, segment or stage of some videos.
-        started: time at which the latest call began, of ``time.perf_counter``; None = no beginning is known.
+        started: time at which the call in progress began, of ``time.perf_counter``; None = no beginning is known.
         previous: seconds by part of the call before, if ``keeps_previous``, whose reading may wait for the GPU.
         previous_runs: its number of runs.
         notice: begins a call if a part is the first of one; for a pipeline whose calls have no watched beginning.
@@ -131,7 +131,7 @@ class CallParts:
     def end(self) -> None:
         """End the call."""
         if self._stop is not None:
-            self._whole, self._stop = self._stop(), None
+            self._whole, self._stop, self.started = self._stop(), None, None
 
     def take_previous(self, earlier: CallParts) -> None:
         """Take the seconds of the last call that an earlier preset's object has measured, unless that call failed."""
@@ -142,8 +142,7 @@ class CallParts:
         """Return when the present call began, and how many seconds the previous one took after its transformers."""
         names = list(self.previous)
         last = max((names.index(name) for name in transformers if name in names), default=len(names))
-        started = self.started if self._stop is not None else None
-        return started or time.perf_counter(), sum(self.previous[name] for name in names[last + 1 :])
+        return self.started or time.perf_counter(), sum(self.previous[name] for name in names[last + 1 :])
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by part, in the order of the call, and ``rest`` after its end. Waits for the GPU."""
