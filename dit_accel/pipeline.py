@@ -235,8 +235,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     Args:
         pipe: a diffusers pipeline with a transformer.
         preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. For a pipeline
-            that makes videos, `quality`, `balanced` and `turbo` mean `video-quality`, `video-balanced` and
-            `video-turbo`.
+            that makes videos, `quality`, `balanced` and `turbo` are `video-quality` and so on.
         overrides: preset keys to change, e.g. ``target_error=0.1``, ``schedule={"warmup": 3}`` or
             ``**{"skip.policy": "none"}``; see :func:`~dit_accel.models.presets.load_preset`.
 

@@ -89,6 +89,7 @@ class FusedDecode:
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a compared call
         self._too_large: dict[tuple, int] = {}  # number of the first decode whose comparison had no memory, by form
         self._current = threading.local()
+        self._tiling = threading.Lock()  # of threads that turn the autoencoder's tiling on and off again
         self._stand_ins = [StandIn(autoencoder, f"_{self.method}", self._whole)]
         self._stand_ins.append(StandIn(getattr(autoencoder, self.part), "forward", self._forward))
         if hasattr(self._page, "decode_clip"):
@@ -107,29 +108,22 @@ class FusedDecode:
             for stand_in in self._stand_ins:
                 stand_in.leave()
 
-    def _whole(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a decode of the autoencoder, which may call its decoder several times."""
+    def _whole(self, original: Callable, module: nn.Module, args: tuple, kwargs: dict, *, tiled: bool = False) -> Any:
+        """Run a decode of the autoencoder, which may call its decoder several times: in tiles if memory is short."""
         if not self.holders or self._is_inside():
             return original(*args, **kwargs)
-        ranks, decode = self._ranks(module, args), _Decode(self._backend)
+        ranks, decode, is_short = None if tiled else self._ranks(module, args), _Decode(self._backend), False
         if ranks is not None:
             items = vars(module).items()
             settings = [item for item in items if type(item[1]) in (bool, int, float) and item[0][0] != "_"]  # of tiles
             decode.form = (tuple(args[0].shape), str(args[0].dtype)), tuple(settings), _form(args, kwargs)
             decode.bands = Bands(ranks, self._page.decode, self._page.SHARED_FROM)
-        decode.is_counted = ranks is None and hasattr(self._page, "PEAKS") and self.method == "decode"
+        decode.is_counted = not tiled and ranks is None and hasattr(self._page, "PEAKS") and self.method == "decode"
         try:
             return self._attempt(original, decode, args, kwargs)
-        except _ShortError as error:
-            before, module.use_tiling = module.use_tiling, True
-            try:
-                output = self._attempt(original, _Decode(self._backend), args, kwargs)
-            finally:
-                module.use_tiling = before
-            self.remark = f"{self.remark}, in tiles: {error}"
-            return output
-        except _GivenUp as error:
+        except (_GivenUp, _ShortError) as error:
             given_up: str | None = str(error)
+            is_short = isinstance(error, _ShortError)
         except torch.OutOfMemoryError:
             if decode.bands is not None and decode.bands.is_agreed is not False:  # other ranks wait for this one
                 raise
@@ -138,8 +132,17 @@ class FusedDecode:
             self._has_failed = True
             given_up = None if error.__cause__ is None else f"fused kernels raised {headline(error.__cause__)}"
         del decode  # with converted weights
-        StepGraphs.lend_all()
-        return self._attempt(original, _Decode(self._backend, given_up), args, kwargs)
+        if not is_short:
+            StepGraphs.lend_all()
+            return self._attempt(original, _Decode(self._backend, given_up), args, kwargs)
+        with self._tiling:
+            before, module.use_tiling = module.use_tiling, True
+            try:
+                output = self._whole(original, module, args, kwargs, tiled=True)
+            finally:
+                module.use_tiling = before
+            self.remark = f"{self.remark}, in tiles: {given_up}"
+        return output
 
     def _attempt(self, original: Callable[..., Any], decode: _Decode, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._current.decode = decode

@@ -169,6 +169,29 @@ def test_decoding_takes_the_memory_that_is_left(before, after, compared, fused, 
     assert lend_all.called == (before < 0.57) and not fused.vae.use_tiling
 
 
+@pytest.mark.parametrize("failing", [None, 4], ids=["whole", "a-kernel-fails"])
+def test_tiles_for_want_of_memory_are_all_decoded(failing, monkeypatch):
+    """The decoder's own tiles follow on a kernel that fails; threads turn tiling on and off again one by one."""
+    fused, calls, tiled = Fused(monkeypatch, shape=(2, 4, 8, 28)), [], autoencoder()
+
+    def fails(decode, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("no memory")
+        return decode(*args, **kwargs)
+
+    fused.replace(fails)
+    monkeypatch.setattr(decode, "COUNTED", ("cpu",))
+    monkeypatch.setattr(decode, "read_memory", lambda *_, **options: FreeMemory(0, 0))
+    for vae in (tiled, fused.vae):
+        enable_tiling(vae)
+    expected, fused.vae.use_tiling = decoded(tiled, fused.latents), False
+    with ThreadPoolExecutor(3, initializer=torch.set_grad_enabled, initargs=(False,)) as pool:
+        outputs = [item.result() for item in [pool.submit(fused.decode) for _ in range(1 if failing else 6)]]
+    assert max((output - expected).abs().max() for output in outputs) < ROUNDING and not fused.vae.use_tiling
+    assert ("no memory, in tiles: decoding takes" in fused.remark) == (failing is not None)
+
+
 def test_a_decode_that_begins_anew_has_freed_its_weights(fused):
     """Converted weights are a copy of all weights, and memory is short where a kernel failed for want of it."""
     converted, freed = [], []

@@ -96,8 +96,7 @@ def causal_norm(
     Args:
         x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight: ``[C]``, any float dtype.
-        past: ``[B, C, P, H, W]`` like the result, P up to ``frames``: what lies before, already normalised; missing
-            frames are zeros.
+        past: ``[B, C, P, H, W]`` like the result, P up to ``frames``: earlier, normalised; missing ones are 0.
         frames: number of frames before the first one.
         border: zeros on each side of rows and columns.
         input_bias: ``[C]``, added to x before; None = nothing.

@@ -28,8 +28,7 @@ def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> A
             pipeline calls its transformer with and without the prompt. Needs ``accelerate_pipeline``, any preset.
 
     Raises:
-        UnsupportedError: the number of processes is not ``ulysses * branches``, the model can't share its tokens, or
-            the pipeline is parallel already.
+        UnsupportedError: not ``ulysses * branches`` processes, a model that can't share tokens, or a parallel pipeline.
     """
     transformers = denoisers(pipe)
     _check(transformers, ulysses, branches)
