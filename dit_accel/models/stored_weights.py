@@ -1,6 +1,7 @@
 """Weights as they are stored: by torchao in 8 bits, a value for each value of the weight, and scales; and changes."""
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ def state_of(layers: Iterable[nn.Linear], *, copied: bool = False) -> list[State
 def are_same(known: Iterable[State], now: Iterable[State]) -> bool:
     """Return True if states are equal; waits once for each device and dtype."""
     alike: dict[tuple, list] = {}
-    for before, after in zip(known, now, strict=True):
+    for before, after in zip_longest(known, now, fillvalue=()):  # a bias or parts of a weight are new
         if before[:2] != after[:2]:
             return False
         alike.setdefault((before[2].device, before[2].dtype), []).append((before[2], after[2]))

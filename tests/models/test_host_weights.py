@@ -1,5 +1,6 @@
 """Layers in 8 bits whose original weights wait on the host; a meta device stands for the GPU."""
 
+import re
 import weakref
 from functools import partial
 
@@ -14,7 +15,7 @@ from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.models import transformer
 from dit_accel.models.beside import host_weights, quantized_linears
 from dit_accel.models.beside.host_weights import HostWeight
-from dit_accel.models.beside.quantized_linears import LEAST_ROWS, QuantizedLinears, block_linears
+from dit_accel.models.beside.quantized_linears import LEAST_ROWS, MODULATION, QuantizedLinears, block_linears
 from dit_accel.models.free_memory import FreeMemory
 from dit_accel.models.graphs.limits import why_not_module
 from dit_accel.models.graphs.step_graphs import StepGraphs
@@ -43,7 +44,8 @@ def attributes(pipe):
 def moves(monkeypatch):
     """Layers whose weights were moved, with the device. Data of a parameter can't move to a meta device, or from it."""
     seen, original = [], HostWeight._move
-    monkeypatch.setattr(quantized_linears, "LEAST_ROWS", 1)  # so that modulations run in 8 bits on the device too
+    monkeypatch.setattr(quantized_linears, "LEAST_ROWS", 1)  # so that modulations run in 8 bits on the device too,
+    monkeypatch.setattr(quantized_linears, "MODULATION", re.compile("(?!)"))  # as other layers do
 
     def move(self, device):
         seen.append((self.layer, device))
@@ -170,6 +172,7 @@ def test_a_layer_that_runs_unchanged_gets_its_weight_back(monkeypatch):
 def test_modulations_run_in_8_bits_where_weights_wait_on_the_host(monkeypatch, name, modulation):
     """They have one token per prompt. They are int8 beside layers in float8."""
     monkeypatch.setattr(quantized_linears, "LEAST_ROWS", LEAST_ROWS)
+    monkeypatch.setattr(quantized_linears, "MODULATION", MODULATION)
     pipe = on_host(tiny_pipeline(name), **{"linear.dtype": "float8"})
     result(pipe, name)
     linears = linears_of(pipe)

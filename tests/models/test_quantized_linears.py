@@ -62,6 +62,19 @@ def test_weights_are_rounded_anew_in_each_run():
     assert distance(tiny_output(pipe, "flux", steps=STEPS), before) > 0.01
 
 
+def test_a_layer_that_loses_its_bias_under_way_is_rounded_again():
+    pipe, seen = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8), []
+    layer = pipe.transformer.transformer_blocks[0].attn.to_out[0]
+
+    def drop(pipe, step, timestep, tensors):
+        seen.append(linears_of(pipe)._weights[layer,].bias is None)
+        layer.bias = None
+        return {}
+
+    tiny_output(pipe, "flux", steps=STEPS, callback_on_step_end=drop)
+    assert seen == [False, True, True, True]
+
+
 @pytest.mark.parametrize(("preset", "weights"), [("exact", "device"), ("turbo", "host")])
 @pytest.mark.parametrize("scales", [{2: 0.7}, {1: 0.2, 4: 4.0}, {1: 1.0, 4: 0.0}], ids=["merged", "again", "unmerged"])
 def test_a_lora_that_is_merged_under_way_takes_effect(preset, weights, scales):
@@ -245,7 +258,7 @@ def test_an_input_that_changes_in_place_is_rounded_anew():
 
 
 def test_calls_that_run_as_they_are():
-    """Under autocast, of few rows, with other dtypes, and where gradients are wanted."""
+    """Under autocast, of few rows, with other dtypes, of modulations, and where gradients are wanted."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
     linears, x = linears_of(pipe), torch.randn(1, LEAST_ROWS, layer.in_features)
@@ -253,6 +266,7 @@ def test_calls_that_run_as_they_are():
         assert linears.takes(layer, x)
         assert not linears.takes(layer, x[:, 1:])
         assert not linears.takes(layer, x.bfloat16())
+        assert not linears.takes(pipe.transformer.transformer_blocks[0].norm1.linear, x), "a modulation"
         with torch.autocast("cpu", torch.bfloat16):
             assert not linears.takes(layer, x)
     assert not linears.takes(layer, x)

@@ -284,9 +284,10 @@ class QuantizedLinears:
 
     def takes(self, layer: nn.Linear, x: torch.Tensor) -> bool:
         """Return True if the layer's call with this input runs in 8 bits."""
-        weight = layer.weight
+        weight, waits = layer.weight, layer in self.on_host
         return (
-            self.reads(x, on_host=layer in self.on_host)
+            (waits or layer not in self._modulations)
+            and self.reads(x, on_host=waits)
             and not (torch.is_grad_enabled() and weight.requires_grad)
             and is_readable(weight)
             and (weight.dtype, self.on_host.device_of(layer)) == (x.dtype, x.device)
