@@ -353,8 +353,7 @@ def accelerate_transformer(
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: the transformer is no module or has another cache, the preset is for another model family, or
-            the timesteps can't be told apart.
+        UnsupportedError: the transformer is no module or has another cache, or preset or timesteps don't fit it.
     """
     inner = unwrapped(transformer)
     if (reason := why_not_wrapped(transformer)) is not None:

@@ -43,12 +43,15 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
 def release_at_end(pipe: Any) -> Callable[[], None]:
     """End each call for transformers without diffusers' cache interface, whose hooks diffusers does not reset."""
 
+    def kept() -> list[Any]:
+        return [item for item in map(unwrapped, denoisers(pipe).values()) if not hasattr(item, "_reset_stateful_cache")]
+
     def end() -> None:
-        for transformer in map(unwrapped, denoisers(pipe).values()):
-            if hasattr(transformer, "_diffusers_hook") and not hasattr(transformer, "_reset_stateful_cache"):
+        for transformer in kept():
+            if hasattr(transformer, "_diffusers_hook"):
                 transformer._diffusers_hook.reset_stateful_hooks()
 
-    return _watch(pipe, END, end) if hasattr(pipe, END) else lambda: None
+    return _watch(pipe, END, end) if hasattr(pipe, END) and kept() else lambda: None
 
 
 def autoencoder_remark(seconds: dict[str, float]) -> str | None:

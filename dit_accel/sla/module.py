@@ -83,8 +83,7 @@ class SparseLinearAttention(nn.Module):
 
         Args:
             q, k, v: ``[B, S, H, D]``, float16, bfloat16 or float32.
-            layout: layout of the S tokens, in blocks of the module's size: rows and columns with text are critical as a
-                whole. None = no token is text.
+            layout: of S tokens, in blocks of the module's size: rows and columns of text are critical. None = no text.
             kv_len: int32 ``[B]``, valid keys of each sample. None = all.
 
         Raises:

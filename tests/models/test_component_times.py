@@ -179,6 +179,15 @@ def test_a_component_is_copied_and_pickled_as_ever(flux):
     assert flux.dit_accel.report().parts == before
 
 
+def test_a_shallow_copy_frees_models_of_its_own(flux, monkeypatch):
+    """It has our stand-ins for methods of the pipeline; diffusers ends runs of most transformers itself."""
+    monkeypatch.setattr(type(flux), "maybe_free_model_hooks", lambda pipe: freed.append(pipe))
+    with accelerated(flux, "exact"):
+        freed, copied = [], copy.copy(flux)
+        call(copied)
+    assert [item is copied for item in freed] == [True]
+
+
 def test_a_transformer_of_its_own_has_no_parts(flux):
     acceleration = accelerate_transformer(flux.transformer, "balanced", [1000.0, 500.0])
     assert hooks(flux) == []
