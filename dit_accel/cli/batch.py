@@ -83,11 +83,8 @@ def _finished(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> s
             continue
         changed = difference_of({key: value for key, value in row.items() if key not in RESULTS}, settings)
         if changed and not force:
-            raise ArgumentError(
-                "output_dir",
-                f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed}; name another folder, "
-                "or replace it with --force",
-            )
+            held = f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed}"
+            raise ArgumentError("output_dir", f"{held}; name another folder, or replace it with --force")
         file = folder / str(row.get("file"))
         if not changed and file.is_file() and _checksum(file) == row.get("sha256"):
             finished.add(index)

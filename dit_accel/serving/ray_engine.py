@@ -21,7 +21,7 @@ from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemo
 from dit_accel.serving.dispatcher import Dispatcher, Step, Task
 from dit_accel.serving.engine import Failure, Loaded, Made, made_alone, reason_of
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.prompts import Job, contracted
+from dit_accel.serving.prompts import CONTRACT, Job, contracted
 from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 
@@ -47,7 +47,9 @@ class _Batch(Task):
     is_one_call = True
 
     def __init__(self, jobs: Sequence[Job], loaded: Loaded, ends: SimpleQueue[_Event]) -> None:
-        super().__init__(jobs, contracted(loaded.preset, jobs[0].settings, loaded.form), loaded.suffix)
+        settings = jobs[0].settings
+        base = loaded.requested if settings.keys() & set(CONTRACT) else loaded.preset
+        super().__init__(jobs, contracted(base, settings, loaded.form), loaded.suffix)
         self.results: list[Made] = []
         self._ends = ends
 

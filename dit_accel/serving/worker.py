@@ -72,7 +72,7 @@ class Worker:
 
     def _begin(self, jobs: Sequence[Job], preset: Preset | None) -> None:
         started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
-        self.use(preset)
+        self.use(self._decided_apart(preset) if len(jobs) > 1 else preset)
         if limits is not None:
             self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
 
@@ -160,7 +160,7 @@ class Worker:
                 limited = self._times.limited(task, batch, 1)
         except (ArgumentError, Busy) as error:
             raise ArgumentError("prompts", f"line {batch[0].index + 1}: {error}") from None
-        self._begin(limited, self._decided_apart(preset) if len(batch) > 1 else preset)
+        self._begin(limited, preset)
         results = self.make(limited)
         self._times.take(task, batch, results[0], time.monotonic() - begun)
         return [replace(result, contract=contract_of(task, result, begun)) for result in results]

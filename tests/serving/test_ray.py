@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import threading
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.errors import BatchError, OutOfMemoryError, UnsupportedError
+from dit_accel.models.presets import load_preset
 from dit_accel.serving import ray_cluster, ray_engine
 from dit_accel.serving.engine import Loaded, Made
 from dit_accel.serving.loading import Loading
@@ -127,6 +129,15 @@ def made(workers, *batches, console=None):
         engine.close()
     assert all(worker.is_closed for worker in workers)
     return {index: end if isinstance(end, str) else (end.data.decode(), end.batch) for index, end in results.items()}
+
+
+def test_lines_of_a_batch_share_a_contract():
+    """Also where prompts of other batches have their own steps, which a deadline can't have."""
+    loaded = Loaded(None, load_preset("balanced", per_prompt=True), ".png", load_preset("balanced"))
+    for targets in ({}, {"max_seconds": 9.0}):
+        jobs = [Job(index, {"prompt": "a", **targets}) for index in range(2)]
+        schedule = ray_engine._Batch(jobs, loaded, SimpleQueue()).preset.schedule
+        assert (schedule.per_prompt, schedule.max_seconds) == (not targets, targets.get("max_seconds"))
 
 
 def test_a_line_that_fails_every_time_is_given_up(capsys):
