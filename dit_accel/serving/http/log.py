@@ -13,8 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dit_accel.serving.dispatcher import Task
-from dit_accel.serving.engine import Made
-from dit_accel.serving.http.api import RequestError
+from dit_accel.serving.engine import Cancelled, Made
+from dit_accel.serving.http.api import Limits, RequestError, answered
 from dit_accel.serving.http.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -92,9 +92,11 @@ def logged(app: ASGIApp, metrics: Metrics) -> ASGIApp:
         try:
             await app(scope, receive, answer)
         finally:
-            is_over = entry.task is None or entry.status != 200 or not entry.task.outlives_answer
-            if is_over and entry.task is not None:
-                entry.task.cancel()  # also if its client left before a stream began
+            is_over = (task := entry.task) is None or entry.status != 200 or not task.outlives_answer
+            if is_over and task is not None:
+                task.cancel()
+            if is_over and (not entry.status or (task and len(entry.results) < len(task.jobs))):
+                entry.error = entry.error or answered(Cancelled(), Limits())  # its client left, or the server ends
             if is_over and scope["method"] == "POST":
                 entry.end()
 

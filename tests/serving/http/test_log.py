@@ -42,7 +42,9 @@ def test_each_request_has_a_line(saved, lines):
     with running(Worker(Setup(str(saved("flux"))))) as (app, _):
         made = post(app, GOOD | {"computed_steps": 4, "n": 2}, **{"X-Request-Id": "a"}).json()
         post(app, GOOD | {"steps": 99}, **{"X-Request-Id": "b"})
-    done, refused = lines()
+        post(app, GOOD | {"prompt": ["secret"], "negative_prompt": 9 * ["secret"]})
+    *_, done, refused, wrong = lines()  # after warnings of other libraries
+    assert "prompt: Input should be a valid string" in wrong["error"] and "secret" not in str(wrong)
     assert (done["request_id"], done["status"], done["outcome"]) == ("a", 200, "ok") and done["level"] == "INFO"
     assert (done["model"], done["preset"], done["size"], done["steps"]) == ("tiny", "balanced", "32x48", 6)
     assert done["computed_fractions"] == [each["computed_fraction"] for each in made["data"]]

@@ -295,16 +295,18 @@ def test_a_full_queue_refuses_at_once():
 
 
 async def leave(app, body, condition, **message):
-    messages = [{"type": "http.request", "body": body, **message}]
+    messages, gone = [{"type": "http.request", "body": body, **message}], asyncio.Event()
 
     async def receive():
         if messages:
             return messages.pop()
-        await until(condition)
+        await (gone.wait() if condition is None else until(condition))
         return {"type": "http.disconnect"}
 
     async def send(message):
-        pass
+        if message.get("body") and condition is None:  # the client reads no event
+            gone.set()
+            await asyncio.sleep(60)
 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "root_path": ""}
     await app(scope | {"asgi": {"spec_version": "2.3"}, "server": ("here", 80)}, receive, send)
@@ -315,6 +317,12 @@ def test_a_client_that_disconnects_in_its_body_is_counted():
     with running(Held()) as (app, dispatcher):
         asyncio.run(leave(app, b'{"prompt": ', lambda: True, more_body=True))
         assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1 and not dispatcher.running
+
+
+def test_a_client_that_disconnects_while_an_event_is_sent_is_counted():
+    with running(Held()) as (app, _):
+        asyncio.run(leave(app, json.dumps(GOOD | {"stream": True}).encode(), None))
+        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["one answer", "events"])
@@ -352,9 +360,10 @@ def test_a_stream_that_never_begins_cancels_its_request():
         tasks.append(task)
         raise server_errors.ClientDisconnect
 
+    noted, metrics = [], SimpleNamespace(take=lambda error, *_: noted.append(error))
     with suppress(server_errors.ClientDisconnect):
-        asyncio.run(leave(server.logged(left, SimpleNamespace(take=lambda *_: "ok")), b"", lambda: True))
-    assert tasks[0].is_cancelled
+        asyncio.run(leave(server.logged(left, metrics), b"", lambda: True))
+    assert tasks[0].is_cancelled and noted[0].outcome == "cancelled"
 
 
 def test_time_is_limited():
