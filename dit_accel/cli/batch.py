@@ -46,8 +46,7 @@ def run_jobs(
     there = _finished(folder, rows, force)
     left = [job for job in jobs if job.index not in there]
     console.out(f"{len(there)} of {len(jobs)} done before", highlight=False)
-    failed: list[int] = []
-    started = time.monotonic()
+    failed, started = list[int](), time.monotonic()
     with progress_bar(console, "making", "lines") as progress:
         progress.expect(len(jobs), len(there))
         for done, (job, result) in enumerate(engine.make_all(batches(left, batch_size), progress), len(there) + 1):
