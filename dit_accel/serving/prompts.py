@@ -89,7 +89,7 @@ def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
 def _settings(line: str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError("prompts", f"line {number} is not JSON: {error}") from None
     if not isinstance(values, dict) or "prompt" not in values:
         raise ArgumentError("prompts", f"line {number} must be an object with a prompt, got {shown(line)}")

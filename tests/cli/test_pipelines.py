@@ -341,6 +341,7 @@ def test_plain_names_follow_what_the_pipeline_makes(name, preset):
     ("line", "told"),
     [
         ("{", "line 1 is not JSON"),
+        pytest.param(200_000 * "[", "line 1 is not JSON", id="nested"),
         ('{"seed": 1}', "line 1 must be an object with a prompt"),
         ('{"prompt": "a", "step": 2}', "line 1: unknown key 'step'; keys are prompt"),
         ('{"prompt": "a", "steps": "2"}', "line 1: steps must be int, got '2'"),
