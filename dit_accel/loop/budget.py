@@ -81,7 +81,7 @@ def kept_targets(preset: Preset, report: dict[str, Any], in_time: bool | None) -
     """Return the targets that a run kept, by its report, and the term that decided its steps; None = no deadline."""
     schedule, steps = preset.schedule, len(report["steps"])
     computed = steps - report["steps_by_mode"].get("dispatch", 0)
-    facts = {"steps": steps, "computed_steps": computed, "expected_psnr": report.get("expected_psnr")}
+    facts = {"steps": steps, "computed_steps": computed}
     budget, is_cut = min(schedule.computed_steps or steps, steps), CUT in report["notes"]
     if in_time is not None:
         facts["deadline_met"] = in_time
