@@ -122,5 +122,5 @@ def explained(error: Any, kind: type[BaseModel]) -> RequestError:
             return RequestError(f"the body must be a JSON object: {error['msg']}", code="invalid_json")
         case "value_error":  # an ArgumentError, for example
             return answered(error["ctx"]["error"], Limits())
-    given = "" if param in ("prompt", "negative_prompt") else f", got {shown(error['input'])}"  # logs have no prompts
-    return RequestError(f"{param}: {error['msg']}{given}", param, "invalid_value")
+    got = "" if param in ("prompt", "negative_prompt") else f", got {shown(error['input'])}"  # the log has no prompts
+    return RequestError(f"{param}: {error['msg']}{got}", param, "invalid_value")
