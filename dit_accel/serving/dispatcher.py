@@ -108,8 +108,7 @@ class Dispatcher:
         self._most = most
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
-        self._changed = Condition()
-        self.is_closed = False
+        self._changed, self.is_closed = Condition(), False
         self._seconds = 1.0  # of a task, moving average
         self._threads: list[Thread] = []
         for worker in workers:

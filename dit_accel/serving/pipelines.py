@@ -89,8 +89,7 @@ def call_arguments(
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
-    parameters = inspect.signature(pipe.__call__).parameters
-    folder = demo_path(model)
+    parameters, folder = inspect.signature(pipe.__call__).parameters, demo_path(model)
     arguments = demo_arguments(folder) if folder else {}
     values, others = {name: value for name, value in options.items() if value is not None}, dict(others)
     if "image" in others and "image" not in values:  # of --call, which takes several

@@ -226,8 +226,7 @@ class VideoServer:
         return JSONResponse(self._store.get(video_id, request.state.owner).to_json())
 
     async def list(self, request: Request) -> JSONResponse:
-        query = self._query(request, ListQuery)
-        jobs = self._store.of_owner(request.state.owner)
+        query, jobs = self._query(request, ListQuery), self._store.of_owner(request.state.owner)
         if query.order == "desc":
             jobs.reverse()
         if query.after is not None:
