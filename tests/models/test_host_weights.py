@@ -359,8 +359,10 @@ def test_weights_that_would_fill_a_gpu_never_go_there(monkeypatch, pipe, free, w
     monkeypatch.setattr(quantized_linears, "read_memory", lambda *_, empties: FreeMemory(*2 * [int(free * taken)]))
     assert bool(linears_of(accelerate_pipeline(pipe, "exact", **int8)).on_host) == waits
     restore_pipeline(pipe)
+    other = tiny_pipeline("flux")
+    other.transformer.to("meta")  # another GPU than the current one
     apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)
-    assert not linears_of(accelerate_pipeline(pipe, "exact", **int8)).on_host
+    assert not any(linears_of(accelerate_pipeline(item, "exact", **int8)).on_host for item in (pipe, other))
 
 
 def test_what_moves_weights_of_its_own_is_refused(pipe):

@@ -150,7 +150,7 @@ class QuantizedLinears:
     def attach(self) -> None:
         """Move the weights to the host, if they wait there by the preset, have so far, or would fill the GPU."""
         gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else self._device
-        arrives = self._device != gpu and self._can_move and self._can_wait()  # with `pipe.to("cuda")`
+        arrives = self._device.type == "cpu" != gpu.type and self._can_move and self._can_wait()  # with `pipe.to`
         if self._place == "host" or self.on_host or (arrives and self._is_short(gpu, self._bytes)):
             self.on_host.attach()
 
