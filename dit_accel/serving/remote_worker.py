@@ -20,7 +20,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError, DitAccelError, OutOfMemoryError, headline
+from dit_accel.errors import BatchError, DitAccelError, OutOfMemoryError, OutputError, headline
 from dit_accel.serving.engine import Cancelled, DefectError, Loaded, Made
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.processes import silence_libraries
@@ -147,6 +147,8 @@ class RemoteWorker:
             except TimeoutError:
                 logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
                 raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
+            except OutputError:  # of a process that lives
+                raise
             except (EOFError, OSError):
                 logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, self._attempts)
                 if self._resting:  # there may have been no memory for the process's CUDA context

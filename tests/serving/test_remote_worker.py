@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from dit_accel.errors import ArgumentError, BatchError
+from dit_accel.errors import ArgumentError, BatchError, OutputError
 from dit_accel.presets import load_preset
 from dit_accel.serving import ray_cluster
 from dit_accel.serving import remote_worker as remote
@@ -46,6 +46,8 @@ class Simple:
                 time.sleep(1000)
             if prompt == "gpu":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if prompt == "full":
+                raise OutputError("the disk is full")
             if prompt == "raise":
                 raise RuntimeError("a defect")
         return [Made(str(os.getpid()).encode(), 0.5, None, [job.index for job in jobs])]
@@ -104,6 +106,7 @@ def test_a_process_that_dies_costs_no_request(worker, tmp_path, caplog):
         ("gpu", BatchError("the process that ran the request died"), False),
         ("hang", BatchError("a step of the request took more than 0.5 seconds"), False),
         ("raise", DefectError("RuntimeError: a defect"), True),
+        ("full", OutputError("the disk is full"), True),
     ],
 )
 def test_a_failed_request_gets_an_error_without_names_of_ray(worker, monkeypatch, prompt, error, stays):
