@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = table({
          "partials[event.job.index] += 1", "partials[0] += 1")],
     "dit_accel/serving/http/log.py": [
         ("a-stream-that-never-begins", "a client that leaves a stream before its first event frees the GPU",
-         "tests/serving/http/test_server.py", "entry.task.cancel()  # also", "pass  # also"),
+         "tests/serving/http/test_server.py", "task.cancel()\n            if is_over", "pass\n            if is_over"),
         ("any-id-is-logged", "an id of a client forges no line", "tests/serving/http/test_log.py",
          "sent if USUAL_ID.fullmatch(sent) else secrets.token_hex(16)", "sent or secrets.token_hex(16)")],
     "dit_accel/serving/dispatcher.py": [

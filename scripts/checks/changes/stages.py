@@ -25,7 +25,7 @@ MUTANTS: list[Mutant] = table({
          "            previous.offload()", "            pass")],
     "dit_accel/stages/decode.py": [
         ("graphs-keep-their-memory", "a decode that lacks memory frees graphs of steps", "tests/stages/test_decode.py",
-         "        StepGraphs.lend_all()\n        return", "        return"),
+         "            StepGraphs.lend_all()\n            return", "            return"),
         ("a-closed-stage-begins", "a closed stage does nothing at the beginning of a call",
          "tests/stages/test_decoding_in_pipelines.py",
          "        self.parts.at_beginning.clear()\n", ""),
