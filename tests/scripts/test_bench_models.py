@@ -14,7 +14,7 @@ from scripts.bench.model_speed.table import compare, markdown
 
 LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
 TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by their means"))]
-GRAPHS = ["exact", "exact, CUDA graphs"]
+GRAPHS = [f"exact{layers}{graphs}" for layers in ("", ", float8 layers") for graphs in ("", ", CUDA graphs")]
 RELATIVES = ("flux-512", "flux-2048", "flux2-klein-4b", "wan-14b", "wan-i2v-14b")  # their models leave tiles out
 DISPATCHED = {
     "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
@@ -82,7 +82,7 @@ def test_layers_in_8_bits(monkeypatch, tmp_path):
 
 
 def test_weights_on_the_host(monkeypatch, tmp_path):
-    """Steps are those of the same weights on the GPU."""
+    """Steps are those of the same weights on the GPU, but for modulations, whose weights are rounded too."""
     stem = tmp_path / "speed"
     assert run(monkeypatch, stem, "--model", "flux", "--runs", "exact,linear,host,exact") == 0
     rows = {row["run"]: row for row in json.loads(stem.with_suffix(".json").read_text())["rows"]}
@@ -91,7 +91,8 @@ def test_weights_on_the_host(monkeypatch, tmp_path):
     assert not any(row.get("failed") for row in rows.values())
     assert rows["exact"]["relative_error"] < 1e-5
     error = rows["exact, int8 layers"]["relative_error"]
-    assert rows[on_host]["relative_error"] == rows[f"{on_host}, 16 GiB"]["relative_error"] == error
+    assert rows[on_host]["relative_error"] == rows[f"{on_host}, 16 GiB"]["relative_error"]
+    assert rows[on_host]["relative_error"] == pytest.approx(error, rel=0.2)
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 2), ("cuda:1", 1)])
