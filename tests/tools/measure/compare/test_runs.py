@@ -126,7 +126,7 @@ def test_changed_weights_make_the_pipeline_load_again(factor):
 
 
 def test_a_method_that_fails_is_a_row_with_its_error(bench):
-    """What it left on a block is named and taken off, and plain runs are as before without a reload."""
+    """An attribute left on a block is named and taken off; plain runs are as before without a reload."""
 
     @contextmanager
     def failing(subject):
