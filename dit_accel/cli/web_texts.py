@@ -128,8 +128,7 @@ def figures(run: ComparisonRun) -> str:
     whole = f"{plain.seconds / fast.seconds:.2f}×"
     rows.append(["**whole call**", f"{plain.seconds:.2f}", f"{fast.seconds:.2f}", whole])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    decoded = f"\n\nDecoded {html.escape(end.report.decoding, quote=False)}." if end.report.decoding else ""
-    return f"{table}{decoded}"
+    return table + (f"\n\nDecoded {html.escape(end.report.decoding, quote=False)}." if end.report.decoding else "")
 
 
 def timelines(run: ComparisonRun) -> str:

@@ -70,8 +70,7 @@ def contract_of(task: Any, result: Made, begun: float) -> dict[str, Any]:
     """Return what a run that has just ended kept of its task's contract."""
     from dit_accel.loop.budget import kept_targets
 
-    now, in_time = time.monotonic(), None
+    now = time.monotonic()
     facts: dict[str, Any] = {"queue_seconds": begun - task.created, "run_seconds": now - begun, "decided_by": "preset"}
-    if task.deadline is not None:
-        in_time = now - task.created <= task.deadline
+    in_time = None if task.deadline is None else now - task.created <= task.deadline
     return facts | (kept_targets(task.preset, result.report, in_time) if task.preset and result.report else {})

@@ -278,7 +278,8 @@ class FusedDecode:
         except TypeError as error:
             return f"the {self.part} gets other arguments: {error}"
         for name, part in module.named_modules():
-            dtypes = (latents.dtype, *[torch.float32] * (type(part).__name__ in getattr(self._page, "FLOAT32", ())))
+            is_wide = type(part).__name__ in getattr(self._page, "FLOAT32", ())
+            dtypes = (latents.dtype, torch.float32) if is_wide else (latents.dtype,)
             reason = _why_not_part(part, part is module, dtypes, latents.device) or why_unknown(self._page, part)
             if reason is not None:
                 return f"{name or f'the {self.part}'} {reason}"

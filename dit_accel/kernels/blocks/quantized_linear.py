@@ -27,8 +27,7 @@ TURNED = 8  # features that the Hadamard matrix mixes
 def turn(rows: torch.Tensor) -> torch.Tensor:
     """Multiply each 8 features of float32 rows ``[..., C]`` by the Hadamard matrix of 8, which is its own inverse."""
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=rows.device) * 0.5**0.5
-    matrix = torch.kron(pair, torch.kron(pair, pair))
-    return (rows.unflatten(-1, (-1, TURNED)) @ matrix).flatten(-2)
+    return (rows.unflatten(-1, (-1, TURNED)) @ torch.kron(pair, torch.kron(pair, pair))).flatten(-2)
 
 
 def empty_rows(x: torch.Tensor, width: int, dtype: str) -> Quantized:

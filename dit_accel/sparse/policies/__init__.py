@@ -62,8 +62,7 @@ def drawn(
         UnsupportedError: ``config`` is no section ``skip``.
     """
     layout = TokenLayout(0, q.shape[1]) if layout is None else layout
-    inputs = Inputs(q, k, k, layout, q.clone, kv_len)  # values and dense attention choose no tile
-    return policy_of(config).draw(inputs, config)
+    return policy_of(config).draw(Inputs(q, k, k, layout, q.clone, kv_len), config)  # values choose no tile
 
 
 def plan(q: torch.Tensor, k: torch.Tensor, config: Skip, **options: Any) -> AttentionPlan:

@@ -107,7 +107,8 @@ def foca(records: Sequence[Record], step: int) -> torch.Tensor:
     older, newer = known[-2:]
     slope = (newer.output.float() - older.output.float()) / (newer.step - older.step)
     before, last = (record.output.float() for record in records[-2:])
-    return (last + (slope + ((4 * last - before + 2 * slope) / 3) - last) / 2).to(newer.output.dtype)
+    forecast = (4 * last - before + 2 * slope) / 3
+    return (last + (slope + forecast - last) / 2).to(newer.output.dtype)
 
 
 def dmd(records: Sequence[Record], step: int) -> torch.Tensor:
@@ -187,7 +188,8 @@ class _Forecasting(Hook):
             if len(leaves) != 1:
                 model = type(module).__name__
                 raise UnsupportedError(f"{model} must return one tensor, got {len(leaves)}: leave this method out")
-            trail.append(Record(step, output := leaves[0], computed=True))
+            output = leaves[0]
+            trail.append(Record(step, output, computed=True))
         if not computed or step in self._plan.moved:
             output = self._plan.forecast(trail, step)
         if not computed:
