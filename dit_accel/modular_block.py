@@ -6,11 +6,11 @@ from typing import Any
 from diffusers import ModularPipelineBlocks
 from diffusers.modular_pipelines import InputParam, OutputParam
 
+from dit_accel.constants import TARGETS
 from dit_accel.errors import PresetError
 from dit_accel.models.presets import load_preset
 from dit_accel.pipeline import Acceleration, accelerate_pipeline, preset_for, restore_pipeline
 from dit_accel.presets import Preset, default_preset
-from dit_accel.presets.sections import TARGETS
 
 
 class AccelerateBlock(ModularPipelineBlocks):

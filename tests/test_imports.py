@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The packages of dit_accel; each imports only packages of an earlier line, or itself.
 LAYERS = [
-    {"errors"},
+    {"constants", "errors"},
     {"presets", "kernels"},
     {"loop"},
     {"sparse"},

@@ -16,20 +16,6 @@ from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory
 from dit_accel.presets.skip import Skip
 
 __all__ = [
-    "Blocks",
-    "Forecast",
-    "Kernels",
-    "Linear",
-    "Memory",
-    "Preset",
-    "Reuse",
-    "Schedule",
-    "Skip",
-    "Stages",
-    "default_preset",
-    "load_preset",
-    "measured",
-    "preset_names",
-    "preset_path",
-    "preset_schema",
-]
+    "Blocks", "Forecast", "Kernels", "Linear", "Memory", "Preset", "Reuse", "Schedule", "Skip", "Stages",
+    "default_preset", "load_preset", "measured", "preset_names", "preset_path", "preset_schema",
+]  # fmt: skip

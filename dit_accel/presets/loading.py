@@ -7,13 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dit_accel.constants import TARGETS
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets.complaints import did_you_mean, explained
 from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.section import section_in
-from dit_accel.presets.sections import TARGETS, Schedule, clashing
+from dit_accel.presets.sections import Schedule, clashing
 from dit_accel.presets.skip import drop_foreign_keys
 
 DEFAULT = "balanced"

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
+from dit_accel.constants import TARGETS
 from dit_accel.presets.section import MOST_STEPS, Formed, Section, any_form
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-TARGETS = ("target_error", "target_psnr", "computed_steps", "max_seconds")  # the computed steps follow from one of them
 CUT = "max_seconds was too short to keep the target_error of target_psnr"  # note of a report
 Calibrated = Annotated[tuple[Positive, Positive], Strict(False)]  # a target_error and a PSNR; YAML has lists
 

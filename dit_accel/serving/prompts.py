@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dit_accel.constants import TARGETS
 from dit_accel.errors import ArgumentError, PresetError, shortened, shown
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
 
 LONGEST_PROMPTS = 2**20  # bytes of a file
-TARGETS = ("target_error", "target_psnr", "computed_steps", "max_seconds")  # as in presets, which commands load late
 KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed are options of the command
     **dict.fromkeys(("prompt", "negative-prompt", "preset"), (str,)),
     **dict.fromkeys(("seed", "steps", "height", "width", "num-frames"), (int,)),

@@ -7,7 +7,7 @@ import pytest
 
 from dit_accel.errors import ArgumentError
 from dit_accel.loop import budget, timing
-from dit_accel.presets import load_preset, sections
+from dit_accel.presets import load_preset
 from dit_accel.serving import deadlines
 from dit_accel.serving import dispatcher as dispatching
 from dit_accel.serving import worker as working
@@ -15,7 +15,7 @@ from dit_accel.serving.deadlines import Busy, Times, contract_of
 from dit_accel.serving.dispatcher import Dispatcher, Task
 from dit_accel.serving.engine import Made
 from dit_accel.serving.pipelines import Setup
-from dit_accel.serving.prompts import TARGETS, Job
+from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.measure import timing as measuring
 
@@ -124,7 +124,6 @@ def test_equal_deadlines_do_not_accelerate_anew(ask, monkeypatch):
 def test_a_plain_run_states_its_seconds(clock):
     task = SimpleNamespace(preset=None, deadline=None, created=clock.seconds - 3.0)
     stated = contract_of(task, Made(b"", 1.0, None, [0]), clock.seconds - 1.0)
-    assert TARGETS == sections.TARGETS
     assert stated == {"queue_seconds": 2.0, "run_seconds": 1.0, "decided_by": "preset"}
 
 

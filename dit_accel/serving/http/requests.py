@@ -9,10 +9,11 @@ from PIL import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic.types import Json
 
+from dit_accel.constants import TARGETS
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets import Preset, preset_names
 from dit_accel.presets.complaints import did_you_mean
-from dit_accel.presets.sections import TARGETS, clashing
+from dit_accel.presets.sections import clashing
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import Fields, RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image
 
+from dit_accel.constants import RATE_FACTOR
 from dit_accel.errors import ShapeError
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import explained_writing, save_image, whole_file
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 FILE_SUFFIXES = (".mp4", ".gif")
-# Constant rate factor of x264: 0 is lossless, 23 is the default, and at 12 the loss is hard to see.
-RATE_FACTOR = "12"
 AUDIO_BITRATE = "192k"
 SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter frames much slower
 
