@@ -8,6 +8,8 @@ outliers and does not change the product (QuaRot, Ashkboos et al. 2024, arXiv 24
 x W^T``. On trained models this reduces the error of a layer from 1.2% to 0.9%.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -24,10 +26,16 @@ EVEN = 16  # input and output features must be multiples of it, for copies of 16
 TURNED = 8  # features that the Hadamard matrix mixes
 
 
+@functools.cache  # a copy from the host would wait for the GPU in every call, and prevent CUDA graphs
+def _hadamard(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device) * 0.5**0.5
+        return torch.kron(pair, torch.kron(pair, pair))
+
+
 def turn(rows: torch.Tensor) -> torch.Tensor:
     """Multiply each 8 features of float32 rows ``[..., C]`` by the Hadamard matrix of 8, which is its own inverse."""
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=rows.device) * 0.5**0.5
-    return (rows.unflatten(-1, (-1, TURNED)) @ torch.kron(pair, torch.kron(pair, pair))).flatten(-2)
+    return (rows.unflatten(-1, (-1, TURNED)) @ _hadamard(rows.device)).flatten(-2)
 
 
 def empty_rows(x: torch.Tensor, width: int, dtype: str) -> Quantized:
