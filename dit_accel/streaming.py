@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dit_accel.constants import RATE_FACTOR
+from dit_accel.constants import RATE_FACTOR, X264
 from dit_accel.errors import ArgumentError, OutputError, UnsupportedError
 from dit_accel.models.families import pipeline_family
 from dit_accel.models.stand_in import StandIn
@@ -61,8 +61,7 @@ def growing_mp4(
     import imageio_ffmpeg
 
     fragments = ["-movflags", "empty_moov+default_base_moof+frag_every_frame", "-flush_packets", "1"]
-    options = {"codec": "libx264", "macro_block_size": 1, "quality": None, "ffmpeg_log_level": "fatal", "fps": fps}
-    options |= {"output_params": ["-crf", RATE_FACTOR, "-tune", "zerolatency", *fragments]}
+    options = {**X264, "fps": fps, "output_params": ["-crf", RATE_FACTOR, "-tune", "zerolatency", *fragments]}
     encoders, started = list[Any](), time.perf_counter()
 
     def append(frames: np.ndarray) -> None:

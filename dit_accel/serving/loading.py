@@ -126,7 +126,6 @@ def quantize(pipe: Any, kind: str, place: torch.device) -> None:
     config = Int8WeightOnlyConfig()
     if kind == "float8":
         config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
-
     for name, transformer in denoisers(pipe).items():
         if getattr(transformer, "hf_quantizer", None) is not None:
             raise ArgumentError("quantize", f"the model's {name} is already quantised; leave --quantize out")

@@ -14,6 +14,7 @@ from dit_accel.serving.dispatcher import AwaitedTask, Busy, Dispatcher
 from dit_accel.serving.engine import Cancelled, VideoForm
 
 Fields = Sequence[tuple[str, str | bytes]]  # of a form or a query; bytes for files
+Head = Mapping[str, str] | None  # headers of an answer
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,7 @@ class Served:
 
 class RequestError(Exception):
     def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        headers: Mapping[str, str] | None = None,
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400, headers: Head = None
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status

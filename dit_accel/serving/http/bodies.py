@@ -19,6 +19,18 @@ UNKNOWN = VideoForm(1.0, 2**31)  # of a model that has not loaded: any duration 
 MOST_FIELDS = 100  # of a form, and as many files
 
 
+class FormParser(MultiPartParser):
+    """Parser that refuses a part without a body, whose field starlette would drop or join to the next one."""
+
+    delimiter: bytes  # of parts, at the beginning of a line
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if data.startswith(self.delimiter, start):
+            name = shortened(self._current_part.field_name)
+            raise RequestError(f"the form's field {name!r} has no body", name, "invalid_form")
+        super().on_part_data(data, start, end)
+
+
 async def received(request: Request, kind: type[AnyPrompt], models: Models) -> tuple[AnyPrompt, Served]:
     """Read and check a request, for the model that it names: edits are forms, images JSON, and videos either."""
     is_form = _is_form(request) if issubclass(kind, VideoRequest) else issubclass(kind, EditRequest)
@@ -67,9 +79,12 @@ async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]
         _, options = parse_options_header(request.headers.get("content-type"))
         if not _is_form(request):
             raise MultiPartException("Content-Type is another one.")
-        if b"\r\n--%b--" % options.get(b"boundary", b"") not in b"\r\n" + body:  # starlette would drop fields
+        delimiter = b"--" + options.get(b"boundary", b"")
+        if b"\r\n%b--" % delimiter not in b"\r\n" + body:  # starlette would drop fields
             raise MultiPartException("Its last boundary is missing.")
-        form = await MultiPartParser(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
+        parser = FormParser(request.headers, chunks(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS)
+        parser.delimiter = delimiter
+        form = await parser.parse()
     except (MultiPartException, ValueError) as error:
         message = f"the body must be multipart/form-data: {shortened(str(error))}"
         raise RequestError(message, code="invalid_form") from None

@@ -85,10 +85,9 @@ class ImageServer:
                             partial |= {"index": event.job.index, "b64_json": b64encode(event.partial_image).decode()}
                             yield _event(f"{wanted.event}.partial_image", {"created_at": int(time.time()), **partial})
                         continue
-                    image = self._image(wanted, task, len(results), event)
+                    whole = {"created_at": int(time.time()), **common, "index": len(results)}
+                    whole |= self._image(wanted, task, len(results), event) | _notes(wanted, [event])
                     results.append(event)
-                    whole = {"created_at": int(time.time()), **common, "index": len(results) - 1, **image}
-                    whole |= _notes(wanted, [event])
                     yield _event(f"{wanted.event}.completed", whole)
         except RequestError as error:
             yield _event("error", error.to_json() | {"request_id": request.state.entry.id})
@@ -159,9 +158,8 @@ def build_app(
     app.add_api_route("/health", server.health, methods=["GET"])
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
-        entry, answer = request.state.entry, answered(error, served.limits)
-        entry.error = answer
-        return JSONResponse(answer.to_json() | {"request_id": entry.id}, answer.status, answer.headers)
+        answer = request.state.entry.error = answered(error, served.limits)
+        return JSONResponse(answer.to_json() | {"request_id": request.state.entry.id}, answer.status, answer.headers)
 
     for kind in (RequestError, DitAccelError, Busy, Cancelled, TimeoutError, Exception):  # uvicorn logs the last
         app.add_exception_handler(kind, refuse)
@@ -169,9 +167,8 @@ def build_app(
     @app.exception_handler(RoutingError)
     async def refuse_route(request: Request, error: RoutingError) -> JSONResponse:
         routes = "/v1/images/generations, /v1/images/edits, /v1/videos, /v1/models, /health and /metrics"
-        message = f"{error.detail}: see {routes}"
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
-        answer = RequestError(message, code=code, status=error.status_code, headers=error.headers)
+        answer = RequestError(f"{error.detail}: see {routes}", None, code, error.status_code, error.headers)
         return await refuse(request, answer)
 
     return logged(app, metrics)

@@ -111,16 +111,10 @@ class VideoJob(Task):
     def _complete(self, result: Made) -> None:
         assert result.shape is not None  # of a video
         now, (frames, height, width) = time.time(), result.shape
-        self._facts |= {
-            "completed_at": int(now),
-            "expires_at": int(now + self._limits.kept),
-            "seconds": f"{round(frames / self._fps, 2):g}",
-            "size": f"{width}x{height}",
-            "num_frames": frames,
-            "computed_fraction": result.computed_fraction,
-            "stage_seconds": result.stages,
-            "contract": result.contract,
-        } | ({"notes": [result.note]} if result.note else {})
+        self._facts |= {"completed_at": int(now), "expires_at": int(now + self._limits.kept), "num_frames": frames}
+        self._facts |= {"seconds": f"{round(frames / self._fps, 2):g}", "size": f"{width}x{height}"}
+        self._facts |= {"computed_fraction": result.computed_fraction, "stage_seconds": result.stages}
+        self._facts |= {"contract": result.contract} | ({"notes": [result.note]} if result.note else {})
         self._progress, self.bytes, self._entry.results = 100, len(result.data), [result]
         self._end("completed")
 

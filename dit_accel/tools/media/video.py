@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image
 
-from dit_accel.constants import RATE_FACTOR
+from dit_accel.constants import RATE_FACTOR, X264
 from dit_accel.errors import ShapeError
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import explained_writing, save_image, whole_file
@@ -116,10 +116,7 @@ def _write_mp4(clip: np.ndarray, path: Path, fps: float, sound: Sound | None) ->
     import imageio.v3 as imageio
 
     even = np.pad(clip, [(0, 0), *((0, side % 2) for side in clip.shape[1:3]), (0, 0)], mode="edge")
-    # Without macro_block_size=1 imageio would scale frames whose sides don't divide by 16.
-    options = {"plugin": "FFMPEG", "fps": fps, "codec": "libx264", "macro_block_size": 1, "quality": None}
-    # ffmpeg would warn that a .wav file does not name its channels, and fills the terminal if the disk is full.
-    options |= {"ffmpeg_log_level": "fatal", "output_params": ["-crf", RATE_FACTOR]}
+    options = {**X264, "plugin": "FFMPEG", "fps": fps, "output_params": ["-crf", RATE_FACTOR]}
     with TemporaryDirectory() as temporary:
         if sound is not None:
             wav = Path(temporary) / "sound.wav"

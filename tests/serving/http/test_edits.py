@@ -82,6 +82,17 @@ def test_a_body_that_is_no_form_is_refused(content, kind, status, code):
     assert answer.status_code == status and answer.json()["error"]["code"] == code
 
 
+@pytest.mark.parametrize("end", [b"--x--\r\n", WHOLE + b"--x--\r\n"], ids=["last", "not last"])
+@pytest.mark.parametrize("file", [b"", b'; filename="a.png"'], ids=["text", "file"])
+def test_a_field_without_a_body_is_named(file, end):
+    """Only headers and an empty line precede the boundary, so that a parser takes it for the field's value."""
+    content = WHOLE + b'--x\r\nContent-Disposition: form-data; name="size"%b\r\n\r\n%b' % (file, end)
+    with running(Held()) as (app, _):
+        answer = post(app, content=content, headers={"Content-Type": "multipart/form-data; boundary=x"})
+    error = {"message": "the form's field 'size' has no body", "param": "size", "code": "invalid_form"}
+    assert answer.status_code == 400 and answer.json()["error"] == error | {"type": "invalid_request_error"}
+
+
 def openai_client(app):
     own = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here/v1")
     return openai.AsyncOpenAI(base_url="http://here/v1", api_key="none", http_client=own)
