@@ -50,10 +50,7 @@ class ClosedLoopConfig:
 
     def __init__(self, preset: str | Path | Preset | None = None, **overrides: Any) -> None:
         if not hasattr(diffusers, "CacheMixin"):
-            raise UnsupportedError(
-                f"ClosedLoopConfig needs CacheMixin, which diffusers {diffusers.__version__} lacks: call "
-                "accelerate_pipeline(pipe)"
-            )
+            raise UnsupportedError(f"diffusers {diffusers.__version__} has no CacheMixin: use accelerate_pipeline")
         load_preset(default_preset(preset, is_video=False), **overrides)
         self.preset = preset
         self.overrides = overrides
@@ -88,10 +85,8 @@ def _extend_cache_mixin(mixin: Any) -> None:
 def _enable(transformer: Any, config: ClosedLoopConfig) -> None:
     """Accelerate a transformer by a config."""
     if (hook := find_hook(transformer)) is not None:
-        raise UnsupportedError(
-            f"{type(transformer).__name__} is accelerated already, by {hook.acceleration!r}: keep that, or call "
-            "restore_pipeline(pipe) before enable_cache"
-        )
+        there = f"{type(transformer).__name__} is accelerated already, by {hook.acceleration!r}"
+        raise UnsupportedError(f"{there}: keep that, or call restore_pipeline(pipe) before enable_cache")
     accelerate_transformer(transformer, config.preset, **config.overrides).config = config
     set_cache_config(transformer, config)
 

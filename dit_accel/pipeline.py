@@ -295,10 +295,8 @@ def report(accelerated: Any) -> RunReport:
     transformers = {"": unwrapped(accelerated)} if is_module else denoisers(accelerated)
     found = _accelerations(transformers, accelerated)
     if not found:
-        raise UnsupportedError(
-            f"{type(accelerated).__name__} is not accelerated: call accelerate_pipeline(pipe), or enable_cache on its "
-            "transformer, before its run"
-        )
+        fix = "call accelerate_pipeline(pipe), or enable_cache on its transformer, before its run"
+        raise UnsupportedError(f"{type(accelerated).__name__} is not accelerated: {fix}")
     if len(found) > 1:
         parts = " and ".join(f"report(pipe.{name})" for name in transformers)
         raise UnsupportedError(f"the pipeline's transformers have reports of their own: read {parts}")
@@ -359,9 +357,8 @@ def accelerate_transformer(
     if (reason := why_not_wrapped(transformer)) is not None:
         raise UnsupportedError(reason)
     if not isinstance(inner, torch.nn.Module):
-        raise UnsupportedError(
-            f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
-        )
+        fix = "a pipeline goes to accelerate_pipeline"
+        raise UnsupportedError(f"transformer must be a module, got {type(transformer).__name__}; {fix}")
     is_video = getattr(known_family(inner), "makes", None) == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
     if timesteps is not None:

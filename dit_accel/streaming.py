@@ -6,10 +6,13 @@ with growing_mp4(Path("fox.mp4"), fps=24.0) as append, streamed(pipe, append):
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from dit_accel.constants import RATE_FACTOR, X264
 from dit_accel.errors import ArgumentError, OutputError, UnsupportedError
 from dit_accel.models.families import pipeline_family
 from dit_accel.models.stand_in import StandIn
+
+BETWEEN_LOOKS = 0.1  # seconds, at a file that grows
 
 
 @contextmanager
@@ -80,3 +85,39 @@ def growing_mp4(
     finally:
         for encoder in encoders:
             encoder.close()
+
+
+@contextmanager
+def streamed_file(pipe: Any, fps: float, tell: Callable[..., object]) -> Iterator[Callable[..., object]]:
+    """Yield a function that passes finished and all steps to ``tell``, with the next bytes of :func:`growing_mp4`."""
+    with TemporaryDirectory() as folder:
+        (path := Path(folder) / "growing.mp4").touch()
+        with path.open("rb") as file:
+            with growing_mp4(path, fps) as append, streamed(pipe, append):
+                yield lambda done, steps: tell(done, steps, file.read())
+            tell(1, 1, file.read())  # the frames of the last chunk
+
+
+class GrowingFile:
+    """Bytes of :func:`streamed_file` for any number of readers; b"" ends it, and None breaks it off."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes | None] = []
+
+    def append(self, part: bytes | None) -> None:
+        if part and part[4:8] == b"ftyp" and self._parts:  # another process runs the call again
+            self._parts.append(None)
+            self._parts = []
+        self._parts.append(part)
+
+    async def follow(self) -> AsyncIterator[bytes]:
+        """Yield all bytes as they come; raise ``ConnectionAbortedError`` where the file breaks off."""
+        parts = self._parts
+        for place in count():
+            while place == len(parts):
+                await asyncio.sleep(BETWEEN_LOOKS)
+            if (part := parts[place]) is None:
+                raise ConnectionAbortedError("the video was not completed")
+            if not part:
+                return
+            yield part

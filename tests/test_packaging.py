@@ -117,14 +117,12 @@ def environment(built, tmp_path_factory):
     def install(pattern):
         (wheel,) = built.glob(pattern)
         options = ["install", "--quiet", "--no-deps", "--no-index"]
-        subprocess.run(
-            [sys.executable, "-m", "pip", "--python", place, *options, wheel], check=True, env=clean, cwd=place
-        )
+        command = [sys.executable, "-m", "pip", "--python", place, *options, wheel]
+        subprocess.run(command, check=True, env=clean, cwd=place)
 
     def run(command, *arguments):
-        return subprocess.run(
-            [place / "bin" / command, *arguments], cwd=place, env=clean, capture_output=True, text=True
-        )
+        line = [place / "bin" / command, *arguments]
+        return subprocess.run(line, cwd=place, env=clean, capture_output=True, text=True)
 
     install("dit_accel-*.whl")
     run.install = install

@@ -163,9 +163,7 @@ class RunOptions(SizeOptions, LoadingOptions):
         metavar="NAME=VALUE",
     )
     seed: int = option("Seed of the initial noise, a 64-bit integer.", default=0, min=-(2**63), max=2**63 - 1)
-    image: Path | None = option(
-        "Input image, for pipelines that take one: Kontext, img2img, the first frame of image-to-video."
-    )
+    image: Path | None = option("Input image, if the pipeline takes one: Kontext, img2img, the first frame of a video.")
     force: bool = option("Replace existing files.", "--force", "-f", default=False)
     quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
 

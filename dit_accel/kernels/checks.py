@@ -35,9 +35,7 @@ def require_device(name: str, tensor: torch.Tensor, other_name: str, other: torc
 
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ShapeError(
-            f"{name} must have stride 1 along its last axis, got strides {list(tensor.stride())}; call .contiguous()"
-        )
+        raise ShapeError(f"{name} must have stride 1 on its last axis, got {list(tensor.stride())}; call .contiguous()")
 
 
 def require_floats(name: str, tensor: torch.Tensor, shape: Shape, *, strided: bool = False) -> None:

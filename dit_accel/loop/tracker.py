@@ -278,10 +278,8 @@ class TimestepClock:
         if place is not None and place.step < len(self._values):
             step = place.step
         elif abs(self._values[step] - value) > self._tolerance:
-            raise UnsupportedError(
-                f"timestep {value} is none of the timesteps given, {self._values[0]} to {self._values[-1]}; pass the "
-                "timesteps that the transformer gets, in its own scale"
-            )
+            known = f"{self._values[0]} to {self._values[-1]}; pass the values that the transformer gets"
+            raise UnsupportedError(f"timestep {value} is none of the timesteps given, {known}")
         if step < self._step:
             self._run = object()
         self._step = step

@@ -75,10 +75,8 @@ def drive(
     for name, transformer in transformers.items():
         config = getattr(getattr(find_hook(transformer), "acceleration", None), "config", None)
         if config is not None:  # disable_cache must undo that
-            raise UnsupportedError(
-                f"pipe.{name} is accelerated already, by enable_cache({config!r}): keep that, or call "
-                f"pipe.{name}.disable_cache() first"
-            )
+            there = f"pipe.{name} is accelerated already, by enable_cache({config!r})"
+            raise UnsupportedError(f"{there}: keep that, or call pipe.{name}.disable_cache() first")
         refuse_other_cache(transformer, name)
         family = known_family(transformer)
         try:

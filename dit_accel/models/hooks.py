@@ -72,9 +72,7 @@ def stateless(code: Code) -> Code:
     try:
         setattr(getattr(code, "__func__", code), STATELESS, True)
     except AttributeError:
-        raise UnsupportedError(
-            f"code must take attributes, got {shown(code)}: pass a function or an object that calls it"
-        ) from None
+        raise UnsupportedError(f"code must take attributes, got {shown(code)}: pass a function that calls it") from None
     return code
 
 

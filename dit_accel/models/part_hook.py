@@ -55,10 +55,8 @@ class PartHook(Hook):
         output = self.fn_ref.original_forward(*args, **kwargs)
         if call.records:
             if history.coordinates[:1] == (call.coordinate,):
-                raise UnsupportedError(
-                    f"{self._part} of {self._block} runs in chunks, whose outputs can't be forecast: call "
-                    "transformer.disable_forward_chunking(), or set forecast.level to output"
-                )
+                fix = "call transformer.disable_forward_chunking(), or set forecast.level to output"
+                raise UnsupportedError(f"{self._part} of {self._block} runs in chunks, which can't be forecast: {fix}")
             self._is_tuple = not isinstance(output, torch.Tensor)
             history.record(call.coordinate, output if self._is_tuple else (output,))
         return output

@@ -41,10 +41,8 @@ class TokenOrder:
         key = grid, x.device, undo
         order = self._on_device.get(key, lambda: (self.of(grid).argsort() if undo else self.of(grid)).to(x.device))
         if x.shape[axis] != len(order):
-            raise UnsupportedError(
-                f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the video on one device, got "
-                f"{x.shape[axis]} (context parallelism?): set blocks.token_order to raster"
-            )
+            needs = f"all {len(order)} tokens of the video on one device, got {x.shape[axis]} (context parallelism?)"
+            raise UnsupportedError(f"blocks.token_order {self._name!r} needs {needs}: set it to raster")
         return x.index_select(axis, order)
 
 

@@ -118,13 +118,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except ValueError as error:
         raise PresetError(f"{file} can't be read: {error}") from None
     if real in seen:
-        raise PresetError(
-            f"base of preset {path} leads back to itself: {' -> '.join(step.name for step in (*seen, real))}"
-        )
+        raise PresetError(f"base of preset {path} leads to itself: {' -> '.join(step.name for step in (*seen, real))}")
     if len(seen) == LONGEST_CHAIN:
-        raise PresetError(
-            f"{file} is at the end of a chain of {LONGEST_CHAIN} bases: name an earlier preset of the chain as base"
-        )
+        raise PresetError(f"{file} ends a chain of {LONGEST_CHAIN} bases: name an earlier preset of the chain as base")
     if not isinstance(values, dict):
         raise PresetError(f"{file} must hold a mapping of sections, got {type(values).__name__}")
     (skip,) = _sections("skip", values)

@@ -158,9 +158,7 @@ class SlaSkip(Skip):
     @model_validator(mode="after")
     def _consistent(self) -> SlaSkip:
         if self.critical + self.negligible > 1:
-            raise ValueError(
-                f"critical and negligible are shares of the same tiles, got {self.critical} + {self.negligible} > 1"
-            )
+            raise ValueError(f"critical + negligible must be at most 1, got {self.critical} + {self.negligible}")
         return self
 
 

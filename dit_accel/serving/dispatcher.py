@@ -31,12 +31,12 @@ LONGEST_OVERTAKEN = 10.0  # seconds in which tasks for the model that ran last m
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step of a job: number of finished steps and of all steps, and the file of a partial image or None."""
+    """A finished step of a job: finished and all steps, and the file of a partial image or next bytes of a video."""
 
     job: Job
     done: int
     steps: int
-    partial_image: bytes | None = None
+    part: bytes | None = None
 
 
 class Task:
@@ -72,10 +72,10 @@ class Task:
     def tell(self, event: Step | Made | BaseException | None) -> None:
         raise NotImplementedError
 
-    def step(self, job: Job, done: int, steps: int, partial_image: bytes | None = None) -> None:
+    def step(self, job: Job, done: int, steps: int, part: bytes | None = None) -> None:
         if self.is_cancelled:
             raise Cancelled
-        self.tell(Step(job, done, steps, partial_image))
+        self.tell(Step(job, done, steps, part))
 
 
 class AwaitedTask(Task):

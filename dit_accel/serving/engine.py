@@ -40,6 +40,7 @@ class VideoForm:
 
     fps: float
     frames_unit: int
+    in_chunks: bool = False  # True: decoded chunk by chunk while it is made
 
     def frames(self, seconds: float, fps: float | None = None) -> int:
         return 1 + self.frames_unit * round(seconds * (fps or self.fps) / self.frames_unit)

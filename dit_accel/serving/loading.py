@@ -38,8 +38,7 @@ class Loading:
             raise ArgumentError("loras", "can't be used with --lora and --quantize, where --lora stays a layer")
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
-            rule = "must be none, model or group with --quantize: quantised layers can't move one by one"
-            raise ArgumentError("offload", rule)
+            raise ArgumentError("offload", "must be none, model or group with --quantize, whose layers move together")
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -90,8 +90,8 @@ class Clips:
 
     default_output = Path("output.mp4")
 
-    def __init__(self, fps: float, sampling_rate: int | None = None) -> None:
-        self.fps, self.sampling_rate = fps, sampling_rate
+    def __init__(self, fps: float, sampling_rate: int | None = None, in_chunks: bool = False) -> None:
+        self.fps, self.sampling_rate, self.in_chunks = fps, sampling_rate, in_chunks  # decoded chunk by chunk
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
         from dit_accel.tools.media.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
@@ -105,8 +105,7 @@ class Clips:
             if is_folder and os.path.isfile(clip):
                 raise ArgumentError("output", f"{clip} is a file, which can't hold frames; name a new folder")
             if is_folder and (foreign := foreign_files(clip)):
-                holds = f"folder {clip} holds files that are not frames of one video ({foreign[0]})"
-                raise ArgumentError("output", f"{holds}; name another folder")
+                raise ArgumentError("output", f"{clip} has files that are no frames ({foreign[0]}); name a new folder")
             first = clip / "0000.png" if is_folder and os.path.isdir(clip) else clip
             require_writable(first, "output", force=force)
         for file in self._others(path, compare):
@@ -163,7 +162,8 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
     if makes_video(pipe):
         family = pipeline_family(pipe)
         usual = USUAL_FRAMES_A_SECOND if family is None else family.frames_per_second(pipe.config)
-        return Clips(fps or model_fps or usual, sampling_rate(pipe))
+        in_chunks = type(pipe).__name__ in getattr(family, "streamed", ())
+        return Clips(fps or model_fps or usual, sampling_rate(pipe), in_chunks)
     if fps is not None:
         raise ArgumentError("fps", f"{type(pipe).__name__} makes images, which have no frame rate")
     return Pictures()
@@ -182,17 +182,12 @@ def _makes_sound_alone(pipe: Any) -> bool:
 
 def size_note(asked: Mapping[str, Any], result: Any) -> str | None:
     """Return a note if a pipeline rounded the width, height or number of frames of an image or video, or None."""
-    shape = getattr(result, "shape", None)
-    actual = dict(zip(("width", "height"), result.size, strict=True)) if shape is None else {}
-    if shape is not None:
-        actual = {"width": shape[2], "height": shape[1], "num-frames": shape[0]}
+    sizes = result.shape[2::-1] if hasattr(result, "shape") else result.size
+    actual = dict(zip(("width", "height", "num-frames"), sizes, strict=False))
     wanted = {name: asked.get(name) or value for name, value in actual.items()}
     if wanted == actual:
         return None
-    before, after = (
-        f"{size['width']} × {size['height']}" + (f" × {size['num-frames']} frames" if "num-frames" in size else "")
-        for size in (wanted, actual)
-    )
+    before, after = (" × ".join(map(str, size.values())) + " frames" * (len(size) > 2) for size in (wanted, actual))
     return f"the pipeline rounded the size {before} to {after}"
 
 

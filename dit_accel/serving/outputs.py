@@ -21,8 +21,7 @@ def require_writable(path: Path, field: str, *, force: bool) -> None:
 
 def require_plot(path: Path, field: str, *, force: bool) -> None:
     if path.suffix.lower() not in PLOT_SUFFIXES:
-        suffixes = f"{', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
-        raise ArgumentError(field, f"{shortened(str(path))} must end in {suffixes}")
+        raise ArgumentError(field, f"{shortened(str(path))} must end in one of {', '.join(PLOT_SUFFIXES)}")
     require_writable(path, field, force=force)
 
 

@@ -118,8 +118,7 @@ def call_arguments(
     if "negative-prompt" in values and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
     if "guidance" in values and not true_guidance and _ignores_guidance(pipe):
-        rule = "has no guidance embedding; add a negative prompt to run a second branch"
-        raise ArgumentError("guidance", f"this {type(pipe).__name__} {rule}")
+        raise ArgumentError("guidance", f"{type(pipe).__name__} has no guidance embedding; add a negative prompt")
     _require_inputs(type(pipe).__name__, parameters, arguments)
     require_memory(pipe, arguments)
     return arguments

@@ -49,12 +49,9 @@ class JobPreviews:
         self._steps = 0
         self._drawn: list[bytes] = []  # not passed on yet
 
-    def telling(self, tell: Callable[..., None]) -> Callable[[int, int], None]:
-        def step(done: int, steps: int) -> None:
-            drawn, self._drawn, self._steps = self._drawn, [], steps
-            tell(done, steps, *drawn)
-
-        return step
+    def step(self, tell: Callable[..., None], done: int, steps: int) -> None:
+        drawn, self._drawn, self._steps = self._drawn, [], steps
+        tell(done, steps, *drawn)
 
     def callback(self) -> Callable[..., dict[str, Any]]:
         return self.previewer.watch(self._keep, self._is_due)

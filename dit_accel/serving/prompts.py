@@ -22,8 +22,8 @@ KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed a
 }
 CONTRACT = ("preset", *TARGETS)  # keys that are no arguments of a call
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
-# Settings of a job that are no arguments: number of partial images, and seconds until its end and after its steps.
-PARTIAL_IMAGES, DEADLINE = "partial-images", "deadline"
+# Settings of a job that are no arguments: partial images, growing videos, seconds until its end and after its steps.
+PARTIAL_IMAGES, STREAM, DEADLINE = "partial-images", "stream", "deadline"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A worker in a process of its own, one for each GPU of a server; a new process replaces one that dies or hangs.
 
 The process loads a pipeline and sends :class:`Loaded`. It receives ``(jobs, preset, suffix)``, and sends ``(finished
-steps, all steps)`` with a partial image's file after steps, which the server answers with True, or False to end the
-run. At the end it sends a list of :class:`Made`; and errors at any time.
+steps, all steps)`` with the file of a partial image or next bytes of a video after steps, which the server answers with
+True, or False to end the run. At the end it sends a list of :class:`Made`; and errors at any time.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.previews import JobPreviews, Previews
 from dit_accel.serving.processes import ranks
-from dit_accel.serving.prompts import CONTRACT, DEADLINE, OWN, PARTIAL_IMAGES, Job, contracted
+from dit_accel.serving.prompts import CONTRACT, DEADLINE, OWN, PARTIAL_IMAGES, STREAM, Job, contracted
 from dit_accel.tools.steps import watched_steps
 
 if TYPE_CHECKING:
@@ -55,17 +56,23 @@ class Worker:
     @property
     def loaded(self) -> Loaded:
         unit = first_whole(self.pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        form = VideoForm(self.medium.fps, unit or 1) if isinstance(self.medium, Clips) else None
+        form = VideoForm(self.medium.fps, unit or 1, self.medium.in_chunks) if isinstance(self.medium, Clips) else None
         preset = getattr(getattr(self.pipe, "dit_accel", None), "preset", None)  # in use
         return Loaded(form, preset, self.suffix, self._base)
 
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
-        """Run jobs in one call with their own preset; ``tell`` takes finished and all steps, and a partial image."""
+        """Run jobs in one call with their own preset; ``tell`` takes steps, and a partial image or bytes."""
         self._begin(jobs, preset)
         has_previews = len(jobs) == 1 and not isinstance(self.medium, Clips)
         previews = self.previews.of(jobs[0], suffix) if has_previews else None
+        growing = nullcontext(partial(previews.step, tell) if previews else tell)
+        if jobs[0].settings.get(STREAM):
+            from dit_accel.streaming import streamed_file
+
+            growing = streamed_file(self.pipe, jobs[0].settings.get("fps") or self.medium.fps, tell)
         try:
-            return self.make(jobs, suffix, previews, previews.telling(tell) if previews else tell)
+            with growing as tell:
+                return self.make(jobs, suffix, previews, tell)
         finally:
             if previews:
                 previews.previewer.forget_latents()  # which may be on the GPU
@@ -206,7 +213,7 @@ class Worker:
         if self._guider is not None:
             self.pipe.guider = self._guider
         require_named(batch[0].settings.get("loras", {}), self._setup.loading.named_loras)
-        settings, others = batch[0].settings, ("seed", "loras", PARTIAL_IMAGES, DEADLINE, *CONTRACT)
+        settings, others = batch[0].settings, ("seed", "loras", PARTIAL_IMAGES, STREAM, DEADLINE, *CONTRACT)
         options = {"fps": self._setup.fps} | {key: value for key, value in settings.items() if key not in others}
         if len(batch) > 1:
             options |= {key: [job.settings[key] for job in batch] for key in OWN if key in options}

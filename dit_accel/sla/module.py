@@ -116,10 +116,8 @@ class SparseLinearAttention(nn.Module):
             raise ShapeError(f"q must have shape [B, S, H, {settings.head_dim}], got {list(q.shape)}")
         layout = TokenLayout(0, q.shape[1], settings.block) if layout is None else layout
         if (layout.tokens, layout.block) != (q.shape[1], settings.block):
-            raise ShapeError(
-                f"layout must have q's {q.shape[1]} tokens in blocks of {settings.block}, "
-                f"got {layout.tokens} in blocks of {layout.block}"
-            )
+            required = f"q's {q.shape[1]} tokens in blocks of {settings.block}"
+            raise ShapeError(f"layout must have {required}, got {layout.tokens} in blocks of {layout.block}")
         inputs = Inputs(q, k, k, layout, q.clone, kv_len)  # values and dense attention choose no tile
         symbols = classified(inputs, settings.critical, settings.negligible, settings.backend)
         return lower(symbols, backend=settings.backend)

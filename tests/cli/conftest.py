@@ -95,9 +95,7 @@ def reached(monkeypatch, made, tmp_path):
     for name in ("timeline_figure", "density_figure"):
         monkeypatch.setattr(figures, name, draw)
     monkeypatch.setattr(inspect, "_require_symbols", lambda *_: None)
-    monkeypatch.setattr(
-        inspect, "_draw_symbols", lambda _, __, layer, folder, ___: put(layer=layer, folder=folder.name)
-    )
+    monkeypatch.setattr(inspect, "_draw_symbols", lambda *given: put(layer=given[2], folder=given[3].name))
 
     def search(pipe, base, *, arguments, progress, state, **rest):
         note_call("arguments.", arguments)

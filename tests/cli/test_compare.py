@@ -89,10 +89,8 @@ def test_methods_are_those_that_were_asked_for(monkeypatch):
 
     monkeypatch.setattr("dit_accel.tools.measure.compare.our_methods", ours)
     monkeypatch.setattr("dit_accel.tools.measure.compare.peer_methods", theirs)
-    assert compare._methods(bench, ["turbo", "exact"], "some/model", ["dbcache"], 3) == (
-        ["turbo", "exact", "peer"],
-        {"other": "missing"},
-    )
+    found = compare._methods(bench, ["turbo", "exact"], "some/model", ["dbcache"], 3)
+    assert found == (["turbo", "exact", "peer"], {"other": "missing"})
     assert asked["theirs"] == (6, ["dbcache"], 3)
     levels = ["video-quality", "video-balanced", "video-turbo"]
     methods, _ = compare._methods(bench, [], "some/model", None, 3)

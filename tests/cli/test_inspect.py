@@ -38,9 +38,8 @@ def test_the_map_is_of_the_block_that_is_asked_for(pipe, monkeypatch, tmp_path, 
     monkeypatch.setattr(figures, "symbol_map", lambda *given, **named: seen.append((given[1:], named)))
     inspect._draw_symbols(pipe, Image.new("RGB", (8, 8)), layer, tmp_path, Console(quiet=True))
     ((layout, symbols, path), named) = seen[0]
-    assert (
-        layout == "layout" and symbols is pipe.dit_accel.symbols()[drawn] and path == tmp_path / f"symbols-{drawn}.png"
-    )
+    assert layout == "layout" and symbols is pipe.dit_accel.symbols()[drawn]
+    assert path == tmp_path / f"symbols-{drawn}.png"
     assert named == {"title": drawn, "frame": 0, "frames": 1, "order": "order"}
 
 

@@ -222,18 +222,14 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
     worker = working.Worker(setup)
     made = worker.make(jobs)
     assert [Image.open(BytesIO(each.data)).getpixel((0, 0))[0] for each in made] == [0, 99]
-    assert [(each.report, each.seconds, each.batch) for each in made] == [
-        ({"prompt": 0}, 5.0, [3, 4]),
-        ({"prompt": 1}, 5.0, [3, 4]),
-    ]
+    assert [each.report for each in made] == [{"prompt": 0}, {"prompt": 1}]
+    assert [(each.seconds, each.batch) for each in made] == [(5.0, [3, 4])] * 2
     assert sounds == ["first", "second"]
     worker.preset = None
     assert [each.report for each in worker.make(jobs[:1])] == [None]
     common = {"image": "picture", "steps": 2, "sigmas": [1.0], "fps": 9.0}
-    assert arguments == [
-        common | {"prompt": ["a", "b"], "negative-prompt": ["x", "y"]},
-        common | {"prompt": "a", "negative-prompt": "x"},
-    ]
+    several, one = {"prompt": ["a", "b"], "negative-prompt": ["x", "y"]}, {"prompt": "a", "negative-prompt": "x"}
+    assert arguments == [common | several, common | one]
     assert seeds == [[7, 8], 7]
     monkeypatch.setattr(working, "timed_call", lambda *_: Output(pictures[:1], 9.0, 5.0, 1))
     with pytest.raises(UnsupportedError, match="SimpleNamespace made 1 of 2 prompts"):

@@ -232,9 +232,8 @@ def test_a_file_of_prompts_has_one_a_line(tmp_path):
 def test_a_lines_own_settings_win(tmp_path):
     """Settings in a line override the command's; an integer guidance scale and null are valid values."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        '{"prompt": "a", "steps": 2, "guidance": 3}\n{"prompt": "b", "guidance": 0.0, "negative-prompt": ""}\n'
-    )
+    lines = '{"prompt": "a", "steps": 2, "guidance": 3}', '{"prompt": "b", "guidance": 0.0, "negative-prompt": ""}'
+    file.write_text("\n".join(lines))
     first, second = read_jobs(file, {"steps": 9, "guidance": 7.0, "seed": 0, "height": None})
     assert first.settings == {"prompt": "a", "steps": 2, "guidance": 3, "seed": 0}
     assert second.settings == {"prompt": "b", "steps": 9, "guidance": 0.0, "seed": 0, "negative-prompt": ""}
@@ -275,9 +274,8 @@ def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
     """A FLUX transformer without guidance embedding; one that has no such setting is guided otherwise."""
     for embeds, refused in ((False, True), (True, False), (None, False)):
         config = SimpleNamespace() if embeds is None else SimpleNamespace(guidance_embeds=embeds)
-        monkeypatch.setattr(
-            "dit_accel.models.denoisers", lambda pipe, config=config: {"t": SimpleNamespace(config=config)}
-        )
+        transformer = SimpleNamespace(config=config)
+        monkeypatch.setattr("dit_accel.models.denoisers", lambda _, found=transformer: {"t": found})
         assert pipelines._ignores_guidance(object()) == refused
 
 

@@ -17,11 +17,14 @@ SIZE = ("--steps", 3, "--height", 48, "--width", 48, "--num-frames", 15)
 CHUNKS = ("--call", "num_latent_frames_per_chunk=2", "--call", "history_sizes=[4, 2, 1]")  # of 3 frames
 
 
+def helios():
+    parts, wan = built("helios")[0].components, tiny_pipeline("wan")
+    return diffusers.HeliosPipeline(**parts | {"tokenizer": wan.tokenizer, "text_encoder": wan.text_encoder})
+
+
 @pytest.fixture
 def generate(run, monkeypatch):
-    wan = tiny_pipeline("wan")
-    parts = built("helios")[0].components | {"tokenizer": wan.tokenizer, "text_encoder": wan.text_encoder}
-    models = {"helios": diffusers.HeliosPipeline(**parts), "wan": wan}
+    models = {"helios": helios(), "wan": tiny_pipeline("wan")}
     monkeypatch.setattr(pipelines, "load_pipeline", lambda model, *_: models[model])
     yield lambda model, *options: run("generate", "-p", "a red fox", "-m", model, *SIZE, *options)
     restore_pipeline(models["helios"])

@@ -184,10 +184,8 @@ def test_the_fields_of_the_page_are_a_wish(page):
     playing = Playing()
     list(asked(page, playing, *FIELDS))
     list(asked(page, playing, *FIELDS[:3], True, 0.15, None, None, None, None, None))
-    assert playing.wishes == [
-        Wish("a fox", "some/model", "turbo", 0.5, 7, 9, 48, 80, 5),
-        Wish("a fox", "some/model", "turbo", None, 0, None, None, None, None),
-    ]
+    rest = (0.5, 7, 9, 48, 80, 5), (None, 0, None, None, None, None)
+    assert playing.wishes == [Wish("a fox", "some/model", "turbo", *values) for values in rest]
     next(changes := asked(page, playing, *FIELDS))
     changes.close()
     assert playing.ended == 3, "whatever ends a visitor's stream ends the run"

@@ -143,9 +143,8 @@ def test_what_changes_a_file_is_a_setting_of_its_line(run, tmp_path, monkeypatch
     assert result.exit_code == 0, result.output
     common = {"model": PICTURES, "image": None, "seed": 0} | setting
     assert started["rows"] == [common | {"prompt": prompt} for prompt in ("a cat", "a dog")]
-    assert started["force"] and started["batch_size"] == started["setup"].batch_size == (
-        3 if "--batch-size" in given else 1
-    )
+    size = 3 if "--batch-size" in given else 1
+    assert started["force"] and started["batch_size"] == started["setup"].batch_size == size
     assert (started["setup"].image is not None) == ("--image" in given)
     assert (started["setup"].fps, started["setup"].call) == (setting.get("fps"), setting.get("call", {}))
 

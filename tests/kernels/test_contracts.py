@@ -84,9 +84,9 @@ OPS = {  # arguments of a call that is right
 REFUSED = {  # changes of these arguments, and the error's beginning
     "attention": [
         ({"q": [[0.0]]}, r"q must be a tensor \[B, S, H, D\], got list"),
-        ({"q": TURNED}, "q must have stride 1 along its last axis"),
+        ({"q": TURNED}, "q must have stride 1 on its last axis"),
         ({"k": zeros(1, 129, 2, 16)}, r"k must have shape \[1, 130, H_kv, 16\], got \[1, 129, 2, 16\]"),
-        ({"k": zeros(1, 130, 1, 16)}, "k and v must have one number of heads that divides q's 2, got 1 and 2"),
+        ({"k": zeros(1, 130, 1, 16)}, "heads of k and v must be as many and divide q's 2, got 1 and 2"),
         ({"out": zeros(1, 130, 2, 8)}, r"out must have shape \[1, 130, 2, 16\]"),
         ({"scale": -1.0}, "scale must be positive, got -1.0"),
         ({"pv_threshold": 0.0}, "pv_threshold must be negative .*, got 0.0; use None"),
@@ -129,7 +129,7 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"history": [zeros(1, 129, 2, 16)]}, r"history\[0\] must have shape \[1, 130, 2, 16\]"),
         (
             {"history": [Q, Q], "previous": (zeros(1, 1, 130, 40), PLAN.mask64)},
-            "previous stack must have an entry for each of 2 in history, got 1",
+            "previous must have as many entries as history, 2, got 1",
         ),
         ({"previous": (zeros(1, 1, 130, 40), zeros(1, 4).long())}, r"mask64 must have shape \[1, 3\], got \[1, 4\]"),
     ],

@@ -45,10 +45,8 @@ def test_remarks_and_fallbacks_are_logged(caplog):
     for _ in range(2):
         told.note("caches dropped")
         told.fall_back("block.9", "it is compiled")
-    assert [record.getMessage() for record in caplog.records] == [
-        "caches dropped",
-        "block.9 falls back to dense: it is compiled",
-    ]
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["caches dropped", "block.9 falls back to dense: it is compiled"]
     told.fall_back("block.9", "LoRA")
     assert told.fallbacks[6:] == [{"site": "block.9", "reason": reason} for reason in ("it is compiled", "LoRA")]
 

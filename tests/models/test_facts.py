@@ -296,9 +296,7 @@ def test_a_part_that_runs_in_chunks_is_refused():
     pipe = tiny.copy_of("sd3")
     pipe.transformer.enable_forward_chunking(chunk_size=1, dim=1)
     with pytest.raises(UnsupportedError, match=r"ff of .*blocks\.0 runs in chunks.*disable_forward_chunking"):
-        run(
-            "sd3", load_preset("exact", model="sd3", forecast={"level": "layer"}, **{"schedule.interval": 3}), pipe=pipe
-        )
+        run("sd3", load_preset("exact", model="sd3", forecast={"level": "layer"}, schedule={"interval": 3}), pipe=pipe)
 
 
 def test_a_processor_that_is_set_later_is_caught_too():

@@ -56,9 +56,8 @@ def bare(self, *args, **kwargs):
 
 
 def refused(cache, way_off):
-    return pytest.raises(
-        UnsupportedError, match=rf"pipe\.transformer .* has {cache} on it.* remove that one with {way_off}"
-    )
+    reason = rf"pipe\.transformer .* has {cache} on it.* remove that one with {way_off}"
+    return pytest.raises(UnsupportedError, match=reason)
 
 
 @pytest.mark.parametrize("cache", CONFIGS)

@@ -47,9 +47,8 @@ def call(name: str, pipe=None, **overrides) -> torch.Tensor:
     if name in BY_FACTS:
         return tiny.output(name, 4)
     prompt = "a red fox" if name in WAN else ["a red fox", "two blue whales asleep"]  # with padding of unequal length
-    return tiny_output(
-        pipe or pipeline(name), name, **{"steps": 4, "height": 96, "width": 80, "prompt": prompt, **overrides}
-    )
+    arguments = {"steps": 4, "height": 96, "width": 80, "prompt": prompt, **overrides}
+    return tiny_output(pipe or pipeline(name), name, **arguments)
 
 
 def result(name: str, order: str, *options, **overrides) -> torch.Tensor:
@@ -173,5 +172,5 @@ def test_what_goes_by_frames_keeps_its_order(is_forcing):
 def test_a_part_of_the_tokens_is_refused():
     """If a video's tokens are spread over devices, the message names the key and the solution."""
     order = TokenOrder("tiles", 64, first_frame_apart=False)
-    with pytest.raises(UnsupportedError, match=r"needs all 360 tokens.*got 180.*set blocks\.token_order to raster"):
+    with pytest.raises(UnsupportedError, match=r"needs all 360 tokens.*got 180.*set it to raster"):
         order.apply(torch.zeros(1, 180, 8), GRID, 1)

@@ -85,7 +85,7 @@ UNUSABLE = {
     "long-preset-name": (lambda _: "a" * 5000, r"unknown preset 'a+… \(5,002 characters\); available: balanced"),
     "path-as-name": (lambda _: "../configs/balanced", r"unknown preset '\.\./configs/balanced'"),
     "endless-file": (lambda _: Path("/dev/zero"), r"/dev/zero can't be read: it has more than 65,536 bytes"),
-    "chain-of-bases": (chain, r"20\.yaml is at the end of a chain of 20 bases: name an earlier preset of the chain as"),
+    "chain-of-bases": (chain, r"20\.yaml ends a chain of 20 bases: name an earlier preset of the chain as"),
     "base-with-nul": (written('base: "a\\0.yaml"\n'), r"a\\x00\.yaml can't be read: embedded null byte"),
     "many-mistakes": (written("".join(f"k{i}: 1\n" for i in range(2000))), r"unknown key 'k6'.*; and 1,99\d more$"),
     "long-value": (written(f"schedule: {{warmup: [{'1, ' * 1000}]}}\n"), r"got \[1, .*… \(3,000 characters\)"),

@@ -112,7 +112,7 @@ def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
         ({"policy": "sparge", "residual": True}, "skip: residual corrects steps that keep their masks, and refresh"),
         ({"policy": "sparge", "probe_error": 0.1}, "skip: probe_error bounds an error that is measured on probe_bl"),
         ({"policy": "sparge", "probe_blocks": -1}, "skip.probe_blocks: .*got -1"),
-        ({"policy": "sla", "critical": 0.7, "negligible": 0.4}, "skip: critical and negligible are shares"),
+        ({"policy": "sla", "critical": 0.7, "negligible": 0.4}, "skip: critical . negligible must be at most 1"),
         ({"policy": "static"}, "skip: pattern 'sliding' needs window"),
         ({"policy": "static", "pattern": "causal", "window": 64}, "skip: pattern 'causal' takes no window"),
         ({"policy": "sparge", "top_k": 0.0}, "skip.top_k: .*got 0.0"),

@@ -134,7 +134,7 @@ def test_a_mask_covers_the_same_part_in_every_form(mask, expected):
 
 def test_sizes_of_image_and_mask_are_those_of_upright_ones():
     photo = stored(Image.new("RGB", (16, 24)), **turned(6))
-    with pytest.raises(RequestError, match="size of the first image, 24x16, got 16x24"):
+    with pytest.raises(RequestError, match="first image's size, 24x16, got 16x24"):
         edit(photo, stored(Image.new("L", (16, 24))))
 
 

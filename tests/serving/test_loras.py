@@ -105,12 +105,8 @@ def test_one_lora_twice_is_told():
 
 def test_ids_on_the_hub_are_taken_as_they_are():
     given = ["owner/name", "owner/name/file.safetensors:0.5", "owner/na:me:-2", "owner/other:name"]
-    assert parse_loras(given) == {
-        "owner/name": 1.0,
-        "owner/name/file.safetensors": 0.5,
-        "owner/na:me": -2.0,
-        "owner/other:name": 1.0,
-    }
+    found = {"owner/name": 1.0, "owner/name/file.safetensors": 0.5, "owner/na:me": -2.0, "owner/other:name": 1.0}
+    assert parse_loras(given) == found
 
 
 def test_a_file_that_is_no_lora_is_told(run, folder, tmp_path):
@@ -125,13 +121,9 @@ def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path)
     metadata = {"critical": "0.1", "negligible": "0.2", "feature_map": "elu", "block": "128"}
     save_file({"transformer.blocks.0": torch.zeros(2, 2)}, tmp_path / "sla.safetensors", metadata=metadata)
     loras = parse_loras([f"{tmp_path}:0.5"])
-    assert with_projections("wan21-sla", {"skip.negligible": 0.3}, loras) == {
-        "skip.projection": str(tmp_path),
-        "skip.critical": 0.1,
-        "skip.negligible": 0.3,
-        "skip.feature_map": "elu",
-        "blocks.size": 128,
-    }
+    skip = {"projection": str(tmp_path), "critical": 0.1, "negligible": 0.3, "feature_map": "elu"}
+    expected = {f"skip.{key}": value for key, value in skip.items()} | {"blocks.size": 128}
+    assert with_projections("wan21-sla", {"skip.negligible": 0.3}, loras) == expected
     assert with_projections("wan21-sparge", {}, loras) == with_projections("none", {}, loras) == {}
     own = {"skip.projection": "own.safetensors"}
     assert with_projections("wan21-sla", own, loras) == own
@@ -166,12 +158,8 @@ def test_each_lora_is_loaded_from_its_place_with_its_weight(monkeypatch, tmp_pat
     monkeypatch.setattr("dit_accel.models.denoisers", lambda pipe: {"a": first, "b": second, "c": third})
     given = [f"{tmp_path}/style:0", "owner/name:-0.5", "owner/other/deep/file.safetensors"]
     load_loras(pipe, parse_loras(given))
-    assert pipe.done == [
-        (f"{tmp_path}/style", None),
-        ("owner/name", None),
-        ("owner/other", "deep/file.safetensors"),
-        (0.0, -0.5, 1.0),
-    ]
+    loaded = [(f"{tmp_path}/style", None), ("owner/name", None), ("owner/other", "deep/file.safetensors")]
+    assert pipe.done == [*loaded, (0.0, -0.5, 1.0)]
     own = [] if is_quantised else ["first fused", "first unloaded"]
     assert fused == [*own, "third fused", "third unloaded"]
 

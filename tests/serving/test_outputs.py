@@ -54,12 +54,10 @@ def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_pa
 )
 def test_a_rounded_size_is_a_note(asked, told):
     """Sides that were not given are the pipeline's own; frames count for videos alone."""
-    assert media.size_note(asked, np.zeros((5, 16, 32, 3), np.uint8)) == (
-        told and f"the pipeline rounded the size {told}"
-    )
-    image = told if "num-frames" not in asked else None
-    expected = image and f"the pipeline rounded the size {image.replace(' × 5 frames', '')}"
-    assert media.size_note(asked, Image.new("RGB", (32, 16))) == expected
+    note = told and f"the pipeline rounded the size {told}"
+    assert media.size_note(asked, np.zeros((5, 16, 32, 3), np.uint8)) == note
+    of_image = note.replace(" × 5 frames", "") if note and "num-frames" not in asked else None
+    assert media.size_note(asked, Image.new("RGB", (32, 16))) == of_image
 
 
 @pytest.mark.parametrize("link", ["file", "dangling", "folder"])

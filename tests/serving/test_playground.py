@@ -64,9 +64,8 @@ def image(run, side):
 
 
 def expected(pipe):
-    return np.asarray(
-        timed_output(pipe, arguments(pipe, "flux", {"prompt": WISH.prompt, "steps": STEPS}), 0).results[0]
-    )
+    made = timed_output(pipe, arguments(pipe, "flux", {"prompt": WISH.prompt, "steps": STEPS}), 0)
+    return np.asarray(made.results[0])
 
 
 def test_a_run_shows_both_sides_step_by_step(kitchen):

@@ -156,10 +156,8 @@ def test_lines_of_a_batch_that_fails_are_made_alone(capsys):
     """Each once more, at the end; a worker that has too little memory for the batch alone stays."""
     worker = Hands()
     ends = made([worker], ["a", "refuse"], ["b", "c"], ["d", "large"], console=Console())
-    assert ends == {
-        **{0: ("a", [0]), 1: "not with me", 2: ("b", [2, 3]), 3: ("c", [2, 3])},
-        **{4: ("d", [4]), 5: "no memory"},
-    }
+    assert {place: ends.pop(place) for place in (1, 5)} == {1: "not with me", 5: "no memory"}
+    assert ends == {0: ("a", [0]), 2: ("b", [2, 3]), 3: ("c", [2, 3]), 4: ("d", [4])}
     assert worker.calls[:5] == ["arefuse", "bc", "dlarge", "a", "refuse"] and worker.restarts == 3
     notes = capsys.readouterr().out
     assert "note: lines 1, 2 run one at a time, because one call failed: not with me" in notes

@@ -236,16 +236,11 @@ def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
     batch, tokens, heads, head_dim = q.shape
     checks.require_like("q", q, (batch, tokens, "H_kv", head_dim), k=k, v=v)
     if k.shape[2] != v.shape[2] or k.shape[2] == 0 or heads % k.shape[2]:
-        raise ShapeError(
-            f"k and v must have one number of heads that divides q's {heads}, got {k.shape[2]} and {v.shape[2]}"
-        )
+        raise ShapeError(f"heads of k and v must be as many and divide q's {heads}, got {k.shape[2]} and {v.shape[2]}")
     checks.require_like("q", q, (batch, tokens, heads, head_dim), out=out)
     checks.require_whole_plan(plan, q)
     if scale is not None and not scale > 0:
         raise ShapeError(f"scale must be positive, got {scale}")
     if pv_threshold is not None and not pv_threshold < 0:
-        raise ShapeError(
-            f"pv_threshold must be negative (a distance below the best score), got {pv_threshold}; "
-            "use None to skip no tile"
-        )
+        raise ShapeError(f"pv_threshold must be negative (relative to the best score), got {pv_threshold}; use None")
     checks.require_typed("q", q, (batch,), torch.int32, kv_len=kv_len)

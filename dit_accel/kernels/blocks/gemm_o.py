@@ -57,9 +57,7 @@ def gemm_o_update(
     if previous is not None:
         _require_contiguous("previous stack", previous[0], ("M", *o.shape[:2], weight.shape[0]), "o", o)
         if len(previous[0]) < len(history):
-            raise ShapeError(
-                f"previous stack must have an entry for each of {len(history)} in history, got {len(previous[0])}"
-            )
+            raise ShapeError(f"previous must have as many entries as history, {len(history)}, got {len(previous[0])}")
         _require_contiguous("previous mask64", previous[1], tuple(plan.mask64.shape), "plan.mask64", plan.mask64)
     if resolve_backend(backend, o, {"triton": checks.triton_limit(o.shape[-1])}) == "reference":
         return _update_reference(o, weight, bias, plan, history, previous, offset)

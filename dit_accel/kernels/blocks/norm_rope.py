@@ -107,10 +107,8 @@ def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tenso
     checks.require_like(name, x, tuple(x.shape), out=out)
     for role, tensor in ((name, x), ("out", out)):
         if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]:
-            raise ShapeError(
-                f"{role} must hold a token's heads contiguously (stride {tensor.shape[3]}), got strides "
-                f"{list(tensor.stride())}; call .contiguous()"
-            )
+            rule = f"must hold a token's heads contiguously (stride {tensor.shape[3]})"
+            raise ShapeError(f"{role} {rule}, got strides {list(tensor.stride())}; call .contiguous()")
     if weight is None:
         return
     heads, head_dim = x.shape[2:]
@@ -129,10 +127,8 @@ def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | N
     if rope[0].dim() == 4:
         shape, limits = tuple(rope[0].shape), ((1, batch), (tokens,), (1, heads), range(1, head_dim // 2 + 1))
         if any(length not in allowed for length, allowed in zip(shape, limits, strict=True)):
-            raise ShapeError(
-                f"rope[0] must have shape [{batch} or 1, {tokens}, {heads} or 1, at most {head_dim // 2}], got "
-                f"{list(shape)}"
-            )
+            required = f"[{batch} or 1, {tokens}, {heads} or 1, at most {head_dim // 2}]"
+            raise ShapeError(f"rope[0] must have shape {required}, got {list(shape)}")
     for name, table in zip(("rope[0]", "rope[1]"), rope, strict=True):
         checks.require_typed("x", x, shape, torch.float32, **{name: table})
         checks.require_unit_stride(name, table)

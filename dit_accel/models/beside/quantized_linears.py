@@ -76,9 +76,7 @@ def roundable(transformer: nn.Module, section: Linear, *, modulations: bool = Fa
         matching = {name for name in found if fnmatchcase(name, pattern)}
         if not matching:
             kinds = sorted({re.sub(r"\.\d+\.", ".N.", name): name for name in found}.values())  # a layer of each
-            raise UnsupportedError(
-                f"linear.exclude names {pattern!r}, which matches no layer; layers are {', '.join(kinds)}"
-            )
+            raise UnsupportedError(f"linear.exclude {pattern!r} matches no layer; layers are {', '.join(kinds)}")
         excluded |= matching
     chosen = (name for name in found if name not in excluded and bool(MODULATION.search(name)) is modulations)
     return {name: found[name] for name in chosen if not hasattr(found[name], "_hf_hook")}
@@ -97,10 +95,9 @@ class QuantizedLinears:
     def __init__(self, transformer: nn.Module, section: Linear, note: Callable[[str], None], moved: Callable) -> None:
         self._section = section
         if any(is_compiled(module) for module in transformer.modules()):
-            raise UnsupportedError(
-                f"{type(transformer).__name__} is compiled, and linear.dtype {section.dtype!r} replaces layers inside "
-                "it: leave linear.dtype out, or reload the pipeline without compiling it"
-            )
+            why = f"is compiled, and linear.dtype {section.dtype!r} replaces layers inside it"
+            fix = "leave linear.dtype out, or reload the pipeline without compiling it"
+            raise UnsupportedError(f"{type(transformer).__name__} {why}: {fix}")
         self.layers = roundable(transformer, section)
         if not self.layers:
             raise UnsupportedError(
@@ -113,10 +110,8 @@ class QuantizedLinears:
         self._bytes = sum(layer.weight.nbytes for layer in self.all_layers)
         self._transformer = transformer
         if self._place == "host" and not self._can_wait():
-            raise UnsupportedError(
-                f"linear.weights 'host' keeps weights on the host, and group offload of {type(transformer).__name__} "
-                "moves them to the GPU: leave one of them out"
-            )
+            offload = f"group offload of {type(transformer).__name__}, which moves weights to the GPU"
+            raise UnsupportedError(f"linear.weights 'host' can't be used with {offload}: leave one of them out")
         device = next(iter(self.layers.values())).weight.device
         self.dtype = dtype_for(section, device)
         require_capability(self.dtype, device)
@@ -404,10 +399,8 @@ def require_capability(dtype: str, device: torch.device) -> None:
     if dtype == "float8" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
-            raise UnsupportedError(
-                f"linear.dtype 'float8' needs a GPU of compute capability {FP8_CAPABILITY} or more, got "
-                f"{capability}; use int8"
-            )
+            needs = f"a GPU of compute capability {FP8_CAPABILITY} or more"
+            raise UnsupportedError(f"linear.dtype 'float8' needs {needs}, got {capability}; use int8")
 
 
 def _joined(parts: Sequence[Rounded]) -> Rounded:

@@ -55,10 +55,8 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
             raise UnsupportedError(f"pipe.{name} is parallel already: reload the pipeline to change it")
         heads = getattr(transformer.config, "num_attention_heads", ulysses)
         if -heads % ulysses >= -(-heads // ulysses):
-            raise UnsupportedError(
-                f"ulysses must leave no device without a head: {ulysses} devices can't share the {heads} attention "
-                f"heads of pipe.{name}"
-            )
+            rule = "ulysses must leave no device without a head"
+            raise UnsupportedError(f"{rule}: {ulysses} devices can't share the {heads} attention heads of pipe.{name}")
         if ulysses > 1 and split_plan(transformer, known_family(transformer)) is None:
             raise UnsupportedError(
                 f"ulysses must be 1 for {type(transformer).__name__}, because diffusers has no plan to split its "

@@ -15,7 +15,7 @@ from dit_accel.serving.http.api import Models, RequestError, Served
 from dit_accel.serving.http.requests import AnyPrompt, EditRequest, VideoRequest, read
 
 SLOWEST_BODY = 10.0  # seconds
-UNKNOWN = VideoForm(1.0, 2**31)  # of a model that has not loaded: any duration is within the limits
+UNKNOWN = VideoForm(1.0, 2**31, True)  # of a model that has not loaded: all durations are within limits
 MOST_FIELDS = 100  # of a form, and as many files
 
 
@@ -62,8 +62,7 @@ async def read_body(request: Request, most: int) -> bytes:
                 if len(body) > most:
                     raise too_long
     except TimeoutError:
-        late = f"the body must arrive within {SLOWEST_BODY:g} seconds"
-        raise RequestError(late, code="body_too_slow", status=408) from None
+        raise RequestError(f"the body took over {SLOWEST_BODY:g} s", code="body_too_slow", status=408) from None
     except ClientDisconnect:
         raise Cancelled from None
     return bytes(body)
@@ -86,8 +85,7 @@ async def read_form(request: Request, most: int) -> list[tuple[str, str | bytes]
         parser.delimiter = delimiter
         form = await parser.parse()
     except (MultiPartException, ValueError) as error:
-        message = f"the body must be multipart/form-data: {shortened(str(error))}"
-        raise RequestError(message, code="invalid_form") from None
+        raise RequestError(f"the body is no valid form: {shortened(str(error))}", code="invalid_form") from None
     try:
         return [(name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()]
     finally:

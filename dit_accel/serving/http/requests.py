@@ -18,7 +18,7 @@ from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.http.api import Fields, RequestError, Served, explained
 from dit_accel.serving.input_images import as_image, as_mask
 from dit_accel.serving.loras import require_named
-from dit_accel.serving.prompts import CONTRACT, PARTIAL_IMAGES, Job, contracted
+from dit_accel.serving.prompts import CONTRACT, PARTIAL_IMAGES, STREAM, Job, contracted
 
 LONGEST_PROMPT = 4000  # characters
 SIDE_UNIT = 16  # pixels of one token in most models
@@ -168,8 +168,7 @@ class EditRequest(ImageRequest):
     def _require_equal_sizes(self) -> Self:
         if self.mask is not None and self.mask.size != self.image[0].size:
             size, mask = ("x".join(map(str, image.size)) for image in (self.image[0], self.mask))
-            message = f"mask must have the size of the first image, {size}, got {mask}"
-            raise RequestError(message, "mask", "invalid_value")
+            raise RequestError(f"mask must have the first image's size, {size}, got {mask}", "mask", "invalid_value")
         return self
 
     def jobs(self, **inputs: Any) -> list[Job]:
@@ -189,22 +188,24 @@ class VideoRequest(PromptRequest):
     num_frames: int | None = Field(None, ge=1)
     fps: float | None = Field(None, ge=1, le=100, allow_inf_nan=False)
     input_reference: ImageFile = None
+    stream: bool = False
 
     @model_validator(mode="after")
     def _require_short(self, info: ValidationInfo) -> Self:
         form, most = info.context.form, info.context.limits.frames
         if self.seconds is not None and self.num_frames is not None:
             raise RequestError("give seconds or num_frames, not both", "seconds", "invalid_value")
+        if self.stream and not form.in_chunks:
+            raise RequestError("the model decodes once, after its steps: leave out stream", "stream", "unsupported")
         frames = self.frames(form) or 1
         if self.seconds is not None and frames > most:
-            rate = self.fps or form.fps
-            message = f"seconds must give at most {most:,} frames, got {frames:,} at {rate:g} per second"
-            raise RequestError(message, "seconds", "limit_exceeded")
+            raise RequestError(f"seconds must give up to {most:,} frames, got {frames:,}", "seconds", "limit_exceeded")
         require_at_most("num_frames", frames, most)
         return self
 
     def job(self, form: VideoForm) -> Job:
-        return Job(0, self.settings(**{"num-frames": self.frames(form)}, fps=self.fps, image=self.input_reference))
+        more = {"num-frames": self.frames(form), STREAM: self.stream or None}
+        return Job(0, self.settings(**more, fps=self.fps, image=self.input_reference))
 
     def frames(self, form: VideoForm) -> int | None:
         return self.num_frames if self.seconds is None else form.frames(self.seconds, self.fps)

@@ -79,10 +79,10 @@ class ImageServer:
                     if isinstance(event, Step):
                         step = {"index": event.job.index, "step": event.done, "steps": event.steps}
                         yield _event(f"{wanted.event}.progress", step)
-                        if event.partial_image is not None:
+                        if event.part is not None:
                             partial = {"partial_image_index": partials[event.job.index], **common}
                             partials[event.job.index] += 1
-                            partial |= {"index": event.job.index, "b64_json": b64encode(event.partial_image).decode()}
+                            partial |= {"index": event.job.index, "b64_json": b64encode(event.part).decode()}
                             yield _event(f"{wanted.event}.partial_image", {"created_at": int(time.time()), **partial})
                         continue
                     whole = {"created_at": int(time.time()), **common, "index": len(results)}

@@ -26,6 +26,7 @@ from dit_accel.serving.http.api import Limits, Models, RequestError, Served, ans
 from dit_accel.serving.http.bodies import received
 from dit_accel.serving.http.log import Entry
 from dit_accel.serving.http.requests import AnyRequest, VideoRequest, read, requested_preset
+from dit_accel.streaming import GrowingFile
 
 SUFFIX = ".mp4"
 SWEEP = 60.0  # seconds between deletions of old videos that no request asks for
@@ -46,6 +47,7 @@ class VideoJob(Task):
         self.ended: float | None = None  # by the monotonic clock
         self.bytes = 0  # of its file, once it is completed
         self.status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+        self.growing = GrowingFile() if request.stream else None  # until its end
         self._progress, self._error, self._latest = 0, None, math.inf
         self._file, self._limits, self._entry, self._lock = file, served.limits, entry, RLock()
         frames, self._fps = request.frames(form), request.fps or form.fps
@@ -63,8 +65,7 @@ class VideoJob(Task):
     def open(self) -> BinaryIO:
         with self._lock:
             if self.status != "completed":
-                message = f"the video is {self.status}; its content exists once its status is completed"
-                raise RequestError(message, "video_id", "not_ready")
+                raise RequestError(f"the video is {self.status}: wait for completed", "video_id", "not_ready")
             try:
                 return self._file.open("rb")
             except FileNotFoundError:
@@ -80,11 +81,11 @@ class VideoJob(Task):
             if self.ended is None:
                 self.status, self._latest = "in_progress", time.monotonic() + self._limits.seconds
 
-    def step(self, job: Any, done: int, steps: int) -> None:
+    def step(self, job: Any, done: int, steps: int, part: bytes | None = None) -> None:
         if time.monotonic() > self._latest:
             self.tell(TimeoutError())
             self.cancel()
-        super().step(job, done, steps)
+        super().step(job, done, steps, part)
 
     def tell(self, event: Step | Made | BaseException | None) -> None:
         if isinstance(event, Made):
@@ -96,8 +97,10 @@ class VideoJob(Task):
                     self._file.unlink(missing_ok=True)
                 return
             match event:
-                case Step(done=done, steps=steps):
+                case Step(done=done, steps=steps, part=part):
                     self._progress = min(99, 100 * done // steps)
+                    if self.growing is not None and part:
+                        self.growing.append(part)
                 case Made():
                     self._complete(event)
                 case BaseException():
@@ -121,6 +124,9 @@ class VideoJob(Task):
     def _end(self, status: Literal["completed", "failed"]) -> None:
         self.status, self.ended = status, time.monotonic()
         self.jobs = []  # the input image needs memory
+        if self.growing is not None:
+            self.growing.append(b"" if status == "completed" else None)
+            self.growing = None
         self._entry.end()
 
 
@@ -232,6 +238,8 @@ class VideoServer:
     async def content(self, video_id: str, request: Request) -> Response:
         self._query(request, ContentQuery)
         job = self._store.get(video_id, request.state.owner)
+        if (growing := job.growing) is not None:
+            return StreamingResponse(growing.follow(), media_type="video/mp4")
         file, name = job.open(), f"{job.id}.mp4"  # which may be deleted while it is sent
         length = os.fstat(file.fileno()).st_size
         headers = {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}

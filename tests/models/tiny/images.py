@@ -135,9 +135,8 @@ def chroma():
 
 def longcat_image():
     """Its pipeline takes no embeddings without a prompt, so its own encoding of prompts is replaced."""
-    transformer = diffusers.LongCatImageTransformer2DModel(
-        in_channels=64, **TWO_KINDS, joint_attention_dim=WIDTH, **ROPE
-    )
+    form = {"in_channels": 64, **TWO_KINDS, "joint_attention_dim": WIDTH, **ROPE}
+    transformer = diffusers.LongCatImageTransformer2DModel(**form)
     pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe._encode_prompt = lambda prompt: like(transformer, text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0])))
     return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, **SQUARE}

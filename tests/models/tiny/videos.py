@@ -54,9 +54,8 @@ def ltx2():
         audio_connector_num_learnable_registers=None,
     )
     vae = tiny_pipeline("ltx").vae
-    audio_vae = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=32, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2
-    )
+    small = {"base_channels": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2}
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(**small)
     vocoder = diffusers.pipelines.ltx2.LTX2Vocoder(128, 8, 2, [4], [2], [3], [[1]])
     scheduler = flow(use_dynamic_shifting=True)
     pipe = diffusers.LTX2Pipeline(scheduler, vae, audio_vae, None, None, connectors, transformer, vocoder)
@@ -140,9 +139,8 @@ def cosmos3():
         **{"num_key_value_heads": 1, "num_hidden_layers": 2, "patch_latent_dim": 64, "rope_axes_dim": (8, 4, 4)},
         **{"vocab_size": 16, "sound_gen": True, "sound_dim": 8},
     )
-    scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
+    steps = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    scheduler = diffusers.UniPCMultistepScheduler(**steps)
     pipe = diffusers.Cosmos3OmniPipeline(
         transformer, SixTokens(), tiny_pipeline("wan").vae, scheduler, PlainSound(), enable_safety_checker=False
     )

@@ -72,7 +72,7 @@ PNG = file((40, 24))
         ("images", {"preset": "exact", "target_error": 0.1}, "target_error", "target_error"),
         ("images", {"computed_steps": 9, "steps": 8}, "computed_steps", "must be at most 8, got 9"),
         ("edits", {"image": [PNG], "other": [PNG]}, "other", "unknown field 'other'"),
-        ("edits", {"image": [PNG], "mask": [file((24, 40))]}, "mask", "size of the first image, 40x24, got 24x40"),
+        ("edits", {"image": [PNG], "mask": [file((24, 40))]}, "mask", "first image's size, 40x24, got 24x40"),
         ("edits", {"image": [PNG], "mask": [PNG, PNG]}, "mask", "must be given once"),
         ("edits", {"image": [PNG], "mask": [b"GIF89a"]}, "mask", "must be a png, jpeg, webp file"),
         ("edits", {"image": [PNG], "mask": ["m.png"]}, "mask", "must be a file"),
@@ -89,6 +89,7 @@ PNG = file((40, 24))
         ("videos", {"seconds": 0}, "seconds", "greater than 0"),
         ("videos", {"input_reference": {"image_url": "http://127.0.0.1/"}}, "input_reference", "must be a file"),
         ("videos", {"n": 1}, "n", "unknown field 'n'"),
+        ("videos", {"stream": True}, "stream", "decodes once"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dit_accel import restore_pipeline
+from dit_accel.errors import OutOfMemoryError
 from dit_accel.serving import pipelines
 from dit_accel.serving.engine import VideoForm
 from dit_accel.serving.media import Clips
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
+from tests.cli.test_stream import helios
 from tests.serving.http.test_edits import PNG
-from tests.serving.http.test_server import LIMITS, Held, called, client, metric, released, running, until
+from tests.serving.http.test_server import LIMITS, Held, called, client, httpx, metric, released, running, until
 
 uvicorn = pytest.importorskip("uvicorn")
 videos = pytest.importorskip("dit_accel.serving.http.videos")
@@ -191,3 +195,55 @@ def test_pages_of_a_list_follow_each_other():
 def test_a_wrong_parameter_is_named(path, param, status):
     answer = ask(Held(), lambda http, _: http.get(PATH + path))
     assert answer.status_code == status and answer.json()["error"]["param"] == param
+
+
+def followed(run, form):
+    """The content of a video that `run` makes slowly, as parts with the job's status when they came, and its end."""
+
+    def slow(jobs, preset, suffix, tell):
+        return run(jobs, preset, suffix, lambda *event: (tell(*event), time.sleep(0.05)))
+
+    async def talk(url):
+        async with httpx.AsyncClient(base_url=url) as http:
+            asked = GOOD | {"size": "48x48", "num_frames": 15, "stream": True}
+            parts, path = [], f"{PATH}/{(await http.post(PATH, json=asked)).json()['id']}"
+            try:
+                async with http.stream("GET", f"{path}/content") as answer:
+                    async for part in answer.aiter_bytes():
+                        parts.append(((await http.get(path)).json()["status"], part))
+            except httpx.RemoteProtocolError as error:
+                return parts, str(error)
+            return parts, (await http.get(f"{path}/content")).content
+
+    (worker := Held()).run = slow
+    with making(worker, form=form) as (app, _), listening(app) as url:
+        return asyncio.run(talk(url))
+
+
+def test_a_video_in_chunks_is_sent_while_it_grows(monkeypatch):
+    """The growing file has the frames of the final one, and its first ones come before the last steps."""
+    imageio = pytest.importorskip("imageio.v3")
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: helios())
+    worker = Worker(Setup("helios", call={"num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}))
+    parts, whole = followed(worker.run, worker.loaded.form)
+    restore_pipeline(worker.pipe)
+    files = b"".join(part for _, part in parts), whole
+    grown, final = (imageio.imread(data, extension=".mp4", plugin="FFMPEG") / 255 for data in files)
+    assert [status for status, _ in parts].count("in_progress") >= 4
+    assert len(grown) == len(final) == 15 and np.abs(grown - final).mean() < 0.02
+
+
+@pytest.mark.parametrize("end", ["fails", "again"])
+def test_an_answer_breaks_off_where_its_file_ends(end):
+    """The run fails, or its process dies and the next one writes the file from its start."""
+    parts = [b"\0\0\0\x1cftyp", b"moof"]
+
+    def run(jobs, preset, suffix, tell):
+        for part in (*parts, b"", *parts):
+            tell(1, 3, part)
+            if end == "fails" and not part:
+                raise OutOfMemoryError("out of memory: use less")
+        return released().run(jobs, preset, suffix, lambda *_: None)
+
+    sent, problem = followed(run, replace(FORM, in_chunks=True))
+    assert [part for _, part in sent] == parts and "incomplete chunked read" in problem

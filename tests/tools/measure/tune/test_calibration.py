@@ -177,12 +177,8 @@ def test_bounds_choose_the_sparsest_candidate_that_they_allow():
         "c": [candidate(0.01, 0.001, tau_kv=0.1)],
         "d": [candidate(0.01, LEAST_SPARSITY, tau_kv=0.1)],
     }
-    assert layers_of(choose(curves, 0.05, 1.0)) == {
-        "a": {"tau_kv": 0.2},
-        "b": {"policy": "none"},
-        "c": {"policy": "none"},
-        "d": {"tau_kv": 0.1},
-    }
+    none = {"policy": "none"}
+    assert layers_of(choose(curves, 0.05, 1.0)) == {"a": {"tau_kv": 0.2}, "b": none, "c": none, "d": {"tau_kv": 0.1}}
     assert layers_of(choose(curves, 0.3, 1.0))["b"] == {"tau_kv": 0.1}, "an error of exactly the bound"
 
 
