@@ -152,7 +152,7 @@ class StoredOnHost(StoredTensor):
         self._kept, self._device = kept, kept.parts[0].device
         if self._device.type == "cuda":
             self._leaving, copies = kept.parts, _copies(self._device)
-            kept.parts = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in self._leaving)
+            kept.parts = tuple(empty_on_host(part.shape, part.dtype) for part in self._leaving)
             self._copied = copies.run(self._leaving, kept.parts)
             copies.let_go(self)
 
@@ -181,6 +181,14 @@ class StoredOnHost(StoredTensor):
 
     def host_tensors(self) -> Sequence[torch.Tensor]:
         return self._kept.parts
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor in pinned memory; where none can be pinned, in pageable memory, whose copies wait."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:  # little host memory, or a container's limit
+        return torch.empty(shape, dtype=dtype)
 
 
 class StoredHistory(History):

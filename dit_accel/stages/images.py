@@ -12,6 +12,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
+from dit_accel.loop.storage import empty_on_host
 from dit_accel.models.stand_in import StandIn
 
 DEVICES = ("cuda",)  # kinds of devices whose tensors are converted there
@@ -59,7 +60,7 @@ def _on_host(images: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     count, channels, height, width = images.shape
     host = torch.empty((count, height, width, channels), dtype=dtype)
     size = max(1, STAGED * count // max(host.nbytes, 1))
-    buffer = torch.empty((min(size, count), *host.shape[1:]), dtype=dtype, pin_memory=images.is_cuda)
+    buffer = empty_on_host((min(size, count), *host.shape[1:]), dtype)
     for part, place in zip(images.split(size), host.split(size), strict=True):
         part = part.permute(0, 2, 3, 1).float()
         part = part if dtype == torch.float32 else (part * 255).round().to(dtype)

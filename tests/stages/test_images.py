@@ -56,3 +56,18 @@ def test_other_processors_keep_their_code_and_nothing_stays():
         assert vars(pipe.image_processor) == before[0]
         assert {"postprocess", "postprocess_video"} <= set(vars(pipe.video_processor))
     assert [vars(processor) for processor in (pipe.image_processor, pipe.video_processor)] == before
+
+
+def test_memory_that_cannot_be_pinned_is_pageable(monkeypatch):
+    """For example in a container with a limit on locked memory; the bits are the same."""
+    image, empty, pinned = torch.rand(3, 3, 16, 24, device=DEVICE), torch.empty, []
+
+    def refuse(*shape, pin_memory=False, **options):
+        pinned.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    expected = (255 * image.permute(0, 2, 3, 1)).round().to(torch.uint8)
+    assert np.array_equal(images._on_host(image, torch.uint8), expected.cpu()) and pinned == [False, True, False]
