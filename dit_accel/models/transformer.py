@@ -114,7 +114,7 @@ class TransformerDriver:
             self.compiled.leave()
         self._free_graphs()
         if self.linears is not None:
-            self.linears.free()
+            self.linears.detach()
 
     def return_weights(self) -> None:
         if self.linears is not None:

@@ -143,11 +143,23 @@ class QuantizedLinears:
                 self._together[layers] = earlier._together[layers]
 
     def attach(self) -> None:
-        """Move the weights to the host, if they wait there by the preset, have so far, or would fill the GPU."""
-        gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else self._device
-        arrives = self._device.type == "cpu" != gpu.type and self._can_move and self._can_wait()  # with `pipe.to`
-        if self._place == "host" or self.on_host or (arrives and self._is_short(gpu, self._bytes)):
+        """Move the weights to the host, if they wait there by the preset or have so far."""
+        if self._place == "host" or self.on_host:
             self.on_host.attach()
+        else:
+            vars(self._transformer)["_apply"] = self._apply  # `to`, `cuda`, `half` and so on call it
+
+    def detach(self) -> None:
+        vars(self._transformer).pop("_apply", None)
+        self.free()
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Move or convert the transformer; weights that would fill the GPU on which it arrives go to the host first."""
+        device = function(torch.empty(0)).device
+        arrives = self._device.type == "cpu" != device.type and self._can_move and self._can_wait()
+        if arrives and self._is_short(device, self._bytes):
+            self.on_host.attach()
+        return type(self._transformer)._apply(self._transformer, function, recurse)
 
     @contextmanager
     def call(self, run: RunReport, kind: Hashable, version: object) -> Iterator[None]:
