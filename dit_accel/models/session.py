@@ -137,7 +137,11 @@ class Session:
         """Run a call without the loop, which notes the reason."""
         self._refuse_other_cache()
         self.run.stand_aside(timestep, reason)
-        return self.driver.computing(original)(*args, **kwargs)
+        linears, in_8_bits = self.driver.linears, nullcontext[None]()
+        if linears is not None and reason is not GRADIENTS:  # under which few layers run in 8 bits
+            in_8_bits = linears.call(self.run.report, reason, self.driver.conditions.read_weights())
+        with in_8_bits:
+            return self.driver.computing(original)(*args, **kwargs)
 
     def _refuse_other_cache(self) -> None:
         refuse_other_cache(self.driver.transformer, self.driver.name, by_hooks=self.is_first)

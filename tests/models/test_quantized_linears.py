@@ -20,6 +20,7 @@ from dit_accel.models.hooks import Hook
 from dit_accel.models.stored_weights import is_readable
 from scripts.bench.card_memory.weights import WEIGHTS
 from scripts.bench.model_speed.models import TINY
+from tests.models.test_transformer import recorded_calls
 from tests.rounding import distance
 from tests.test_changes_under_way import add_adapters, unmerged
 from tests.tiny import tiny_output, tiny_pipeline
@@ -62,17 +63,64 @@ def test_weights_are_rounded_anew_in_each_run():
     assert distance(tiny_output(pipe, "flux", steps=STEPS), before) > 0.01
 
 
-def test_a_layer_that_loses_its_bias_under_way_is_rounded_again():
+def test_a_layer_that_loses_its_bias_under_way_is_rounded_again(monkeypatch):
+    """It leaves the product with others, which still have one."""
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(quantized_linears, "LEAST_ROWS", 1)
     pipe, seen = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8), []
-    layer = pipe.transformer.transformer_blocks[0].attn.to_out[0]
+    attn = pipe.transformer.transformer_blocks[0].attn
+    layers = attn.to_q, attn.to_k, attn.to_v
 
     def drop(pipe, step, timestep, tensors):
-        seen.append(linears_of(pipe)._weights[layer,].bias is None)
-        layer.bias = None
+        kept = linears_of(pipe)._weights
+        seen.append([(names in kept and kept[names].bias is not None) for names in (layers, layers[1:2])])
+        attn.to_k.bias = None
         return {}
 
     tiny_output(pipe, "flux", steps=STEPS, callback_on_step_end=drop)
-    assert seen == [False, True, True, True]
+    assert seen == [[True, False]] + [[False, False]] * (STEPS - 1) and layers[1:2] in linears_of(pipe)._together
+
+
+CHANGES = {
+    "values": lambda layer: layer.weight.data.mul_(-1.0),
+    "weight": lambda layer: setattr(layer, "weight", torch.nn.Parameter(-layer.weight)),
+    "bias": lambda layer: layer.bias.data.add_(1.0),
+    "bias in float64": lambda layer: setattr(layer, "bias", torch.nn.Parameter(layer.bias.double() + 1.0)),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+}
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_a_changed_layer_is_rounded_again_wherever_it_is_called(change, weights):
+    """Alone, outside of the transformer's calls; and with the layers whose product it shared, in the next call."""
+    linears = linears_of(accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8, **{"linear.weights": weights}))
+    layers, report = [*linears.layers.values()][:3], RunReport("exact", "flux", [])
+    x = torch.randn(1, LEAST_ROWS, layers[0].in_features)
+    with linears.call(report, "kind", "first"):
+        project_together(layers, x)
+    change(layers[1])
+    alone = [layer(x) for layer in layers]
+    with linears.call(report, "kind", "second"):
+        together = project_together(layers, x)
+    for layer, output, other in zip(layers, alone, together, strict=True):
+        bias = None if layer.bias is None else layer.bias.float()
+        assert distance(output, torch.nn.functional.linear(x, layer.weight, bias)) < 0.02 and torch.equal(output, other)
+
+
+@torch.no_grad()
+def test_calls_without_the_loop_round_weights_once(monkeypatch):
+    pipe, rounded = tiny_pipeline("flux"), []
+    call = recorded_calls(pipe, "flux")[0]
+    (plain,) = pipe.transformer(**call)
+    linears = linears_of(accelerate_pipeline(pipe, "exact", **INT8))
+    round_ = linears._round
+    pipe.transformer._diffusers_hook.hooks["dit_accel"].session.driver.timesteps = ()  # calls have none
+    monkeypatch.setattr(linears, "_round", lambda *call: rounded.append(call) or round_(*call))
+    outputs = [pipe.transformer(**call)[0] for _ in range(2)]
+    assert len(rounded) == len(linears._together) > 0 and torch.equal(*outputs)
+    assert 0 < distance(outputs[0], plain) < 0.05
 
 
 @pytest.mark.parametrize(("preset", "weights"), [("exact", "device"), ("turbo", "host")])
@@ -179,10 +227,11 @@ def test_queries_keys_and_values_multiply_together():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
     attn = pipe.transformer.single_transformer_blocks[0].attn
     layers, x = (attn.to_q, attn.to_k, attn.to_v), torch.randn(1, 80, attn.to_q.in_features)
+    linears, calls = linears_of(pipe), []
     with torch.no_grad():
-        together, apart = project_together(layers, x), [layer(x) for layer in layers]
-        assert all(map(torch.equal, together, apart)) and layers in linears_of(pipe)._weights
-        calls = []
+        with linears.call(RunReport("exact", "flux", []), "kind", "version"):
+            together, apart = project_together(layers, x), [layer(x) for layer in layers]
+        assert all(map(torch.equal, together, apart)) and layers in linears._weights
         attn.to_k.register_forward_hook(lambda *_: calls.append(1))
         assert all(map(torch.equal, project_together(layers, x), apart))
     assert calls == [1]
@@ -195,7 +244,8 @@ def test_a_layer_alone_takes_its_rows_of_a_product_with_wider_layers():
     block, linears = pipe.transformer.single_transformer_blocks[0], linears_of(pipe)
     layers = block.proj_mlp, block.attn.to_q, block.attn.to_k
     assert layers[0].out_features > layers[1].out_features
-    linears.project(*layers, x=torch.randn(1, 80, layers[0].in_features))
+    with linears.call(RunReport("exact", "flux", []), "kind", "version"):
+        linears.project(*layers, x=torch.randn(1, 80, layers[0].in_features))
     (together,) = linears._weights.values()
     for layer in layers:
         alone, part = linears._round(layer, layer.weight.device), linears._part(layer)
@@ -250,7 +300,7 @@ def test_an_input_that_changes_in_place_is_rounded_anew():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
     linears, x = linears_of(pipe), torch.randn(1, 80, layer.in_features)
-    with torch.no_grad():
+    with torch.no_grad(), linears.call(RunReport("exact", "flux", []), "kind", "version"):
         linears.project(layer, x=x)
         x.add_(1.0)
         changed = linears.project(layer, x=x)

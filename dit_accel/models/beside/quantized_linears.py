@@ -123,6 +123,7 @@ class QuantizedLinears:
         self._remarked: object = None  # the run whose report says that layers stay unchanged
         self._crowded: object = None  # the run in which copies of weights that can't move find no room
         self._kind: Hashable = None  # of the call in progress
+        self._depth = 0  # calls in progress, which may nest
         self.is_resting = False  # the call in progress leaves all layers unchanged
         movable = [layer for layer in self.all_layers if type(layer.weight) in PLAIN_TENSORS]
         self._can_move = len(movable) == len(self.all_layers)
@@ -166,9 +167,11 @@ class QuantizedLinears:
         """Begin a call of a kind, which decides its time, and end it; ``version`` is new if weights or adapters are."""
         with nullcontext() if is_capturing() else self._turns.turn(self._device):
             self._begin(run, kind, version)
+            self._depth += 1
             try:
                 yield
             finally:
+                self._depth -= 1
                 self._rows.clear()
 
     def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
@@ -212,8 +215,11 @@ class QuantizedLinears:
                             item.copy_(fresh)
 
     def _are_on(self, device: torch.device, layers: tuple[nn.Linear, ...]) -> bool:
-        """Return True unless a layer was offloaded or replaced since."""
-        return all(self.on_host.device_of(layer) == device and is_readable(layer.weight) for layer in layers)
+        """Return True unless a layer was offloaded or replaced since, or some have a bias and others have none."""
+        is_mixed = len({layer.bias is None for layer in layers}) > 1
+        return not is_mixed and all(
+            self.on_host.device_of(layer) == device and is_readable(layer.weight) for layer in layers
+        )
 
     @property
     def is_timing(self) -> bool:
@@ -315,8 +321,9 @@ class QuantizedLinears:
         The layers all have a bias, or all have none. ``hidden`` holds one or two tensors for :func:`quantize_rows`.
         ``tokens``: of ``x`` ``[B, S, C]``, which layers of other tokens share.
         """
-        weights = self._weights.get(layers)
-        if weights is None:
+        if not self._depth:  # outside of the transformer's calls, which notice new weights
+            weights = _joined([self._round(layer, x.device) for layer in layers])
+        elif (weights := self._weights.get(layers)) is None:
             weights = _joined([self._part(layer) or self._round(layer, x.device) for layer in layers])
             self._together[layers] = x.device
             if not is_capturing():
@@ -331,6 +338,7 @@ class QuantizedLinears:
             rows = tuple(item[:, tokens].contiguous() for item in rows)
         return multiply_rows(*rows, *hold(weights), x.dtype)
 
+    @torch.no_grad()
     def _round(self, layer: nn.Linear, device: torch.device) -> Rounded:
         require_capability(dtype := "int8" if layer in self._modulations else self.dtype, device)
         bias = None if layer.bias is None else layer.bias.clone()
@@ -354,7 +362,7 @@ class QuantizedLinears:
         return rows
 
     def _keep(self, x: torch.Tensor, rows: Quantized) -> None:
-        if not x.is_inference():  # inference tensors have no version counter
+        if self._depth and not x.is_inference():  # inference tensors have no version counter
             self._rows = [*self._rows[-1:], (x, x._version, rows)]  # of an image and of its text
 
 
