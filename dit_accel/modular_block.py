@@ -65,8 +65,7 @@ class AccelerateBlock(ModularPipelineBlocks):
         return [OutputParam("dit_accel", Acceleration, "The acceleration, whose report() is of the last run")]
 
     def __call__(self, components: Any, state: Any) -> tuple[Any, Any]:
-        preset = self._preset_of_call(components, state)
-        if preset is None:
+        if (preset := self._preset_of_call(components, state)) is None:
             restore_pipeline(components)
         elif not _runs_with(components, preset):
             accelerate_pipeline(components, preset)

@@ -293,8 +293,7 @@ def report(accelerated: Any) -> RunReport:
     """
     is_module = isinstance(accelerated, torch.nn.Module)
     transformers = {"": unwrapped(accelerated)} if is_module else denoisers(accelerated)
-    found = _accelerations(transformers, accelerated)
-    if not found:
+    if not (found := _accelerations(transformers, accelerated)):
         fix = "call accelerate_pipeline(pipe), or enable_cache on its transformer, before its run"
         raise UnsupportedError(f"{type(accelerated).__name__} is not accelerated: {fix}")
     if len(found) > 1:

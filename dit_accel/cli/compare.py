@@ -163,8 +163,7 @@ def _peers(listed: str) -> list[str] | None:
 
     if listed in ("all", "none"):
         return None if listed == "all" else []
-    unknown = [name for name in _names(listed) if name not in PEERS]
-    if unknown:
+    if unknown := [name for name in _names(listed) if name not in PEERS]:
         raise ArgumentError("peers", f"{unknown[0]!r} is unknown; methods are {', '.join(PEERS)}")
     return _names(listed)
 

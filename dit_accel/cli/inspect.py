@@ -87,8 +87,7 @@ def _require_symbols(pipe: Any, layer: str) -> None:
 def _draw_symbols(pipe: Any, result: Any, layer: str | None, output: Path, console: Console) -> None:
     from dit_accel.tools.media.figures import symbol_map
 
-    symbols = pipe.dit_accel.symbols()
-    if not symbols:
+    if not (symbols := pipe.dit_accel.symbols()):
         level = pipe.dit_accel.preset.forecast.level
         console.out(f"no symbol map: this run has no symbols (level {level})", highlight=False)
         return

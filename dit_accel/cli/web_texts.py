@@ -105,8 +105,7 @@ def _own_numbers(model: str, pipe: Any) -> dict[str, int | None]:
 
 
 def status(run: ComparisonRun) -> str:
-    end = run.comparison
-    if end is None:
+    if (end := run.comparison) is None:
         return f"{run.activity[:1].upper()}{html.escape(run.activity[1:])} …"
     rounded = size_note(run.wish.size, run.outputs["accelerated"].results[0])
     notes = [*([f"Note: {rounded}."] if rounded else []), *end.report.notes]
@@ -116,8 +115,7 @@ def status(run: ComparisonRun) -> str:
 
 
 def figures(run: ComparisonRun) -> str:
-    end = run.comparison
-    if end is None:
+    if (end := run.comparison) is None:
         return ""
     plain, fast = run.outputs["plain"], run.outputs["accelerated"]
     kept = " (cached)" if run.is_kept else ""

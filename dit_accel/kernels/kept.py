@@ -41,8 +41,7 @@ def is_capturing() -> bool:
 
 def hold(value: Value) -> Value:
     """Keep ``value`` as long as the graph that is being captured, if one is; returns it."""
-    capture = _current()
-    if capture is not None:
+    if (capture := _current()) is not None:
         capture.held.append(value)
     return value
 

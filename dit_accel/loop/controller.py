@@ -206,8 +206,7 @@ class Controller:
         return output
 
     def _decide(self, step: int, loop: ClosedLoop | LoopPerOutput, place: int, measured: list[float]) -> None:
-        error = loop.decide(step, measured)
-        if error is not None:
+        if (error := loop.decide(step, measured)) is not None:
             logger.debug("step %d: forecast error %.4g", step, error)
             self._accounts.take_error(error, place, loop.decider)
 

@@ -84,8 +84,7 @@ def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
         last = sample(model, latents.float())
     if len(course) < len(outputs):
         raise UnsupportedError("it does not call the model at every step")
-    moves = _moves_of([*course, last], factors)
-    if moves is None:
+    if (moves := _moves_of([*course, last], factors)) is None:
         raise UnsupportedError("it draws noise in its steps, or does more than to add up the model's outputs")
     return moves
 

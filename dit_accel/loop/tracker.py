@@ -155,8 +155,7 @@ class SchedulerClock:
         Raises:
             UnsupportedError: the pipeline was deleted.
         """
-        scheduler = self._scheduler()
-        if scheduler is None:
+        if (scheduler := self._scheduler()) is None:
             raise UnsupportedError(NO_SCHEDULER)
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
@@ -352,8 +351,7 @@ class SigmaClock:
             UnsupportedError: no step begins there.
         """
         sigma = _largest(timestep)
-        step = self.step_at(sigma)
-        if step is None:
+        if (step := self.step_at(sigma)) is None:
             raise UnsupportedError(f"timestep must be a noise level of the run, and {sigma} is none of {self._sigmas}")
         if step < self._step:
             self._run = object()

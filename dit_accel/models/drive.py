@@ -26,10 +26,8 @@ ONLY_KNOWN = (
 
 def transformers_of(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the transformers of a pipeline by name; raise an :class:`UnsupportedError` if it can't be accelerated."""
-    transformers = denoisers(pipe)
-    if not transformers:
-        unloaded = [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]
-        if unloaded:
+    if not (transformers := denoisers(pipe)):
+        if unloaded := [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]:
             raise UnsupportedError(
                 f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
                 f"pipe.update_components({unloaded[0]}=…) first"
@@ -93,8 +91,7 @@ def drive(
     if not drivers:
         raise next(iter(refusals.values()))
     layers = [layer for driver in drivers for layer in driver.layers()]
-    unknown = [name for name in preset.skip.layers if name not in layers]
-    if unknown:
+    if unknown := [name for name in preset.skip.layers if name not in layers]:
         raise PresetError(
             f"skip.layers of preset {preset.name!r} names {', '.join(unknown)}, and this pipeline's blocks are "
             f"{', '.join(layers)}"

@@ -187,8 +187,7 @@ def mend_chain(module: torch.nn.Module) -> None:
 
 def _chain(module: torch.nn.Module) -> list[Any]:
     """Return the order and the forwards of a module's hooks, and its class's forward; empty if it has no hooks."""
-    registry = vars(module).get("_diffusers_hook")
-    if registry is None:
+    if (registry := vars(module).get("_diffusers_hook")) is None:
         return []
     return [type(module).forward, *registry._hook_order, *map(FORWARDS, registry._fn_refs)]
 

@@ -57,8 +57,7 @@ class AttentionHook(Hook):
         self._missed = missed
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tokens = self._tokens()
-        if tokens is None:
+        if (tokens := self._tokens()) is None:
             return self.fn_ref.original_forward(*args, **kwargs)
         x = args[0] if args else kwargs[parameter_names(module)[0]]
         with Catching(tokens, lambda caught: self._attend(caught._replace(x=x))) as catching:
@@ -97,8 +96,7 @@ class Catching(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor | None:
-        tokens = self._tokens.of_attention(query.shape[2], key.shape[2])
-        if tokens is None:
+        if (tokens := self._tokens.of_attention(query.shape[2], key.shape[2])) is None:
             self.missed = OTHER_KEYS if self.missed is MISSED else self.missed
             return None
         usual = query.shape[-1] ** -0.5

@@ -45,8 +45,7 @@ class PartHook(Hook):
         self._calls = calls  # of the part in a call of the block, each with a history of its own
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._session.call
-        if call is None:
+        if (call := self._session.call) is None:
             return self.fn_ref.original_forward(*args, **kwargs)
         history = call.site(self._block, SiteState).history(self._next(call), call.branch.memory)
         if call.mode is StepMode.DISPATCH:

@@ -45,8 +45,7 @@ def guidance_parts(transformer: torch.nn.Module) -> int | None:
     """Number of parts into which the attention processors split a batch; None = they do not split it."""
     processors = (vars(module).get("processor") for module in transformer.modules())
     names = [type(processor).__name__ for processor in processors if processor is not None]
-    perturbed = [name for name in names if name.startswith("PAG")]
-    if not perturbed:
+    if not (perturbed := [name for name in names if name.startswith("PAG")]):
         return None
     # Perturbed-attention guidance: (unconditional,) conditional, perturbed.
     return 3 if any(name.startswith("PAGCFG") for name in perturbed) else 2

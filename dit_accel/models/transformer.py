@@ -146,8 +146,7 @@ class TransformerDriver:
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """Size of a call's records; here only outputs, assumed to be as large as the latents."""
-        tensors = [*latents_of(arguments), *further_latents_of(arguments)]
-        if not tensors:
+        if not (tensors := [*latents_of(arguments), *further_latents_of(arguments)]):
             return ModelSize()
         return ModelSize(output=sum(item.numel() for item in tensors), itemsize=tensors[0].element_size())
 

@@ -126,8 +126,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     (skip,) = _sections("skip", values)
     if isinstance(projection := skip.get("projection"), str):
         skip["projection"] = str(path.parent / projection)
-    base = values.pop("base", None)
-    if base is None:
+    if (base := values.pop("base", None)) is None:
         return values
     sibling = path.parent / str(base)
     merged = _read(sibling if sibling.suffix in (".yaml", ".yml") else preset_path(str(base)), (*seen, real))

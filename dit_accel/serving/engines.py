@@ -50,8 +50,7 @@ class VllmOmniWorker:
 
     def _diffusers_pipeline(self) -> Any:
         adapter = self.model_runner.pipeline
-        pipe = getattr(adapter, "_pipeline", None)
-        if pipe is None:
+        if (pipe := getattr(adapter, "_pipeline", None)) is None:
             fix = "add --diffusion-load-format diffusers"
             raise UnsupportedError(f"vLLM-Omni must run a pipeline of diffusers, got {type(adapter).__name__}; {fix}")
         return pipe

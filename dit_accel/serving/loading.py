@@ -75,8 +75,7 @@ def load_pipeline(
         if how.offload == "group":
             _offload_groups(pipe, place)
         elif how.offload != "none":
-            offload = getattr(pipe, f"enable_{how.offload}_cpu_offload", None)
-            if offload is None:
+            if (offload := getattr(pipe, f"enable_{how.offload}_cpu_offload", None)) is None:
                 raise ArgumentError("offload", f"must be group for {type(pipe).__name__}, got {how.offload}")
             offload(device=place)
         else:

@@ -50,8 +50,7 @@ def read_prompts(path: Path, field: str = "prompts", what: str = "prompts") -> l
         text = read_text(path, LONGEST_PROMPTS)
     except (OSError, ValueError) as error:
         raise ArgumentError(field, f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
+    if not (lines := [line.strip() for line in text.splitlines() if line.strip()]):
         raise ArgumentError(field, f"{name} holds no {what}; write one per line")
     return lines
 
@@ -94,8 +93,7 @@ def _settings(line: str, number: int) -> dict[str, Any]:
     if not isinstance(values, dict) or "prompt" not in values:
         raise ArgumentError("prompts", f"line {number} must be an object with a prompt, got {shown(line)}")
     for key, value in values.items():
-        kinds = KEYS.get(key)
-        if kinds is None:
+        if (kinds := KEYS.get(key)) is None:
             raise ArgumentError("prompts", f"line {number}: unknown key {shown(key)}; keys are {', '.join(KEYS)}")
         if not isinstance(value, kinds) or isinstance(value, bool):
             kind = " or ".join(kind.__name__ for kind in kinds)

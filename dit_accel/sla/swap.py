@@ -116,8 +116,7 @@ def save_swapped(pipe: Any, folder: str | Path) -> None:
     If a transformer has a LoRA, only the LoRA is written, in the form of ``pipe.load_lora_weights(folder)``. Several
     LoRAs, or several transformers with one, are an :class:`UnsupportedError`, as is a pipeline without SLA.
     """
-    attentions = swapped_attention(pipe)
-    if not attentions:
+    if not (attentions := swapped_attention(pipe)):
         raise UnsupportedError("save_swapped needs a pipeline with SLA in it: call swap_attention first")
     folder = Path(folder)
     restore_attention(pipe)

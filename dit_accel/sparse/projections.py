@@ -76,8 +76,7 @@ class Projections:
 
     def of(self, site: str, like: torch.Tensor) -> Projection | None:
         """Return the site's projection on the device and in the dtype of ``like``; None = it has none."""
-        projection = self._held.get(site)
-        if projection is None:
+        if (projection := self._held.get(site)) is None:
             return None
         return self._on_device.get((site, like.device, like.dtype), lambda: projection.to(like))
 

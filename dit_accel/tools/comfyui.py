@@ -82,8 +82,7 @@ class SampledModel:
         if self._clock is None or self._controller is None:
             return plainly()
         latents, sigma = arguments["input"], arguments["timestep"]
-        step = self._clock.step_at(float(sigma.max()))
-        if step is None:
+        if (step := self._clock.step_at(float(sigma.max()))) is None:
             if self._clock.plain is None:
                 self._controller.stand_aside(None, OFF_SCHEDULE)
             return plainly()
@@ -250,8 +249,7 @@ class ReportNode:
         return {"required": {"model": ("MODEL",), "samples": ("LATENT",)}}
 
     def report(self, model: Any, samples: Any) -> dict[str, Any]:
-        loop = model.get_attachment(KEY)
-        if loop is None:
+        if (loop := model.get_attachment(KEY)) is None:
             raise UnsupportedError("model must come from the node Accelerate (dit-accel), got a plain model")
         text = str(loop.report() or "no run yet")
         return {"ui": {"text": [text]}, "result": (samples, text)}

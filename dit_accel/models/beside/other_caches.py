@@ -33,8 +33,7 @@ _REPLACING = {
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:
     """Raise an :class:`UnsupportedError` if another cache is on a transformer."""
-    found = _other_cache(transformer, name, by_hooks)
-    if found is not None:
+    if (found := _other_cache(transformer, name, by_hooks)) is not None:
         cache, way_off = found
         raise UnsupportedError(
             f"pipe.{name} ({type(transformer).__name__}) has {cache} on it, and two caches would each forecast from "
@@ -80,8 +79,7 @@ def replaced_forward(transformer: torch.nn.Module) -> Callable | None:
 
 def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | None:
     """Remark on a known class's forward that unknown code has replaced; None = it was not replaced."""
-    forward = replaced_forward(transformer)
-    if forward is None:
+    if (forward := replaced_forward(transformer)) is None:
         return None
     return (
         f"pipe.{name} runs {place_of_definition(forward)} in place of {type(transformer).__name__}'s own forward; if "

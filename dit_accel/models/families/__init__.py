@@ -29,8 +29,7 @@ def known_family(transformer: torch.nn.Module) -> Family | None:
 
 def require_family(transformer: torch.nn.Module) -> Family:
     """Return the family of a transformer; raise an :class:`UnsupportedError` if it is unknown."""
-    family = known_family(transformer)
-    if family is None:
+    if (family := known_family(transformer)) is None:
         raise UnsupportedError(
             f"the blocks of {type(transformer).__name__} are not known: it must be a pipeline or transformer of "
             f"{', '.join(family.model for family in FAMILIES)}"

@@ -147,8 +147,7 @@ class BlockHook(Hook, ABC):
 
         The inputs and the output have the tokens on this device. ``arranged``: ``attend`` depends on their order.
         """
-        exchange = self.driver.facts.exchange
-        if exchange is None:
+        if (exchange := self.driver.facts.exchange) is None:
             return attend(q, k, v)
         return exchange.to_tokens(attend(*exchange.to_heads(q, k, v, arranged=arranged)), arranged=arranged)
 

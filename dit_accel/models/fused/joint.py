@@ -234,8 +234,7 @@ def of_frames(norm: nn.Module, inputs: SimpleNamespace, count: int) -> tuple[int
     With ``token_replace`` return the number of the first frame's tokens, and a pair for each value.
     """
     values = in_parts(modulation(norm, inputs.temb), count)
-    embedding = getattr(inputs, "token_replace_emb", None)
-    if embedding is None:
+    if (embedding := getattr(inputs, "token_replace_emb", None)) is None:
         return None, values
     return inputs.num_tokens, tuple(zip(in_parts(modulation(norm, embedding), count), values, strict=True))
 

@@ -43,8 +43,7 @@ class SharedBranches:
         takes the output from any device, and returns the output for the pipeline. A form that other devices can't
         receive, because an earlier call had another, is an UnsupportedError.
         """
-        group = getattr(self._transformer, GROUP, None)
-        if group is None:
+        if (group := getattr(self._transformer, GROUP, None)) is None:
             return observe(compute())
         kind = self._kind(call, passed)
         owner, known = call.place % dist.get_world_size(group), self._forms.get(kind)

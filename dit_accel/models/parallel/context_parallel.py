@@ -72,8 +72,7 @@ def exchanges_sizes(transformer: nn.Module) -> bool:
 
 def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
     """Return the maximum over ranks of measured numbers, float32 ``[N]``, so that all ranks make the same decisions."""
-    config = config_of(transformer)
-    if config is None:
+    if (config := config_of(transformer)) is None:
         return numbers
     numbers = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf)  # so that no forecast is accepted
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group=config._flattened_mesh.get_group())

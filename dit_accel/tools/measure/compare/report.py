@@ -121,8 +121,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
     rows = document["results"]
     found = [f"Failed: {row['name']}: {row['error']}" for row in rows if "error" in row]
     found += [f"Left out: {name}, because {reason}." for name, reason in document["left_out"].items()]
-    reloaded = ", ".join(row["name"] for row in rows if row["reloaded"])
-    if reloaded:
+    if reloaded := ", ".join(row["name"] for row in rows if row["reloaded"]):
         found.append(f"Pipeline reloaded, because plain runs had changed, after {reloaded}.")
     # Spread of a row's speed-ups beyond the spread of work between prompts.
     timed = [row for row in rows if "seconds_each" in row]

@@ -88,8 +88,7 @@ class Recorder:
     def require_every_block(self) -> None:
         """Raise a TuningError unless every block with a sparse policy ran in a recorded step."""
         skipping = [block for block in self._blocks if self._preset.skip.at(block).policy != "none"]
-        missing = [block for block in skipping if block not in self.samples]
-        if missing:
+        if missing := [block for block in skipping if block not in self.samples]:
             steps = sorted(set().union(*self._chosen))
             raise TuningError(
                 f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}: set "
