@@ -423,8 +423,7 @@ def speed_script() -> dict:
     """The benchmark of several GPUs, at toy size."""
     from scripts.bench import ranks
 
-    stem = Path(sys.argv[1]) / "speed"
-    argv = ["ranks", "--smoke", "--models", "flux", "--output", str(stem)]
+    argv = ["ranks", "--smoke", "--models", "flux", "--output", str(Path(sys.argv[1]) / "speed")]
     with patch.object(sys, "argv", argv), patch.object(ranks, "STEPS", 20):
         return {"code": ranks.main()}
 

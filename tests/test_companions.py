@@ -179,8 +179,7 @@ def test_levels_inside_of_blocks_run_or_say_why_not(companion):
 
 def test_inpainting_keeps_what_the_mask_keeps():
     """After each step the pipeline restores the image's own latents outside the mask."""
-    parts = tiny_pipeline("flux").components
-    pipe = diffusers.FluxInpaintPipeline(**parts)
+    pipe = diffusers.FluxInpaintPipeline(**tiny_pipeline("flux").components)
     pipe.set_progress_bar_config(disable=True)
 
     def run(seed=0):

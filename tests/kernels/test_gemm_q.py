@@ -7,15 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.kernels import gemm_q
+from tests.kernels import test_gemm_o
 from tests.kernels.conftest import IMPLEMENTED, assert_no_worse, is_refused
 from tests.pairs import every_pair
 
 CASES = {
-    "ragged": {"batch": 2, "heads": 3, "tokens": 200},
-    "single-block": {"batch": 1, "heads": 5, "tokens": 40},
-    "block-128": {"batch": 1, "heads": 2, "tokens": 260, "block": 128},
-    "everything": {"batch": 1, "heads": 3, "tokens": 200, "rows": 1.1},
-    "nothing": {"batch": 1, "heads": 2, "tokens": 130, "rows": 0.0},
+    **test_gemm_o.CASES,
     "one-head": {"batch": 2, "heads": 1, "tokens": 200},
     "40-heads": {"batch": 1, "heads": 40, "tokens": 70},
 }

@@ -43,8 +43,7 @@ def test_keys_stay_that_any_query_of_the_group_needs(case, threshold, backend, m
     q = make_tensor(1, case["queries"], 2, 16, dtype=torch.float16) * 2
     k = make_tensor(1, 150, 2, 16, dtype=torch.float16)
     bits = select_keys(q, k, threshold, group=case["group"], block=case["block"], backend=backend)
-    padded = -(-150 // case["block"]) * case["block"]
-    selected = unpack_bits(bits, padded).cpu()
+    selected = unpack_bits(bits, -(-150 // case["block"]) * case["block"]).cpu()
     stays, goes = kept_and_dropped(q, k, threshold, case["group"])
     assert 0 < stays.sum() < stays.numel() or case["group"] > 1
     assert selected[..., :150][stays].all() and not selected[..., :150][goes].any() and not selected[..., 150:].any()

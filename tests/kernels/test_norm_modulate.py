@@ -77,8 +77,7 @@ def test_inputs_in_any_layout(backend, make_tensor):
     """Slices along tokens have the joint sequence's batch stride; a patch embedding leaves tokens adjacent."""
     joint, gate = make_tensor(2, 9, 64), make_tensor(2, 1, 64)
     scale, shift = make_tensor(2, 1, 128).chunk(2, dim=-1)
-    side_by_side = make_tensor(2, 64, 7).transpose(1, 2)
-    for x in (joint[:, 2:], side_by_side):
+    for x in (joint[:, 2:], make_tensor(2, 64, 7).transpose(1, 2)):
         actual = add_gated_norm_modulate(x, joint[:, :7], gate, scale, shift, backend=backend)
         expected = add_gated_norm_modulate(x.contiguous(), joint[:, :7].contiguous(), gate, scale, shift)
         torch.testing.assert_close(actual, expected)

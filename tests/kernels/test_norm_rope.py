@@ -63,8 +63,7 @@ def test_norm_and_rotation(size, length, table, backend, dtype, make_tensor):
 
 def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
     """The op reads a slice of a fused projection and writes a slice of the joint sequence."""
-    fused = make_tensor(2, 5, 3 * 48)
-    x = fused[..., 48:96].unflatten(-1, (3, 16))
+    x = make_tensor(2, 5, 3 * 48)[..., 48:96].unflatten(-1, (3, 16))
     joint = torch.full((2, 9, 3, 16), math.nan, device=x.device)
     weight, rope = make_tensor(16), (make_tensor(5, 16), make_tensor(5, 16))
     out = joint[:, 2:7]

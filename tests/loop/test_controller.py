@@ -390,8 +390,7 @@ def test_branch_that_missed_an_update_computes():
     for step in range(8):
         mode = loop.call(step)[0].mode
         if step < 4:
-            late = loop.call(step, context="uncond")[0].mode
-            assert late is mode
+            assert loop.call(step, context="uncond")[0].mode is mode
     assert mode is DISPATCH
     assert loop.call(7, context="uncond")[0].mode is UPDATE  # the others computed step 6
     assert loop.call(8)[0].mode is DISPATCH and loop.call(8, context="uncond")[0].mode is DISPATCH

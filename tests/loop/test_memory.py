@@ -56,8 +56,7 @@ def held(kept) -> int:
 @pytest.mark.parametrize("shape", [(2, 5, 3, 32), (1, 300, 128), (7,)], ids=str)
 def test_float8_rounds_to_a_sixteenth_of_each_value(dtype, shape):
     """However different the magnitudes of lines are, a value moves by half a step of e4m3, in scaled units."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(shape, generator=generator)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     values *= 10.0 ** torch.linspace(-3, 3, values.numel()).view(shape)
     values = values.to(dtype)
     kept = Storage(float8=True).keep(values)
@@ -244,8 +243,7 @@ def test_outputs_of_an_unknown_model_are_expected_as_large_as_all_latents():
 
 def test_estimate_knows_the_models_dtype():
     """A pipeline in bfloat16 remembers half as much, and the estimate says so."""
-    pipe = tiny_pipeline("flux").to(torch.bfloat16)
-    _, report = run(pipe, LAYERS)
+    _, report = run(tiny_pipeline("flux").to(torch.bfloat16), LAYERS)
     _, full = run(tiny_pipeline("flux"), LAYERS)
     assert report.cache_bytes == report.estimated_bytes == full.cache_bytes / 2
 

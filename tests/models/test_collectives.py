@@ -47,8 +47,7 @@ def test_collectives_run_when_they_are_told_to(group, collective):
 def test_a_result_that_nobody_has_waited_for_is_sent_on(group):
     cut = []
     with CutAtCollectives(cut.append):
-        sent = functional.AsyncCollectiveTensor(torch.ones(4))
-        functional.all_to_all_single(sent, None, None, group)
+        functional.all_to_all_single(functional.AsyncCollectiveTensor(torch.ones(4)), None, None, group)
     assert type(cut[0].arguments[0]) is torch.Tensor
 
 

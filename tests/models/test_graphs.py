@@ -275,8 +275,7 @@ def test_a_model_that_changes_at_each_step_is_refused_until_graphs_are_freed(gra
 
 def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
     """With skipped tiles, attention runs sample by sample."""
-    preset = load_preset("video-turbo", model="hunyuan_video", **TILES)
-    pipes = with_and_without("hunyuan", preset)
+    pipes = with_and_without("hunyuan", load_preset("video-turbo", model="hunyuan_video", **TILES))
     prompts, captures = ["a cat", "a dog that runs across a field of yellow flowers"], []
     for inputs in (prompts, prompts, prompts[::-1], prompts[::-1], prompts):
         assert outputs_are_equal(pipes, "hunyuan", prompt=inputs)

@@ -15,21 +15,16 @@ from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 6
+SPATIAL = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (0, 1000)}
 CONFIGS = {
     "FirstBlockCache": lambda: hooks.FirstBlockCacheConfig(threshold=0.1),
     "FasterCache": lambda: hooks.FasterCacheConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(0, 1000),
-        current_timestep_callback=lambda: 1000,
-        is_guidance_distilled=True,
-        tensor_format="BCHW",
+        **SPATIAL, current_timestep_callback=lambda: 1000, is_guidance_distilled=True, tensor_format="BCHW"
     ),
     "MagCache": lambda: hooks.MagCacheConfig(threshold=0.1, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS),
     "TaylorSeerCache": lambda: hooks.TaylorSeerCacheConfig(use_lite_mode=True),
     "PyramidAttentionBroadcast": lambda: hooks.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(0, 1000),
-        current_timestep_callback=lambda: 500,
+        **SPATIAL, current_timestep_callback=lambda: 500
     ),
 }
 

@@ -37,8 +37,7 @@ def archive(tmp_path, monkeypatch):
 def test_a_prompt_names_all_that_an_image_shows():
     """The vocabulary holds each word, a sprite has its colour at its place, and the photograph its own elsewhere."""
     rng = random.Random(0)
-    scene = collage.CollageScene(("palm tree", "apple"), "sea")
-    drawn = collage.draw_collage(rng, scene)
+    drawn = collage.draw_collage(rng, collage.CollageScene(("palm tree", "apple"), "sea"))
     assert drawn.prompt == "a palm tree and an apple over sea"
     assert set(drawn.prompt.split()) <= set(collage.collage_vocabulary())
     numbers = collage.pack_collages([drawn])

@@ -213,8 +213,7 @@ def test_sound_alone_is_refused_before_a_run():
 @pytest.mark.parametrize("is_video", [False, True], ids=["pictures", "clips"])
 def test_quality_is_that_of_everything_made(is_video):
     """Figures cover all outputs: one that differs among several lowers both."""
-    generator = np.random.default_rng(0)
-    plain = generator.integers(0, 200, (2, 16, 16, 3), dtype=np.uint8)
+    plain = np.random.default_rng(0).integers(0, 200, (2, 16, 16, 3), dtype=np.uint8)
     fast = np.stack([plain[0], plain[1] + 40])
     sides = [[each[None] if is_video else Image.fromarray(each) for each in side] for side in (plain, fast)]
     figures = quality(*sides)

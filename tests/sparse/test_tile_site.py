@@ -100,8 +100,7 @@ def test_masks_stay_until_they_are_due(name, level, spy):
 def test_memory_of_every_plane_is_expected_to_the_byte(policy, level):
     """Tiles, tiles for linear attention and single keys use exactly the memory expected before the first block runs."""
     skip = load_preset("video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
-    wanted = preset("wan", level)
-    _, report = run("wan", wanted.model_copy(update={"skip": skip}))
+    _, report = run("wan", preset("wan", level).model_copy(update={"skip": skip}))
     assert report.cache_bytes == report.estimated_bytes > 0
 
 
@@ -262,8 +261,7 @@ def test_probe_measures_against_dense_attention(policy, true_errors):
 def test_probe_tightens_until_the_target_is_met(level):
     """Sites begin above their target, and come back under it; tiles are few here, so they swing about it."""
     target = 0.1
-    wanted = probed(level, probe_error=target)
-    with accelerated(pipeline("wan"), wanted) as pipe:
+    with accelerated(pipeline("wan"), probed(level, probe_error=target)) as pipe:
         first = call("wan", height=96, width=96)
         report = pipe.dit_accel.report()
         assert torch.equal(call("wan", height=96, width=96), first)  # the next run starts afresh
@@ -327,8 +325,7 @@ def test_what_a_site_keeps_has_its_coordinates(left):
 
 def test_probe_ends_masks_that_pass_its_target():
     """With a residual, masks and residual are computed again after the first step whose error is too large."""
-    wanted = probed("output", refresh=100, residual=True)
-    _, kept = run("wan", wanted, height=96, width=96)
+    _, kept = run("wan", probed("output", refresh=100, residual=True), height=96, width=96)
     target = 0.2 * max(item.error for item in kept.attentions if item.error is not None)
     _, held = run("wan", probed("output", refresh=100, residual=True, probe_error=target), height=96, width=96)
     drawn = [[item.step for item in report.attentions if item.error is None] for report in (kept, held)]

@@ -25,8 +25,7 @@ class Model:
 
     def __init__(self, sigma_max: float) -> None:
         self.model_sampling = SimpleNamespace(sigma_max=torch.tensor(sigma_max))
-        generator = torch.Generator().manual_seed(1)
-        self.pictures = torch.randn(2, 4, 6, 6, generator=generator)
+        self.pictures = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1))
         self.calls: list[int] = []  # size of the batch of each
         self.current_patcher = SimpleNamespace(current_hooks=None)
 

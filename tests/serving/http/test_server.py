@@ -214,8 +214,7 @@ def test_fields_that_openais_clients_send_change_nothing():
 
 def test_a_url_holds_the_file_itself():
     """OpenAI's older clients ask for a URL and read it."""
-    held = released()
-    with running(held) as (app, _):
+    with running(released()) as (app, _):
         answer = post(app, {"prompt": "a fox", "response_format": "url"}).json()
     (entry,) = answer["data"]
     assert "b64_json" not in entry and "data URL" in answer["notes"][0]
@@ -312,17 +311,15 @@ async def leave(app, body, condition, **message):
     await app(scope | {"asgi": {"spec_version": "2.3"}, "server": ("here", 80)}, receive, send)
 
 
-def test_a_client_that_disconnects_in_its_body_is_counted():
+@pytest.mark.parametrize("is_whole", [False, True], ids=["in its body", "while an event is sent"])
+def test_a_client_that_disconnects_is_counted(is_whole):
     """Half of a body is no invalid request."""
+    body, when = (json.dumps(GOOD | {"stream": True}).encode(), None) if is_whole else (b'{"prompt": ', lambda: True)
     with running(Held()) as (app, dispatcher):
-        asyncio.run(leave(app, b'{"prompt": ', lambda: True, more_body=True))
-        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1 and not dispatcher.running
-
-
-def test_a_client_that_disconnects_while_an_event_is_sent_is_counted():
-    with running(Held()) as (app, _):
-        asyncio.run(leave(app, json.dumps(GOOD | {"stream": True}).encode(), None))
-        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1
+        asyncio.run(leave(app, body, when, more_body=not is_whole))
+        assert metric(app, 'dit_accel_requests_total{outcome="cancelled"}') == 1 and (
+            is_whole or not dispatcher.running
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["one answer", "events"])
@@ -466,8 +463,7 @@ def test_partial_images_are_events_between_steps(worker, monkeypatch):
 def test_keys_are_needed_where_there_are_some(header, status, caplog):
     """All routes but /health need one, from any page; neither answers nor logs show it."""
     headers = {"Host": "evil.com", "Origin": "null"} | ({} if header is None else {"Authorization": header.encode()})
-    held = released()
-    with running(held, keys=KEYS, hosts=HOSTS) as (app, _):
+    with running(released(), keys=KEYS, hosts=HOSTS) as (app, _):
         answers = [get(app, path, **headers) for path in ("/v1/models", "/metrics")] + [post(app, GOOD, **headers)]
         assert get(app, "/health").status_code == 200
     assert {answer.status_code for answer in answers} == {status}

@@ -141,8 +141,7 @@ def test_a_video_begins_with_its_input_reference(saved, tmp_path):
     assert made["status"] == "completed" and failed["status"] == "failed"
     assert failed["error"]["param"] == "input_reference" and "needs an input image" in failed["error"]["message"]
     arguments = {"prompt": "a fox", "num_inference_steps": 4, "width": 32, "height": 48, "num_frames": 5}
-    given = Image.open(io.BytesIO(PNG[1]))
-    frames = called(worker, **arguments, image=given)
+    frames = called(worker, **arguments, image=Image.open(io.BytesIO(PNG[1])))
     Clips(16.0).write(np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8), tmp_path / "own.mp4")
     assert data == (tmp_path / "own.mp4").read_bytes()
 
