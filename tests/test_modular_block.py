@@ -170,8 +170,7 @@ def test_saved_blocks_are_loaded(tmp_path, monkeypatch):
         '    block_classes = [AccelerateBlock("turbo"), AccelerateBlock, *FluxAutoBlocks.block_classes]\n'
         '    block_names = ["accelerate", "default", *FluxAutoBlocks.block_names]\n'
     )
-    config = {"auto_map": {"ModularPipelineBlocks": "fast.Fast"}}
-    (tmp_path / "modular_config.json").write_text(json.dumps(config))
+    (tmp_path / "modular_config.json").write_text(json.dumps({"auto_map": {"ModularPipelineBlocks": "fast.Fast"}}))
     blocks = diffusers.ModularPipelineBlocks.from_pretrained(str(tmp_path), trust_remote_code=True)
     assert [blocks.sub_blocks[name].preset for name in ("accelerate", "default")] == ["turbo", None]
     assert {"preset", "target_error", "target_psnr"} <= {*blocks.input_names}

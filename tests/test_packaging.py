@@ -176,8 +176,7 @@ def test_description_has_no_relative_link(metadata):
     assert re.findall(r'(?:src|href)="(?!https://|#)[^"]*"', page) == []
     repository = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Repository"]
     raw, tag = repository.replace("github.com", "raw.githubusercontent.com"), f"v{metadata['Version']}"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme):
+    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
         whole = f"{raw}/{tag}/{target}" if target.endswith((".png", ".gif")) else f"{repository}/blob/{tag}/{target}"
         assert f"]({whole})" in description
 

@@ -229,8 +229,7 @@ def test_own_loop_with_accelerate_transformer(pipe, gives_steps):
     timesteps = torch.linspace(1.0, 0.05, 20)
 
     def velocity(x, timestep):
-        changes = {"hidden_states": x, "timestep": timestep.expand(1), "return_dict": False}
-        return transformer(**arguments | changes)[0]
+        return transformer(**arguments | {"hidden_states": x, "timestep": timestep.expand(1), "return_dict": False})[0]
 
     def loop():
         x = arguments["hidden_states"]

@@ -29,8 +29,7 @@ def site(tmp_path_factory):
 def test_every_page_is_in_the_site(site):
     """Each page of docs/ is built, and the menu names each page of the three shelves."""
     pages = [page.relative_to(ROOT / "docs").with_suffix("") for page in (ROOT / "docs").rglob("*.md")]
-    missing = [page for page in pages if page.name != "index" and not (site / page / "index.html").is_file()]
-    assert missing == []
+    assert [page for page in pages if page.name != "index" and not (site / page / "index.html").is_file()] == []
     menu = re.findall(r": (\w+/\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
     shelves = [page for name in ("guide", "reference", "notes") for page in (ROOT / "docs" / name).glob("*.md")]
     assert sorted(menu) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in shelves)

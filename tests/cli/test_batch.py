@@ -163,8 +163,7 @@ def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tm
 def test_a_batch_that_is_too_large_is_made_line_by_line(run, calls, model, tmp_path):
     """The note says so."""
     (tmp_path / "prompts.txt").write_text("a\nlarge\nc\n")
-    options = ["-m", model, "--prompts", "prompts.txt", *SMALL[:-1], "--batch-size", "2"]
-    result = run("generate", *options)
+    result = run("generate", "-m", model, "--prompts", "prompts.txt", *SMALL[:-1], "--batch-size", "2")
     assert result.exit_code == 0 and "lines 1, 2 run one at a time, because one call failed: out of" in result.output
     assert calls == [["a", "large"], "a", "large", "c"] and len(manifest(tmp_path)) == 3
 

@@ -81,8 +81,7 @@ def test_on_hopper(case, head_dim, dtype, make_tensor, make_sparsity):
 @every_pair(layout=LAYOUTS, head_dim=(16, 32, 64, 128), way=WAYS)
 def test_layouts_and_head_dimensions(layout, head_dim, way, make_tensor, make_sparsity):
     kind, backend = way
-    qkv = laid_out(layout, make_tensor, head_dim=head_dim)
-    check(*qkv, make_sparsity(2, 4, 130, **kind), backend, scale=0.3)
+    check(*laid_out(layout, make_tensor, head_dim=head_dim), make_sparsity(2, 4, 130, **kind), backend, scale=0.3)
 
 
 @needs_hopper

@@ -25,8 +25,7 @@ def naive(q, k, v, sparsity, kv_len):
     for b, h, row in sparsity.rows.nonzero().tolist():
         keys, values = [], []
         for tile in range(sparsity.plan.blocks):
-            end = tokens if kv_len is None else int(kv_len[b])
-            of_tile = slice(tile * block, min((tile + 1) * block, end))
+            of_tile = slice(tile * block, min((tile + 1) * block, tokens if kv_len is None else int(kv_len[b])))
             for parts, x in ((keys, k[b, h, of_tile]), (values, v[b, h, of_tile])):
                 parts.append(x if sparsity.tiles[b, h, row, tile] else x.mean(0, keepdim=True).expand(len(x), -1))
         rows = slice(row * block, (row + 1) * block)

@@ -22,8 +22,7 @@ from tests.models import tiny
 def computed(steps, error_at, **keys):
     """Steps that compute, with errors of forecasts by step and distance from the latest computed step."""
     sigmas = [1 - step / steps for step in range(steps)]
-    course = Course(range(steps), error_weights(sigmas))
-    gap, found = BudgetGap(load_preset("balanced", **keys), course), []
+    gap, found = BudgetGap(load_preset("balanced", **keys), Course(range(steps), error_weights(sigmas))), []
     for step in range(steps):
         if gap.mode(step) is not StepMode.DISPATCH:
             nodes = found[:-4:-1]

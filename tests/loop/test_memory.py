@@ -278,8 +278,7 @@ def test_rows_of_text_blocks_are_never_read(pipe):
 def test_later_branch_converts_what_is_there(pipe):
     """If only the second branch breaks the budget, the first one's records are rounded then."""
     _, single = run(pipe, HEADS)
-    changes = {"memory.budget_gib": 1.3 * single.cache_bytes / GIB}
-    late, report = run(pipe, load_preset(HEADS, **changes), **GUIDED)
+    late, report = run(pipe, load_preset(HEADS, **{"memory.budget_gib": 1.3 * single.cache_bytes / GIB}), **GUIDED)
     assert report.memory_measures == [ROWS, FLOAT8] and report.cache_bytes < 1.3 * single.cache_bytes
     early, _ = run(pipe, load_preset(HEADS, **{"memory.history_dtype": "float8"}), **GUIDED)
     assert distance(late, early) < 1e-6

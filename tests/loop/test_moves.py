@@ -96,8 +96,7 @@ def euler_class(step):
 
 
 def of_its_step(scheduler, latents):
-    generator = torch.Generator().manual_seed(scheduler.step_index)
-    return latents + 0.1 * torch.randn(latents.shape, generator=generator)
+    return latents + 0.1 * torch.randn(latents.shape, generator=torch.Generator().manual_seed(scheduler.step_index))
 
 
 class TakesMore(diffusers.FlowMatchEulerDiscreteScheduler):

@@ -135,8 +135,7 @@ def test_equal_schedules_are_one():
 def test_an_output_that_is_missing_does_not_decide():
     """A pipeline may have a second scheduler without a second output in this run."""
     first, audio = schedulers(12.0, 3.0)
-    clock = SchedulerClock(lambda: first, lambda: {"audio": audio})
-    controller = Controller(load_preset("balanced"), clock, "any")
+    controller = Controller(load_preset("balanced"), SchedulerClock(lambda: first, lambda: {"audio": audio}), "any")
     controller.add_transformer("transformer", ["block"])
     output = (torch.ones(1, 4),)
     for timestep in first.timesteps:

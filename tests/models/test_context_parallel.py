@@ -101,8 +101,7 @@ def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
     ranks(2)
     pipe = tiny_pipeline("flux")
     pipe.transformer._parallel_config = parallel(ring_degree=2, ulysses_degree=1)
-    skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
-    accelerate_pipeline(pipe, "exact", skip=skip, blocks={"size": 64})
+    accelerate_pipeline(pipe, "exact", skip={"policy": "sparge", "steps": "all", "tau_kv": 0.9}, blocks={"size": 64})
     tiny_output(pipe, "flux")
     report = pipe.dit_accel.report()
     assert report.computed_fraction == 1.0 and {item["reason"] for item in report.fallbacks} == {RING}

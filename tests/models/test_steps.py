@@ -226,8 +226,7 @@ def test_tiles_are_left_out_under_any_scheduler(scheduler):
     pipe = tiny_pipeline("sd3")
     pipe.scheduler = scheduler()
     plain = seeded(pipe)
-    sparse = {"skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64}}
-    with accelerated(pipe, "exact", **sparse):
+    with accelerated(pipe, "exact", **TILES):
         assert not torch.equal(seeded(pipe), plain)
         report = pipe.dit_accel.report()
         assert report.left_out > 0.1 and report.notes == [] and report.steps_by_mode == {"full": len(report.steps)}

@@ -27,8 +27,7 @@ def pictures():
 
 def test_prompts_use_the_vocabulary_alone():
     rng = random.Random(2)
-    words = {word.strip(",") for _ in range(300) for word in draw_picture(rng).prompt.split()}
-    assert words <= set(vocabulary())
+    assert {word.strip(",") for _ in range(300) for word in draw_picture(rng).prompt.split()} <= set(vocabulary())
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from tests.tiny import tiny_pipeline
 )
 def test_a_run_beyond_the_memory_is_refused_before_it_starts(monkeypatch, name, asked):
     """The message has the size, both amounts and what to change."""
-    memory = free_memory.FreeMemory(2 * 2**30, 2**40)
-    monkeypatch.setattr(free_memory, "read_host_memory", lambda: memory)
+    monkeypatch.setattr(free_memory, "read_host_memory", lambda: free_memory.FreeMemory(2 * 2**30, 2**40))
     told = r"pixels.* need at least [1-9][0-9,]* GiB of memory, but cpu has 2 GiB: use a smaller height"
     options = {key.replace("num_images_per_prompt", "num-images").replace("_", "-"): asked[key] for key in asked}
     with pytest.raises(UnsupportedError, match=told):

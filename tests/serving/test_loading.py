@@ -185,8 +185,7 @@ def test_a_command_keeps_weights_on_the_host(run, folder, tmp_path):
     options = ("--preset", "exact", "--set", "linear.dtype=int8", "--set", "linear.weights=host", "--compare")
     result = run("generate", "-m", folder, *SMALL, *options, "-o", "a.png", "--json", "a.json")
     assert result.exit_code == 0, result.output
-    made = json.loads((tmp_path / "a.json").read_text())
-    assert any("on the host" in note for note in made["report"]["notes"])
+    assert any("on the host" in note for note in json.loads((tmp_path / "a.json").read_text())["report"]["notes"])
 
 
 def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_models(monkeypatch):

@@ -123,8 +123,7 @@ def test_references_of_blocks_come_from_files_and_load_their_transformer(monkeyp
     Image.new("RGB", (48, 32)).save(tmp_path / "subject.png")
     (tmp_path / "voice.wav").touch()
     monkeypatch.setattr(references.MiniMaxH3AudioReference, "from_file", lambda path: path)
-    files = [str(tmp_path / name) for name in ("subject.png", "voice.wav")]
-    image, sound = read_input("references", files, pipe)
+    image, sound = read_input("references", [str(tmp_path / name) for name in ("subject.png", "voice.wav")], pipe)
     assert (image.kind, image.image.size, sound) == ("image", (48, 32), tmp_path / "voice.wav")
 
 

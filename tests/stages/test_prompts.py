@@ -501,8 +501,7 @@ def test_calls_without_the_stage_say_so():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact")
     tiny_output(pipe, "flux", steps=1)
     embeddings, pooled, _ = pipe.encode_prompt("a fox", "a fox")
-    values = {**tiny_inputs("flux", steps=1), "prompt": None, "prompt_embeds": embeddings}
-    pipe(**values, pooled_prompt_embeds=pooled)
+    pipe(**{**tiny_inputs("flux", steps=1), "prompt": None, "prompt_embeds": embeddings}, pooled_prompt_embeds=pooled)
     assert pipe.dit_accel.report().encoding is None
     pipe.text_encoder = tiny_pipeline("flux", seed=1).text_encoder
     output = tiny_output(pipe, "flux", steps=1)

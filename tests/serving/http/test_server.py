@@ -521,8 +521,7 @@ def test_metrics_count_every_result_of_a_request():
     metrics = server.Metrics(SimpleNamespace(waiting=2, running=1))
     reports, stages = (None, {"computed_fraction": 0.25}), ({"decoding": 1.0}, {"decoding": 2.0, "other": 4.0})
     made = [Made(b"", 0.5, *each) for each in zip(reports, ([0], [1]), stages, strict=True)]
-    ends = [None, Busy("full", 1), dispatching.Cancelled(), TimeoutError(), RuntimeError(), GeneratorExit()]
-    for end in ends:
+    for end in [None, Busy("full", 1), dispatching.Cancelled(), TimeoutError(), RuntimeError(), GeneratorExit()]:
         metrics.take(end and server.answered(end, LIMITS), 1.0, [] if end else made)
     read = metrics.registry.get_sample_value
     assert read("dit_accel_computed_fraction_sum") == 1.25 and read("dit_accel_computed_fraction_count") == 2

@@ -40,8 +40,7 @@ def test_a_legend_names_kinds_of_steps_and_no_modes():
 
 def test_larger_errors_lie_higher():
     """The axis is logarithmic; errors outside of it, and errors of 0, are at its ends."""
-    errors = (0.0, 1e-9, 0.02, 0.2, 5.0, float("inf"))
-    drawn = timeline("", [("update", error) for error in errors], total=6)
+    drawn = timeline("", [("update", error) for error in (0.0, 1e-9, 0.02, 0.2, 5.0, float("inf"))], total=6)
     heights = [float(bar.get("d").partition(",")[2].removesuffix(" h0")) for bar in parts(drawn, "path")]
     assert heights[0] == heights[1] > heights[2] > heights[3] > heights[4] == heights[5]
     assert all(0 < height < HEIGHT for height in heights)

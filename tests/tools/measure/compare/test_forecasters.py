@@ -117,8 +117,7 @@ def test_a_mean_velocity_is_read_off_a_window():
 def test_meancache_takes_the_cheapest_path(whole):
     """The path is the best of all with this number of steps; a constant velocity costs nothing."""
     sigmas = torch.linspace(1, 0, 8).square().tolist()
-    trails = [[noise(step) for step in range(7)], [noise(step + 9) for step in range(7)]]
-    costs = velocity_costs(trails, sigmas, whole)
+    costs = velocity_costs([[noise(step) for step in range(7)], [noise(step + 9) for step in range(7)]], sigmas, whole)
     computed, weights = average_velocities(costs, 3, whole)
     paths = [[0, *others, 7] for others in itertools.combinations(range(1, 7), 2)]
     dearest = [sum(costs[edge][0] ** 4 for edge in itertools.pairwise(path)) for path in paths]
