@@ -302,8 +302,7 @@ def branches() -> dict:
         "qwen-image": (guided, ("balanced",)),
     }
     for name, (arguments, presets) in cases.items():
-        pipe = pipeline(name)
-        calls = []
+        pipe, calls = pipeline(name), []
         pipe.transformer.proj_out.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         alone = {}
         for preset in presets:

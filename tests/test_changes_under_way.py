@@ -233,8 +233,7 @@ def test_replaced_latents_have_the_effect_of_a_reset(name, guided, keys, argumen
     def result(resets):
         def callback(pipe, step, timestep, tensors):
             if step == 7:
-                latents = tensors["latents"]
-                sigma = float(pipe.scheduler.sigmas[step + 1])
+                latents, sigma = tensors["latents"], float(pipe.scheduler.sigmas[step + 1])
                 other = sigma * noise_like(latents, 1) + (1 - sigma) * noise_like(latents, 2).abs()
                 end = round(latents.shape[1 if latents.ndim == 3 else -1] * share)
                 part = (slice(None), slice(end)) if latents.ndim == 3 else (..., slice(end))

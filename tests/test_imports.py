@@ -115,8 +115,7 @@ def test_arrows_point_one_way():
 
 def test_kernels_stand_on_their_ground():
     """Implementations import no page of an op, and pages only those of their own room or of plans."""
-    rooms = {"plans", "attention", "blocks", "decoder"}
-    wrong = set()
+    rooms, wrong = {"plans", "attention", "blocks", "decoder"}, set()
     for path in (path for path in FILES if unit_of(path) == "kernels" and path.parent.name != "kernels"):
         allowed = set() if path.parent.name.startswith("_") else {path.parent.name, "plans"}
         names = (module.split(".") for module, _ in imports(path) if module.startswith("dit_accel.kernels."))

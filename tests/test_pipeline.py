@@ -51,8 +51,7 @@ def test_closed_loop_skips_steps_and_stays_close(name):
     pipe = tiny_pipeline(name)
     plain = call(pipe, name, steps=20)
     accelerate_pipeline(pipe, CLOSED_LOOP)
-    first = call(pipe, name, steps=20)
-    report = pipe.dit_accel.report()
+    first, report = call(pipe, name, steps=20), pipe.dit_accel.report()
     assert report.computed_fraction < 0.75 and distance(first, plain) < 0.05
     assert torch.equal(call(pipe, name, steps=20), first)
     assert all(note.startswith("nothing corrected") for note in report.notes) and report.fallbacks == []

@@ -99,8 +99,7 @@ def test_unknown_words_stand_with_the_known_ones():
 
 def test_a_preset_with_a_quality_shows_its_calibrated_target():
     """A fixed interval has none."""
-    balanced = load_preset("balanced")
-    asked = load_preset("balanced", target_psnr=30)
+    balanced, asked = load_preset("balanced"), load_preset("balanced", target_psnr=30)
     assert target_of(asked) == asked.schedule.bound != target_of(balanced) == balanced.schedule.target_error
     assert target_of(load_preset("exact")) is None
 

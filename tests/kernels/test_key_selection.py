@@ -20,8 +20,7 @@ ROUNDING = 1.02  # of half-precision scores, in a probability
 def kept_and_dropped(q, k, threshold, group):
     """Keys that must stay and keys that must not, bool ``[B, H, rows, S]``; those within rounding are in neither."""
     batch, queries, heads, head_dim = q.shape
-    tokens = k.shape[1]
-    rows = -(-queries // group)
+    tokens, rows = k.shape[1], -(-queries // group)
     stays = torch.zeros(batch, heads, rows, tokens, dtype=torch.bool)
     goes = torch.zeros_like(stays)
     for b in range(batch):

@@ -92,8 +92,7 @@ def test_the_projection_comes_last(accumulate, backend, make_tensor, make_margin
     """``O^l projection^T`` replaces the content of ``out`` or is added to it."""
     sparsity, marginal = make_marginal(1, 2, 200, 64, rows=1.1)
     q, k, v, held = (make_tensor(1, 200, 2, 16) for _ in range(4))
-    weight = make_tensor(16, 16, dtype=torch.float64)
-    out = held.clone()
+    weight, out = make_tensor(16, 16, dtype=torch.float64), held.clone()
     linear_attention(q, k, v, sparsity.plan, projection=weight, out=out, accumulate=accumulate, backend=backend)
     expected = dense(*(x.double() for x in (q, k, v)), marginal, 64, "softmax") @ weight.T
     torch.testing.assert_close(out.double(), expected + held if accumulate else expected, rtol=1e-5, atol=1e-5)

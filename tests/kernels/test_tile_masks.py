@@ -47,8 +47,7 @@ def test_each_tile_is_of_the_cheapest_kind(tokens, block):
     mask = mixed(tokens, heads=2)
     symbols = symbols_from_mask(mask, block=block)
     assert unpack_bits(symbols.cache_bits, 2).all()
-    computes = unpack_bits(symbols.skip_bits, symbols.blocks)
-    seen = set()
+    computes, seen = unpack_bits(symbols.skip_bits, symbols.blocks), set()
     for head in range(2):
         for row in range(symbols.blocks):
             for column in range(symbols.blocks):

@@ -190,8 +190,7 @@ def test_the_last_step_computes_where_an_error_would_stay(error, computed):
 @pytest.mark.parametrize("changed", [0, 1], ids=["first", "second"])
 def test_an_output_of_another_shape_begins_anew(changed):
     """Of several outputs any may change; records of the shape before forecast neither."""
-    loop = ClosedLoop(closed_loop(), 2)
-    shapes = [(1, 4), (1, 6)]
+    loop, shapes = ClosedLoop(closed_loop(), 2), [(1, 4), (1, 6)]
     for step in range(3):
         loop.observe(step, tuple(map(torch.ones, shapes)), lambda tensor: tensor)
     shapes[changed] = (1, 8)

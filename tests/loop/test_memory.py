@@ -68,8 +68,7 @@ def test_float8_rounds_to_a_sixteenth_of_each_value(dtype, shape):
     for start in range(0, values.numel(), 128):
         line = values.flatten()[start : start + 128].double()
         moved = (restored.flatten()[start : start + 128].double() - line).abs()
-        subnormal = line.abs().max() / 448 * 2.0**-10
-        finest = torch.finfo(dtype)
+        subnormal, finest = line.abs().max() / 448 * 2.0**-10, torch.finfo(dtype)
         rounding = line.abs() * (2.0**-4 + 2 * finest.eps) + finest.smallest_normal * finest.eps
         assert (moved <= torch.maximum(rounding, subnormal)).all()
 
@@ -118,8 +117,7 @@ def test_offload_holds_few_layers_at_a_time():
     layers, size = 24, 32 * 2**20
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = []
+    before, kept = torch.cuda.memory_allocated(), []
     for _ in range(layers):
         torch.cuda._sleep(10_000_000)
         kept.append(Storage(offload=True).keep(torch.zeros(1, size, device="cuda", dtype=torch.uint8)))
@@ -369,8 +367,7 @@ def test_one_attention_output_of_all_layers(size, gib):
 def test_measures_come_in_order_as_the_budget_shrinks():
     """Every budget is met by the first measures that suffice, from leaving rows out to lower orders."""
     preset = load_preset("flux-flashomni-paper", **{"forecast.order": 2})
-    branches = [HUNYUAN_33K] * 2
-    seen = []
+    branches, seen = [HUNYUAN_33K] * 2, []
     for budget in range(120, 0, -1):
         try:
             plan = plan_memory(load_preset(preset, **{"memory.budget_gib": budget}), branches)

@@ -228,8 +228,7 @@ def test_another_thread_draws_new_numbers(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(kind, "step", step)
-    state = torch.get_rng_state()
-    expected = torch.rand(STEPS + 1)[-1]
+    state, expected = torch.get_rng_state(), torch.rand(STEPS + 1)[-1]
     torch.set_rng_state(state)
     try_out(ready(kind()))
     assert torch.rand(1) == expected

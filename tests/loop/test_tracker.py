@@ -312,8 +312,7 @@ def test_timestep_clock_takes_the_nearest():
 def test_timestep_clock_finds_rounded_timesteps_of_any_spacing():
     """Steps that are close together at the end do not narrow bfloat16's tolerance for those far apart."""
     timesteps = [1000.0, 701.7, 333.3, 1.0, 0.5]
-    clock = TimestepClock(timesteps)
-    rounded = torch.tensor(timesteps).bfloat16()
+    clock, rounded = TimestepClock(timesteps), torch.tensor(timesteps).bfloat16()
     assert max(abs(value - timestep) for value, timestep in zip(rounded.tolist(), timesteps, strict=True)) > 0.5
     assert [clock.read(value).step for value in rounded] == list(range(5))
 

@@ -32,8 +32,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_run_when_they_are_told_to(group, collective):
     """A collective runs only on request, on the current content of the capture's tensors."""
-    cut = []
-    x = torch.zeros(6, 3)
+    cut, x = [], torch.zeros(6, 3)
     with CutAtCollectives(cut.append):
         y = functional.wait_tensor(collective(x, group))
     assert type(y) is torch.Tensor and y.shape == x.shape and len(cut) == 1

@@ -119,8 +119,7 @@ def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux):
     assert "rest" not in flux.dit_accel.report().parts
     failing.remove()
     time.sleep(0.2)
-    whole = call(flux)
-    parts = flux.dit_accel.report().parts
+    whole, parts = call(flux), flux.dit_accel.report().parts
     assert list(parts) == [*ENCODERS, "transformer", "vae.decoder", "rest"] and sum(parts.values()) <= whole
     restore_pipeline(flux)
     assert hooks(flux) == []
@@ -140,8 +139,7 @@ def test_a_part_that_fails_in_a_call_that_goes_on_hides_no_other():
         def check_inputs(self):
             pass
 
-    pipe = Pipe()
-    parts = CallParts()
+    pipe, parts = Pipe(), CallParts()
     with time_components(pipe, parts):
         for _ in range(2):
             pipe.check_inputs()

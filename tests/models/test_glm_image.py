@@ -53,8 +53,7 @@ def test_layers_are_forecast_in_every_branch(glm, edits):
     with accelerated(pipe, "exact"):
         assert torch.equal(run(edits=edits), plain)
     with accelerated(pipe, "exact", **LAYER):
-        result = run(edits=edits)
-        report = pipe.dit_accel.report()
+        result, report = run(edits=edits), pipe.dit_accel.report()
         alone = torch.cat([run([prompt], edits) for prompt in (0, 1)])
     assert report.notes == [] and report.steps_by_mode["dispatch"] == 3
     assert 0 < (result - plain).norm() / plain.norm() < 0.05

@@ -389,8 +389,7 @@ def test_graphs_replay_with_weights_that_have_changed(monkeypatch):
     counted = type("CountedGraph", (RecordedGraph,), {})
     monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     pipe = on_host(tiny_pipeline("flux"), **{"kernels.graphs": "always"})
-    before = result(pipe, steps=6)
-    captures = counted.captures
+    before, captures = result(pipe, steps=6), counted.captures
     pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
     changed, replays = result(pipe, steps=6), counted.replays
     assert counted.captures == captures > 0 and replays > 0 and not torch.equal(changed, before)
@@ -415,8 +414,7 @@ def test_graphs_read_no_weight_on_the_host():
 def test_on_a_gpu_outputs_are_those_of_weights_on_it(order, graphs):
     """The pipeline moves before or after the acceleration, or model by model in each call."""
     moved = tiny_pipeline("flux").to("cuda")
-    plain = result(moved, steps=6)
-    int8 = {"linear.dtype": "int8", "kernels.graphs": graphs}
+    plain, int8 = result(moved, steps=6), {"linear.dtype": "int8", "kernels.graphs": graphs}
     expected = result(accelerate_pipeline(moved, "exact", **int8), steps=6)
     pipe = tiny_pipeline("flux")
     if order == "after":

@@ -50,8 +50,7 @@ def test_a_cache_beside_the_prediction_is_neither_judged_nor_recorded(preset, ke
     shapes, plain = outputs(pipe, run)
     assert sum(shape.numel() for shape in shapes[-1][1:]) > 5 * shapes[-1][0].numel()
     with accelerated(pipe, preset, **keys):
-        latents = run()
-        report = pipe.dit_accel.report()
+        latents, report = run(), pipe.dit_accel.report()
     assert 0 < distance(latents, plain) < 0.03 and report.steps_by_mode["dispatch"] > STEPS / 3
     errors = [step.error for step in report.steps if step.mode == "update" and step.error is not None]
     assert all(0 < error < 1 for error in errors) and (errors or preset == "exact")

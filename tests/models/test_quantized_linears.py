@@ -317,8 +317,7 @@ def test_calls_that_run_as_they_are():
 @pytest.mark.parametrize(("model", "modulation"), [("flux", "norm"), ("minimax-h3", "adaln")])
 def test_layers_that_are_never_rounded(model, modulation):
     """Modulations, layers whose names match a pattern, and layers that accelerate offloads."""
-    transformer = TINY[model].build()
-    section = load_preset("exact", **INT8).linear
+    transformer, section = TINY[model].build(), load_preset("exact", **INT8).linear
     layers = roundable(transformer, section)
     assert layers and not any(modulation in name for name in layers)
     assert any(modulation in name for name, _ in block_linears(transformer))

@@ -47,8 +47,7 @@ def check(pipe, run, share, **sections):
     with accelerated(pipe, "exact"):
         assert all(map(torch.equal, run(), plain))
     with accelerated(pipe, "balanced", **sections):
-        latents = run()
-        report = pipe.dit_accel.report()
+        latents, report = run(), pipe.dit_accel.report()
     assert report.notes == [] and report.steps_by_mode["dispatch"] > share * STEPS
     assert all(0 < distance(*pair) < 0.05 for pair in zip(latents, plain, strict=True))
     assert all(map(torch.equal, run(), plain))

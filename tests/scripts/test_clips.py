@@ -25,8 +25,7 @@ def drawn(*scenes: ClipScene, frames: int = 9, size: int = 80) -> torch.Tensor:
 
 def test_a_prompt_says_all_of_its_scene_in_known_words():
     """No two scenes share a prompt, and the vocabulary has exactly the words of the prompts."""
-    rng = random.Random(2)
-    scenes = {}
+    rng, scenes = random.Random(2), {}
     for _ in range(4000):
         scene = draw_scene(rng)
         assert scenes.setdefault(describe(scene, rng), scene) == scene

@@ -23,8 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def sglang(monkeypatch):
     """Hooks registered in a stub of SGLang's registry, by target."""
-    hooks = {}
-    stub = ModuleType("plugins")
+    hooks, stub = {}, ModuleType("plugins")
     stub.HookType = Enum("HookType", ["BEFORE", "AFTER"])
 
     class HookRegistry:

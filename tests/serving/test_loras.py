@@ -30,8 +30,7 @@ SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--qu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("loras")
-    pipe = tiny_pipeline("flux")
+    root, pipe = tmp_path_factory.mktemp("loras"), tiny_pipeline("flux")
     pipe.save_pretrained(root / "model")
     (root / "style").mkdir()
     save_file(tiny_flux_lora(pipe), root / "style" / "pytorch_lora_weights.safetensors")

@@ -27,8 +27,7 @@ def paint(pipe, name):
 
 def swapped(name, settings=SETTINGS):
     """A pipeline with SLA and projections that are not zero."""
-    pipe = tiny_pipeline(name)
-    generator = torch.Generator().manual_seed(0)
+    pipe, generator = tiny_pipeline(name), torch.Generator().manual_seed(0)
     for attention in swap_attention(pipe, **settings).values():
         attention.projection.weight.data.normal_(0, 0.2, generator=generator)
     return pipe

@@ -32,8 +32,7 @@ def test_every_row_without_text_has_its_turn(layout, count):
 
 def test_a_sequence_of_text_blocks_has_no_rows():
     """All tiles of such a sequence are computed, and the error is 0."""
-    layout = TokenLayout(50, 20, 64, text_first=False)
-    o = torch.randn(1, 70, 2, 16)
+    layout, o = TokenLayout(50, 20, 64, text_first=False), torch.randn(1, 70, 2, 16)
     assert probed_rows(layout, 4, 1) == [] and attention_error(o, o, o, o, []).tolist() == [0.0]
 
 

@@ -77,8 +77,7 @@ def spy(monkeypatch):
 def run(name, wanted, **arguments):
     """The result and the report of one accelerated call."""
     with accelerated(pipeline(name), wanted) as pipe:
-        result = call(name, **arguments)
-        report = pipe.dit_accel.report()
+        result, report = call(name, **arguments), pipe.dit_accel.report()
     assert report.fallbacks == []
     return result, report
 
@@ -109,8 +108,7 @@ def test_dense_blocks_run_as_plain_ones(name):
     """If every block has policy none, computed steps equal the plain pipeline's bit for bit."""
     plain = call(name)
     with accelerated(pipeline(name), preset(name, "output", every_step=True)) as pipe:
-        sparse = call(name)
-        names = pipe.dit_accel.report().layers
+        sparse, names = call(name), pipe.dit_accel.report().layers
     assert not torch.equal(sparse, plain)
     layers = {block: {"policy": "none"} for block in names[1:]}
     one, report = run(name, preset(name, "output", every_step=True, **{"skip.layers": layers}))
@@ -262,8 +260,7 @@ def test_probe_tightens_until_the_target_is_met(level):
     """Sites begin above their target, and come back under it; tiles are few here, so they swing about it."""
     target = 0.1
     with accelerated(pipeline("wan"), probed(level, probe_error=target)) as pipe:
-        first = call("wan", height=96, width=96)
-        report = pipe.dit_accel.report()
+        first, report = call("wan", height=96, width=96), pipe.dit_accel.report()
         assert torch.equal(call("wan", height=96, width=96), first)  # the next run starts afresh
         assert pipe.dit_accel.report().attentions == report.attentions
     errors, blocks = errors_of(report), len(report.layers)

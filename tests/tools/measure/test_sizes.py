@@ -46,8 +46,7 @@ def test_faster_sizes_are_kept_and_launched_from_then_on(forget, monkeypatch, ca
 
     monkeypatch.setattr("dit_accel.kernels.quantized_linear", product)
     tune_sizes(CPU, 1.0, lambda: 0.0, timer=ms)
-    faster = SHIPPED | {"STAGES": 2}
-    said = capsys.readouterr().out.splitlines()
+    faster, said = SHIPPED | {"STAGES": 2}, capsys.readouterr().out.splitlines()
     assert said[:2] == [f"linear layers: 1.25x with {faster}", "GEMM-O: as shipped"]
     assert said[2].endswith(str(configs.sizes_file(CPU)))
     assert said[3:] == [f'    "linear layers": {json.dumps({"": faster})},']

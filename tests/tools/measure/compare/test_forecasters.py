@@ -171,8 +171,7 @@ def test_branches_are_forecast_from_their_own_records():
 def test_meancache_learns_from_the_tuning_run(moves):
     """One tuning run serves all settings; with all steps the result is the plain image."""
     pipe = tiny_pipeline("wan")
-    plain = tiny_output(pipe, "wan", steps=6)
-    runs = []
+    plain, runs = tiny_output(pipe, "wan", steps=6), []
     subject = Subject(pipe, 6, 2, lambda: runs.append(tiny_output(pipe, "wan", steps=6, prompt="snow")))
     with forecasting(pipe, forecasters._plan_meancache(subject, 1.0, moves)):
         assert torch.equal(tiny_output(pipe, "wan", steps=6), plain)

@@ -108,8 +108,7 @@ def naive(q, k, v, skip: Skip, block: int) -> tuple[float, float]:
 
 def test_errors_and_sparsities_are_those_of_a_naive_loop():
     """Each candidate's figures on two attentions are the means of the float64 results."""
-    generator = torch.Generator().manual_seed(0)
-    layout = TokenLayout(0, 300, 64)
+    generator, layout = torch.Generator().manual_seed(0), TokenLayout(0, 300, 64)
     samples = []
     for scale in (3.0, 1.0):
         q, k, v = (torch.randn(1, 300, 1, 32, generator=generator) for _ in range(3))
