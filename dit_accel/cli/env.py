@@ -74,7 +74,7 @@ def tune_sizes(device: Any, minutes: float, clock: Callable[[], float] = time.mo
 
     end, stored, file = clock() + 60 * minutes, configs.own_sizes(device), configs.sizes_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)
-    for name in names():
+    for name in names(device):
         kept = stored.get(name)
         try:
             if clock() > end:
@@ -92,7 +92,8 @@ def tune_sizes(device: Any, minutes: float, clock: Callable[[], float] = time.mo
             write_whole(file, json.dumps(stored, indent=1))
     typer.echo(f"Launches take these sizes from now on; please send them in an issue. They are in {file}")
     for name, sizes in stored.items():
-        typer.echo(f'    "{name}": {json.dumps({configs.architecture(device): sizes})},')
+        column = "tma" if name.endswith(configs.BY_TMA) else configs.architecture(device)
+        typer.echo(f'    "{name.removesuffix(configs.BY_TMA)}": {json.dumps({column: sizes})},')
 
 
 def _check() -> Iterator[str]:

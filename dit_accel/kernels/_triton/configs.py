@@ -29,6 +29,7 @@ def _tile(queries: int, keys: int, stages: int, warps: int) -> dict[str, int]:
     return _sizes(stages, warps, QUERIES=queries, KEY_TILE=keys)
 
 
+BY_TMA = ", by TMA"  # ends the name of the variant of a kernel whose tiles are copied by it: it has sizes of its own
 _SCALAR = _tile(64, 16, 1, 8)  # scalar units, for tests
 # Three programs of 64 queries fit a multiprocessor: one computes while the others wait.
 _THREE_PROGRAMS = _tile(64, 128, 1, 4) | {"maxnreg": 168}
@@ -98,7 +99,7 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
 
 def config(kernel: str, tensor: torch.Tensor, by_descriptor: bool = False) -> dict[str, int]:
     """Return a kernel's sizes for the dtype and device of ``tensor``; ``by_descriptor``: tiles are copied by TMA."""
-    return _config(kernel, tensor.device, tensor.dtype == torch.float32, by_descriptor)
+    return _config(kernel + BY_TMA * by_descriptor, tensor.device, tensor.dtype == torch.float32)
 
 
 def architecture(device: torch.device) -> str:
@@ -110,31 +111,32 @@ def architecture(device: torch.device) -> str:
 
 
 @functools.cache  # called at every launch
-def _config(kernel: str, device: torch.device, is_float32: bool, by_descriptor: bool) -> dict[str, int]:
-    if not is_float32 and kernel in own_sizes(device):
-        return own_sizes(device)[kernel]
-    columns = ["float32"] * is_float32 + ["tma"] * by_descriptor + [architecture(device), ""]
-    return next(CONFIGS[kernel][column] for column in columns if column in CONFIGS[kernel])
+def _config(variant: str, device: torch.device, is_float32: bool) -> dict[str, int]:
+    if not is_float32 and variant in own_sizes(device):
+        return own_sizes(device)[variant]
+    kernel, columns = variant.removesuffix(BY_TMA), ["float32"] * is_float32 + ["tma"] * variant.endswith(BY_TMA)
+    shipped = CONFIGS[kernel]
+    return next(shipped[column] for column in (*columns, architecture(device), "") if column in shipped)
 
 
 def sizes_file(device: torch.device) -> Path:
     """File of the sizes that were measured on a GPU with this compiler, in place of those shipped now."""
     gpu = torch.cuda.get_device_name(device).replace("/", " ") if device.type == "cuda" else device.type
-    shipped = hashlib.sha256(repr(CONFIGS).encode()).hexdigest()[:8]
+    shipped = hashlib.sha256(repr((CONFIGS, BY_TMA)).encode()).hexdigest()[:8]
     return cache_folder() / f"{gpu}, triton {triton.__version__}, in place of {shipped}.json"
 
 
 @functools.cache
 def own_sizes(device: torch.device) -> dict[str, dict[str, int]]:
-    """Sizes by kernel that were measured on this GPU; none without a file that can be read."""
+    """Sizes by variant that were measured on this GPU; none without a file that can be read."""
     try:
         return dict(json.loads(sizes_file(device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def launch_with(device: torch.device, kernel: str, sizes: dict[str, int] | None) -> None:
-    """Launch a kernel with these sizes from now on; None = as shipped."""
-    own_sizes(device).pop(kernel, None)
-    own_sizes(device).update({} if sizes is None else {kernel: sizes})
+def launch_with(device: torch.device, variant: str, sizes: dict[str, int] | None) -> None:
+    """Launch a kernel, or its variant :data:`BY_TMA`, with these sizes from now on; None = as shipped."""
+    own_sizes(device).pop(variant, None)
+    own_sizes(device).update({} if sizes is None else {variant: sizes})
     _config.cache_clear()

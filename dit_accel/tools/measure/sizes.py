@@ -24,7 +24,7 @@ REPEATS = 2  # comparisons with the shipped sizes that must agree
 LIMITS = {"STAGES": (1, 5), "num_warps": (2, 16), "K_TILE": (16, 128)}  # of other sizes 16 and 256
 KINDS = "linear layers", "attention", "GEMM"  # beginnings of the kernels' names, in this order
 TIMED = (4608, 24), (8192, 12)  # tokens and heads of an image and of a video
-CHECKED = (1000, 3), (1000, 3, 900)  # and valid keys
+CHECKED = (3500, 3), (3500, 3, 3400)  # and valid keys; of as many pairs as the variants for large calls take
 Sizes = dict[str, int]
 Call = Callable[..., torch.Tensor]  # of an op; takes ``backend``
 
@@ -65,9 +65,11 @@ def median_ms(call: Call) -> float:
     return do_bench(call, warmup=10, rep=50, return_mode="median")
 
 
-def names() -> list[str]:
-    """Return the kernels to measure, by their names in ``CONFIGS``."""
-    return [name for kind in KINDS for name in configs.CONFIGS if name.startswith(kind) and "backward" not in name]
+def names(device: torch.device) -> list[str]:
+    """Return the kernels to measure, by their names in ``CONFIGS``, and the variant that large calls launch here."""
+    found = [name for kind in KINDS for name in configs.CONFIGS if name.startswith(kind) and "backward" not in name]
+    is_hopper = hopper_limit(torch.empty(0, device=device)) is None
+    return [name + configs.BY_TMA * (is_hopper and "attention" in name and "int8" not in name) for name in found]
 
 
 def neighbours(kernel: str, sizes: Sizes) -> Iterator[Sizes]:
@@ -90,8 +92,7 @@ class SizedKernel:
     def __init__(self, name: str, device: torch.device, timer: Callable[[Call], float] = median_ms) -> None:
         self._launch_with, self._name, self._timer = partial(configs.launch_with, device, name), name, timer
         self._launch_with(None)
-        is_hopper = hopper_limit(torch.empty(0, device=device)) is None
-        self._shipped = configs._config(name, device, is_float32=False, by_descriptor=is_hopper)
+        self._shipped = configs._config(name, device, is_float32=False)
         self._timed, checked = ([call_of(name, device, *shape) for shape in shapes] for shapes in (TIMED, CHECKED))
         self._checked = [(call, call(backend="reference").float()) for call in checked]
         self._bounds = [min(2 * error + 1e-4, 0.1) for error in self._errors(self._shipped)]

@@ -12,7 +12,7 @@ from dit_accel.kernels._triton import configs
 from dit_accel.tools.measure import sizes
 
 CPU = torch.device("cpu")
-SHIPPED = configs.CONFIGS["linear layers"][""]
+SHIPPED, ATTENTION = configs.CONFIGS["linear layers"][""], configs.CONFIGS["attention"]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def forget(monkeypatch, tmp_path):
 
 
 def launched(kernel):
-    return configs._config(kernel, CPU, False, True)
+    return configs._config(kernel, CPU, False)
 
 
 def test_faster_sizes_are_kept_and_launched_from_then_on(forget, monkeypatch, capsys):
@@ -72,8 +72,18 @@ def test_time_and_interrupts_end_it_with_what_was_found(forget, capsys):
     assert found["num_warps"] == 2 and "stopped at GEMM-O\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kernel", sizes.names())
+@pytest.mark.parametrize("by_tma", [False, True])
+def test_sizes_serve_the_variant_that_they_were_measured_for(forget, by_tma):
+    configs.CONFIGS["attention"] = ATTENTION
+    own, shipped = {"STAGES": 4}, ATTENTION["" if by_tma else "tma"]
+    configs.launch_with(CPU, "attention" + configs.BY_TMA * by_tma, own)
+    found = [configs.config("attention", torch.empty(0).half(), variant) for variant in (by_tma, not by_tma)]
+    assert found == [own, shipped]
+
+
+@pytest.mark.parametrize("kernel", sizes.names(CPU))
 def test_every_kernel_has_a_call_that_launches_it_and_is_right(kernel, monkeypatch):
+    monkeypatch.setattr("dit_accel.kernels.symbols.SHORT_PAIRS", 0)  # as in the calls that are timed
     looked_up, look_up = [], configs._config
     monkeypatch.setattr(configs, "_config", lambda name, *rest: looked_up.append(name) or look_up(name, *rest))
     call = sizes.call_of(kernel, CPU, 300, 2, 200)
