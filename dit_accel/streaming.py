@@ -19,8 +19,6 @@ import numpy as np
 
 from dit_accel.constants import RATE_FACTOR, X264
 from dit_accel.errors import ArgumentError, OutputError, UnsupportedError
-from dit_accel.models.families import pipeline_family
-from dit_accel.models.stand_in import StandIn
 
 BETWEEN_LOOKS = 0.1  # seconds, at a file that grows
 
@@ -34,6 +32,9 @@ def streamed(pipe: Any, show: Callable[[np.ndarray], object]) -> Iterator[None]:
     Raises:
         UnsupportedError: the pipeline decodes once, after its last step.
     """
+    from dit_accel.models.families import pipeline_family
+    from dit_accel.models.stand_in import StandIn
+
     if type(pipe).__name__ not in getattr(pipeline_family(pipe), "streamed", ()):
         raise UnsupportedError(f"{type(pipe).__name__} decodes once, after its last step: streaming gains nothing")
 
