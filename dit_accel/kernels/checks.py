@@ -93,10 +93,8 @@ def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: in
         raise ShapeError(f"plan must be an AttentionPlan from lower or plan, got {type(plan).__name__}")
     required = (tensor.shape[0], plan.heads if heads is None else heads)
     if (plan.batch, plan.heads) != required:
-        raise ShapeError(
-            f"plan must have the batch and heads of {name}, {list(required)}, got {[plan.batch, plan.heads]}; "
-            "lower symbols of the same shape"
-        )
+        found = f"{list(required)}, got {[plan.batch, plan.heads]}"
+        raise ShapeError(f"plan must have the batch and heads of {name}, {found}; lower symbols of the same shape")
     require_device("plan", plan.mask64, name, tensor)
 
 

@@ -41,18 +41,24 @@ def _read(field: str, path: Path, convert: Callable[..., Image.Image], name: str
     from diffusers.utils import load_video
     from PIL import Image
 
+    from dit_accel.tools.media.video import read_sound
+
     suffix = path.suffix.lower() if field == "call" else ""
     form = "a video" if suffix in VIDEOS else "audio" if suffix in SOUNDS else "an image"
     reader = pipe.reader_of(name, form.split()[-1]) if hasattr(pipe, "reader_of") else None
     try:
         path.stat()  # diffusers would open an address
         if reader is not None:
-            return reader(path)
+            found, rate = reader(path), sampling_rate(pipe)
+            if rate and getattr(found, "sample_rate", None) not in (
+                None,
+                rate,
+            ):  # blocks resample by torchaudio
+                found.audio, found.sample_rate = read_sound(path, rate), rate
+            return found
         if form == "a video":
             return [convert(frame) for frame in load_video(str(path))]
         if form == "audio":
-            from dit_accel.tools.media.video import read_sound
-
             sound = read_sound(path, sampling_rate(pipe) or 48_000)  # samples per second
             return sound if name.endswith("_audio") else sound[None]  # ACE-Step's has no batch
         with Image.open(path) as image:

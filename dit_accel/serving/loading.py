@@ -61,7 +61,12 @@ def load_pipeline(
         raise ArgumentError("offload", f"needs a CUDA device, got {place}")
     precision = getattr(torch, how.dtype) if how.dtype else torch.bfloat16 if place.type == "cuda" else torch.float32
     if how.quantize == "float8":
-        _require_float8(place, precision)
+        from dit_accel.kernels.backends import FP8_CAPABILITY
+
+        has_products = place.type == "cuda" and torch.cuda.get_device_capability(place) >= FP8_CAPABILITY
+        if not has_products or precision is not torch.bfloat16:
+            needs = "bfloat16 on a GPU of compute capability 8.9 or later (RTX 4090, H100)"
+            raise ArgumentError("quantize", f"float8 needs {needs}, got {precision} on {place}; use int8")
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     if console.quiet:
@@ -101,17 +106,6 @@ def _from_pretrained(source: str, inputs: Collection[str] = (), **dtype: torch.d
     from dit_accel.modular_call import load_modular
 
     return load_modular(source, inputs, **dtype)
-
-
-def _require_float8(place: torch.device, precision: torch.dtype) -> None:
-    import torch
-
-    from dit_accel.kernels.backends import FP8_CAPABILITY
-
-    has_products = place.type == "cuda" and torch.cuda.get_device_capability(place) >= FP8_CAPABILITY
-    if not has_products or precision is not torch.bfloat16:
-        needs = "bfloat16 on a GPU of compute capability 8.9 or later (RTX 4090, H100)"
-        raise ArgumentError("quantize", f"float8 needs {needs}, got {precision} on {place}; use int8")
 
 
 def quantize(pipe: Any, kind: str, place: torch.device) -> None:

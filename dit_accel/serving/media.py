@@ -106,8 +106,7 @@ class Clips:
                 raise ArgumentError("output", f"{clip} is a file, which can't hold frames; name a new folder")
             if is_folder and (foreign := foreign_files(clip)):
                 raise ArgumentError("output", f"{clip} has files that are no frames ({foreign[0]}); name a new folder")
-            first = clip / "0000.png" if is_folder and os.path.isdir(clip) else clip
-            require_writable(first, "output", force=force)
+            require_writable(clip / "0000.png" if is_folder and os.path.isdir(clip) else clip, "output", force=force)
         for file in self._others(path, compare):
             require_writable(file, "output", force=force)
 

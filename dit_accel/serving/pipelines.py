@@ -106,14 +106,19 @@ def call_arguments(
         raise ArgumentError("image", f"{type(pipe).__name__} takes one image, got {len(values['image'])}")
     if (fps := values.pop("fps", None)) and sampling_rate(pipe):
         arguments |= {key: fps for key in ("frame_rate", "fps") if key in parameters}
+        if parameters.keys().isdisjoint(("frame_rate", "fps")) and fps != medium_of(pipe).fps:
+            raise ArgumentError("fps", f"{type(pipe).__name__} makes sound for its own frame rate; leave fps out")
     if "guidance" in values and hasattr(pipe, "guider"):  # a component with the scale, of HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=values.pop("guidance"))
     for name, value in values.items():
         key = keys.get(name, name.replace("-", "_"))
         if key not in parameters:
-            raise ArgumentError(name.replace("-", "_"), f"{type(pipe).__name__} takes no {key}")
+            alone = " without a negative prompt" if name == "guidance" and "true_cfg_scale" in parameters else ""
+            raise ArgumentError(name.replace("-", "_"), f"{type(pipe).__name__} takes no {key}{alone}")
         arguments[key] = value
     _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in values})
+    if isinstance(others.get("references"), str):
+        others["references"] = [others["references"]]
     arguments |= {name: read_input(name, value, pipe) for name, value in others.items()}
     if "negative-prompt" in values and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
@@ -132,8 +137,7 @@ def _require_inputs(pipeline: str, parameters: Mapping[str, inspect.Parameter], 
             continue
         if name == "image":
             raise ArgumentError("image", f"{pipeline} needs an input image; give one")
-        rule = f"--call {name}=VALUE of generate and serve gives it, as a file if it is an image, a video or sound"
-        raise ArgumentError("call", f"{pipeline} needs {name}: {rule}")
+        raise ArgumentError("call", f"{pipeline} needs {name}: --call {name}=VALUE, files for images, videos, sound")
 
 
 def _require_known(

@@ -19,7 +19,7 @@ from dit_accel import modular_call
 from dit_accel.cli.options import RunOptions
 from dit_accel.errors import ArgumentError
 from dit_accel.models import denoisers
-from dit_accel.serving import loading
+from dit_accel.serving import input_images, loading, pipelines
 from dit_accel.serving.input_images import read_input
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.pipelines import Setup, call_arguments
@@ -112,7 +112,7 @@ def test_sound_comes_from_files_at_the_pipelines_rate(tmp_path, name, shape):
 
 
 def test_references_of_blocks_come_from_files_and_load_their_transformer(monkeypatch, tmp_path):
-    """Blocks read each file into their own object by its suffix; the other transformer stays on the disk."""
+    """Blocks read each file into their own object by its suffix, with sound at the pipeline's rate."""
     pipe, model = MiniMaxH3Blocks().init_pipeline(), TINY["minimax-h3"].build()
     pipe.update_components(transformer=model, transformer_ref=model)
     pipe.save_pretrained(str(tmp_path / "model"), overwrite_modular_index=True)
@@ -121,10 +121,20 @@ def test_references_of_blocks_come_from_files_and_load_their_transformer(monkeyp
     pipe = load_pipeline(str(tmp_path / "model"), Loading("cpu", inputs=inputs), Console(quiet=True))
     assert [*denoisers(pipe)] == ["transformer_ref"]
     Image.new("RGB", (48, 32)).save(tmp_path / "subject.png")
-    (tmp_path / "voice.wav").touch()
-    monkeypatch.setattr(references.MiniMaxH3AudioReference, "from_file", lambda path: path)
-    image, sound = read_input("references", [str(tmp_path / name) for name in ("subject.png", "voice.wav")], pipe)
-    assert (image.kind, image.image.size, sound) == ("image", (48, 32), tmp_path / "voice.wav")
+    _write_wav(Sound(np.ones((1, 8000)), 8000), tmp_path / "voice.wav")
+    of_sound = references.MiniMaxH3AudioReference
+    monkeypatch.setattr(of_sound, "from_file", lambda path: of_sound(None, 8000))
+    for module in (input_images, pipelines):
+        monkeypatch.setattr(module, "sampling_rate", lambda pipe: 16_000)
+    files = [str(tmp_path / name) for name in ("subject.png", "voice.wav")]
+    image, sound = read_input("references", files, pipe)
+    assert (image.kind, image.image.size) == ("image", (48, 32))
+    assert (sound.audio.shape, sound.sample_rate) == ((2, 16_000), 16_000)
+    (single,) = call_arguments(pipe, "m", {"prompt": "a fox"}, {"references": files[0]})["references"]
+    assert single.image.size == (48, 32)
+    assert call_arguments(pipe, "m", {"prompt": "a fox", "fps": 24.0}) == {"prompt": "a fox"}
+    with pytest.raises(ArgumentError, match="fps: MiniMaxH3ModularPipeline makes sound for its own"):
+        call_arguments(pipe, "m", {"prompt": "a fox", "fps": 12.0})
 
 
 @pytest.mark.parametrize("kind", [errors.RemoteEntryNotFoundError, errors.GatedRepoError])

@@ -100,10 +100,8 @@ class QuantizedLinears:
             raise UnsupportedError(f"{type(transformer).__name__} {why}: {fix}")
         self.layers = roundable(transformer, section)
         if not self.layers:
-            raise UnsupportedError(
-                f"linear.dtype {section.dtype!r} finds no layer to round: every plain linear layer in the blocks of "
-                f"{type(transformer).__name__} is excluded or offloaded"
-            )
+            why = f"every plain linear layer in the blocks of {type(transformer).__name__} is excluded or offloaded"
+            raise UnsupportedError(f"linear.dtype {section.dtype!r} finds no layer to round: {why}")
         self._place = section.weights
         modulations = roundable(transformer, section, modulations=True).values()
         self._modulations, self.all_layers = {*modulations}, [*self.layers.values(), *modulations]
