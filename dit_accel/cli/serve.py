@@ -52,6 +52,14 @@ class ServeOptions(RunOptions):
         show_default="localhost, 127.0.0.1 and ::1; any with another --host",
     )
     queue: int = option("Maximum number of waiting requests; more get status 503.", default=16, min=0, max=100_000)
+    batch_size: int = option(
+        "Most images or videos that waiting requests make in one call.",
+        "--batch-size",
+        "--batch",
+        default=1,
+        min=1,
+        max=shared.MOST_IMAGES,
+    )
     max_side: int = option("Largest height or width of a request.", default=2048, min=16, max=shared.MOST_PIXELS)
     max_steps: int = option("Most steps of a request.", default=100, min=1, max=shared.MOST_STEPS)
     max_images: int = option("Most images of a request.", default=4, min=1, max=shared.MOST_IMAGES)
@@ -114,7 +122,12 @@ def command(options: ServeOptions) -> None:
     runs = {key: replace(options, model=model).preset_and_loading()[:2] for key, model in models.items()}
     options = replace(options, model=models[name])
     loading = replace(options.loading(), named_loras=named_loras(options.loras))
-    setup = Setup(options.model, *runs[name], loading=loading, call=parse_call(options.call))
+    call, size = parse_call(options.call), options.batch_size
+    if size > 1 and "image" in call:
+        raise ArgumentError(
+            "batch_size", "must be 1 with --call image=…: pipelines treat an image in a batch differently"
+        )
+    setup = Setup(options.model, *runs[name], loading=loading, call=call, batch_size=size)
     bound = server.bound_socket(options.host, options.port)
     console = Console(quiet=options.quiet)
     if options.host not in shared.LOOPBACK and not keys:
@@ -134,8 +147,8 @@ def command(options: ServeOptions) -> None:
         if loaded.form is not None:
             require_extra("imageio-ffmpeg", "dit-accel serve with a model of videos")
         videos = closing.enter_context(VideoStore(limits))
-        dispatcher = Dispatcher(workers, options.queue)
-        served = Served(name, loaded.preset, limits, loaded.form, loading.named_loras)
+        dispatcher = Dispatcher(workers, options.queue, options.batch_size)
+        served = Served(name, loaded.requested, limits, loaded.form, loading.named_loras)
         app = server.build_app(dispatcher, served, keys, hosts, videos, others)
         bound.listen()
         console.out(f"ready at http://{where}:{options.port} (stop with Ctrl-C)", highlight=False)

@@ -71,10 +71,8 @@ def words_note(model: str, prompt: str) -> str:
 def in_the_pages_words(error: Exception) -> str:
     """Return an error's message with the page's labels instead of names of options and arguments."""
     if isinstance(error, OutOfMemoryError):
-        return (
-            "Out of memory. Enter a smaller height, width or number of frames, or start the page again with "
-            "dit-accel app --offload model."
-        )
+        restart = "start the page again with dit-accel app --offload model"
+        return f"Out of memory. Enter a smaller height, width or number of frames, or {restart}."
     if isinstance(error, ArgumentError) and error.field == "image":
         return "Model: it needs an input image, and this page has no field for one. Use dit-accel generate --image."
     if isinstance(error, ArgumentError):

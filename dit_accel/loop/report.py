@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 logger = logging.getLogger(__name__)
+TOGETHER = "prompts of a batch computed together"  # beginning of a note
 
 
 @dataclass

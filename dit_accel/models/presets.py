@@ -28,6 +28,13 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
     return loaded
 
 
+def decided_apart(preset: Preset) -> Preset:
+    """Return the preset with which each prompt of a batch computes its own steps; raise ``PresetError`` if it can't."""
+    if not preset.schedule.measures or "per_prompt" in preset.schedule.model_fields_set:
+        return preset
+    return load_preset(preset, per_prompt=True)
+
+
 def preset_schema() -> dict[str, Any]:
     """JSON schema of a preset file, with the names of the families."""
     schema = presets.preset_schema()

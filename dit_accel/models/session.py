@@ -19,6 +19,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import WHOLE_BATCH, Call, Description
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.report import TOGETHER
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import Place, StepMode
 from dit_accel.models.beside.control_net import NUMBERS, computed
@@ -123,15 +124,10 @@ class Session:
             shapes += driver.lengths(arguments)
         step = getattr(context, "step_index", None)
         return TransformerCall(
-            driver.name,
-            getattr(context, "name", context),
-            timestep,
-            (*shapes, arguments.get("return_dict", True)),
+            driver.name, getattr(context, "name", context), timestep, (*shapes, arguments.get("return_dict", True)),
             None if step is None else Place(step, context.num_inference_steps),
-            [*chain.from_iterable(map(latents.get, ALL_LATENTS, repeat(())))],
-            session=self,
-            arguments=arguments,
-        )
+            [*chain.from_iterable(map(latents.get, ALL_LATENTS, repeat(())))], session=self, arguments=arguments,
+        )  # fmt: skip
 
     def _aside(self, reason: str, timestep: Any, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a call without the loop, which notes the reason."""
@@ -222,7 +218,7 @@ class TransformerCall(Description):
         if not driver.preset.schedule.per_prompt:
             return WHOLE_BATCH
         if (reason := why_not_divisible(self.arguments)) is not None:
-            self.session.run.report.note(f"prompts of a batch computed together: {reason}")
+            self.session.run.report.note(f"{TOGETHER}: {reason}")
             return WHOLE_BATCH
         return prompt_rows(self.context, self.arguments["hidden_states"], guidance_parts(driver.transformer))
 

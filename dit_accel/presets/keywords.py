@@ -64,7 +64,5 @@ def _complaint(keyword: str, meanings: tuple[str, ...]) -> str:
         return f"keyword {shown(keyword)} may mean {' or '.join(meanings)}: write e.g. {section}={{{key!r}: …}}"
     sections = [name for name in Preset.model_fields if name != "name"]
     meant = did_you_mean(keyword, [*keywords(), *sections])
-    return (
-        f"unknown keyword {shown(keyword)}{meant}; valid are {', '.join(sections)}, and the keys of these sections "
-        "(docs/reference/presets.md, Keys)"
-    )
+    valid = f"{', '.join(sections)}, and the keys of these sections (docs/reference/presets.md, Keys)"
+    return f"unknown keyword {shown(keyword)}{meant}; valid are {valid}"

@@ -6,19 +6,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Condition, Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dit_accel.errors import BatchError, DitAccelError
+from dit_accel.errors import BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.deadlines import Busy, Times, contract_of
-from dit_accel.serving.engine import Cancelled, Loaded, Made
+from dit_accel.serving.engine import Cancelled, Loaded, Made, reason_of
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.remote_worker import RemoteWorker
+from dit_accel.serving.sharing import Sharing, common_of
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -48,11 +49,17 @@ class Task:
     model: str | None = None  # None = the only one
     started: float | None = None  # when a worker took it, by the monotonic clock
     loaded: Loaded | None = None  # facts of the model, once a worker of several models has chosen it
+    runs_alone = False  # True: a call that it shared has failed
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
         self.created, self._stop = time.monotonic(), Event()
         self.context = copy_context()  # of its run, so that lines of the log have the request's id
+        self.tasks: list[Task] = [self]  # that run
+
+    @cached_property
+    def common(self) -> tuple[Any, ...] | None:
+        return common_of(self)
 
     @property
     def is_cancelled(self) -> bool:
@@ -97,12 +104,45 @@ class AwaitedTask(Task):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-class Dispatcher:
-    """Queue with a thread for each worker; at most ``most`` tasks wait."""
+class Group(Task):
+    """Tasks that share a call. If it fails, ``retry`` gets the group and the error."""
 
-    def __init__(self, workers: Sequence[RemoteWorker], most: float) -> None:
+    is_one_call = True
+
+    def __init__(self, tasks: list[Task], retry: Callable[[Group, BaseException], None]) -> None:
+        super().__init__([job for task in tasks for job in task.jobs], tasks[0].preset, tasks[0].suffix)
+        self.model, self.context, self._retry = tasks[0].model, tasks[0].context, retry
+        self.tasks, self.left = tasks, [task for task in tasks for _ in task.jobs]
+
+    @property
+    def is_cancelled(self) -> bool:
+        return all(task.is_cancelled for task in self.tasks)
+
+    def step(self, job: Job, *step: Any) -> None:
+        for task, its_job in zip(self.left, self.jobs, strict=True):
+            with suppress(Cancelled):
+                task.step(its_job, *step)
+        if self.is_cancelled:
+            raise Cancelled
+
+    def tell(self, event: Step | Made | BaseException | None) -> None:
+        if isinstance(event, Made):
+            task, waited = self.left[0], event.contract["queue_seconds"] + self.created
+            task.tell(replace(event, contract=event.contract | {"queue_seconds": waited - task.created}))
+            self.left = self.left[1:]
+        elif isinstance(event, BaseException) and not isinstance(event, Cancelled):
+            self._retry(self, event)
+        else:
+            for task in self.tasks:
+                task.tell(event)
+
+
+class Dispatcher:
+    """Queue with a thread for each worker; at most ``most`` tasks wait, and up to ``batch_size`` jobs share a call."""
+
+    def __init__(self, workers: Sequence[RemoteWorker], most: float, batch_size: int = 1) -> None:
         self._failures: dict[RemoteWorker, str] = {}  # of workers that could not restart
-        self._times = Times()
+        self._times, self._sharing = Times(), Sharing(batch_size)
         self._latest: dict[RemoteWorker, str | None] = {}  # model of each worker's last task
         self._idle: set[RemoteWorker] = set()
         self._most = most
@@ -129,7 +169,7 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        return sum(len(task.tasks) for task in self._running)
 
     @property
     def failure(self) -> str | None:
@@ -159,7 +199,7 @@ class Dispatcher:
     def stop(self, patience: float) -> None:
         """Close, cancel running tasks, and wait up to ``patience`` seconds for their current steps."""
         self.close()
-        for task in list(self._running):
+        for task in [task for running in self._running for task in running.tasks]:
             task.cancel()
         with self._changed:
             self._changed.wait_for(lambda: not self._running, patience)
@@ -195,8 +235,10 @@ class Dispatcher:
                 self._changed.wait()
             self._idle.discard(worker)
             self._latest[worker] = task.model
-            self._waiting.remove(task)
-            self._running.append(task)
+            tasks = self._sharing.chosen(task, self._waiting, len(self._idle))
+            for taken in tasks or [task]:
+                self._waiting.remove(taken)
+            self._running.append(task := Group(tasks, self._retry) if tasks else task)
             self._changed.notify_all()  # others may take what they left to this worker
             return task
 
@@ -211,17 +253,21 @@ class Dispatcher:
     def _run(self, worker: RemoteWorker, task: Task) -> bool:
         """Run a task; return False if the worker broke."""
         end: BaseException | None = None
-        task.started = time.monotonic()
         try:
             if task.model is not None and isinstance(worker, RemoteWorker):
                 task.loaded = worker.choose(task.model)
-            task.begin()
+            for member in task.tasks:
+                member.started = time.monotonic()
+                member.begin()
             calls = [task.jobs] if task.is_one_call else [[job] for job in task.jobs]
             for place, jobs in enumerate(calls):
                 begun = time.monotonic()
                 limited = self._times.limited(task, jobs, len(calls) - place, begins=place == 0)
                 for result in worker.run(limited, task.preset, task.suffix, partial(task.step, jobs[0])):
-                    self._times.take(task, jobs, result, time.monotonic() - begun)
+                    if task.tasks == [task]:
+                        self._times.take(task, jobs, result, time.monotonic() - begun)
+                    else:
+                        self._sharing.check(task, result)
                     task.tell(replace(result, contract=contract_of(task, result, begun)))
             self._failures.pop(worker, None)
         except Exception as error:
@@ -230,3 +276,13 @@ class Dispatcher:
             end = error
         task.tell(end)
         return end is None or not task.breaks(end)
+
+    def _retry(self, group: Group, error: BaseException) -> None:
+        """Let tasks run alone, before all that wait; fewer share the next call if memory or the pipeline forbids it."""
+        if isinstance(error, OutOfMemoryError | UnsupportedError):
+            self._sharing.lower(group, len(group.jobs) // 2, reason_of(error))
+        with self._changed:
+            for task in reversed([*dict.fromkeys(group.left)]):
+                task.runs_alone = True
+                self._waiting.appendleft(task)
+            self._changed.notify_all()

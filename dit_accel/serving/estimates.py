@@ -4,23 +4,30 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import OutOfMemoryError, UnsupportedError
 
 TOKEN_PATCH = 2  # latent pixels of a token's side where the transformer does not say more
+USUAL = 6  # tensors of a step, as tools/advise/memory counts them, over those of the lower bound
 GIB = 2**30
 
 
 def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise an error if the memory can't hold a run, or the free memory probably can't hold a batch of prompts."""
     from torch.cuda import get_device_properties
 
-    from dit_accel.models.free_memory import read_host_memory
+    from dit_accel.models.free_memory import read_host_memory, read_memory
 
     size, needed = estimated(pipe, arguments)
-    place = getattr(pipe, "_execution_device", None)
+    place, prompts = getattr(pipe, "_execution_device", None), arguments.get("prompt")
     if not needed or place is None:
         return
-    there = get_device_properties(place).total_memory if place.type == "cuda" else read_host_memory().free
-    if needed > there:
+    free = read_host_memory().free if place.type != "cuda" else None
+    if isinstance(prompts, list):
+        free, needed = free or read_memory(place).free, needed * USUAL * len(prompts)
+        if needed > free:
+            needs = f"{len(prompts)} of {size} need about {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} are free"
+            raise OutOfMemoryError(f"out of memory: {needs}; use a smaller batch")
+    elif needed > (there := free or get_device_properties(place).total_memory):
         needs = f"{size} need at least {needed / GIB:,.0f} GiB of memory, but {place} has {there / GIB:,.0f} GiB"
         raise UnsupportedError(f"{needs}: use a smaller height, width or number of frames")
 

@@ -42,13 +42,10 @@ class Setup:
     jobs: Sequence[Job] = ()  # checked once the pipeline is loaded, before the first one runs
 
 
-SET_BY_US = {  # arguments of a pipeline's call, and what sets them
-    "prompt": "the prompt",
-    "image": "the input image",
-    "generator": "the seed",
-    **dict.fromkeys(("output_type", "return_dict"), "the command"),
-    **dict.fromkeys(("callback_on_step_end", "callback_on_step_end_tensor_inputs"), "the command"),
-}
+# Arguments of a pipeline's call, and what sets them.
+SET_BY_US = {"prompt": "the prompt", "image": "the input image", "generator": "the seed"}
+SET_BY_US |= dict.fromkeys(("output_type", "return_dict"), "the command")
+SET_BY_US |= dict.fromkeys(("callback_on_step_end", "callback_on_step_end_tensor_inputs"), "the command")
 
 
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:

@@ -27,13 +27,8 @@ from dit_accel.tools.measure.timing import Output
 
 Side = Literal["plain", "accelerated"]
 
-LIMITS = {  # smallest and largest value of each number
-    "steps": (1, 200),
-    "height": (16, 2048),
-    "width": (16, 2048),
-    "num_frames": (1, 257),
-    "seed": (0, 2**53 - 1),  # exact in a page's numbers
-}
+LIMITS = {"steps": (1, 200), "height": (16, 2048), "width": (16, 2048), "num_frames": (1, 257)}  # of each number
+LIMITS["seed"] = 0, 2**53 - 1  # exact in a page's numbers
 LONGEST_PROMPT = 2000
 KEPT = 4  # plain outputs
 WARM_UP_STEPS = 2

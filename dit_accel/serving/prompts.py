@@ -13,13 +13,10 @@ if TYPE_CHECKING:
     from dit_accel.presets import Preset
 
 LONGEST_PROMPTS = 2**20  # bytes of a file
-KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed are options of the command
-    **dict.fromkeys(("prompt", "negative-prompt", "preset"), (str,)),
-    **dict.fromkeys(("seed", "steps", "height", "width", "num-frames"), (int,)),
-    "guidance": (int, float),
-    "loras": (dict,),  # weights by name
-    **dict.fromkeys(TARGETS, (int, float)),
-}
+KEYS: dict[str, tuple[type, ...]] = {}  # keys of a JSON line; all but the seed are options of the command
+KEYS |= dict.fromkeys(("prompt", "negative-prompt", "preset"), (str,))
+KEYS |= dict.fromkeys(("seed", "steps", "height", "width", "num-frames"), (int,))
+KEYS |= {"guidance": (int, float), "loras": (dict,), **dict.fromkeys(TARGETS, (int, float))}
 CONTRACT = ("preset", *TARGETS)  # keys that are no arguments of a call
 OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
 # Settings of a job that are no arguments: partial images, growing videos, seconds until its end and after its steps.

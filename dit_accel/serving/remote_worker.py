@@ -83,14 +83,9 @@ class RemoteWorker:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        patience: float | None,
-        start: Callable[[Setup], Any] = LocalProcess,
-        attempts: int = 2,
-        models: Mapping[str, Setup] = MappingProxyType({}),
-        most: int = 1,
-    ) -> None:
+        self, setup: Setup, patience: float | None, start: Callable[[Setup], Any] = LocalProcess, attempts: int = 2,
+        models: Mapping[str, Setup] = MappingProxyType({}), most: int = 1,
+    ) -> None:  # fmt: skip
         self._setup, self._patience, self._start, self._attempts = setup, patience, start, attempts
         self.models, self._most = models, most
         self._resting: dict[str, tuple[Any, Loaded]] = {}  # processes of other models, the least recently used first
@@ -136,21 +131,24 @@ class RemoteWorker:
     def run(self, jobs: Sequence[Job], preset: Preset | None, suffix: str, tell: Callable[..., None]) -> list[Made]:
         """Run jobs as a :class:`~dit_accel.serving.worker.Worker`, again in a new process if the process dies.
 
-        Each death ends the least recently used of the other models. Raise ``BatchError`` if the process hangs, dies in
-        every attempt, or can't load the pipeline again (``LoadError``).
+        Each death ends the least recently used of the other models. Jobs that share a call have one attempt, for which
+        no model leaves: they can run alone. Raise ``BatchError`` if the process hangs, dies in every attempt, or can't
+        load the pipeline again (``LoadError``).
         """
-        for attempt in range(1, self._attempts + 1):
+        attempts = 1 if len(jobs) > 1 else self._attempts
+        for attempt in range(1, attempts + 1):
             if attempt > 1 or self._is_lost:
                 self.restart()
             try:
-                return self._with_room(partial(self._follow, (jobs, preset, suffix), tell))
+                run = partial(self._follow, (jobs, preset, suffix), tell)
+                return run() if len(jobs) > 1 else self._with_room(run)
             except TimeoutError:
                 logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
                 raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
             except OutputError:  # of a process that lives
                 raise
             except (EOFError, OSError):
-                logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, self._attempts)
+                logger.error("the process of %s died, attempt %d of %d", self._setup.model, attempt, attempts)
                 if self._resting:  # there may have been no memory for the process's CUDA context
                     self._resting.pop(next(iter(self._resting)))[0].end()
         raise BatchError("the process that ran the request died")

@@ -79,17 +79,14 @@ class Worker:
 
     def _begin(self, jobs: Sequence[Job], preset: Preset | None) -> None:
         started, limits = time.perf_counter(), jobs[0].settings.get(DEADLINE)
-        self.use(self._decided_apart(preset) if len(jobs) > 1 else preset)
+        self.use(preset if limits is not None and len(jobs) == 1 else self._decided_apart(preset))
         if limits is not None:
             self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
 
     def make(
-        self,
-        batch: Sequence[Job],
-        suffix: str | None = None,
-        previews: JobPreviews | None = None,
+        self, batch: Sequence[Job], suffix: str | None = None, previews: JobPreviews | None = None,
         tell: Callable[[int, int], None] | None = None,
-    ) -> list[Made]:
+    ) -> list[Made]:  # fmt: skip
         """Run jobs that share their settings in one call of the pipeline; ``suffix`` None = :attr:`suffix`."""
         output = self.call(batch, tell, previews and previews.callback())
         if previews:
@@ -110,11 +107,9 @@ class Worker:
         return results
 
     def call(
-        self,
-        batch: Sequence[Job],
-        tell: Callable[[int, int], None] | None = None,
+        self, batch: Sequence[Job], tell: Callable[[int, int], None] | None = None,
         at_step_end: Callable[..., dict[str, Any]] | None = None,
-    ) -> Output:
+    ) -> Output:  # fmt: skip
         """Call the pipeline once, for jobs that share their settings; ``at_step_end`` is the call's callback."""
         arguments = self._arguments(batch)
         if self._loras is not None:
@@ -180,14 +175,12 @@ class Worker:
 
     def _decided_apart(self, preset: Preset | None) -> Preset | None:
         """Let each prompt of a batch skip its own steps, unless the preset has or does not support ``per_prompt``."""
-        from dit_accel.models.presets import load_preset
+        from dit_accel.models.presets import decided_apart
 
-        if preset is None or self._setup.batch_size == 1 or not preset.schedule.measures:
-            return preset
-        if "per_prompt" in preset.schedule.model_fields_set:
+        if preset is None or self._setup.batch_size == 1:
             return preset
         try:
-            return load_preset(preset, per_prompt=True)
+            return decided_apart(preset)
         except PresetError as error:
             note = "note: all prompts of a batch compute the steps of the prompt that needs most"
             self._console.out(f"{note}: {error}", highlight=False)

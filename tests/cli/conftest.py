@@ -101,12 +101,9 @@ def reached(monkeypatch, made, tmp_path):
         note_call("arguments.", arguments)
         put(base=base, state=state.name, **rest)
         return SimpleNamespace(
-            write=lambda path: put(written=str(path)),
-            plot=lambda path: put(plotted=str(path)),
-            setting={},
-            figures=dict,
-            met=True,
-        )
+            write=lambda path: put(written=str(path)), plot=lambda path: put(plotted=str(path)), setting={},
+            figures=dict, met=True,
+        )  # fmt: skip
 
     monkeypatch.setattr(tuning, "tune", search)
 
@@ -115,12 +112,9 @@ def reached(monkeypatch, made, tmp_path):
             self.pipe, self.device = load(), "cpu"
             note_call("arguments.", arguments)
             put(
-                prompts=[(each.prompt, each.seed) for each in prompts],
-                tuning_seed=tuning_prompt.seed,
-                tuning_prompt=tuning_prompt.prompt,
-                repeats=repeats,
-                whole=plain_steps is None,
-            )
+                prompts=[(each.prompt, each.seed) for each in prompts], tuning_seed=tuning_prompt.seed,
+                tuning_prompt=tuning_prompt.prompt, repeats=repeats, whole=plain_steps is None,
+            )  # fmt: skip
 
     class Sweep:
         document = None
@@ -181,7 +175,7 @@ def reached(monkeypatch, made, tmp_path):
 
     bound = SimpleNamespace(listen=lambda: None)
     monkeypatch.setattr(serve, "RemoteWorker", Serving)
-    monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most: put(queue=most))
+    monkeypatch.setattr(dispatcher, "Dispatcher", lambda workers, most, size: put(queue=most))
     monkeypatch.setattr(server, "bound_socket", lambda host, port: put(server_name=host, server_port=port) or bound)
     monkeypatch.setattr(
         server,

@@ -55,14 +55,10 @@ BATCH = "tests/cli/test_batch.py::test_"
 COMMAND = "tests/cli/test_cli.py::test_"
 FORCED = "tests/cli/test_written.py::test_force_is_what_replaces_files"
 BASES = {
-    "generate": ("generate", "--prompt", "a fox"),
-    "inspect": ("inspect", "--prompt", "a fox", "--output", "run"),
-    "tune": ("tune", "--target-psnr", 30),
-    "compare": ("compare", "--prompt", "a fox"),
-    "recommend": ("recommend",),
-    "app": ("app",),
-    "serve": ("serve",),
-}
+    "generate": ("generate", "--prompt", "a fox"), "inspect": ("inspect", "--prompt", "a fox", "--output", "run"),
+    "tune": ("tune", "--target-psnr", 30), "compare": ("compare", "--prompt", "a fox"), "recommend": ("recommend",),
+    "app": ("app",), "serve": ("serve",),
+}  # fmt: skip
 LORAS = "tests/serving/test_loras.py::test_loras_of_jobs_leave_the_plain_model"
 GPUS_OF_RAY = "tests/serving/test_ray.py::test_actors_take_the_devices_that_there_are"
 # By command and option: its changes, or the test that shows them.
@@ -178,6 +174,7 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--actors": GPUS_OF_RAY,
         "--loras": LORAS,
         "--api-key-file": Acts(("--api-key-file", "keys.txt"), {"keys": ["a-long-enough-key", "another-long-key"]}),
+        "--batch-size": "tests/serving/test_sharing.py::test_images_equal_those_made_alone",
         "--queue": Acts(("--queue", 3), {"queue": 3}),
         "--max-side": Acts(("--max-side", 512), {"side": 512}),
         "--max-steps": Acts(("--max-steps", 30), {"steps": 30}),

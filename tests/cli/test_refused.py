@@ -118,6 +118,7 @@ AT_ONCE = {
     "serve -m nowhere/at-all": [
         ("--allow-host http://here", "without scheme, port and *"),
         ("--allow-host here:80", "without scheme, port and *"),
+        ("--batch-size 2 --call image=in.png", "--batch-size: must be 1 with --call image"),
         ("--allow-host '*.example.com'", "without scheme, port and *"),
         ("--api-key-file missing.txt", "--api-key-file: missing.txt can't be read: No such file"),
         ("--api-key-file empty.txt", "--api-key-file: empty.txt holds no keys; write one per line"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import OutOfMemoryError, UnsupportedError
 from dit_accel.models import free_memory
 from dit_accel.serving.estimates import estimated, require_memory
 from dit_accel.serving.pipelines import call_arguments
@@ -27,6 +27,15 @@ def test_a_run_beyond_the_memory_is_refused_before_it_starts(monkeypatch, name, 
     with pytest.raises(UnsupportedError, match=told):
         call_arguments(tiny_pipeline(name), "some/model", {"prompt": "a fox", **options})
     require_memory(tiny_pipeline(name), {"height": 64, "width": 64, "num_frames": 5})
+
+
+def test_a_batch_is_counted_by_its_samples_and_the_free_memory(monkeypatch):
+    pipe, sizes = tiny_pipeline("flux"), {"height": 64, "width": 64}
+    needed = estimated(pipe, sizes)[1]
+    monkeypatch.setattr(free_memory, "read_host_memory", lambda: free_memory.FreeMemory(20 * needed, 2**40))
+    require_memory(pipe, sizes | {"prompt": ["a fox"] * 3})
+    with pytest.raises(OutOfMemoryError, match=r"4 of 64 × 64 pixels need about .* are free; use a smaller batch"):
+        require_memory(pipe, sizes | {"prompt": ["a fox"] * 4})
 
 
 def test_more_pixels_and_frames_need_more():

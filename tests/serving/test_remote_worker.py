@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from dit_accel.errors import ArgumentError, BatchError, OutputError
+from dit_accel.errors import ArgumentError, BatchError, DitAccelError, OutOfMemoryError, OutputError
 from dit_accel.presets import load_preset
 from dit_accel.serving import ray_cluster
 from dit_accel.serving import remote_worker as remote
@@ -210,3 +210,13 @@ def test_a_job_has_two_attempts(first, second, end):
     assert processes[-1].ends == (end == "the pipeline can't be loaded again")
     worker.close()
     assert processes[-1].ends == 1 + (end == "the pipeline can't be loaded again")
+
+
+@pytest.mark.parametrize("error", [EOFError(), OutOfMemoryError("out of memory")], ids=["dies", "lacks memory"])
+def test_jobs_that_share_a_call_have_one_attempt(error):
+    """They can run alone, so no other model leaves for lack of memory."""
+    worker = scripted(Scripted(error))
+    worker._resting["other"] = other, _ = Scripted(), LOADED
+    with pytest.raises(DitAccelError, match="died" if isinstance(error, EOFError) else "out of memory"):
+        worker.run([JOB, JOB], None, ".png", lambda *_: None)
+    assert other.ends == isinstance(error, EOFError)

@@ -34,11 +34,9 @@ def preset(name, level, *, every_step=False, **overrides):
     """FULL, then UPDATE and DISPATCH by turns, with half of the tiles on all steps that compute; or UPDATEs alone."""
     schedule = {"control": "interval", "warmup": 1, "interval": 1 if every_step else 2, "cooldown": 1}
     sections = {
-        "schedule": schedule,
-        "forecast": {"level": level, "method": "taylor", "order": 1},
-        "skip": {"policy": "sparge", "steps": "all", "top_k": 0.5},
-        "blocks": {"size": 64},
-    }
+        "schedule": schedule, "forecast": {"level": level, "method": "taylor", "order": 1},
+        "skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64},
+    }  # fmt: skip
     if level == "head":
         sections["reuse"] = {"tau_q": 0.6, "ramp": 0.01}
     return load_preset(load_preset("exact", model=PIPELINES[name], **sections), **overrides)
@@ -208,11 +206,8 @@ def test_residuals_are_kept_as_float8():
 # The probe
 
 PROBE_POLICIES = {
-    "sparge": {"top_k": 0.4},
-    "sla": {"critical": 0.3},
-    "fg_attn": {"key_threshold": 1.0},
-    "static": {"window": 96},
-}
+    "sparge": {"top_k": 0.4}, "sla": {"critical": 0.3}, "fg_attn": {"key_threshold": 1.0}, "static": {"window": 96},
+}  # fmt: skip
 
 
 def probed(level, policy="sparge", **skip):

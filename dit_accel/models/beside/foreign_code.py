@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice, repeat
-from operator import is_, itemgetter, length_hint
+from itertools import chain, count, islice
+from operator import is_, length_hint
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -36,7 +36,6 @@ from dit_accel.models.parallel.branches import is_shared
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 WEIGHTS = (*TORCHS_OWN, "_parameters")
-ADDED = ("forward", "processor", "_diffusers_hook", "_hf_hook", *HOOKS)  # attributes that may hold code
 PLAIN = (*NUMBERS, torch.Tensor, dict, *SEQUENCES)  # attributes of known objects that code may use for its state
 DEPTH = 8  # of objects in one another, from the code on
 MOST_VALUES = 10_000  # compared for one piece of code
@@ -146,36 +145,28 @@ class ForeignCode:
         form = self._form_now() if self._modules else []
         if form and len(form) == len(self._form) and all(map(is_, form, self._form)):
             return
-        named = dict(self._transformer.named_modules())
-        self._modules, self._codes = [*named.values()], [*_inside(named)]
+        self._modules = [*self._transformer.modules()]
+        self._codes = [*_inside(self._transformer)]
         self._form = self._form_now()
 
     def _form_now(self) -> list[Any]:
-        """Return what a look depends on, in order, without a Python call for each module."""
         held = [*map(vars, self._modules)]
-        filled = filter(None, chain.from_iterable(map(itemgetter(*HOOKS, "_modules"), held)))
-        registries = [item["_diffusers_hook"].hooks for item in held if "_diffusers_hook" in item]
-        entries = chain.from_iterable(map(dict.values, chain(filled, registries)))
-        replaced = chain.from_iterable(map(dict.get, held, repeat(key)) for key in ("forward", "processor"))
-        return [*map(len, held), *entries, *replaced, *(cls.forward for cls in dict.fromkeys(map(type, self._modules)))]
+        filled = [kept for item in held for key in (*HOOKS, "_modules") if (kept := item[key])]
+        filled += [item["_diffusers_hook"].hooks for item in held if "_diffusers_hook" in item]
+        replaced = [item.get(key) for item in held for key in ("forward", "processor")]
+        classes = {type(module).forward: None for module in self._modules}
+        return [*map(len, held), *chain.from_iterable(map(dict.values, filled)), *replaced, *classes]
 
 
-def _inside(modules: dict[str, nn.Module]) -> Iterator[Code]:
-    """Yield the code inside a transformer, whose modules have these names, that is neither its own nor a library's."""
-    transformer = type(modules[""])
-    own_packages = {*hooks.LIBRARIES, transformer.__module__.partition(".")[0]}
-    plain: dict[type, bool] = {}  # classes whose code is the model's own
-    for name, module in modules.items():
-        held, cls, where = vars(module), type(module), name or transformer.__name__
-        if cls not in plain:
-            plain[cls] = hooks.is_known_class(cls, own_packages) and not _is_foreign(cls.forward, own_packages)
-        is_bare = name and plain[cls] and not any(map(held.get, ADDED))
-        if is_bare and not any(issubclass(kind, FUNCTIONS) for kind in {*map(type, held.values())}):
-            continue  # most modules; this test takes a third of the time of those below
+def _inside(transformer: nn.Module) -> Iterator[Code]:
+    """Yield the code inside a transformer that is not the model's own, nor of a known library."""
+    own_packages = {*hooks.LIBRARIES, type(transformer).__module__.partition(".")[0]}
+    for name, module in transformer.named_modules():
+        held, where = vars(module), name or type(transformer).__name__
         forward = hooks.own_forward(module)
-        if name and not hooks.is_known_class(cls, own_packages):
+        if name and not hooks.is_known_class(type(module), own_packages):
             if not hooks.is_stateless(module):
-                yield Code(f"module {where} ({cls.__name__})", (module,))
+                yield Code(f"module {where} ({type(module).__name__})", (module,))
         elif _is_foreign(forward, own_packages):
             yield Code(f"forward of {where}, {place_of_definition(forward)},", (forward, module))
         for key, value in held.items():
@@ -199,9 +190,11 @@ def _hooks(module: nn.Module, *, is_whole: bool) -> list[Any]:
     registry = vars(module).get("_diffusers_hook")
     order = [] if registry is None else registry._hook_order
     if is_whole:
-        order = order[: order.index(hooks.HOOK_NAME)] if hooks.find_hook(module) else []
+        return (
+            [registry.hooks[name] for name in order[: order.index(hooks.HOOK_NAME)]] if hooks.find_hook(module) else []
+        )
     found = [registry.hooks[name] for name in order]
-    return found if is_whole or "_hf_hook" not in vars(module) else [*found, vars(module)["_hf_hook"]]
+    return [*found, vars(module)["_hf_hook"]] if hasattr(module, "_hf_hook") else found
 
 
 def _is_foreign(code: Any, packages: Any = hooks.LIBRARIES) -> bool:

@@ -13,22 +13,15 @@ from dit_accel.models.hooks import is_known, is_known_class, own_forward
 
 # Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values does not forecast.
 _CACHES = {
-    "faster_cache": "FasterCache",
-    "first_block_cache": "FirstBlockCache",
-    "mag_cache": "MagCache",
-    "pyramid_attention_broadcast": "PyramidAttentionBroadcast",
-    "sea_cache": "SeaCache",
+    "faster_cache": "FasterCache", "first_block_cache": "FirstBlockCache", "mag_cache": "MagCache",
+    "pyramid_attention_broadcast": "PyramidAttentionBroadcast", "sea_cache": "SeaCache",
     "taylorseer_cache": "TaylorSeerCache",
-}
+}  # fmt: skip
 # Caches that replace a forward, by the names of their functions without underscores.
 _REPLACING = {
-    "teacache": "TeaCache",
-    "magcache": "MagCache",
-    "easycache": "EasyCache",
-    "dicache": "DiCache",
-    "taylorseer": "TaylorSeer",
-    "firstblockcache": "first-block cache",
-}
+    "teacache": "TeaCache", "magcache": "MagCache", "easycache": "EasyCache", "dicache": "DiCache",
+    "taylorseer": "TaylorSeer", "firstblockcache": "first-block cache",
+}  # fmt: skip
 
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:
@@ -55,7 +48,8 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
         way_off = f"{model}.forward = original, where original is the forward that was replaced"
         return f"{cache} ({place_of_definition(forward)})", way_off
     # A cache may have been added without enable_cache; looking for its hooks takes milliseconds.
-    if by_hooks and (hooks := dict(_cache_hooks(transformer))):
+    hooks = dict(_cache_hooks(transformer)) if by_hooks else {}
+    if hooks:
         calls = "; ".join(f'registry.remove_hook("{hook}")' for hook in hooks)
         registry = f"registry = HookRegistry.check_if_exists_or_initialize(pipe.{name})"
         return f"diffusers' {next(iter(hooks.values()))}", f"`{registry}; {calls}`"

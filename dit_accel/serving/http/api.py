@@ -80,7 +80,7 @@ class Models:
         finally:
             task.cancel()  # it may still wait
         assert task.loaded is not None  # without an error
-        self.loaded[name] = replace(self.first, model=name, preset=task.loaded.preset, form=task.loaded.form)
+        self.loaded[name] = replace(self.first, model=name, preset=task.loaded.requested, form=task.loaded.form)
         return self.loaded[name]
 
 

@@ -52,6 +52,7 @@ class Entry:
         facts |= {"error": self.error.message} if self.error else {}
         facts |= {"queue_seconds": round(begun - self.began, 3), "run_seconds": round(ended - begun, 3)}
         facts["computed_fractions"] = [result.computed_fraction for result in self.results]
+        facts["batch_sizes"] = [len(result.batch) for result in self.results]
         facts["contracts"] = [result.contract for result in self.results]
         logger.info(self.name, extra={"facts": facts})
         parts = {"queue": (self.began, begun), "run": (begun, ended)} if self.task else {}

@@ -117,7 +117,8 @@ class VideoJob(Task):
         self._facts |= {"completed_at": int(now), "expires_at": int(now + self._limits.kept), "num_frames": frames}
         self._facts |= {"seconds": f"{round(frames / self._fps, 2):g}", "size": f"{width}x{height}"}
         self._facts |= {"computed_fraction": result.computed_fraction, "stage_seconds": result.stages}
-        self._facts |= {"contract": result.contract} | ({"notes": [result.note]} if result.note else {})
+        self._facts |= {"batch_size": len(result.batch), "contract": result.contract}
+        self._facts |= {"notes": [result.note]} if result.note else {}
         self._progress, self.bytes, self._entry.results = 100, len(result.data), [result]
         self._end("completed")
 

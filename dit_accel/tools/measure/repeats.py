@@ -45,7 +45,5 @@ def speedup_of(row: dict[str, Any]) -> Spread:
 
 
 def disturbed(what: str, width: float) -> str:
-    return (
-        f"{what} were disturbed: speed-ups of repeats differ by up to {width:.0%}. Stop other programs on this "
-        "machine, or raise --repeats."
-    )
+    advice = "Stop other programs on this machine, or raise --repeats."
+    return f"{what} were disturbed: speed-ups of repeats differ by up to {width:.0%}. {advice}"

@@ -7,7 +7,7 @@ import pytest
 
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.worker import Worker
-from tests.serving.http.test_server import GOOD, PATH, Held, events, post, released, running, send
+from tests.serving.http.test_server import GOOD, PATH, Held, events, metric, post, released, running, send
 from tests.serving.http.test_videos import ask, ended
 
 log = pytest.importorskip("dit_accel.serving.http.log")
@@ -39,8 +39,9 @@ def test_a_request_has_an_id(sent):
 
 def test_each_request_has_a_line(saved, lines):
     """With all that it asked for and got; a refused one has the reason."""
-    with running(Worker(Setup(str(saved("flux"))))) as (app, _):
+    with running(Worker(Setup(str(saved("flux")), batch_size=2)), batch_size=2) as (app, _):
         made = post(app, GOOD | {"computed_steps": 4, "n": 2}, **{"X-Request-Id": "a"}).json()
+        assert [each["batch_size"] for each in made["data"]] == [metric(app, "dit_accel_batch_size_count")] * 2
         post(app, GOOD | {"steps": 99}, **{"X-Request-Id": "b"})
         post(app, GOOD | {"prompt": ["secret"], "negative_prompt": 9 * ["secret"]})
     *_, done, refused, wrong = lines()  # after warnings of other libraries
@@ -48,7 +49,7 @@ def test_each_request_has_a_line(saved, lines):
     assert (done["request_id"], done["status"], done["outcome"]) == ("a", 200, "ok") and done["level"] == "INFO"
     assert (done["model"], done["preset"], done["size"], done["steps"]) == ("tiny", "balanced", "32x48", 6)
     assert done["computed_fractions"] == [each["computed_fraction"] for each in made["data"]]
-    assert [each["computed_steps"] for each in done["contracts"]] == [4, 4]
+    assert [each["computed_steps"] for each in done["contracts"]] == [4, 4] and done["batch_sizes"] == [2, 2]
     assert 0 <= done["queue_seconds"] < done["run_seconds"]
     assert (refused["request_id"], refused["status"], refused["outcome"]) == ("b", 400, "invalid")
     assert "steps must be at most 12" in refused["error"] and "model" not in refused

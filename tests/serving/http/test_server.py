@@ -84,9 +84,11 @@ def released():
 
 
 @contextmanager
-def running(worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", form=None, videos=None):
+def running(
+    worker, *, most=4, limits=LIMITS, keys=(), hosts=(), preset="balanced", form=None, videos=None, batch_size=1
+):
     """An application and its dispatcher; ends its thread afterwards."""
-    dispatcher = dispatching.Dispatcher([worker], most)
+    dispatcher = dispatching.Dispatcher([worker], most, batch_size)
     served = server.Served("tiny", preset and load_preset(preset), limits, form)
     try:
         yield server.build_app(dispatcher, served, keys, hosts, videos or server.VideoStore(limits)), dispatcher

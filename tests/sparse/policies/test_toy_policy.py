@@ -84,11 +84,9 @@ def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band)
     results = []
     for reach in (0, 99):
         preset = load_preset(
-            "exact",
-            schedule={"control": "interval", "warmup": 2, "interval": 1},
-            skip={"policy": "band", "steps": "all", "refresh": refresh, "reach": reach},
-            blocks={"size": 64},
-        )
+            "exact", schedule={"control": "interval", "warmup": 2, "interval": 1},
+            skip={"policy": "band", "steps": "all", "refresh": refresh, "reach": reach}, blocks={"size": 64},
+        )  # fmt: skip
         with accelerated(pipe, preset):
             results.append(tiny.output(name, 8, **size))
             report = pipe.dit_accel.report()
