@@ -178,13 +178,8 @@ def stages(tmp_path_factory):
     """A fresh interpreter in an empty home that imports the package, its kernels, tiny pipelines, then every module."""
     home = tmp_path_factory.mktemp("home")
     modules = [module_of(path) for path in FILES if path.name != "__main__.py"]
-    environment = {
-        **os.environ,
-        "HOME": str(home),
-        "TMPDIR": str(home),
-        "PYTHONPATH": str(PACKAGE.parent),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    environment = os.environ | dict.fromkeys(("HOME", "TMPDIR"), str(home))
+    environment |= {"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     for variable in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "HF_HOME", "TRITON_CACHE_DIR"):
         environment.pop(variable, None)
     command = [sys.executable, "-c", IMPORT_IN_STAGES, *modules]

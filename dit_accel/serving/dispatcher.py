@@ -111,7 +111,8 @@ class Group(Task):
 
     def __init__(self, tasks: list[Task], retry: Callable[[Group, BaseException], None]) -> None:
         super().__init__([job for task in tasks for job in task.jobs], tasks[0].preset, tasks[0].suffix)
-        self.model, self.context, self._retry = tasks[0].model, tasks[0].context, retry
+        self.model, self.context = tasks[0].model, tasks[0].context.copy()  # another thread may enter the first one's
+        self._retry = retry
         self.tasks, self.left = tasks, [task for task in tasks for _ in task.jobs]
 
     @property
@@ -215,7 +216,7 @@ class Dispatcher:
             finally:
                 with self._changed:
                     self._running.remove(task)
-                    self._seconds += 0.2 * (time.monotonic() - started - self._seconds)
+                    self._seconds += 0.2 * ((time.monotonic() - started) / len(task.tasks) - self._seconds)
                     self._changed.notify_all()
             if is_broken and not self.is_closed:
                 try:

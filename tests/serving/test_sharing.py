@@ -142,6 +142,10 @@ def test_an_idle_worker_gets_its_part():
     assert chosen == [4, 4, 3, 0]
 
 
+def test_a_task_may_begin_again_while_its_group_ends():
+    assert Group([task := Asked("a")], None).context.run(task.context.run, len, "ab") == 2
+
+
 def test_a_cancelled_request_leaves_its_neighbours(serve):
     """One cancelled while it waits is in no call; the call of those that run ends once all are cancelled."""
     waiting, left, stays = Asked("a"), Asked("b"), Asked("c")
@@ -176,26 +180,22 @@ def test_samples_that_can_not_be_decided_apart_share_no_later_call(serve):
     assert serve(*tasks, size=2) == ["xy", "a", "b"]
 
 
-@pytest.mark.parametrize("targets", [{}, {"computed_steps": 4}], ids=["adaptive", "a budget"])
+@pytest.mark.parametrize("targets", [{"target_error": 0.06}, {"computed_steps": 4}], ids=["adaptive", "a budget"])
 def test_images_equal_those_made_alone(saved, targets):
     """Up to rounding, with the steps and the statement of each; a call of one sample changes no preset."""
-    worker = Worker(Setup(str(saved("flux")), batch_size=2))
-    preset = load_preset("balanced", target_error=0.06) if not targets else load_preset("balanced", **targets)
-    made = {}
+    worker, made = Worker(Setup(str(saved("flux")), batch_size=2)), {}
     for size in (1, 2):
-        tasks = [Asked(text, preset=preset) for text in ("a fox", "a red hen")]
+        tasks = [Asked(text, preset=load_preset("balanced", **targets)) for text in ("a fox", "a red hen")]
         queue = Dispatcher([], 4, size)
         for task in [Group(tasks, queue._retry)] if size == 2 else tasks:
             assert queue._run(worker, task)
         made[size] = [task.made[0] for task in tasks]
-        used = worker.loaded.preset
-        assert used.schedule.per_prompt
+        assert worker.loaded.preset.schedule.per_prompt
     for alone, shared in zip(made[1], made[2], strict=True):
         first, second = (np.asarray(Image.open(io.BytesIO(each.data)), dtype=int) for each in (alone, shared))
         assert abs(first - second).max() <= 1 and len(shared.batch) == 2
         assert [step["mode"] for step in shared.report["steps"]] == [step["mode"] for step in alone.report["steps"]]
         stated = [
-            {name: made.contract[name] for name in ("steps", "computed_steps", "decided_by")}
-            for made in (alone, shared)
+            [each.contract[name] for name in ("steps", "computed_steps", "decided_by")] for each in (alone, shared)
         ]
         assert stated[0] == stated[1] and shared.contract["run_seconds"] > 0

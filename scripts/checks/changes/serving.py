@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = table({
          "sent if USUAL_ID.fullmatch(sent) else secrets.token_hex(16)", "sent or secrets.token_hex(16)")],
     "dit_accel/serving/dispatcher.py": [
         ("a-wait-that-only-grows", "Retry-After falls again after short requests", "tests/serving/test_dispatcher.py",
-         "(time.monotonic() - started - self._seconds)", "(time.monotonic() - started)"),
+         "/ len(task.tasks) - self._seconds)", "/ len(task.tasks))"),
         ("a-wait-of-one-worker", "several workers make the wait shorter", "tests/serving/test_dispatcher.py",
          "* (waiting + 1) / len(self._threads)", "* (waiting + 1)"),
         ("idle-workers-do-not-count", "a queue of 0 takes a request for each idle worker",
