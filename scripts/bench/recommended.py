@@ -5,7 +5,7 @@
     python -m scripts.bench.recommended --tiny                        # the same calls on the CPU, where nothing moves
 
 The process may allocate no more than such a card leaves. A row has the peak by count and the measured one. Calls have
-at most eight steps, after two on the whole GPU that load kernels; the seconds of all steps are calculated from them.
+at most fourteen steps, after two on the whole GPU that load kernels; the seconds of all are calculated from them.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from dit_accel.errors import headline
 from dit_accel.tools.advise.recommend import recommend
 from dit_accel.tools.measure.origin import describe_run
 from dit_accel.tools.measure.timing import timed_output
-from scripts.bench.call_speed.pipelines import CASES, FEW_STEPS, Case, arguments, build
+from scripts.bench.call_speed.pipelines import CASES, Case, arguments, build
 from scripts.bench.model_speed.bench import OF_REPORT
 from scripts.bench.model_speed.measures import limit_memory, peak_memory
 from scripts.bench.small_cards import CONTEXT, SHOWN
@@ -35,6 +35,7 @@ Row = dict[str, Any]
 GPUS = {"24": "rtx4090", "16": "rtx4080", "12": "rtx4070"}
 COMPUTED = {28: 10, 50: 14}  # steps of these that `EVERY_FIFTH` computes
 TIMED = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 0}
+MOST = 14  # steps of a call; graphs are replayed from the fifth on that is computed
 
 
 def main() -> int:
@@ -68,7 +69,7 @@ def run_model(name: str, options: argparse.Namespace, device: torch.device, dead
                     if device.type == "cuda" or line.startswith("dit_accel"):
                         exec(line, {"pipe": pipe, "torch": torch, "dit_accel": ours})
                 limit_memory(device, limit)
-                row = facts | call_of(pipe, case, FEW_STEPS, tiny=options.tiny)
+                row = facts | call_of(pipe, case, MOST, tiny=options.tiny)
             except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find
                 row = {"error": headline(problem)}
         yield {"case": name, **row, **facts}

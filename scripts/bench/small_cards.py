@@ -203,7 +203,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--weights", type=names_in(WEIGHTS), default=list(WEIGHTS), help=f"among {', '.join(WEIGHTS)}")
     parser.add_argument("--ways", type=names_in(WAYS), default=list(WAYS), help=f"among {', '.join(WAYS)}")
     parser.add_argument("--frames", type=int, default=81, help="of videos; default %(default)s")
-    parser.add_argument("--steps", type=int, default=8, help="accelerated steps that are timed; default %(default)s")
+    parser.add_argument("--steps", type=int, default=14, help="accelerated steps that are timed; default %(default)s")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new measurement after this time")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
