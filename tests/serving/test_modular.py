@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import diffusers
 import httpx
+import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3 import encoders as minimax_h3_encoders
 from diffusers.modular_pipelines.minimax_h3 import references
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from huggingface_hub import errors
@@ -19,7 +21,7 @@ from dit_accel import modular_call
 from dit_accel.cli.options import RunOptions
 from dit_accel.errors import ArgumentError
 from dit_accel.models import denoisers
-from dit_accel.serving import input_images, loading, pipelines
+from dit_accel.serving import loading, pipelines
 from dit_accel.serving.input_images import read_input
 from dit_accel.serving.loading import Loading, load_pipeline
 from dit_accel.serving.pipelines import Setup, call_arguments
@@ -32,6 +34,7 @@ from scripts.bench.model_speed.models import TINY
 from tests.clips import read_sound
 from tests.models.tiny import videos
 from tests.serving.http.test_server import GOOD, running, send
+from tests.stages.autoencoders import H3
 from tests.tiny import encoders, tiny_pipeline
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 6}
@@ -112,7 +115,7 @@ def test_sound_comes_from_files_at_the_pipelines_rate(tmp_path, name, shape):
 
 
 def test_references_of_blocks_come_from_files_and_load_their_transformer(monkeypatch, tmp_path):
-    """Blocks read each file into their own object by its suffix, with sound at the pipeline's rate."""
+    """Blocks read a file into their own object; the other transformer stays on the disk."""
     pipe, model = MiniMaxH3Blocks().init_pipeline(), TINY["minimax-h3"].build()
     pipe.update_components(transformer=model, transformer_ref=model)
     pipe.save_pretrained(str(tmp_path / "model"), overwrite_modular_index=True)
@@ -121,20 +124,64 @@ def test_references_of_blocks_come_from_files_and_load_their_transformer(monkeyp
     pipe = load_pipeline(str(tmp_path / "model"), Loading("cpu", inputs=inputs), Console(quiet=True))
     assert [*denoisers(pipe)] == ["transformer_ref"]
     Image.new("RGB", (48, 32)).save(tmp_path / "subject.png")
-    _write_wav(Sound(np.ones((1, 8000)), 8000), tmp_path / "voice.wav")
-    of_sound = references.MiniMaxH3AudioReference
-    monkeypatch.setattr(of_sound, "from_file", lambda path: of_sound(None, 8000))
-    for module in (input_images, pipelines):
-        monkeypatch.setattr(module, "sampling_rate", lambda pipe: 16_000)
-    files = [str(tmp_path / name) for name in ("subject.png", "voice.wav")]
-    image, sound = read_input("references", files, pipe)
+    monkeypatch.setattr(pipelines, "sampling_rate", lambda pipe: 16_000)
+    (image,) = call_arguments(pipe, "m", {"prompt": "a"}, {"references": str(tmp_path / "subject.png")})["references"]
     assert (image.kind, image.image.size) == ("image", (48, 32))
-    assert (sound.audio.shape, sound.sample_rate) == ((2, 16_000), 16_000)
-    (single,) = call_arguments(pipe, "m", {"prompt": "a fox"}, {"references": files[0]})["references"]
-    assert single.image.size == (48, 32)
     assert call_arguments(pipe, "m", {"prompt": "a fox", "fps": 24.0}) == {"prompt": "a fox"}
     with pytest.raises(ArgumentError, match="fps: MiniMaxH3ModularPipeline makes sound for its own"):
         call_arguments(pipe, "m", {"prompt": "a fox", "fps": 12.0})
+
+
+class Eyes:
+    """Replaces Qwen3-VL and its processor, for images of four tokens."""
+
+    dtype, merge_size = torch.float32, 2
+    image_processor = property(lambda self: self)
+
+    def __call__(self, images, **_):
+        return {"pixel_values": None, "image_grid_thw": torch.tensor([[1, 4, 4]] * len(images))}
+
+
+@pytest.fixture
+def minimax_h3(monkeypatch):
+    """MiniMax-H3 with a small transformer, autoencoders and canvas, and random features of text."""
+    pipe, model = MiniMaxH3Blocks().init_pipeline(), diffusers.MiniMaxH3Transformer3DModel(**videos.H3_SIZES)
+    of_video, of_sound = ({"latents_mean": [0.0] * size, "latents_std": [1.0] * size} for size in (24, 32))
+    of_sound |= {"encoder_dim": 4, "latent_dim": 32, "num_attention_heads": 2, "decoder_dim": 128}
+    of_sound |= {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),)}
+    parts = {"vae": diffusers.AutoencoderKLMiniMaxH3(**H3 | {"latent_channels": 24} | of_video)}
+    parts |= {"audio_vae": diffusers.AutoencoderKLMiniMaxH3Audio(**of_sound), "tokenizer": encoders.qwen()["tokenizer"]}
+    parts |= {f"{kind}scheduler": diffusers.MiniMaxH3Scheduler(shift) for kind, shift in videos.H3_SHIFTS.items()}
+    parts |= {"transformer": model, "transformer_ref": model, "processor": Eyes(), "text_encoder": Eyes()}
+    pipe.update_components(**parts, canvas_short_edge=64, canvas_max_pixels=64 * 96, reference_image_short_edge=64)
+    features = lambda _, __, ids, *___, **____: torch.randn(1, len(ids), videos.WIDTH)  # noqa: E731
+    monkeypatch.setattr(minimax_h3_encoders, "get_qwen3vl_prompt_embeds", features)
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: modular_call.called_as_standard(pipe))
+
+
+@pytest.mark.parametrize(
+    ("options", "sides"),
+    [
+        ("--height 64 --width 32", (64, 32)),
+        ("--image wide.png --call last_image=tall.png", (64, 96)),
+        ("--call references=[tall.png,voice.wav]", (64, 96)),
+    ],
+    ids=["prompt", "first-and-last-image", "references"],
+)
+def test_minimax_h3_makes_a_video_with_sound(run, minimax_h3, monkeypatch, tmp_path, options, sides):
+    """Its sides are those asked for, the first image's or the model's, and its sound is as long."""
+    for name, size in {"wide.png": (96, 64), "tall.png": (32, 64)}.items():
+        Image.new("RGB", size).save(tmp_path / name)
+    _write_wav(Sound(np.ones((1, 8000)), 8000), tmp_path / "voice.wav")
+    of_sound = references.MiniMaxH3AudioReference
+    monkeypatch.setattr(of_sound, "from_file", lambda path: of_sound(None, 8000))
+    result = run(
+        "generate", "-m", "h3", "-p", "a fox", "--steps", 5, "--num-frames", 124, "-o", "a.mp4", *options.split()
+    )
+    assert result.exit_code == 0, result.output
+    samples, rate = read_sound(tmp_path / "a.mp4")
+    assert rate == 32_000 and samples.shape == (2, pytest.approx(124 / 24 * rate, abs=1200))
+    assert imageio.imread(tmp_path / "a.mp4", plugin="FFMPEG").shape[1:3] == sides
 
 
 @pytest.mark.parametrize("kind", [errors.RemoteEntryNotFoundError, errors.GatedRepoError])

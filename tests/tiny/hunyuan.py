@@ -38,14 +38,9 @@ def _components(
         **encoders.llama(),
         **encoders.clip("_2"),
         "vae": diffusers.AutoencoderKLHunyuanVideo(
-            latent_channels=LATENT_CHANNELS,
-            block_out_channels=(8, 8, 8),
-            down_block_types=("HunyuanVideoDownBlock3D",) * 3,
-            up_block_types=("HunyuanVideoUpBlock3D",) * 3,
-            layers_per_block=1,
-            norm_num_groups=4,
-            spatial_compression_ratio=4,
-            temporal_compression_ratio=4,
+            **{"latent_channels": LATENT_CHANNELS, "block_out_channels": (8, 8, 8), "layers_per_block": 1},
+            **{f"{way}_block_types": (f"HunyuanVideo{way.title()}Block3D",) * 3 for way in ("down", "up")},
+            **{"norm_num_groups": 4, "spatial_compression_ratio": 4, "temporal_compression_ratio": 4},
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
     }
@@ -66,20 +61,12 @@ def build_picture(condition: str):
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     beside = condition == "latent_concat"
-    components = _components(
-        in_channels=2 * LATENT_CHANNELS + 1 if beside else LATENT_CHANNELS,
-        guidance_embeds=not beside,
-        image_condition_type=condition,
-    )
-    components["text_encoder"] = LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=encoders.clip_vision_config(),
-            text_config={"model_type": "llama", **encoders.LLAMA},
-            image_token_id=components["tokenizer"].convert_tokens_to_ids(encoders.IMAGE_MARK),
-            image_seq_length=encoders.PICTURE_TOKENS,
-            pad_token_id=encoders.LLAMA["pad_token_id"],
-        )
-    )
+    channels = 2 * LATENT_CHANNELS + 1 if beside else LATENT_CHANNELS
+    components = _components(in_channels=channels, guidance_embeds=not beside, image_condition_type=condition)
+    models = {"vision_config": encoders.clip_vision_config(), "text_config": {"model_type": "llama", **encoders.LLAMA}}
+    tokens = {"image_token_id": components["tokenizer"].convert_tokens_to_ids(encoders.IMAGE_MARK)}
+    tokens |= {"image_seq_length": encoders.PICTURE_TOKENS, "pad_token_id": encoders.LLAMA["pad_token_id"]}
+    components["text_encoder"] = LlavaForConditionalGeneration(LlavaConfig(**models, **tokens))
     return HunyuanVideoImageToVideoPipeline(**components, image_processor=encoders.clip_image_processor())
 
 
@@ -104,18 +91,12 @@ def build_15(*, picture: bool = False):
         **encoders.t5("_2", byte_tokens=True),
         "transformer": diffusers.HunyuanVideo15Transformer3DModel(
             **BLOCK_SIZES,
-            in_channels=2 * LATENT_CHANNELS + 1,
-            text_embed_2_dim=encoders.FEATURES,
-            image_embed_dim=encoders.FEATURES,
-            target_size=HEIGHT,
-            task_type="i2v" if picture else "t2v",
+            **{"in_channels": 2 * LATENT_CHANNELS + 1, "target_size": HEIGHT, "task_type": "i2v" if picture else "t2v"},
+            **{"text_embed_2_dim": encoders.FEATURES, "image_embed_dim": encoders.FEATURES},
         ),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
-            latent_channels=LATENT_CHANNELS,
-            block_out_channels=(16, 32, 64, 64),
-            layers_per_block=1,
-            spatial_compression_ratio=8,
-            temporal_compression_ratio=4,
+            **{"latent_channels": LATENT_CHANNELS, "block_out_channels": (16, 32, 64, 64), "layers_per_block": 1},
+            **{"spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
@@ -134,9 +115,8 @@ def build_15(*, picture: bool = False):
 inputs = call_with(HEIGHT, WIDTH, num_frames=9, prompt_template=TEMPLATE)
 picture_inputs = call_with(HEIGHT, WIDTH, num_frames=9, image=random_picture, prompt_template=PICTURE_TEMPLATE)
 # Two sections of three latent frames; the result's latents are a list, whose last entry is the whole video.
-framepack_inputs = call_with(
-    HEIGHT, WIDTH, num_frames=13, latent_window_size=3, image=random_picture, prompt_template=TEMPLATE
-)
+sections = {"num_frames": 13, "latent_window_size": 3, "image": random_picture, "prompt_template": TEMPLATE}
+framepack_inputs = call_with(HEIGHT, WIDTH, **sections)
 # The second text encoder of HunyuanVideo 1.5 reads words of the prompt that stand in quotes.
 inputs_15 = call_with(HEIGHT, WIDTH, num_frames=9, max_sequence_length=None)
 

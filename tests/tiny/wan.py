@@ -28,19 +28,14 @@ def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 
         out_channels=LATENT_CHANNELS, text_dim=encoders.FEATURES, ffn_dim=192, rope_max_seq_len=64,
         **({"image_dim": encoders.FEATURES, "added_kv_proj_dim": 96} if image_encoder else {}),
     )  # fmt: skip
+    steps = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     components = {
         **encoders.t5(model="UMT5"),
         "vae": diffusers.AutoencoderKLWan(
-            base_dim=8,
-            dim_mult=[1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            scale_factor_spatial=4,
-            scale_factor_temporal=TEMPORAL_FACTOR,
+            **{"base_dim": 8, "dim_mult": [1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True]},
+            **{"scale_factor_spatial": 4, "scale_factor_temporal": TEMPORAL_FACTOR},
         ),
-        "scheduler": diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
+        "scheduler": diffusers.UniPCMultistepScheduler(**steps),
         "transformer": transformer(),
         "transformer_2": transformer() if experts == 2 else None,
         "boundary_ratio": 0.875 if experts == 2 else None,

@@ -58,9 +58,7 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
             rule = "ulysses must leave no device without a head"
             raise UnsupportedError(f"{rule}: {ulysses} devices can't share the {heads} attention heads of pipe.{name}")
         if ulysses > 1 and split_plan(transformer, known_family(transformer)) is None:
-            why = (
-                f"ulysses must be 1 for {type(transformer).__name__}, because diffusers has no plan to split its tokens"
-            )
+            why = f"ulysses must be 1 for {type(transformer).__name__}, whose tokens diffusers has no plan to split"
             raise UnsupportedError(f"{why}; branches may be 2 if the pipeline calls it twice for guidance")
 
 
