@@ -125,8 +125,7 @@ def test_kernels_stand_on_their_ground():
 
 def test_no_circles():
     """No file imports itself through others; imports inside functions and for type checking count too."""
-    modules = {module_of(path): path for path in FILES}
-    graph = {}
+    modules, graph = {module_of(path): path for path in FILES}, {}
     for name, path in modules.items():
         # a name that is no file lives in the module before its last dot
         imported = {module if module in modules else module.rpartition(".")[0] for module, _ in imports(path)}

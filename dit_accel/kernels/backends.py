@@ -33,8 +33,7 @@ def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str
         return backend
     if backend not in limits:
         raise BackendError(f"backend must be 'auto' or one of {('reference', *limits)}, got {backend!r}")
-    problem = _PROBLEMS[backend](tensor.device, tensor.dtype)
-    if problem:
+    if problem := _PROBLEMS[backend](tensor.device, tensor.dtype):
         raise BackendError(f"backend {backend!r} can't run here: {problem}; use backend='auto' or 'reference'")
     if limits[backend]:
         raise UnsupportedError(f"backend {backend!r} can't take this call: {limits[backend]}; use backend='auto'")

@@ -82,8 +82,7 @@ class Branches:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the others.
         """
         key = self._key(call.transformer, call.context)
-        known = self._states.get(key)
-        if known is not None and known.shapes != call.shapes:
+        if (known := self._states.get(key)) is not None and known.shapes != call.shapes:
             self.settle()
             self.drop("shapes or return_dict changed")
         elif key in self._called and not plain:  # as in another pipeline's loop over the same transformer

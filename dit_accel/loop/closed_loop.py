@@ -19,9 +19,9 @@ the loop does this:
    with the degree that reaches farthest. The next computed step comes after the largest 1 <= n <= max_interval with
    ``Σ_(i<n) w_i · e_i <= target_error``, with w_i the weight of an error i steps from here (w and b:
    :mod:`dit_accel.loop.growth`), and n at most WIDENING times the previous interval, because an error says little
-   about steps much farther away. No later step corrects a gap that reaches the end of the run. So UNREPAIRED times its
-   error must be within the target; otherwise the last step is computed. What nothing has measured is computed: after
-   an output that no forecast could be compared with, the next step.
+   about steps much farther away. No later step corrects a gap that reaches past the last step that moves the result.
+   So UNREPAIRED times its error must be within the target; otherwise that step is computed. What nothing has measured
+   is computed: after an output that no forecast could be compared with, the next step.
 
 A :class:`ClosedLoop` does this for the samples of a batch that are decided together, in one branch of classifier-free
 guidance. Branches share a :class:`Gap`: all of them compute in the same steps, and the branch with the largest error
@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -46,6 +47,7 @@ from dit_accel.presets import Preset
 ABOUT = 0.9  # share of the farthest reach that counts as equal; 1.0 and 0.8: 1 dB lower at equal FLOPs (demo model)
 WIDENING = 3  # largest ratio of neighbouring intervals
 LEAST_LASTING = 0.1  # least share of an output's largest move that lasts; below it the correction would overshoot
+LEAST_MOVE = 0.01  # share of the largest move; the stages of pyramids end with 0.001, other schedules with over 0.01
 UNREPAIRED = 2.0  # factor on the error of a gap after which no computed step corrects it
 NO_SLOPE = 2.0**-20  # share of the slope in place of 0, so that the degree still counts as a damped one
 
@@ -67,6 +69,12 @@ class Course:
     log_odds: Sequence[float] | None = None
     # courses of the second and later outputs by name, if they have schedules of their own
     further: Mapping[str, Course] = field(default_factory=dict)
+
+    @cached_property
+    def lasting(self) -> int:
+        """Number of steps up to the last one that moves the result; a later one, of no noise left, corrects no gap."""
+        moves = [1.0] * len(self.coordinates) if self.moves is None else [*map(abs, self.moves[-1])]
+        return 1 + max(step for step, move in enumerate(moves) if move >= LEAST_MOVE * max(moves))
 
     def places(self) -> Mapping[float, float]:
         """Return the variable of the interpolation between records, by coordinate."""
@@ -179,8 +187,8 @@ class Gap:
                 break
             interval += 1
         following = step + interval
-        if following == end and not UNREPAIRED * counted <= self.target_error:
-            following = max(end - 1, step + 1)
+        if following >= course.lasting and not UNREPAIRED * counted <= self.target_error:
+            following = max(course.lasting - 1, step + 1)
         return following
 
     def _most(self, step: int, latest: int) -> int:

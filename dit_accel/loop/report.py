@@ -191,8 +191,7 @@ class RunReport:
         if self.not_captured is not None:
             others = " for others" if self.replayed else ""
             lines.append(f"  no CUDA graphs{others or '    '} {self.not_captured}")
-        errors = [step.error for step in self.steps if step.error is not None]
-        if errors:
+        if errors := [step.error for step in self.steps if step.error is not None]:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last step measured, {max(errors):.4f} at most")
         deciders = Counter(step.decided_by for step in self.steps if step.decided_by is not None)
         if deciders:

@@ -100,8 +100,7 @@ class Preset(Section):
         """Yield errors of settings that conflict with others, and of given keys without effect."""
         level, kernels, variants = self.forecast.level, self.kernels, self.skip.variants
         unread = {name: getattr(self, name) for name in self._unread_sections()}
-        touched = [name for name, section in unread.items() if section.model_fields_set and section != NoSkip()]
-        if touched:
+        if touched := [name for name, section in unread.items() if section.model_fields_set and section != NoSkip()]:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
             yield (
                 f"section '{touched[0]}' has no effect at level '{level}', where a forecast step runs no attention: "

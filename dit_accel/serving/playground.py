@@ -49,8 +49,7 @@ class Wish:
 
     def require_bounds(self) -> None:
         for name, (least, most) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
+            if (value := getattr(self, name)) is not None and not least <= value <= most:
                 raise ArgumentError(name, f"must be {least:,} to {most:,} here, got {value:,}")
             if value is not None and value != int(value):
                 raise ArgumentError(name, f"must be a whole number, got {value}")

@@ -20,8 +20,7 @@ def demo_names() -> list[str]:
 
 def demo_path(name: str) -> Path | None:
     """Return the diffusers folder of a demo model, None for any other name; a missing demo is an UnsupportedError."""
-    folder = _demos().get(name)
-    if folder is None and name in DEMOS:
+    if (folder := _demos().get(name)) is None and name in DEMOS:
         raise UnsupportedError(f"demo model {name} is not installed: pip install -e . in a checkout")
     return folder
 

@@ -64,8 +64,7 @@ def dense(q, k, v, pairs, scale=None, kv_len=None):
 
 def check(q, k, v, sparsity, backend, pairs=None, pv_threshold=None, **options):
     """Return the output; it equals float64's where rows compute, even with NaN beyond ``kv_len``, else the poison."""
-    computed = sparsity.tokens_computed()
-    poisoned = torch.full_like(q, math.nan)
+    computed, poisoned = sparsity.tokens_computed(), torch.full_like(q, math.nan)
     call = {"return_lse": True, "out": poisoned, "pv_threshold": pv_threshold, "backend": backend}
     out, lse = attention(q, k, v, sparsity.plan, **call, **options)
     assert out is poisoned and torch.equal(out.isnan().any(-1), ~computed)

@@ -41,8 +41,7 @@ def make_rope(tokens, device, head_dim=HEAD_DIM):
 def check(x, weight, bias, sparsity, backend, *, offset=0, norm_weight=None, rope=None):
     """Check a NaN-poisoned output over the whole sequence, and one of x's own length."""
     plan, heads = sparsity.plan, sparsity.plan.heads
-    stream = slice(offset, offset + x.shape[1])
-    computed = sparsity.tokens_computed()
+    stream, computed = slice(offset, offset + x.shape[1]), sparsity.tokens_computed()
     written = torch.zeros_like(computed)
     written[:, stream] = computed[:, stream]
     poisoned = x.new_full((x.shape[0], plan.tokens, heads, weight.shape[0] // heads), math.nan)

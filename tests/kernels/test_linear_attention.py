@@ -77,8 +77,7 @@ def test_equals_the_definition(case, backend, dtype, device, make_tensor, make_m
     kv_len = lengths_of(kv_len, device)
     sparsity, marginal = make_marginal(batch, heads, tokens, block)
     q, k, v = (make_tensor(batch, tokens, heads, 16, dtype=dtype) for _ in range(3))
-    out = torch.full_like(q, math.nan)
-    options = {"feature_map": feature_map, "kv_len": kv_len}
+    out, options = torch.full_like(q, math.nan), {"feature_map": feature_map, "kv_len": kv_len}
     read_k, read_v = (with_nan_beyond(x, kv_len) for x in (k, v))
     assert linear_attention(q, read_k, read_v, sparsity.plan, out=out, backend=backend, **options) is out
     computed = sparsity.tokens_computed()

@@ -179,10 +179,16 @@ def test_closed_loop_expects_more_where_outputs_bend_more():
         assert interval_after(control, 5) == interval
 
 
+@pytest.mark.parametrize("more", [0, 2], ids=["", "two steps more"])
 @pytest.mark.parametrize("error, computed", [(0.0, False), (0.004, False), (0.005, True), (math.nan, True)])
-def test_the_last_step_computes_where_an_error_would_stay(error, computed):
-    """Nothing corrects the last gap: of the errors 1, 2 and 3 times e twice as much must be within the target."""
-    control = closed_loop([0.0, 1.0, 4.0, 4.5, 5.0, 6.0, 7.0, 8.0], target_error=0.05)
+def test_the_last_step_computes_where_an_error_would_stay(error, computed, more):
+    """Nothing corrects the last gap: of the errors 1, 2 and 3 times e twice as much must be within the target.
+
+    Steps after it whose outputs move the result by a thousandth correct nothing.
+    """
+    coordinates, last = [0.0, 1.0, 4.0, 4.5, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0][: 8 + more], [1e-3] * more
+    control = closed_loop(coordinates, target_error=0.05)
+    control.course = Course(coordinates, [1.0] * 8 + last, [[0.0] * (8 + more), [1.0] * 8 + last])
     control.observe(4, [4], 0, error)
     assert (control.mode(7) is not StepMode.DISPATCH) is computed
 

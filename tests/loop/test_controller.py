@@ -157,8 +157,7 @@ def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
 
 def test_an_output_that_hardly_lasts_corrects_nothing():
     """Correcting the whole error at the end would mean large errors until then."""
-    loop = Loop(**{"forecast": {"method": "newton", "order": 1, "corrector": True}})
-    update = 6
+    loop, update = Loop(**{"forecast": {"method": "newton", "order": 1, "corrector": True}}), 6
     *before, end = FakeClock.moves
     loop.clock.moves = [*before, [0.05 * move if step == update else move for step, move in enumerate(end)]]
     for step in range(STEPS):
@@ -176,8 +175,7 @@ def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkey
         latents = exact = worst = 0.0
         known = responses([1 - i / STEPS for i in range(STEPS)])
         for step in range(STEPS):
-            move = loop.clock.moves[-1][step]
-            value = (step / 4) ** (order + 1)
+            move, value = loop.clock.moves[-1][step], (step / 4) ** (order + 1)
             _, output = loop.call(step, value - known[step] * (exact - float(latents)))
             latents, exact = float((latents + move * output).mean()), exact + move * value
             worst = max(worst, abs(latents - exact))

@@ -182,8 +182,7 @@ def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch, form):
         pytest.importorskip("gguf")
         WEIGHTS[form][1](pipe.transformer)
     monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
-    plain = tiny_output(pipe, "flux", steps=2)
-    blocks = pipe.transformer.transformer_blocks
+    plain, blocks = tiny_output(pipe, "flux", steps=2), pipe.transformer.transformer_blocks
     for index, block in enumerate(blocks):
         blocks[index] = torch.compile(block, backend="eager")
     accelerate_pipeline(pipe, "exact")
@@ -231,8 +230,7 @@ def test_what_is_compiled_runs_without_our_hook_and_its_memory_is_not_handed_out
 def test_an_entry_goes_back_unless_something_else_is_there():
     """accelerate's offload keeps one, too."""
     module = Compiled()
-    before = module._compiled_call_impl
-    entry = compiled_entry(module, module)
+    before, entry = module._compiled_call_impl, compiled_entry(module, module)
     module._old_forward = entry
     entry.leave()
     assert module._compiled_call_impl == module._old_forward == before

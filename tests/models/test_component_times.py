@@ -56,8 +56,7 @@ def test_parts_of_a_call(name, parts):
     """Every part that runs is listed in order; the times add up to the call's; a deferred ControlNet counts once."""
     pipe = accelerate_pipeline(tiny_pipeline(name))
     for _ in range(2):
-        whole = call(pipe, name)
-        report = pipe.dit_accel.report()
+        whole, report = call(pipe, name), pipe.dit_accel.report()
         assert list(report.parts) == parts and min(report.parts.values()) > 0
         assert 0.5 * whole < sum(report.parts.values()) <= whole
         assert 0 < report.seconds <= report.parts["transformer"]

@@ -130,8 +130,7 @@ def test_a_module_that_was_replaced_between_runs_counts():
 
 
 def test_a_finished_run_keeps_no_arguments_of_its_control_net():
-    pipe = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo")
-    kept = []
+    pipe, kept = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo"), []
 
     def callback(pipe, step, timestep, tensors):
         kept.append(set(hook_of(pipe.controlnet).arguments))

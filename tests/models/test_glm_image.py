@@ -31,8 +31,7 @@ def glm():
     image = Image.new("RGB", (64, 64), "teal")
 
     def run(prompts=(0, 1), edits=False):
-        batch = len(prompts)
-        inputs = {**arguments, "guidance_scale": 1.5}
+        batch, inputs = len(prompts), {**arguments, "guidance_scale": 1.5}
         for name in ("prompt_embeds", "negative_prompt_embeds", "prior_token_ids"):
             inputs[name] = torch.cat([arguments[name], arguments[name].flip(1)])[list(prompts)]
         if edits:

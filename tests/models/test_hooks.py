@@ -204,8 +204,7 @@ def test_a_restored_module_follows_its_class(kind, offloaded, monkeypatch):
     name, preset = HOOKED[kind]
     pipe = tiny_pipeline(name)
     modules = hooked_modules(pipe, preset)
-    classes = {*map(type, modules)}
-    attributes = [set(vars(module)) for module in modules]
+    classes, attributes = {*map(type, modules)}, [set(vars(module)) for module in modules]
 
     def offload(hook):
         for module in modules if offloaded is not None else ():

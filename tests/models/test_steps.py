@@ -12,6 +12,7 @@ from dit_accel.models.drive import ONLY_KNOWN
 from dit_accel.models.session import NO_TIMESTEP
 from tests.models.tiny import STEPS, built, call
 from tests.models.tiny.parts import flow
+from tests.rounding import distance
 from tests.tiny import tiny_output, tiny_pipeline
 
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}
@@ -202,6 +203,21 @@ def test_steps_that_a_scheduler_takes_and_does_not_count_show_by_their_timesteps
     with accelerated(pipe, "balanced"):
         pipe(**arguments, pyramid_num_inference_steps_list=[steps], output_type="latent")
         assert pipe.dit_accel.report().steps_by_mode.get("dispatch", 0) == forecast
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_the_step_before_one_without_effect_computes(steps):
+    """Stages of a pyramid end with one; in UniPC the step before it counts most, and nothing corrects its forecast."""
+    whole, arguments = built("helios")
+    pipe = diffusers.HeliosPyramidPipeline(**whole.components)
+    pipe.scheduler = diffusers.HeliosScheduler(stages=2, stage_range=[0, 0.5, 1], gamma=0.3)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = {**arguments, "height": 64, "width": 64, "output_type": "latent"}
+    arguments["pyramid_num_inference_steps_list"] = [steps] * 2
+    plain = pipe(**arguments, generator=torch.Generator().manual_seed(0)).frames
+    with accelerated(pipe, "balanced"):
+        output = pipe(**arguments, generator=torch.Generator().manual_seed(0)).frames
+        assert pipe.dit_accel.report().steps_by_mode["dispatch"] > 0 and distance(output, plain) < 0.05
 
 
 NEW_NOISE = {

@@ -73,8 +73,7 @@ def test_what_blocks_remember_keeps_the_order(name, level, order):
 )
 def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
     """Queries and keys of a whole denoising step are those of raster order, with permuted video tokens."""
-    seen = []
-    attend = TileSite.attend_computed
+    seen, attend = [], TileSite.attend_computed
 
     def spy(site, inputs):
         seen.append((inputs.q, inputs.k))

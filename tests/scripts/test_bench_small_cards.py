@@ -56,8 +56,7 @@ def test_forms_of_weights(monkeypatch, tmp_path, weights):
 
 def test_4_bits_are_those_of_gguf():
     """Bit for bit as the package packs them, a block of zeros included."""
-    gguf = pytest.importorskip("gguf")
-    weight = torch.randn(6, 96)
+    gguf, weight = pytest.importorskip("gguf"), torch.randn(6, 96)
     weight[2, 32:64] = 0
     assert (packed_q4(weight).numpy() == gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)).all()
 

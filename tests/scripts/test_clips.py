@@ -69,8 +69,7 @@ def test_more_frames_show_the_same_clip():
 def test_the_reader_reads_drawn_clips():
     """All attributes of rendered videos of every motion and layout are read correctly; other scenes do not match."""
     scenes = [single(motion, colour=colour) for motion, colour in zip(MOTIONS, ["red", "green"] * 6, strict=True)]
-    rng = random.Random(9)
-    held_out = [item.scene for item in held_out_prompts(40)]
+    rng, held_out = random.Random(9), [item.scene for item in held_out_prompts(40)]
     scenes += [next(scene for scene in held_out if scene.layout == layout) for layout in LAYOUTS]
     readings = read_clips(drawn(*scenes))
     assert agreement(readings, scenes)["all"] == 1.0

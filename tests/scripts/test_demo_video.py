@@ -122,8 +122,7 @@ def test_a_flow_learns_which_clip_a_prompt_asks_for(family):
     masters = put_in_bf16(flow, torch.device("cpu"))
     before = [weight.clone() for weight in masters]
     text = family.tokenize(tokenizers, ["", "a red circle turns", "a blue square rests"])
-    latents = torch.ones(2, LATENT_CHANNELS, 2, 4, 4, dtype=torch.bfloat16)
-    shape = Shape(5, 32)
+    latents, shape = torch.ones(2, LATENT_CHANNELS, 2, 4, 4, dtype=torch.bfloat16), Shape(5, 32)
     bank = Bank({shape: torch.stack((latents[0], -latents[1]))}, text)
     pace = Pace("flow", 60, 5e-3, most_steps=90)
     demo = VideoDemo(family, small=True)

@@ -71,8 +71,7 @@ def test_value_and_gradients_are_those_of_the_definition(case, kv_len):
     out = module(*leaves, kv_len=kv_len)
     out.backward(do := features(3))
     with torch.no_grad():
-        inferred = module(*leaves, kv_len=kv_len)
-        plan = module.plan(*leaves[:2], kv_len=kv_len)
+        inferred, plan = module(*leaves, kv_len=kv_len), module.plan(*leaves[:2], kv_len=kv_len)
     exact_leaves = [x.detach().double().requires_grad_() for x in (*leaves, module.projection.weight)]
     exact = dense(*exact_leaves, plan, case[2], kv_len)
     exact.backward(do.double())
@@ -106,8 +105,7 @@ def test_text_attends_and_is_attended_to(text_first):
 
 def test_autocast_computes_in_its_dtype():
     """float32 inputs are cast, the result is bfloat16, and gradients come back in float32."""
-    module = make_module()
-    leaves = [features(seed).requires_grad_() for seed in range(3)]
+    module, leaves = make_module(), [features(seed).requires_grad_() for seed in range(3)]
     with torch.autocast(DEVICE, torch.bfloat16):
         out = module(*leaves)
         with torch.no_grad():

@@ -84,8 +84,7 @@ def run(name, wanted, **arguments):
 def test_masks_stay_until_they_are_due(name, level, spy):
     """Each block computes masks `refresh` steps after the last time, and not in between."""
     _, report = run(name, preset(name, level, **{"skip.refresh": 4}))
-    blocks = len(report.layers)
-    drawn_at = []
+    blocks, drawn_at = len(report.layers), []
     for step in report.steps[1:]:
         if step.mode != "dispatch" and (not drawn_at or step.index - drawn_at[-1] >= 4):
             drawn_at.append(step.index)
@@ -298,8 +297,7 @@ def test_what_a_site_keeps_has_its_coordinates(left):
     size, state = ModelSize(layout=TokenLayout(text=0, vision=128)), SiteState()
     coordinates = (6.0, 4.0, 2.0)
     values = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 128, 16)
-    history = state.history("mlp", MemoryPlan(2))
-    heads = state.heads
+    history, heads = state.history("mlp", MemoryPlan(2)), state.heads
     heads.attention = StoredHistory(2)
     for coordinate, value in zip(reversed(coordinates), values.flip(0), strict=True):
         history.record(coordinate, (value,))

@@ -388,8 +388,7 @@ HOOK = SimpleNamespace(strength=1.0)
 def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance):
     """The step of the change is computed, forecasts start again, and the result stays near the plain one."""
     changed = partial(Guider, guidance=guidance, change=change)
-    plain = run(flow, guider=changed(flow))
-    accelerated = accelerate_model(flow, "quality")
+    plain, accelerated = run(flow, guider=changed(flow)), accelerate_model(flow, "quality")
     latents, report = run(accelerated, guider=changed(accelerated)), report_of(accelerated)
     first = next(index for index, level in enumerate(schedule()) if level < 0.7)
     (noticed,) = [note for note in report.notes if "changed" in note]

@@ -51,8 +51,7 @@ def regions(plan: AttentionPlan, *, computed: bool, offset: int = 0, length: int
         for index in range(offset // plan.block, block_count(stop, plan.block)):
             blocks_of_word[words[index]].append(index)
         for word, blocks in blocks_of_word.items():
-            heads = [head for head in range(plan.heads) if (word >> head & 1) == computed]
-            if heads:
+            if heads := [head for head in range(plan.heads) if (word >> head & 1) == computed]:
                 yield Region(batch, token_index(blocks, plan.block, offset, stop, device), _index(heads, device))
 
 

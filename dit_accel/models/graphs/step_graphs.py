@@ -260,8 +260,7 @@ class StepGraphs:
         self.clear()
         self._changes += changed is not None
         for name, module in model.named_modules():
-            reason = why_not_module(name, module, device)
-            if reason is None and self._wanted == "auto":
+            if (reason := why_not_module(name, module, device)) is None and self._wanted == "auto":
                 reason = why_not_known(name, module)
             if reason is not None:
                 self._refusals[report] = reason

@@ -46,8 +46,7 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
     milliseconds = [1000 * step.seconds for step in report.steps]
     for kind, colour in STEP_COLOURS.items():
-        chosen = [step.index for step in report.steps if STEP_KINDS[step.mode] == kind]
-        if chosen:
+        if chosen := [step.index for step in report.steps if STEP_KINDS[step.mode] == kind]:
             label = f"{kind} ({len(chosen)})"
             times.bar(chosen, [milliseconds[i] for i in chosen], width=0.82, color=colour, label=label)
         for index in chosen:

@@ -53,8 +53,7 @@ def naive_tiles(q, k, layout, config, key_end) -> torch.Tensor:
     def is_fix(x: torch.Tensor) -> bool:
         return config.similarity is not None and cosine(x) < config.similarity
 
-    fix = [is_fix(key) for key in keys]
-    tiles = torch.zeros(count, count, dtype=torch.bool)
+    fix, tiles = [is_fix(key) for key in keys], torch.zeros(count, count, dtype=torch.bool)
     for i in range(count):
         free = [j for j in range(count) if len(keys[j]) and not fix[j]]
         weights = {j: math.exp(queries[i].mean(0) @ keys[j].mean(0) / math.sqrt(HEAD_DIM)) for j in free}

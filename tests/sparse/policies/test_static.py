@@ -46,8 +46,7 @@ def test_segments(lengths, block):
 def test_the_papers_interleaved_tiles():
     """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as in the paper's figure."""
     symbols = static.block_mask_from_segments([133, 309, 70], causal=[True, False, True], past=True, block=64)
-    letters = {FULL_TILE: "F", CAUSAL_TILE: "C"}
-    computes = unpack_bits(symbols.skip_bits, 8)[0, 0]
+    letters, computes = {FULL_TILE: "F", CAUSAL_TILE: "C"}, unpack_bits(symbols.skip_bits, 8)[0, 0]
     kinds = [
         "".join(letters.get(code, "P") for code in codes[computes[row]].tolist())
         for row, codes in enumerate(symbols.masks.codes[0, 0])
@@ -107,8 +106,7 @@ def test_policy(config, layout):
     else:
         before = config.window // 2
         near = (distance >= -before) & (distance < config.window - before)
-    expected = near | ~is_vision | ~is_vision[:, None]
-    symbols = draw_static(layout, config)
+    expected, symbols = near | ~is_vision | ~is_vision[:, None], draw_static(layout, config)
     assert torch.equal(mask_of(symbols), expected) and unpack_bits(symbols.cache_bits, 3).all()
 
 

@@ -80,8 +80,7 @@ class NaiveBand(NaiveAttention):
 def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band):
     """Eight steps, of which two attend to everything; at a reach over all tiles the output is the plain one."""
     pipe, size = tiny.pipeline(name), {"height": 96, "width": 96}
-    plain = tiny.output(name, 8, **size)
-    results = []
+    plain, results = tiny.output(name, 8, **size), []
     for reach in (0, 99):
         preset = load_preset(
             "exact", schedule={"control": "interval", "warmup": 2, "interval": 1},

@@ -96,8 +96,7 @@ def test_a_fastwan_runs_as_it_was_trained(tmp_path, by_caught_attention):
         weight, bias = gates[index]
         return vsa(q, k, v, (x @ weight.T + bias).view_as(q), (7, 8, 6), 0.3)
 
-    painted = expected(pipe, attend)
-    preset = trained_preset(tmp_path, **{"skip.sparsity": 0.7})
+    painted, preset = expected(pipe, attend), trained_preset(tmp_path, **{"skip.sparsity": 0.7})
     assert preset.name == "wan21-fastwan"
     with accelerated(pipe, preset):
         torch.testing.assert_close(tiny_output(pipe, "wan", **SIZE), painted, rtol=1e-4, atol=1e-4)
@@ -110,8 +109,7 @@ def test_a_fastwan_runs_as_it_was_trained(tmp_path, by_caught_attention):
 )
 def test_a_turbowan_runs_as_it_was_trained(tmp_path, key):
     """Linear attention over all tiles and its bias are added, by either name of the projections."""
-    learned = checkpoint(tmp_path, key, HEAD_DIM)
-    pipe = tiny_pipeline("wan")
+    learned, pipe = checkpoint(tmp_path, key, HEAD_DIM), tiny_pipeline("wan")
     painted = expected(pipe, lambda index, _, q, k, v: turbowan(q, k, v, *learned[index], 0.5))
     with accelerated(pipe, trained_preset(tmp_path, **{"skip.critical": 0.5})):
         torch.testing.assert_close(tiny_output(pipe, "wan", **SIZE), painted, rtol=1e-4, atol=1e-4)

@@ -41,8 +41,7 @@ def attend(site, q, k, v):
 @pytest.mark.parametrize("name", CALLS)
 def test_each_attention_is_visited_once(name):
     """Every block of each step and branch comes by in order, with the layout of its tokens; the run is not changed."""
-    sites = []
-    plain = call(name)
+    sites, plain = [], call(name)
     with AttentionTap(pipeline(name), lambda site, q, k, v: sites.append((site, q.shape)), block=64):
         tapped = call(name)
     assert torch.equal(tapped, plain) and torch.equal(call(name), plain)

@@ -127,8 +127,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
     timed = [row for row in rows if "seconds_each" in row]
     widths = ((speedup_of(row).width, Spread.of(row["computed_fraction_each"]).width) for row in timed)
     apart = {row["name"]: (1 + time) / (1 + work) - 1 for row, (time, work) in zip(timed, widths, strict=True)}
-    shaken = {name: width for name, width in apart.items() if width > DISTURBED}
-    if shaken:
+    if shaken := {name: width for name, width in apart.items() if width > DISTURBED}:
         names = ", ".join(shaken) if len(shaken) <= 5 else f"{len(shaken)} of {len(apart)} settings"
         found.append(disturbed(f"Times of {names}", max(shaken.values())))
     for key, (name, _) in FURTHER_METRICS.items():

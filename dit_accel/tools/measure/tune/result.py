@@ -174,8 +174,7 @@ class TuneResult:
 
         for number, (block, candidates) in enumerate(self.curves.items()):
             colour = colormaps["viridis"](number / max(len(self.curves) - 1, 1))
-            points = sorted((item.sparsity, item.error) for item in candidates if not item.skips_values)
-            if points:
+            if points := sorted((item.sparsity, item.error) for item in candidates if not item.skips_values):
                 axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=block)
             if (taken := self.chosen[block]) is not None:
                 axes.plot(taken.sparsity, taken.error, "o", color=colour, markersize=6)
