@@ -358,7 +358,7 @@ def test_weights_that_would_fill_a_gpu_never_go_there(monkeypatch, pipe, free, w
     monkeypatch.setattr(quantized_linears, "read_memory", lambda *_, empties: FreeMemory(*2 * [int(free * taken)]))
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
-        patched.setattr(torch.cuda, "_lazy_init", lambda: torch.cuda.is_initialized() or pytest.fail("this begins CUDA"))
+        patched.setattr(torch.cuda, "_lazy_init", lambda: torch.cuda.is_initialized() or pytest.fail("it begins CUDA"))
         result(accelerate_pipeline(pipe, "exact", **int8))
         result(pipe.to(torch.float64).to(torch.float32))
     linears = linears_of(pipe)

@@ -147,8 +147,8 @@ def minimax_h3(monkeypatch):
     """MiniMax-H3 with a small transformer, autoencoders and canvas, and random features of text."""
     pipe, model = MiniMaxH3Blocks().init_pipeline(), diffusers.MiniMaxH3Transformer3DModel(**videos.H3_SIZES)
     of_video, of_sound = ({"latents_mean": [0.0] * size, "latents_std": [1.0] * size} for size in (24, 32))
-    of_sound |= {"encoder_dim": 4, "latent_dim": 32, "num_attention_heads": 2, "decoder_dim": 128}
-    of_sound |= {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),)}
+    of_sound |= {"encoder_dim": 4, "latent_dim": 32, "decoder_dim": 128, "resblock_kernel_sizes": (3,)}
+    of_sound["resblock_dilation_sizes"] = ((1,),)
     parts = {"vae": diffusers.AutoencoderKLMiniMaxH3(**H3 | {"latent_channels": 24} | of_video)}
     parts |= {"audio_vae": diffusers.AutoencoderKLMiniMaxH3Audio(**of_sound), "tokenizer": encoders.qwen()["tokenizer"]}
     parts |= {f"{kind}scheduler": diffusers.MiniMaxH3Scheduler(shift) for kind, shift in videos.H3_SHIFTS.items()}
@@ -166,7 +166,6 @@ def minimax_h3(monkeypatch):
         ("--image wide.png --call last_image=tall.png", (64, 96)),
         ("--call references=[tall.png,voice.wav]", (64, 96)),
     ],
-    ids=["prompt", "first-and-last-image", "references"],
 )
 def test_minimax_h3_makes_a_video_with_sound(run, minimax_h3, monkeypatch, tmp_path, options, sides):
     """Its sides are those asked for, the first image's or the model's, and its sound is as long."""
@@ -175,9 +174,8 @@ def test_minimax_h3_makes_a_video_with_sound(run, minimax_h3, monkeypatch, tmp_p
     _write_wav(Sound(np.ones((1, 8000)), 8000), tmp_path / "voice.wav")
     of_sound = references.MiniMaxH3AudioReference
     monkeypatch.setattr(of_sound, "from_file", lambda path: of_sound(None, 8000))
-    result = run(
-        "generate", "-m", "h3", "-p", "a fox", "--steps", 5, "--num-frames", 124, "-o", "a.mp4", *options.split()
-    )
+    call = ("-p", "a fox", "--steps", 5, "--num-frames", 124, "-o", "a.mp4")
+    result = run("generate", "-m", "h3", *call, *options.split())
     assert result.exit_code == 0, result.output
     samples, rate = read_sound(tmp_path / "a.mp4")
     assert rate == 32_000 and samples.shape == (2, pytest.approx(124 / 24 * rate, abs=1200))

@@ -92,6 +92,8 @@ def logged(app: ASGIApp, metrics: Metrics) -> ASGIApp:
 
         try:
             await app(scope, receive, answer)
+        except ConnectionAbortedError:
+            pass  # a growing file broke off: uvicorn closes the connection of an answer without its end
         finally:
             is_over = (task := entry.task) is None or entry.status != 200 or not task.outlives_answer
             if is_over and task is not None:
