@@ -135,10 +135,11 @@ class Acceleration:
         return dict(self._runs.latest.last_symbols)
 
     def reset(self) -> None:
-        """Drop caches, kept embeddings of prompts and reports; the next call starts a new run."""
+        """Drop caches, kept embeddings of prompts, 8-bit copies and reports; the next call starts a new run."""
         self._runs.reset()
-        for stage in self._prompts:
-            stage.forget()
+        kept: list[Any] = [*self._prompts, *filter(None, (driver.linears for driver in self._drivers))]
+        for item in kept:
+            item.forget()
 
     @property
     def owners(self) -> list[Any]:

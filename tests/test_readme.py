@@ -38,8 +38,7 @@ COMMANDS = [
 
 def why_not(line: str) -> str | None:
     """Return the error of a command line, or None if the command and its options exist."""
-    words = shlex.split(line)[1:]
-    command = typer.main.get_command(app)
+    words, command = shlex.split(line)[1:], typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
     if words and hasattr(command, "commands") and not words[0].startswith("-"):

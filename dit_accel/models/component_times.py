@@ -31,8 +31,7 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
     for name, module in _components(pipe):
         undo.callback(module.register_forward_pre_hook(partial(_enter, parts, name)).remove)
         undo.callback(module.register_forward_hook(partial(_leave, parts), always_call=True).remove)
-    beginning = next((name for name in BEGINNINGS if hasattr(pipe, name)), None)
-    if beginning is not None:
+    if (beginning := next((name for name in BEGINNINGS if hasattr(pipe, name)), None)) is not None:
         undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
     else:
         earlier, parts.notice = parts.notice, _Noticed(pipe, parts)

@@ -175,8 +175,7 @@ class KeptPrompts:
         for name, *_, entry in encoders(pipe) if pipe is not None else ():
             if name in self._entries and entry is not self._entries[name]:
                 return f"by the encoders: pipe.{name} was replaced or compiled; call accelerate_pipeline(pipe) again"
-        calls = self._calls if self._begun == self.parts.begun else []
-        if not calls:
+        if not (calls := self._calls if self._begun == self.parts.begun else []):
             return None
         reasons = dict.fromkeys(f"{name}: {reason}" for name, reason, _ in calls if reason is not None)
         return "; ".join([f"{sum(kept for *_, kept in calls)} of {len(calls)} kept from earlier calls", *reasons])

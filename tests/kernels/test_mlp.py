@@ -19,8 +19,7 @@ def test_gate_times_value(place, width, backend, dtype, make_tensor):
     """Into a new tensor, and into some features of another one."""
     x, value = place(lambda *shape: make_tensor(*shape, dtype=dtype) * 3, width)
     halves = x.double().chunk(2, dim=-1) if value is None else (x.double(), value.double())
-    exact = halves[0] * halves[0].sigmoid() * halves[1]
-    y = swiglu(x, value, backend=backend)
+    exact, y = halves[0] * halves[0].sigmoid() * halves[1], swiglu(x, value, backend=backend)
     assert y.dtype == dtype
     assert_rounded_once(y, exact, exact.abs() + 0.02, torch.contiguous_format)  # half a unit of the smallest float16
     wide = torch.full((2, 7, width + 16), torch.nan, dtype=dtype, device=x.device)

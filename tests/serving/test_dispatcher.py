@@ -74,8 +74,7 @@ def broken(tell):
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_a_queue_takes_as_many_as_it_says(dispatcher, workers, most):
     """One for each worker and ``most`` more, before and after the workers have taken theirs; not one more or less."""
-    go_on = threading.Event()
-    queue = dispatcher([Hands() for _ in range(workers)], most)
+    go_on, queue = threading.Event(), dispatcher([Hands() for _ in range(workers)], most)
     for _ in range(2):
         tasks = [Noted(lambda tell: go_on.wait(60)) for _ in range(workers + most)]
         for task in tasks:

@@ -148,8 +148,7 @@ def test_files_of_sound_are_files_of_the_run(tmp_path, name, holds, compare):
     path, medium = tmp_path / name, media.Clips(8.0, 24_000)
     clip, sound = np.zeros((5, 16, 16, 3), dtype=np.uint8), torch.zeros(2, 240)
     medium.require_output(path, compare=compare, force=False)
-    files = medium.files(path, compare=compare)
-    written = medium.write(clip, path, sound)
+    files, written = medium.files(path, compare=compare), medium.write(clip, path, sound)
     if compare:
         written += medium.write_comparison(clip, clip, ("plain", "accelerated"), path, (sound, sound))
     assert sorted(files) == sorted(written) == sorted(tmp_path.iterdir())

@@ -63,8 +63,7 @@ def require_same(stage, vae, shapes, backend="reference"):
     """Both the first output of a shape, which is compared, and the second are the autoencoder's own, to rounding."""
     run = decoded if stage is FusedDecode else encoded
     inputs = [latents(*shape) for shape in shapes]
-    outputs = [run(vae, values) for values in inputs]
-    fused = stage(vae, backend)
+    outputs, fused = [run(vae, values) for values in inputs], stage(vae, backend)
     for _ in range(2 if backend == "reference" else 1):
         for values, output in zip(inputs, outputs, strict=True):
             found = run(vae, values)

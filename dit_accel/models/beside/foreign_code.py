@@ -173,8 +173,7 @@ def _inside(transformer: nn.Module) -> Iterator[Code]:
             is_other = isinstance(value, FUNCTIONS) and getattr(value, "__func__", value) is not forward
             if is_other and (name or key != "forward") and _is_foreign(value):
                 yield Code(f"{key} of {where}, {place_of_definition(value)},", (value, module))
-        processor = held.get("processor")
-        if processor is not None and _is_foreign(processor):
+        if (processor := held.get("processor")) is not None and _is_foreign(processor):
             yield Code(f"attention processor {type(processor).__name__} of {where}", (processor, module))
         for hook in _hooks(module, is_whole=not name):
             if _is_foreign(hook):

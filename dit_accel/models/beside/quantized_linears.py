@@ -1,7 +1,9 @@
 """Plain linear layers of a transformer's blocks that run in 8 bits while a pipeline is accelerated.
 
 Rounded copies are freed at the end of a run, unless CUDA graphs read them. Weights that have changed, or whose copies
-are gone, are rounded in the next call: all of Qwen-Image's take 107 ms. Layers neither plain nor torchao's stay.
+are gone, are rounded in the next call: all of Qwen-Image's take 107 ms. A write through ``.data``, which no counter
+shows, is noticed at the next run if it changes one of 512 values of a weight; comparing all would take as long as to
+round. After a smaller one call ``reset()`` of the acceleration. Layers neither plain nor torchao's stay.
 
 With ``weights: host`` the original weights wait on the host, and rounded copies stay on the device, modulations too. A
 layer that must run unchanged gets its weight back.
@@ -259,6 +261,10 @@ class QuantizedLinears:
     def _can_wait(self) -> bool:
         """Return True if weights may wait on the host: they are not compiled in or moved by group offload."""
         return not any(is_compiled(item) or find_hook(item, OFFLOAD_HOOK) for item in self._transformer.modules())
+
+    def forget(self) -> None:
+        """Round all weights again in the next call, in place of their copies, which graphs read."""
+        self._run, self._states = None, {}
 
     def release(self) -> None:
         """Free the rounded weights after a run, unless the original weights wait on the host."""

@@ -137,8 +137,7 @@ class Bench:
         """
         row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
         trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
+        if on_gpu := self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         try:
             with method.put_on(self.subject):
@@ -154,8 +153,7 @@ class Bench:
         except Exception as error:  # one failing method must not stop the others
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
             self._check(trace)
-        reloaded = trace.distance > self._tolerance
-        if reloaded:
+        if reloaded := trace.distance > self._tolerance:
             self._reload()
         return row | {"left_behind": trace.left_behind, "reloaded": reloaded}
 
