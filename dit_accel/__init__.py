@@ -35,12 +35,21 @@ __version__ = "0.1.0"
 
 # Module of each public name; imported at first use, so that `import dit_accel` is quick and touches no GPU.
 _HOMES = {
-    "accelerate_pipeline": "pipeline", "accelerate_transformer": "pipeline", "accelerated": "pipeline",
-    "restore_pipeline": "pipeline", "report": "pipeline", "AccelerateBlock": "modular_block",
-    "ClosedLoopConfig": "cache_config", "stateless": "models.hooks",
-    "parallelize_pipeline": "models.parallel.parallelize", "Acceleration": "pipeline", "Preset": "presets",
-    "load_preset": "models.presets", "preset_names": "presets", "RunReport": "loop.report",
-}  # fmt: skip
+    "accelerate_pipeline": "pipeline",
+    "accelerate_transformer": "pipeline",
+    "accelerated": "pipeline",
+    "restore_pipeline": "pipeline",
+    "report": "pipeline",
+    "AccelerateBlock": "modular_block",
+    "ClosedLoopConfig": "cache_config",
+    "stateless": "models.hooks",
+    "parallelize_pipeline": "models.parallel.parallelize",
+    "Acceleration": "pipeline",
+    "Preset": "presets",
+    "load_preset": "models.presets",
+    "preset_names": "presets",
+    "RunReport": "loop.report",
+}
 
 __all__ = [*_HOMES, "__version__"]
 

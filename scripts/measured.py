@@ -45,10 +45,13 @@ def run_of(rows: Sequence[tuple[float, float]], models: set[str], steps: int, dt
     """An entry of measured.json from computed fractions and PSNRs in dB."""
     computed, psnr = zip(*rows, strict=True)
     return {
-        "steps": steps, "computed": [round(min(computed), 2), round(max(computed), 2)],
-        "psnr": [float(f"{min(psnr):.0f}"), float(f"{max(psnr):.0f}")], "models": sorted(models), "dtype": dtype,
+        "steps": steps,
+        "computed": [round(min(computed), 2), round(max(computed), 2)],
+        "psnr": [float(f"{min(psnr):.0f}"), float(f"{max(psnr):.0f}")],
+        "models": sorted(models),
+        "dtype": dtype,
         "source": source,
-    }  # fmt: skip
+    }
 
 
 def loop_runs(level: str, kind: tuple[Sequence[str], str, str], *, video: bool) -> list[Run]:

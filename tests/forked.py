@@ -16,9 +16,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 LONGEST = 180  # seconds of one check of ranks
 IMPORTED = (
-    "diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.auto_pipeline", "dit_accel.cli",
-    "dit_accel.serving.http.server", "dit_accel.serving.worker",
-)  # fmt: skip
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.auto_pipeline",
+    "dit_accel.cli",
+    "dit_accel.serving.http.server",
+    "dit_accel.serving.worker",
+)
 
 
 def run_forked(ranks: int, run: Callable[[int], None]) -> int:

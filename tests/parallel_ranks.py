@@ -39,15 +39,19 @@ TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
 BLOCKS = {"size": 64}
 CLIP_BLOCKS = {"size": 64, "token_order": "hilbert"}
 PRESETS = {
-    "exact": ("exact", {}), "balanced": ("balanced", {}), "layer": ("balanced", {"forecast": {"level": "layer"}}),
+    "exact": ("exact", {}),
+    "balanced": ("balanced", {}),
+    "layer": ("balanced", {"forecast": {"level": "layer"}}),
     "sparse": ("exact", {"skip": TILES, "blocks": BLOCKS}),
     "residual": ("exact", {"skip": TILES | {"refresh": 2, "residual": True, "probe_blocks": 1}, "blocks": BLOCKS}),
-}  # fmt: skip
+}
 # Cases have every preset or kind of block, and each family with some of them.
 SHARED = {
-    "flux": ("exact", "balanced", "sparse", "residual"), "wan": ("balanced", "sparse"),
-    "hunyuan": ("exact", "sparse"), "qwen-image": ("residual", "sparse"),
-}  # fmt: skip
+    "flux": ("exact", "balanced", "sparse", "residual"),
+    "wan": ("balanced", "sparse"),
+    "hunyuan": ("exact", "sparse"),
+    "qwen-image": ("residual", "sparse"),
+}
 ODD = {"flux": ("balanced", "residual"), "wan": ("exact", "sparse"), "3 heads": ("balanced", "residual")}
 FUSES = {"flux": ("layer", "exact"), "hunyuan": ("layer", "exact"), "minimax-h3": ("layer", "sparse")}
 FUSES |= dict.fromkeys(("flux2", "wan", "qwen-image"), ("layer",))
@@ -107,11 +111,16 @@ def accelerate(pipe, preset: str, name: str, **more: str):
 def compared(pipe, result: torch.Tensor, alone: torch.Tensor, modes: list[str]) -> dict:
     report, alone = pipe.dit_accel.report(), alone.to(result.device)
     return {
-        "error": ((result - alone).norm() / alone.norm()).item(), "sum": result.double().sum().item(), "alone": modes,
-        "modes": [step.mode for step in report.steps], "errors": [step.error for step in report.steps],
-        "fallbacks": report.fallbacks, "computed": report.computed_fraction, "held": report.cache_bytes,
+        "error": ((result - alone).norm() / alone.norm()).item(),
+        "sum": result.double().sum().item(),
+        "alone": modes,
+        "modes": [step.mode for step in report.steps],
+        "errors": [step.error for step in report.steps],
+        "fallbacks": report.fallbacks,
+        "computed": report.computed_fraction,
+        "held": report.cache_bytes,
         "expected": report.estimated_bytes,
-    }  # fmt: skip
+    }
 
 
 def modes_of(pipe) -> list[str]:
@@ -203,9 +212,11 @@ def graphs() -> dict:
             accelerate(pipe, preset, name, **{"kernels.graphs": "auto" if dist.get_rank() == 0 else "never"})
             outputs = [output(pipe, name) for _ in range(2)]
         found[f"{name}, {preset}, {blocks} blocks"] = {
-            "equal": all(torch.equal(item, expected) for item in outputs), "parts": counted.parts,
-            "replays": counted.replays, "notes": pipe.dit_accel.report().notes,
-        }  # fmt: skip
+            "equal": all(torch.equal(item, expected) for item in outputs),
+            "parts": counted.parts,
+            "replays": counted.replays,
+            "notes": pipe.dit_accel.report().notes,
+        }
     return found | {"after uneven calls": after_uneven_calls()}
 
 

@@ -10,21 +10,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CODE = {".py", ".cu", ".cuh", ".yaml"}
 LINES = {  # of code
-    "dit_accel": 39_890,
-    "dit_accel/cli": 2_545,
+    "dit_accel": 40_060,
+    "dit_accel/cli": 2_605,
     "dit_accel/kernels": 9_700,
     "dit_accel/loop": 3_613,
-    "dit_accel/models": 8_396,
+    "dit_accel/models": 8_410,
     "dit_accel/presets": 1_240,
-    "dit_accel/serving": 4_010,
+    "dit_accel/serving": 4_030,
     "dit_accel/sla": 380,
     "dit_accel/sparse": 1_394,
     "dit_accel/stages": 2_136,
     "dit_accel/tools": 5_570,
     "scripts": 14_850,
-    "tests": 37_920,
+    "tests": 38_150,
 }
 WORDS = 35_730  # of all pages
+PACKED = 116  # statements that ruff may not format: tables
 RESULTS = 2_530_000  # bytes of docs/results
 
 
@@ -36,6 +37,16 @@ def files(folder: str, suffixes: set[str]) -> list[Path]:
 def test_code_stays_within_its_lines():
     counted = {name: sum(path.read_bytes().count(b"\n") for path in files(name, CODE)) for name in LINES}
     assert {name: lines for name, lines in counted.items() if lines > LINES[name]} == {}
+
+
+def test_lines_are_not_packed():
+    """Statements out of ruff's reach hide lines from the ceilings."""
+    marks = [
+        path.read_text(encoding="utf-8").count("# fmt: " + "skip")
+        for top in ("dit_accel", "scripts", "tests")
+        for path in files(top, {".py"})
+    ]
+    assert sum(marks) <= PACKED
 
 
 def test_a_class_name_stands_once():

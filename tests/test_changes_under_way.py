@@ -15,11 +15,15 @@ from tests.tiny import PROMPT, tiny_output, tiny_pipeline
 STEPS = 16
 # Arguments that turn classifier-free guidance on, and off.
 GUIDANCE = {
-    "flux": ({"negative_prompt": "blurred", "true_cfg_scale": 2.0}, {}), "flux-controlnet": ({}, {}),
-    "flux-ip-adapter": ({}, {}), "sd3": ({"negative_prompt": "blurred"}, {"guidance_scale": 1.0}),
-    "qwen-image": ({}, {"true_cfg_scale": 1.0}), "wan": ({}, {"guidance_scale": 1.0}),
-    "ltx": ({}, {"guidance_scale": 1.0}), "hunyuan": ({"negative_prompt": "blurred", "true_cfg_scale": 3.0}, {}),
-}  # fmt: skip
+    "flux": ({"negative_prompt": "blurred", "true_cfg_scale": 2.0}, {}),
+    "flux-controlnet": ({}, {}),
+    "flux-ip-adapter": ({}, {}),
+    "sd3": ({"negative_prompt": "blurred"}, {"guidance_scale": 1.0}),
+    "qwen-image": ({}, {"true_cfg_scale": 1.0}),
+    "wan": ({}, {"guidance_scale": 1.0}),
+    "ltx": ({}, {"guidance_scale": 1.0}),
+    "hunyuan": ({"negative_prompt": "blurred", "true_cfg_scale": 3.0}, {}),
+}
 SLACK = 0.02  # relative error of a changed run beyond three times that of an unchanged one
 
 

@@ -11,10 +11,12 @@ from tests.tiny import tiny_output, tiny_pipeline
 DROPPED = "the pipeline has dropped its transformer"
 REPLACED = "pipe.transformer was replaced"
 CASES = {
-    "flux": ("flux", "transformer", {}), "flux-layer": ("flux", "transformer", {"level": "layer"}),
-    "wan": ("wan", "transformer", {}), "controlled": ("flux-controlnet", "transformer", {}),
+    "flux": ("flux", "transformer", {}),
+    "flux-layer": ("flux", "transformer", {"level": "layer"}),
+    "wan": ("wan", "transformer", {}),
+    "controlled": ("flux-controlnet", "transformer", {}),
     "control-net": ("flux-controlnet", "controlnet", {}),
-}  # fmt: skip
+}
 
 
 def is_freed_once(pipe, part, successor):

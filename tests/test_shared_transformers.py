@@ -217,15 +217,17 @@ def test_a_transformer_outlives_its_pipeline():
 
 
 CHANGES = {
-    "restore": restore_pipeline, "restore twin": lambda pipe: restore_pipeline(twin_of(pipe)),
+    "restore": restore_pipeline,
+    "restore twin": lambda pipe: restore_pipeline(twin_of(pipe)),
     "own restore": lambda pipe: pipe.dit_accel.restore(),
     "accelerate": lambda pipe: accelerate_pipeline(pipe, "quality"),
     "accelerate twin": lambda pipe: accelerate_pipeline(twin_of(pipe), "exact"),
     "in order": lambda pipe: accelerate_pipeline(restore_pipeline(pipe), "exact"),
     "accelerate transformer": lambda pipe: accelerate_transformer(pipe.transformer),
-    "reset": lambda pipe: pipe.dit_accel.reset(), "report": lambda pipe: report(twin_of(pipe)),
+    "reset": lambda pipe: pipe.dit_accel.reset(),
+    "report": lambda pipe: report(twin_of(pipe)),
     "delete": lambda pipe: delattr(pipe, "dit_accel"),
-}  # fmt: skip
+}
 PLACES = ("block", "callback", "text_encoder_2", "block", "decoder")
 
 

@@ -21,12 +21,17 @@ CODE = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py
 
 # Words that do not belong, and words to use instead.
 WORDS = {
-    r"judg(?:e|es|ed|ing)": "compare, measure, check", r"told(?! apart)|tells(?! apart)": "given, shows, says",
+    r"judg(?:e|es|ed|ing)": "compare, measure, check",
+    r"told(?! apart)|tells(?! apart)": "given, shows, says",
     r"reckon\w*": "counts, estimates",
     r"(?:run|runs|ran|running) densely": "uses dense attention, falls back to dense attention",
-    r"beside": "with, next to, compared with", r"ma(?:de|kes?) good": "corrects",
-    r"pictures?": "image, video, output", r"clips?": "video", r"peers?": "other methods", r"the like": "name it",
-}  # fmt: skip
+    r"beside": "with, next to, compared with",
+    r"ma(?:de|kes?) good": "corrects",
+    r"pictures?": "image, video, output",
+    r"clips?": "video",
+    r"peers?": "other methods",
+    r"the like": "name it",
+}
 BEGINNINGS = re.compile(r"(What|Those|Of|Whether|Likewise)\b")
 TECHNICAL = re.compile(  # a scheduler's operation, an argument's name, and templates of prompts
     r"clips? or (?:threshold|adds noise)|clip must be|a (?:picture|clip) of \{"

@@ -72,9 +72,12 @@ def _require_text(arguments: Sequence[str]) -> None:
 
 
 app = typer.Typer(
-    cls=_Commands, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False,
+    cls=_Commands,
+    help=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)
 for module in (recommend, generate, serve, inspect, web_app, tune, compare, report):
     app.command("app" if module is web_app else module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(presets.app, name="presets")

@@ -30,9 +30,15 @@ RESULTS = {"index", "file", "sha256", "batch", "seconds", "report", "contract"} 
 
 
 def run_jobs(
-    engine: Worker | RayEngine, jobs: Sequence[Job], folder: Path, facts: dict[str, Any], console: Console, *,
-    batch_size: int, force: bool,
-) -> None:  # fmt: skip
+    engine: Worker | RayEngine,
+    jobs: Sequence[Job],
+    folder: Path,
+    facts: dict[str, Any],
+    console: Console,
+    *,
+    batch_size: int,
+    force: bool,
+) -> None:
     """Generate the outputs that are missing; those of other settings are an error, unless ``force`` replaces them."""
     rows = {job.index: facts | job.settings | {"preset": engine.loaded.values_of(job)} for job in jobs}
     if leads():

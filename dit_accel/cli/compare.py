@@ -51,8 +51,10 @@ class CompareOptions(RunOptions):
     )
     output: Path = option(
         "Stem of the output files: NAME.json, NAME.md and two plots. An interrupted comparison resumes from NAME.json.",
-        "--output", "-o", default=Path("comparison"),
-    )  # fmt: skip
+        "--output",
+        "-o",
+        default=Path("comparison"),
+    )
     images: bool = option(
         "Also write the images to the folder NAME-images, and a contact sheet of our presets to NAME-sheet.png; of a "
         "video the frame in its middle.",
@@ -101,11 +103,15 @@ def compare(options: CompareOptions, texts: list[str], minutes: float = math.inf
     sheet = Sheet(options.output, len(texts)) if options.images else None
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(
-            lambda: progress.watch(loaded.pop() if loaded else load(Console(quiet=True))), arguments,
+            lambda: progress.watch(loaded.pop() if loaded else load(Console(quiet=True))),
+            arguments,
             [Prompt(text, options.seed + index) for index, text in enumerate(texts)],
             Prompt(next(text for text in tuning_prompts(options.model) if text not in texts), options.seed),
-            progress.begin, options.repeats, plain_steps, *([] if sheet is None else [sheet.add]),
-        )  # fmt: skip
+            progress.begin,
+            options.repeats,
+            plain_steps,
+            *([] if sheet is None else [sheet.add]),
+        )
         if sheet is not None and not bench.makes_images:
             raise ArgumentError("images", f"{type(pipe).__name__} makes sound alone; leave the option out")
         del pipe  # so that the bench can free it before it loads another

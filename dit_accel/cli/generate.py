@@ -43,9 +43,12 @@ class GenerateOptions(RunOptions):
     )
     negative_prompt: str | None = option("Negative prompt. On FLUX and HunyuanVideo it needs --guidance above 1.")
     fps: float | None = option(
-        "Frames per second of the written video; models with sound also generate at it.", min=1, max=100,
-        callback=shared.require_finite, show_default="the model's",
-    )  # fmt: skip
+        "Frames per second of the written video; models with sound also generate at it.",
+        min=1,
+        max=100,
+        callback=shared.require_finite,
+        show_default="the model's",
+    )
     num_images: int | None = option(
         "Number of images, written as NAME-0.png, NAME-1.png, …; not for video.", min=1, max=shared.MOST_IMAGES
     )

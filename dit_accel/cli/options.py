@@ -74,9 +74,11 @@ def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any],
 
 def repeats_option() -> Any:
     return option(
-        "Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.", default=REPEATS,
-        min=1, max=MOST_REPEATS,
-    )  # fmt: skip
+        "Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.",
+        default=REPEATS,
+        min=1,
+        max=MOST_REPEATS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,11 @@ class SizeOptions:
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:
     model: str = option(
-        "Folder of a diffusers pipeline, model id on the Hugging Face Hub, or name of a demo model.", "--model", "-m",
+        "Folder of a diffusers pipeline, model id on the Hugging Face Hub, or name of a demo model.",
+        "--model",
+        "-m",
         default=DEFAULT_MODEL,
-    )  # fmt: skip
+    )
     dtype: Literal["bfloat16", "float16", "float32"] | None = option(
         "Data type of weights and activations.", show_default="bfloat16 on CUDA, otherwise float32"
     )

@@ -35,10 +35,17 @@ def command(options: RecommendOptions) -> None:
 
     present = known_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     found = recommend(
-        options.model, gpu=options.gpu or present, steps=options.steps, height=options.height, width=options.width,
-        frames=options.num_frames, loras=parse_loras(options.lora), quantized=options.quantized,
-        distilled=options.distilled, gpus=options.gpus,
-    )  # fmt: skip
+        options.model,
+        gpu=options.gpu or present,
+        steps=options.steps,
+        height=options.height,
+        width=options.width,
+        frames=options.num_frames,
+        loras=parse_loras(options.lora),
+        quantized=options.quantized,
+        distilled=options.distilled,
+        gpus=options.gpus,
+    )
     typer.echo(f"{found.model.name}: {found.model.title}\n")
     for preset, use in (("preset", "use it as"), *found.choices):
         typer.echo(f"{preset:<14}{use}")

@@ -80,11 +80,21 @@ def command(options: TuneOptions) -> None:
             progress.begin(what, share=1.0)
 
         result = tune(
-            progress.watch(pipe), base, prompts=listed, target_psnr=options.target_psnr,
-            target_error=options.target_error, coverage=options.coverage, tuning_prompts=options.tuning_count,
-            held_out_prompts=options.held_out_count, arguments=arguments, seed=options.seed,
-            evaluations=options.evaluations, state=state, progress=tell, **nested(overrides),
-        )  # fmt: skip
+            progress.watch(pipe),
+            base,
+            prompts=listed,
+            target_psnr=options.target_psnr,
+            target_error=options.target_error,
+            coverage=options.coverage,
+            tuning_prompts=options.tuning_count,
+            held_out_prompts=options.held_out_count,
+            arguments=arguments,
+            seed=options.seed,
+            evaluations=options.evaluations,
+            state=state,
+            progress=tell,
+            **nested(overrides),
+        )
     result.write(output)
     result.plot(plot)
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -55,10 +55,16 @@ def command(options: AppOptions) -> None:
     page = Page(playground, model, offered, any_model=options.host in LOOPBACK and not options.share).blocks
     try:
         _, local, public = page.launch(
-            server_name=options.host, server_port=options.port, share=options.share, quiet=True, ssr_mode=False,
-            css_paths=CSS, theme=gr.themes.Default(**THEME), footer_links=["api", "settings"],
+            server_name=options.host,
+            server_port=options.port,
+            share=options.share,
+            quiet=True,
+            ssr_mode=False,
+            css_paths=CSS,
+            theme=gr.themes.Default(**THEME),
+            footer_links=["api", "settings"],
             prevent_thread_lock=True,
-        )  # fmt: skip
+        )
     except OSError:
         message = f"can't listen on {options.host}:{options.port}; give another --host or --port"
         raise ArgumentError("port", message) from None

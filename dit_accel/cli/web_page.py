@@ -59,9 +59,14 @@ class Page:
                 with gr.Column(elem_id="settings"):
                     self._lay_out_settings(first, model, any_model)
             self._gallery = gr.Gallery(
-                label="This session", columns=6, height="auto", object_fit="contain", interactive=False,
-                visible=False, elem_id="gallery",
-            )  # fmt: skip
+                label="This session",
+                columns=6,
+                height="auto",
+                object_fit="contain",
+                interactive=False,
+                visible=False,
+                elem_id="gallery",
+            )
             self._connect()
 
     def _lay_out_results(self) -> None:
@@ -81,18 +86,25 @@ class Page:
 
         settings = web_texts.preset_of(DEFAULT, is_video=first.is_video)
         self._model = gr.Dropdown(
-            self._models, value=model, label=web_texts.LABELS["model"],
+            self._models,
+            value=model,
+            label=web_texts.LABELS["model"],
             info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
             allow_custom_value=any_model,
-        )  # fmt: skip
+        )
         self._preset = gr.Dropdown(
             first.presets, value=DEFAULT, label=web_texts.LABELS["preset"], info=_described(settings), elem_id="preset"
         )
         self._own_target = gr.Checkbox(True, label="The preset's own target_error")
         self._target = gr.Slider(
-            0.01, 1, value=web_texts.target_of(settings), step=0.01, label="target_error",
-            info="Lower is closer to plain, higher is faster.", buttons=[],
-        )  # fmt: skip
+            0.01,
+            1,
+            value=web_texts.target_of(settings),
+            step=0.01,
+            label="target_error",
+            info="Lower is closer to plain, higher is faster.",
+            buttons=[],
+        )
         with gr.Row():
             self._numbers = {"steps": _number("steps", first)}
             self._seed = gr.Number(0, label=web_texts.LABELS["seed"], min_width=90)
@@ -110,10 +122,16 @@ class Page:
         choices = [self._prompt, self._model, self._preset, self._own_target, self._target, self._seed, *numbers]
         results = [self._preview, self._video, self._slider, self._figures, self._timelines]
         run = gr.on(
-            [self._begin.click, self._prompt.submit, self._target.release], self.make, [*choices, self._session],
-            [self._status, *results, self._session, self._gallery], api_name="make", trigger_mode="once",
-            concurrency_limit=1, show_progress="minimal", show_progress_on=self._status,
-        )  # fmt: skip
+            [self._begin.click, self._prompt.submit, self._target.release],
+            self.make,
+            [*choices, self._session],
+            [self._status, *results, self._session, self._gallery],
+            api_name="make",
+            trigger_mode="once",
+            concurrency_limit=1,
+            show_progress="minimal",
+            show_progress_on=self._status,
+        )
         run.then(self.fill_numbers, [self._model, *numbers], numbers, **quick)
         self._cancel.click(_cancelled, self._status, self._status, cancels=run, **quick)
         of_preset = [self._preset, self._own_target, self._target, self._status]
@@ -125,10 +143,19 @@ class Page:
         self.blocks.load(None, js=TAB_SELECTS, api_visibility="private")
 
     def make(
-        self, prompt: str, model: str, preset: str, own_target: bool, target: float, seed: float | None,
-        steps: float | None, height: float | None, width: float | None, num_frames: float | None,
+        self,
+        prompt: str,
+        model: str,
+        preset: str,
+        own_target: bool,
+        target: float,
+        seed: float | None,
+        steps: float | None,
+        height: float | None,
+        width: float | None,
+        num_frames: float | None,
         history: list[tuple[Any, str]],
-    ) -> Iterator[dict[Any, Any]]:  # fmt: skip
+    ) -> Iterator[dict[Any, Any]]:
         import gradio as gr
 
         boxes = (seed or 0, steps, height, width, num_frames)

@@ -249,10 +249,19 @@ class Controller:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("step %d: %s, %s, %s", tick.step, mode.value, described.transformer, branch.name)
         return Call(
-            transformer=described.transformer, mode=mode, modes=modes, tick=tick, course=self.branches.course,
-            branch=branch, records=records, report=self.report, elapsed=elapsed, skips=skips,
-            forecasts_output=mode is StepMode.DISPATCH and self.preset.forecast.level == "output", place=place,
-        )  # fmt: skip
+            transformer=described.transformer,
+            mode=mode,
+            modes=modes,
+            tick=tick,
+            course=self.branches.course,
+            branch=branch,
+            records=records,
+            report=self.report,
+            elapsed=elapsed,
+            skips=skips,
+            forecasts_output=mode is StepMode.DISPATCH and self.preset.forecast.level == "output",
+            place=place,
+        )
 
     def _begin_run(self) -> None:
         """Begin a run, with its own report; a call may have one for each chunk, segment or stage of a video."""

@@ -124,10 +124,15 @@ class Session:
             shapes += driver.lengths(arguments)
         step = getattr(context, "step_index", None)
         return TransformerCall(
-            driver.name, getattr(context, "name", context), timestep, (*shapes, arguments.get("return_dict", True)),
+            driver.name,
+            getattr(context, "name", context),
+            timestep,
+            (*shapes, arguments.get("return_dict", True)),
             None if step is None else Place(step, context.num_inference_steps),
-            [*chain.from_iterable(map(latents.get, ALL_LATENTS, repeat(())))], session=self, arguments=arguments,
-        )  # fmt: skip
+            [*chain.from_iterable(map(latents.get, ALL_LATENTS, repeat(())))],
+            session=self,
+            arguments=arguments,
+        )
 
     def _aside(self, reason: str, timestep: Any, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a call without the loop, which notes the reason."""

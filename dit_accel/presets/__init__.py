@@ -16,6 +16,20 @@ from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory
 from dit_accel.presets.skip import Skip
 
 __all__ = [
-    "Blocks", "Forecast", "Kernels", "Linear", "Memory", "Preset", "Reuse", "Schedule", "Skip", "Stages",
-    "default_preset", "load_preset", "measured", "preset_names", "preset_path", "preset_schema",
-]  # fmt: skip
+    "Blocks",
+    "Forecast",
+    "Kernels",
+    "Linear",
+    "Memory",
+    "Preset",
+    "Reuse",
+    "Schedule",
+    "Skip",
+    "Stages",
+    "default_preset",
+    "load_preset",
+    "measured",
+    "preset_names",
+    "preset_path",
+    "preset_schema",
+]

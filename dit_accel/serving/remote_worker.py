@@ -83,9 +83,14 @@ class RemoteWorker:
     """
 
     def __init__(
-        self, setup: Setup, patience: float | None, start: Callable[[Setup], Any] = LocalProcess, attempts: int = 2,
-        models: Mapping[str, Setup] = MappingProxyType({}), most: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        setup: Setup,
+        patience: float | None,
+        start: Callable[[Setup], Any] = LocalProcess,
+        attempts: int = 2,
+        models: Mapping[str, Setup] = MappingProxyType({}),
+        most: int = 1,
+    ) -> None:
         self._setup, self._patience, self._start, self._attempts = setup, patience, start, attempts
         self.models, self._most = models, most
         self._resting: dict[str, tuple[Any, Loaded]] = {}  # processes of other models, the least recently used first

@@ -84,9 +84,12 @@ class Worker:
             self.pipe.dit_accel.end_next_run(self.pipe, started, *limits)
 
     def make(
-        self, batch: Sequence[Job], suffix: str | None = None, previews: JobPreviews | None = None,
+        self,
+        batch: Sequence[Job],
+        suffix: str | None = None,
+        previews: JobPreviews | None = None,
         tell: Callable[[int, int], None] | None = None,
-    ) -> list[Made]:  # fmt: skip
+    ) -> list[Made]:
         """Run jobs that share their settings in one call of the pipeline; ``suffix`` None = :attr:`suffix`."""
         output = self.call(batch, tell, previews and previews.callback())
         if previews:
@@ -107,9 +110,11 @@ class Worker:
         return results
 
     def call(
-        self, batch: Sequence[Job], tell: Callable[[int, int], None] | None = None,
+        self,
+        batch: Sequence[Job],
+        tell: Callable[[int, int], None] | None = None,
         at_step_end: Callable[..., dict[str, Any]] | None = None,
-    ) -> Output:  # fmt: skip
+    ) -> Output:
         """Call the pipeline once, for jobs that share their settings; ``at_step_end`` is the call's callback."""
         arguments = self._arguments(batch)
         if self._loras is not None:

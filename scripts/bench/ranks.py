@@ -112,9 +112,11 @@ def half_tiles(bench: Bench) -> Row:
 
 
 RUNS: dict[str, Callable[[Bench], Row]] = {
-    "plain": Bench.plain, "exact": exact, f"14 of {STEPS} steps": partial(fifty, name="balanced"),
+    "plain": Bench.plain,
+    "exact": exact,
+    f"14 of {STEPS} steps": partial(fifty, name="balanced"),
     "half of the tiles": half_tiles,
-}  # fmt: skip
+}
 GUIDED: dict[str, Callable[[Bench], Row]] = {  # both branches; with several devices one each
     "two branches, exact": exact,
     f"two branches, 14 of {STEPS} steps": partial(fifty, name="balanced"),

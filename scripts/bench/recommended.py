@@ -96,11 +96,16 @@ def call_of(pipe: Any, case: Case, most: int, *, tiny: bool) -> Row:
     each = {"computed_seconds": min(computed[-2:]), "forecast_seconds": statistics.median(forecast or [0.0])}
     left = more * each["computed_seconds"] + (call.steps - steps - more) * each["forecast_seconds"]
     return {
-        "steps": call.steps, "seconds": output.seconds + left, **each,
-        "measured_steps": [step.mode for step in report.steps], "measured_seconds": output.seconds,
-        "stages": output.stages, **memory, "decoded": report.decoding,
+        "steps": call.steps,
+        "seconds": output.seconds + left,
+        **each,
+        "measured_steps": [step.mode for step in report.steps],
+        "measured_seconds": output.seconds,
+        "stages": output.stages,
+        **memory,
+        "decoded": report.decoding,
         **{key: getattr(report, key) for key in OF_REPORT if key != "memory_measures"},
-    }  # fmt: skip
+    }
 
 
 def _options() -> argparse.Namespace:

@@ -183,9 +183,15 @@ def timed(bench: Bench, case: Case, way: str, steps: int, device: torch.device) 
         facts |= {"replayed": report.replayed, "not_captured": report.not_captured}
     whole = begin + count * computed + (case.steps - count) * (forecast or 0.0)
     return {
-        "start_seconds": begin, "computed_seconds": computed, "forecast_seconds": forecast, "computed_steps": count,
-        "seconds": whole, "seconds_each": seconds, **memory, **facts,
-    }  # fmt: skip
+        "start_seconds": begin,
+        "computed_seconds": computed,
+        "forecast_seconds": forecast,
+        "computed_steps": count,
+        "seconds": whole,
+        "seconds_each": seconds,
+        **memory,
+        **facts,
+    }
 
 
 def _copies(run: Iterator[torch.Tensor], device: torch.device) -> Row:

@@ -161,13 +161,15 @@ def wrong(row: Row, rows: list[Row]) -> list[str]:
     by_deadline, floor = decided == "deadline", "target_psnr" in fields
     named = "floor" if floor else "budget" if "computed_steps" in fields else "deadline" if limit else "preset"
     statements = {
-        "steps": stated["steps"] == fields["steps"], "seconds": took <= row["seconds"] <= took + 1.0,
+        "steps": stated["steps"] == fields["steps"],
+        "seconds": took <= row["seconds"] <= took + 1.0,
         "deadline_met": stated.get("deadline_met") == (None if limit is None else took <= limit),
-        "a step too late": steps_late(row) <= 1.0, "computed_steps": stated["computed_steps"] <= budget,
+        "a step too late": steps_late(row) <= 1.0,
+        "computed_steps": stated["computed_steps"] <= budget,
         "budget": decided != "budget" or stated["computed_steps"] == budget,
         "decided_by": decided == named or (by_deadline and limit is not None),
         "floor_met": stated.get("floor_met") == (not by_deadline if floor else None),
-    }  # fmt: skip
+    }
     return [f"{fields}: {name} of {stated}" for name, is_true in statements.items() if not is_true]
 
 

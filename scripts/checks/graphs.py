@@ -128,11 +128,13 @@ def step(benches: dict[str, Bench], density: float, timed: int) -> dict[str, Any
     same_tiles = all(item == tiles[0] for item in tiles)
     captured = bench.device.type == "cpu" or runs["always"]["graphs"] > 0
     return {
-        "largest_difference": max(differences), "same_tiles": same_tiles,
+        "largest_difference": max(differences),
+        "same_tiles": same_tiles,
         "tile_density": statistics.mean(tiles[0]) if tiles[0] else 1.0,
-        "saved": 1 - runs["always"]["ms"] / runs["never"]["ms"], **runs,
+        "saved": 1 - runs["always"]["ms"] / runs["never"]["ms"],
+        **runs,
         "passed": max(differences) == 0 and same_tiles and captured,
-    }  # fmt: skip
+    }
 
 
 def _measured(bench: Bench, preset: Preset, timed: int) -> dict[str, Any]:
@@ -189,9 +191,12 @@ def tiny_run(family: str, device: str) -> dict[str, Any]:
     differences = [(a.float() - b.float()).abs().max().item() for a, b in zip(*outputs.values(), strict=True)]
     report, driver = pipe.dit_accel.report(), pipe.dit_accel._drivers[0]
     return {
-        "largest_difference": max(differences), "modes": report.steps_by_mode, "graphs": len(driver.graphs),
-        "notes": report.notes, "passed": max(differences) == 0,
-    }  # fmt: skip
+        "largest_difference": max(differences),
+        "modes": report.steps_by_mode,
+        "graphs": len(driver.graphs),
+        "notes": report.notes,
+        "passed": max(differences) == 0,
+    }
 
 
 def _options() -> argparse.Namespace:

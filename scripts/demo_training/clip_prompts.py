@@ -22,16 +22,19 @@ TIME_OF_DAY = {"hills": "noon", "desert": "noon", "sea": "sunset", "mountains": 
 LANE_MOTIONS = ("left", "right", "side to side", "turns", "rests")  # of two actors that stay above each other
 
 MOTION_WORDS = {
-    "left": ("moves to the left", "moves left"), "right": ("moves to the right", "moves right"),
-    "up": ("moves up", "rises"), "down": ("moves down", "sinks"),
+    "left": ("moves to the left", "moves left"),
+    "right": ("moves to the right", "moves right"),
+    "up": ("moves up", "rises"),
+    "down": ("moves down", "sinks"),
     "up left": ("moves up to the left", "rises to the left"),
     "up right": ("moves up to the right", "rises to the right"),
     "down left": ("moves down to the left", "sinks to the left"),
     "down right": ("moves down to the right", "sinks to the right"),
     "side to side": ("bounces from side to side", "bounces left and right"),
-    "up and down": ("bounces up and down", "bounces"), "turns": ("turns", "turns around"),
+    "up and down": ("bounces up and down", "bounces"),
+    "turns": ("turns", "turns around"),
     "rests": ("rests", "stays"),
-}  # fmt: skip
+}
 MOTIONS = tuple(MOTION_WORDS)
 COLOUR_WORDS = {colour: (colour,) for colour in COLOURS} | {"yellow": ("yellow", "golden")}
 RELATION_WORDS = {"above": ("above",), "below": ("below", "under")}

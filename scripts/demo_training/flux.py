@@ -107,10 +107,16 @@ class Flux(Family):
     def make_flow(self, tokenizers: tuple, *, small: bool) -> PromptedFlow:
         double_blocks, single_blocks, heads = (1, 1, 1) if small else self.blocks
         transformer = FluxTransformer2DModel(
-            in_channels=64, num_layers=double_blocks, num_single_layers=single_blocks, attention_head_dim=64,
-            num_attention_heads=heads, joint_attention_dim=T5_WIDTH, pooled_projection_dim=CLIP_WIDTH,
-            guidance_embeds=False, axes_dims_rope=(8, 28, 28),
-        )  # fmt: skip
+            in_channels=64,
+            num_layers=double_blocks,
+            num_single_layers=single_blocks,
+            attention_head_dim=64,
+            num_attention_heads=heads,
+            joint_attention_dim=T5_WIDTH,
+            pooled_projection_dim=CLIP_WIDTH,
+            guidance_embeds=False,
+            axes_dims_rope=(8, 28, 28),
+        )
         modulations = ("norm1.linear", "norm1_context.linear", "norm.linear", "norm_out.linear")
         init_transformer(transformer, zero=modulations)  # every block starts as the identity
         nn.init.zeros_(transformer.proj_out.weight)
@@ -130,10 +136,18 @@ class Flux(Family):
     def assemble(self, vae: AutoencoderKL, flow: PromptedFlow, tokenizers: tuple) -> FluxPipeline:
         """Build the pipeline with FLUX.1-dev's kind of schedule: shifted by the number of image tokens."""
         scheduler = FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, base_shift=self.shift[0], max_shift=self.shift[1],
-            base_image_seq_len=SHIFT_TOKENS[0], max_image_seq_len=SHIFT_TOKENS[1],
-        )  # fmt: skip
+            use_dynamic_shifting=True,
+            base_shift=self.shift[0],
+            max_shift=self.shift[1],
+            base_image_seq_len=SHIFT_TOKENS[0],
+            max_image_seq_len=SHIFT_TOKENS[1],
+        )
         return FluxPipeline(
-            scheduler=scheduler, vae=vae, text_encoder=flow.clip, tokenizer=tokenizers[0], text_encoder_2=flow.t5,
-            tokenizer_2=tokenizers[1], transformer=flow.transformer,
-        )  # fmt: skip
+            scheduler=scheduler,
+            vae=vae,
+            text_encoder=flow.clip,
+            tokenizer=tokenizers[0],
+            text_encoder_2=flow.t5,
+            tokenizer_2=tokenizers[1],
+            transformer=flow.transformer,
+        )

@@ -48,9 +48,11 @@ class Hunyuan(VideoFamily):
 
     name = "hunyuan"
     call: ClassVar[dict[str, Any]] = {
-        "true_cfg_scale": 3.0, "negative_prompt": "", "prompt_template": {"template": "{}", "crop_start": 0},
+        "true_cfg_scale": 3.0,
+        "negative_prompt": "",
+        "prompt_template": {"template": "{}", "crop_start": 0},
         "max_sequence_length": TEXT_TOKENS,
-    }  # fmt: skip
+    }
     guidance_argument = "true_cfg_scale"
 
     def make_vae(self, *, small: bool) -> AutoencoderKLHunyuanVideo:
@@ -106,10 +108,18 @@ class Hunyuan(VideoFamily):
 
     def make_flow(self, tokenizers: tuple, *, small: bool) -> HunyuanFlow:
         transformer = HunyuanVideoTransformer3DModel(
-            in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, num_attention_heads=1 if small else 3,
-            attention_head_dim=64, num_layers=1, num_single_layers=1 if small else 4, num_refiner_layers=1,
-            mlp_ratio=2.0, text_embed_dim=LLAMA_WIDTH, pooled_projection_dim=CLIP_WIDTH, rope_axes_dim=(16, 24, 24),
-        )  # fmt: skip
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_attention_heads=1 if small else 3,
+            attention_head_dim=64,
+            num_layers=1,
+            num_single_layers=1 if small else 4,
+            num_refiner_layers=1,
+            mlp_ratio=2.0,
+            text_embed_dim=LLAMA_WIDTH,
+            pooled_projection_dim=CLIP_WIDTH,
+            rope_axes_dim=(16, 24, 24),
+        )
         modulations = ("norm1.linear", "norm1_context.linear", "norm.linear", "norm_out.linear")
         init_transformer(transformer, zero=(*modulations, "guidance_embedder.linear_2"))
         nn.init.zeros_(transformer.proj_out.weight)
@@ -130,9 +140,14 @@ class Hunyuan(VideoFamily):
 
     def assemble(self, vae: AutoencoderKLHunyuanVideo, flow: HunyuanFlow, tokenizers: tuple) -> HunyuanVideoPipeline:
         return HunyuanVideoPipeline(
-            text_encoder=flow.llama, tokenizer=tokenizers[0], transformer=flow.transformer, vae=vae,
-            scheduler=make_scheduler(), text_encoder_2=flow.clip, tokenizer_2=tokenizers[1],
-        )  # fmt: skip
+            text_encoder=flow.llama,
+            tokenizer=tokenizers[0],
+            transformer=flow.transformer,
+            vae=vae,
+            scheduler=make_scheduler(),
+            text_encoder_2=flow.clip,
+            tokenizer_2=tokenizers[1],
+        )
 
 
 class _PadByEdges(torch.autograd.Function):

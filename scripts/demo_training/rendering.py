@@ -19,10 +19,13 @@ LANDSCAPE_NUMBERS = 8  # place, time, horizon, three phases, light_x, drift
 
 # Regular shapes fold onto one edge: corners, inner radius over outer radius, turn (radians), outer radius, rounding.
 FOLDS = {
-    "circle": (3, 1.0, 0.0, 1.0, 0.0), "square": (4, math.cos(math.pi / 4), math.pi / 4, 1.02, 0.12),
-    "triangle": (3, 0.5, 0.0, 1.08, 0.08), "star": (5, 0.46, 0.0, 1.06, 0.05), "heart": (3, 1.0, 0.0, 1.0, 0.0),
+    "circle": (3, 1.0, 0.0, 1.0, 0.0),
+    "square": (4, math.cos(math.pi / 4), math.pi / 4, 1.02, 0.12),
+    "triangle": (3, 0.5, 0.0, 1.08, 0.08),
+    "star": (5, 0.46, 0.0, 1.06, 0.05),
+    "heart": (3, 1.0, 0.0, 1.0, 0.0),
     "ring": (3, 1.0, 0.0, 1.0, 0.0),
-}  # fmt: skip
+}
 
 
 def pack_pictures(pictures: Sequence[Picture]) -> torch.Tensor:

@@ -30,22 +30,30 @@ HASH_CLASSES = 16
 MOST_OBJECTS = 6
 
 PLACE_WORDS = {
-    "hills": ("green hills", "the hills"), "desert": ("a golden desert", "the desert"),
-    "sea": ("a calm sea", "the sea"), "mountains": ("snowy mountains", "the mountains"),
-}  # fmt: skip
+    "hills": ("green hills", "the hills"),
+    "desert": ("a golden desert", "the desert"),
+    "sea": ("a calm sea", "the sea"),
+    "mountains": ("snowy mountains", "the mountains"),
+}
 TIME_WORDS = {"noon": ("at noon", "by day"), "sunset": ("at sunset", "at dusk"), "night": ("at night", "by night")}
 SHAPE_WORDS = {
-    "circle": (("circle", "circles"), ("ball", "balls")), "square": (("square", "squares"), ("box", "boxes")),
-    "triangle": (("triangle", "triangles"),), "star": (("star", "stars"),), "heart": (("heart", "hearts"),),
+    "circle": (("circle", "circles"), ("ball", "balls")),
+    "square": (("square", "squares"), ("box", "boxes")),
+    "triangle": (("triangle", "triangles"),),
+    "star": (("star", "stars"),),
+    "heart": (("heart", "hearts"),),
     "ring": (("ring", "rings"), ("hoop", "hoops")),
-}  # fmt: skip
+}
 SIZE_WORDS = {"small": ("small", "little"), "medium": ("",), "large": ("large", "big")}
 TEXTURE_WORDS = {"plain": ("",), "striped": ("striped",), "dotted": ("dotted", "spotted")}
 COUNT_WORDS = {1: ("a", "one"), 2: ("two",), 3: ("three",), 4: ("four",)}
 POSITION_WORDS = {
-    "left": ("on the left",), "right": ("on the right",), "centre": ("in the middle", "in the centre"),
-    "top": ("at the top",), "bottom": ("at the bottom",),
-}  # fmt: skip
+    "left": ("on the left",),
+    "right": ("on the right",),
+    "centre": ("in the middle", "in the centre"),
+    "top": ("at the top",),
+    "bottom": ("at the bottom",),
+}
 RELATION_WORDS = {"above": ("above",), "below": ("below", "under"), "left": ("left of",), "right": ("right of",)}
 TEMPLATES = {  # key: whether the prompt names the place, and the time
     (True, True): (
@@ -73,8 +81,12 @@ RADII = {  # of the object in image widths, by number of objects in its row
     "large": {1: 0.200, 2: 0.155, 3: 0.122, 4: 0.098},
 }
 CENTRES = {
-    "left": (0.26, 0.50), "right": (0.74, 0.50), "centre": (0.50, 0.49), "top": (0.50, 0.26), "bottom": (0.50, 0.74),
-}  # fmt: skip
+    "left": (0.26, 0.50),
+    "right": (0.74, 0.50),
+    "centre": (0.50, 0.49),
+    "top": (0.50, 0.26),
+    "bottom": (0.50, 0.74),
+}
 
 
 @dataclass(frozen=True)
@@ -282,10 +294,12 @@ def words_of(phrases: Iterable[str]) -> set[str]:
 def _describe_group(group: Group, rng: random.Random, *, short: bool) -> str:
     singular, plural = rng.choice(SHAPE_WORDS[group.shape])
     words = (
-        rng.choice(COUNT_WORDS[group.count]), rng.choice(SIZE_WORDS[group.size]),
+        rng.choice(COUNT_WORDS[group.count]),
+        rng.choice(SIZE_WORDS[group.size]),
         "" if short and group.colour == UNSAID_COLOURS[group.shape] else group.colour,
-        rng.choice(TEXTURE_WORDS[group.texture]), singular if group.count == 1 else plural,
-    )  # fmt: skip
+        rng.choice(TEXTURE_WORDS[group.texture]),
+        singular if group.count == 1 else plural,
+    )
     return " ".join(word for word in words if word).replace("a orange", "an orange")
 
 

@@ -63,10 +63,17 @@ def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int, *, width: int = CLIP_
     """Build an encoder whose pooled output [B, width] is a bag of words: one layer attends equally to earlier words."""
     torch.manual_seed(seed)
     config = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width, projection_dim=width,
-        num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=CLIP_TOKENS,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=width,
+        projection_dim=width,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=CLIP_TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     encoder = CLIPTextModel(config)
     for name, weight in encoder.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "position_embedding.weight")):
@@ -86,9 +93,17 @@ def make_t5_encoder(
     torch.manual_seed(seed)
     config_class, encoder_class = (UMT5Config, UMT5EncoderModel) if multilingual else (T5Config, T5EncoderModel)
     config = config_class(
-        vocab_size=len(tokenizer), d_model=width, d_kv=width // 8, d_ff=width, num_layers=1, num_heads=len(OFFSETS),
-        dropout_rate=0.0, feed_forward_proj="relu", is_encoder_decoder=False, use_cache=False,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_kv=width // 8,
+        d_ff=width,
+        num_layers=1,
+        num_heads=len(OFFSETS),
+        dropout_rate=0.0,
+        feed_forward_proj="relu",
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
     encoder = encoder_class(config)
     nn.init.normal_(encoder.shared.weight)
     tie_capitals(encoder.shared.weight, tokenizer.get_vocab())

@@ -34,9 +34,12 @@ from scripts.demo_training.wan import Wan
 from scripts.tables import as_json
 
 DEMOS = {
-    "demo-flux": ImageDemo, "demo-wan": partial(VideoDemo, Wan()), "demo-hunyuan": partial(VideoDemo, Hunyuan()),
-    "demo-textures": TextureDemo, "demo-pictures": CollageDemo,
-}  # fmt: skip
+    "demo-flux": ImageDemo,
+    "demo-wan": partial(VideoDemo, Wan()),
+    "demo-hunyuan": partial(VideoDemo, Hunyuan()),
+    "demo-textures": TextureDemo,
+    "demo-pictures": CollageDemo,
+}
 SHARD_SIZE = "14MB"  # of the state's files
 
 Log = dict[str, object]

@@ -42,9 +42,11 @@ class Wan(VideoFamily):
 
     def make_vae(self, *, small: bool) -> AutoencoderKLWan:
         return AutoencoderKLWan(
-            base_dim=8 if small else 16, z_dim=LATENT_CHANNELS, dim_mult=[1, 1, 1, 1] if small else [1, 2, 3, 2],
+            base_dim=8 if small else 16,
+            z_dim=LATENT_CHANNELS,
+            dim_mult=[1, 1, 1, 1] if small else [1, 2, 3, 2],
             num_res_blocks=1,
-        )  # fmt: skip
+        )
 
     def encode(self, vae: AutoencoderKLWan, clips: torch.Tensor) -> torch.Tensor:
         encoder = vae.encoder
@@ -96,10 +98,15 @@ class Wan(VideoFamily):
 
     def make_flow(self, tokenizers: tuple, *, small: bool) -> WanFlow:
         transformer = WanTransformer3DModel(
-            num_attention_heads=1 if small else 3, attention_head_dim=64, in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS, num_layers=2 if small else 6, ffn_dim=64 if small else 576,
-            text_dim=TEXT_WIDTH, rope_max_seq_len=128,
-        )  # fmt: skip
+            num_attention_heads=1 if small else 3,
+            attention_head_dim=64,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=2 if small else 6,
+            ffn_dim=64 if small else 576,
+            text_dim=TEXT_WIDTH,
+            rope_max_seq_len=128,
+        )
         init_transformer(transformer, zero=("condition_embedder.time_proj", "attn2.to_out.0", "proj_out"))
         for name, table in transformer.named_parameters():
             if name.endswith("scale_shift_table"):
@@ -114,9 +121,12 @@ class Wan(VideoFamily):
 
     def assemble(self, vae: AutoencoderKLWan, flow: WanFlow, tokenizers: tuple) -> WanPipeline:
         return WanPipeline(
-            tokenizer=tokenizers[0], text_encoder=flow.text, vae=vae, scheduler=make_scheduler(),
+            tokenizer=tokenizers[0],
+            text_encoder=flow.text,
+            vae=vae,
+            scheduler=make_scheduler(),
             transformer=flow.transformer,
-        )  # fmt: skip
+        )
 
 
 def _downsample(layer: WanResample, values: torch.Tensor) -> torch.Tensor:

@@ -41,11 +41,13 @@ def measured(study: AgainstPlain, preset: Preset) -> Row:
         likeness.append(clip_ssim(output, plain))
         reports.append(report)
     return {
-        "psnr_db": statistics.fmean(decibels), "psnr_db_each": decibels, "ssim": statistics.fmean(likeness),
+        "psnr_db": statistics.fmean(decibels),
+        "psnr_db_each": decibels,
+        "ssim": statistics.fmean(likeness),
         "sparsity": statistics.fmean(report.attention_sparsity for report in reports),
         "left_out": statistics.fmean(report.left_out for report in reports),
         "computed_fraction": statistics.fmean(report.computed_fraction for report in reports),
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[Row]) -> str:
@@ -53,10 +55,14 @@ def table(rows: list[Row]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
         figures = (
-            (row["computed_fraction"], ".3f"), (row.get("sparsity", row.get("left_out")), ".1%"),
-            (row.get("claimed_sparsity"), ".0%"), (row["psnr_db"], ".1f"), (row.get("claimed_db"), ".1f"),
-            (min(row["psnr_db_each"]), ".1f"), (row.get("ssim"), ".3f"),
-        )  # fmt: skip
+            (row["computed_fraction"], ".3f"),
+            (row.get("sparsity", row.get("left_out")), ".1%"),
+            (row.get("claimed_sparsity"), ".0%"),
+            (row["psnr_db"], ".1f"),
+            (row.get("claimed_db"), ".1f"),
+            (min(row["psnr_db_each"]), ".1f"),
+            (row.get("ssim"), ".3f"),
+        )
         cells = ["" if value is None else format(value, form) for value, form in figures]
         lines.append(f"| {row['series']} | {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

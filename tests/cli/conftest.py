@@ -101,9 +101,12 @@ def reached(monkeypatch, made, tmp_path):
         note_call("arguments.", arguments)
         put(base=base, state=state.name, **rest)
         return SimpleNamespace(
-            write=lambda path: put(written=str(path)), plot=lambda path: put(plotted=str(path)), setting={},
-            figures=dict, met=True,
-        )  # fmt: skip
+            write=lambda path: put(written=str(path)),
+            plot=lambda path: put(plotted=str(path)),
+            setting={},
+            figures=dict,
+            met=True,
+        )
 
     monkeypatch.setattr(tuning, "tune", search)
 
@@ -112,9 +115,12 @@ def reached(monkeypatch, made, tmp_path):
             self.pipe, self.device = load(), "cpu"
             note_call("arguments.", arguments)
             put(
-                prompts=[(each.prompt, each.seed) for each in prompts], tuning_seed=tuning_prompt.seed,
-                tuning_prompt=tuning_prompt.prompt, repeats=repeats, whole=plain_steps is None,
-            )  # fmt: skip
+                prompts=[(each.prompt, each.seed) for each in prompts],
+                tuning_seed=tuning_prompt.seed,
+                tuning_prompt=tuning_prompt.prompt,
+                repeats=repeats,
+                whole=plain_steps is None,
+            )
 
     class Sweep:
         document = None

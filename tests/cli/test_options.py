@@ -55,10 +55,14 @@ BATCH = "tests/cli/test_batch.py::test_"
 COMMAND = "tests/cli/test_cli.py::test_"
 FORCED = "tests/cli/test_written.py::test_force_is_what_replaces_files"
 BASES = {
-    "generate": ("generate", "--prompt", "a fox"), "inspect": ("inspect", "--prompt", "a fox", "--output", "run"),
-    "tune": ("tune", "--target-psnr", 30), "compare": ("compare", "--prompt", "a fox"), "recommend": ("recommend",),
-    "app": ("app",), "serve": ("serve",),
-}  # fmt: skip
+    "generate": ("generate", "--prompt", "a fox"),
+    "inspect": ("inspect", "--prompt", "a fox", "--output", "run"),
+    "tune": ("tune", "--target-psnr", 30),
+    "compare": ("compare", "--prompt", "a fox"),
+    "recommend": ("recommend",),
+    "app": ("app",),
+    "serve": ("serve",),
+}
 LORAS = "tests/serving/test_loras.py::test_loras_of_jobs_leave_the_plain_model"
 GPUS_OF_RAY = "tests/serving/test_ray.py::test_actors_take_the_devices_that_there_are"
 # By command and option: its changes, or the test that shows them.

@@ -52,10 +52,14 @@ def test_the_second_like_call_runs_what_the_first_compiled():
 
 
 OTHERS = {
-    "dtype": {"x": torch.zeros(8, dtype=torch.float16)}, "address": {"x": torch.zeros(8)[1:]},
-    "tensor-for-none": {"y": torch.zeros(8)}, "number": {"numbers": (6, 1)}, "constant": {"BLOCK": 128},
-    "option": {"num_warps": 8}, "device": {"x": torch.zeros(8, device="meta")},
-}  # fmt: skip
+    "dtype": {"x": torch.zeros(8, dtype=torch.float16)},
+    "address": {"x": torch.zeros(8)[1:]},
+    "tensor-for-none": {"y": torch.zeros(8)},
+    "number": {"numbers": (6, 1)},
+    "constant": {"BLOCK": 128},
+    "option": {"num_warps": 8},
+    "device": {"x": torch.zeros(8, device="meta")},
+}
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)

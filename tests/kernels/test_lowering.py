@@ -14,14 +14,16 @@ from tests.pairs import every_pair
 HAS_GPU = torch.cuda.is_available()
 
 CASES = {
-    "ragged": {"batch": 2, "heads": 3, "tokens": 200}, "single-block": {"batch": 1, "heads": 5, "tokens": 40},
-    "40-heads": {"batch": 2, "heads": 40, "tokens": 100}, "64-heads": {"batch": 1, "heads": 64, "tokens": 100},
+    "ragged": {"batch": 2, "heads": 3, "tokens": 200},
+    "single-block": {"batch": 1, "heads": 5, "tokens": 40},
+    "40-heads": {"batch": 2, "heads": 40, "tokens": 100},
+    "64-heads": {"batch": 1, "heads": 64, "tokens": 100},
     "more-blocks-than-a-byte": {"batch": 1, "heads": 1, "tokens": 64 * 37},
     "more-blocks-than-a-chunk": {"batch": 1, "heads": 1, "tokens": 64 * (300 if HAS_GPU else 140) - 7},
     "everything": {"batch": 1, "heads": 3, "tokens": 200, "rows": 1.1, "tiles": 1.1},
     "all-reused": {"batch": 2, "heads": 2, "tokens": 130, "rows": 0.0},
     "all-empty": {"batch": 1, "heads": 2, "tokens": 130, "tiles": 0.0},
-}  # fmt: skip
+}
 if HAS_GPU:  # the interpreter is slow
     CASES["370-blocks"] = {"batch": 1, "heads": 2, "tokens": 64 * 370}
 CODES = {  # batch and heads of the codes of masks, and whether rows lie apart

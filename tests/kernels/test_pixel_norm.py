@@ -11,9 +11,12 @@ from tests.pairs import every_pair
 LAST = torch.channels_last_3d
 SHAPES = {"odd": (2, 24, 3, 5, 7), "one-pixel": (1, 16, 1, 1, 1), "one-frame": (2, 12, 1, 6, 9)}
 PADDINGS = {
-    "none": {}, "causal": {"before": 2}, "both-ends": {"before": 1, "after": 1}, "border": {"before": 2, "border": 1},
+    "none": {},
+    "causal": {"before": 2},
+    "both-ends": {"before": 1, "after": 1},
+    "border": {"before": 2, "border": 1},
     "wide-border": {"border": 2},
-}  # fmt: skip
+}
 REFLECTED = {
     "reflected-both-ends": {"before": 1, "after": 1, "border": 1, "reflect": True},
     "reflected-wider": {"border": 2, "reflect": True},

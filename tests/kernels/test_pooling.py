@@ -11,9 +11,12 @@ from tests.pairs import every_pair
 from tests.sparse.policies.test_sparge import cosine
 
 CASES = {
-    "ragged": (2, 200, 3, 64), "single-block": (1, 40, 5, 64), "block-128": (1, 260, 2, 128),
-    "whole-blocks": (1, 192, 2, 64), "more-blocks-than-a-step": (1, 64 * 64 + 5, 1, 64),
-}  # fmt: skip
+    "ragged": (2, 200, 3, 64),
+    "single-block": (1, 40, 5, 64),
+    "block-128": (1, 260, 2, 128),
+    "whole-blocks": (1, 192, 2, 64),
+    "more-blocks-than-a-step": (1, 64 * 64 + 5, 1, 64),
+}
 
 
 def naive_map(q, k, block, lengths):

@@ -12,11 +12,13 @@ from dit_accel.loop.tracker import Place, PlaceClock, SchedulerClock, SigmaClock
 
 Euler = diffusers.FlowMatchEulerDiscreteScheduler
 SCHEDULERS = {
-    "flow-match-euler": lambda: Euler(shift=3.0), "euler": diffusers.EulerDiscreteScheduler,
+    "flow-match-euler": lambda: Euler(shift=3.0),
+    "euler": diffusers.EulerDiscreteScheduler,
     "unipc": lambda: diffusers.UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"),
-    "dpm++": diffusers.DPMSolverMultistepScheduler, "ddim-without-step-index": diffusers.DDIMScheduler,
+    "dpm++": diffusers.DPMSolverMultistepScheduler,
+    "ddim-without-step-index": diffusers.DDIMScheduler,
     "ddpm-without-step-index": diffusers.DDPMScheduler,
-}  # fmt: skip
+}
 
 
 def begun(scheduler, steps: int, first: int = 0):

@@ -87,9 +87,12 @@ def costs_of(mode, level, sites, dense=(), step=4, two=True):
     if two:
         attentions.append(Attention("blocks.0.attn2", "blocks.0", "attn2", None, False))
     call = SimpleNamespace(
-        mode=mode, blocks=BlockCall(dense=set(dense)), tick=SimpleNamespace(step=step),
-        branch=SimpleNamespace(sites=sites), site=lambda name, kind: sites[name],
-    )  # fmt: skip
+        mode=mode,
+        blocks=BlockCall(dense=set(dense)),
+        tick=SimpleNamespace(step=step),
+        branch=SimpleNamespace(sites=sites),
+        site=lambda name, kind: sites[name],
+    )
     return BlockCosts(SimpleNamespace(), {}, {"blocks.0": attentions}).computed(call, "blocks.0", WORK, level)
 
 

@@ -125,9 +125,13 @@ def test_an_exchange_is_made_anew_where_anything_of_it_changes(ranks):
     exchanges, cpu, meta = Exchanges(), torch.device("cpu"), torch.device("meta")
     first, second = torch.tensor([1, 0, 2, 3]), torch.tensor([3, 2, 1, 0])
     calls = [
-        (Tokens(2, 4), None, cpu), (Tokens(2, 4), first, cpu), (Tokens(2, 4), second, cpu),
-        (Tokens(2, 4, text_first=False), second, cpu), (Tokens(4, 4), second, cpu), (Tokens(4, 4), second, meta),
-    ]  # fmt: skip
+        (Tokens(2, 4), None, cpu),
+        (Tokens(2, 4), first, cpu),
+        (Tokens(2, 4), second, cpu),
+        (Tokens(2, 4, text_first=False), second, cpu),
+        (Tokens(4, 4), second, cpu),
+        (Tokens(4, 4), second, meta),
+    ]
     seen = []
     for call in calls:
         seen.append(exchanges.of(transformer, *call))

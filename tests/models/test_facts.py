@@ -176,9 +176,11 @@ def test_level_layer_forecasts_the_parts(name):
     pipe, handles, multiplied = pipeline(name), [], []
     family = require_family(pipe.transformer)
     preset = load_preset(
-        "exact", model=family.name, schedule={"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1},
+        "exact",
+        model=family.name,
+        schedule={"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1},
         forecast={"level": "layer", "method": "newton", "order": 1},
-    )  # fmt: skip
+    )
     schedule = Schedule(pipe, preset, STEPS)
 
     def note(linear, arguments):

@@ -124,9 +124,12 @@ def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
     kind = original.HiDreamImageTransformerBlock if double else original.HiDreamImageSingleTransformerBlock
     with torch.device("meta"):
         inner = kind(
-            dim=2560, num_attention_heads=20, attention_head_dim=128, num_routed_experts=routed,
+            dim=2560,
+            num_attention_heads=20,
+            attention_head_dim=128,
+            num_routed_experts=routed,
             num_activated_experts=activated,
-        )  # fmt: skip
+        )
     block = SimpleNamespace(block=inner)
     transformer = model(num_routed_experts=routed, num_activated_experts=activated)
 

@@ -72,9 +72,13 @@ def by_global():
 
 
 STATES = {
-    "attribute": Count, "tensor": Kept, "closure": by_closure, "iterator": by_iterator, "default": by_default,
+    "attribute": Count,
+    "tensor": Kept,
+    "closure": by_closure,
+    "iterator": by_iterator,
+    "default": by_default,
     "global": by_global,
-}  # fmt: skip
+}
 
 
 def first_block(pipe):
@@ -162,11 +166,16 @@ def model_hook(pipe, act):
 
 
 WAYS = {
-    "processors": (processors, "attention processor Acting of "), "hook": (hook, "hook "),
-    "pre-hook": (pre_hook, "hook "), "writing-hook": (writing_hook, "hook "), "forward": (forward, "forward of "),
-    "method": (method, "forward of "), "whole-forward": (whole_forward, "forward of "),
-    "module": (module, "module proj_out (Around)"), "model-hook": (model_hook, "hook Acting on "),
-}  # fmt: skip
+    "processors": (processors, "attention processor Acting of "),
+    "hook": (hook, "hook "),
+    "pre-hook": (pre_hook, "hook "),
+    "writing-hook": (writing_hook, "hook "),
+    "forward": (forward, "forward of "),
+    "method": (method, "forward of "),
+    "whole-forward": (whole_forward, "forward of "),
+    "module": (module, "module proj_out (Around)"),
+    "model-hook": (model_hook, "hook Acting on "),
+}
 
 
 def notes(pipe):
@@ -179,9 +188,11 @@ def run(pipe, name="flux", **arguments):
 
 CASES = [
     *(("flux", way, "attribute", "balanced") for way in WAYS),
-    *(("sd3", "processors", state, "quality") for state in STATES), ("qwen-image", "forward", "attribute", "turbo"),
-    ("wan", "hook", "iterator", "turbo"), ("hunyuan", "processors", "attribute", "turbo"),
-]  # fmt: skip
+    *(("sd3", "processors", state, "quality") for state in STATES),
+    ("qwen-image", "forward", "attribute", "turbo"),
+    ("wan", "hook", "iterator", "turbo"),
+    ("hunyuan", "processors", "attribute", "turbo"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:dit-accel")

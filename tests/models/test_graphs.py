@@ -32,7 +32,8 @@ STEPS = 8
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
 TILES = {"skip": SPARGE, "warmup": 2}  # two steps compute all tiles
 CASES = {
-    "dense": ("flux", load_preset("exact"), 1), "closed-loop": ("flux", load_preset("turbo"), 1),
+    "dense": ("flux", load_preset("exact"), 1),
+    "closed-loop": ("flux", load_preset("turbo"), 1),
     "tiles": ("flux", load_preset("flux-sparge-balanced", **{"skip.tau_kv": 0.3}), 2),
     "tiles-by-interceptor": ("sd3", load_preset("turbo", **TILES), 2),
     "two-branches": ("wan", load_preset("video-turbo", model="wan", **TILES), 4),
@@ -40,10 +41,11 @@ CASES = {
     "token-order": ("wan", load_preset("video-turbo", model="wan", **TILES, blocks={"token_order": "hilbert"}), 4),
     "cubes": ("wan", load_preset("wan21-fastwan", interval=2, warmup=2), 4),
     "control-net": ("flux-controlnet", load_preset("balanced"), 1),
-    "two-transformers": ("wan22", load_preset("video-balanced"), 4), "no-facts": ("ltx", load_preset("balanced"), 1),
+    "two-transformers": ("wan22", load_preset("video-balanced"), 4),
+    "no-facts": ("ltx", load_preset("balanced"), 1),
     "8-bits": ("flux", load_preset("turbo", linear={"dtype": "int8"}), 1),
     "8-bits-on-host": ("flux", load_preset("turbo", linear={"dtype": "int8", "weights": "host"}), 1),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

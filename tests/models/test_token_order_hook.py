@@ -32,9 +32,12 @@ pipeline = tiny.pipeline
 
 def preset(name: str, order: str, level: str = "output", skip: dict = SPARSE, **overrides):
     sections = {
-        "model": BY_FACTS.get(name, "wan" if name in WAN else "hunyuan_video"), "schedule": SCHEDULE,
-        "forecast": {"level": level}, "blocks": {"size": 64, "token_order": order}, "skip": skip,
-    }  # fmt: skip
+        "model": BY_FACTS.get(name, "wan" if name in WAN else "hunyuan_video"),
+        "schedule": SCHEDULE,
+        "forecast": {"level": level},
+        "blocks": {"size": 64, "token_order": order},
+        "skip": skip,
+    }
     if level == "head":
         sections["reuse"] = {"tau_q": 0.0 if skip is DENSE else 0.7, "ramp": 0.3}
     return load_preset("exact", **sections, **overrides)

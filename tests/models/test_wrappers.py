@@ -67,10 +67,14 @@ def of_peft(transformer):
 
 
 WRAPPERS = {
-    "module": Wrapper, "named latents": NamesLatents, "no module": Unregistered, "list": InList,
+    "module": Wrapper,
+    "named latents": NamesLatents,
+    "no module": Unregistered,
+    "list": InList,
     "nested": lambda inner: Unregistered(Wrapper(inner)),
-    "compiled inside": lambda inner: Wrapper(torch.compile(inner, backend="eager")), "peft": of_peft,
-}  # fmt: skip
+    "compiled inside": lambda inner: Wrapper(torch.compile(inner, backend="eager")),
+    "peft": of_peft,
+}
 
 
 def call(pipe, name="flux"):

@@ -15,9 +15,12 @@ from scripts import measured as generator
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 TIMES = {
-    "FLUX.1-dev at": "speed-flux", "Qwen-Image at": "speed-qwen-image", "FLUX.2-dev at": "speed-flux2",
-    "HunyuanVideo at": "speed-hunyuan", "Wan 2.1 1.3B at": "speed-wan-1.3b",
-}  # fmt: skip
+    "FLUX.1-dev at": "speed-flux",
+    "Qwen-Image at": "speed-qwen-image",
+    "FLUX.2-dev at": "speed-flux2",
+    "HunyuanVideo at": "speed-hunyuan",
+    "Wan 2.1 1.3B at": "speed-wan-1.3b",
+}
 STEP = re.compile(
     r"a step of (.+) on an (\w+): diffusers (\d+) ms, computed (\d+) ms(?: with (.+)|, forecast (\d+) ms)"
 )

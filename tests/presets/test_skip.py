@@ -134,9 +134,11 @@ def test_blocks_change_what_they_name():
     It may skip alone, and memory of residuals is planned if any block keeps one.
     """
     layers = {
-        "a": {"policy": "none"}, "b": {"tau_kv": 0.01}, "c": {"policy": "fg_attn", "key_threshold": 0.2},
+        "a": {"policy": "none"},
+        "b": {"tau_kv": 0.01},
+        "c": {"policy": "fg_attn", "key_threshold": 0.2},
         "d": {"top_k": 0.4},
-    }  # fmt: skip
+    }
     skip = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, layers=layers).skip
     assert skip.at("elsewhere") is skip and skip.at("b") is skip.at("b")
     assert (skip.at("a").policy, skip.at("b").tau_kv, skip.at("b").similarity) == ("none", 0.01, 0.4)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from scripts.bench import calls, random_weights, serving
+from scripts.bench import calls, random_weights
 from scripts.bench.call_speed.pipelines import CASES, Tokenizer, build
 from scripts.bench.call_speed.table import markdown, measured
 from scripts.bench.call_speed.ways import OURS, WAYS, ways_of
@@ -116,10 +116,3 @@ def test_a_command_runs_without_weights(monkeypatch, tmp_path, model, code):
     with pytest.raises(SystemExit, match=str(code)):
         random_weights.run(tiny=True)
     assert (tmp_path / "a.png").is_file() == (code == 0)
-
-
-@pytest.mark.parametrize(("clients", "most", "rate", "p50"), [(1, 4, 1, 1), (4, 4, 1.5, 2.67), (16, 4, 2, 8)])
-def test_clients_wait_for_the_next_call_but_one(clients, most, rate, p50):
-    """Calls of one and of four requests take one and two seconds; clients ask again after the next one begins."""
-    row = serving.answers({1: 1.0, 4: 2.0}, clients, most)
-    assert (row["per_second"], row["p50"]) == pytest.approx((rate, p50), rel=0.01)

@@ -18,12 +18,18 @@ GRAPHS = [f"exact{layers}{graphs}" for layers in ("", ", float8 layers") for gra
 RELATIVES = ("flux-512", "flux-2048", "flux2-klein-4b", "wan-14b", "wan-i2v-14b")  # their models leave tiles out
 DISPATCHED = {
     "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
-    **{f"flux-{side}": ["DISPATCH, plain"] for side in (512, 2048)}, "flux2": ["DISPATCH, plain"],
-    "flux2-klein-4b": ["DISPATCH, plain"], "qwen-image": ["DISPATCH, plain", "DISPATCH, CFG"],
-    "krea2": ["DISPATCH, plain", "DISPATCH, CFG"], "hunyuan": ["DISPATCH, plain"], "ltx2": ["DISPATCH, plain"],
-    "minimax-h3": ["DISPATCH, plain"], "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
-    "wan-14b": ["DISPATCH, plain"], "wan-i2v-14b": ["DISPATCH, plain", "DISPATCH, CFG"],
-}  # fmt: skip
+    **{f"flux-{side}": ["DISPATCH, plain"] for side in (512, 2048)},
+    "flux2": ["DISPATCH, plain"],
+    "flux2-klein-4b": ["DISPATCH, plain"],
+    "qwen-image": ["DISPATCH, plain", "DISPATCH, CFG"],
+    "krea2": ["DISPATCH, plain", "DISPATCH, CFG"],
+    "hunyuan": ["DISPATCH, plain"],
+    "ltx2": ["DISPATCH, plain"],
+    "minimax-h3": ["DISPATCH, plain"],
+    "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
+    "wan-14b": ["DISPATCH, plain"],
+    "wan-i2v-14b": ["DISPATCH, plain", "DISPATCH, CFG"],
+}
 
 
 def run(monkeypatch, file, *options):

@@ -105,10 +105,12 @@ class Hands:
 
 
 ERRORS = {
-    "die": BatchError("the process died"), "refuse": UnsupportedError("not with me"),
-    "raise": RuntimeError("CUDA error"), "large": OutOfMemoryError("no memory"),
+    "die": BatchError("the process died"),
+    "refuse": UnsupportedError("not with me"),
+    "raise": RuntimeError("CUDA error"),
+    "large": OutOfMemoryError("no memory"),
     "lost": LoadError("can't be loaded again"),
-}  # fmt: skip
+}
 
 
 class Progress:

@@ -109,11 +109,17 @@ def test_waiting_requests_share_calls_in_their_order(serve):
 
 ADAPTIVE = load_preset("balanced")
 OTHERS = {
-    "size": {"height": 48}, "steps": {"steps": 9}, "guidance": {"guidance": 2.0},
-    "a negative prompt": {"negative-prompt": "red"}, "LoRAs": {"loras": {"ring": 0.8}},
-    "preset": {"preset": load_preset("turbo")}, "target": {"preset": load_preset("balanced", target_error=0.5)},
-    "plain": {"preset": None}, "file": {"suffix": ".jpg"}, "seed": {"seed": 1000 * ord("a")},
-}  # fmt: skip
+    "size": {"height": 48},
+    "steps": {"steps": 9},
+    "guidance": {"guidance": 2.0},
+    "a negative prompt": {"negative-prompt": "red"},
+    "LoRAs": {"loras": {"ring": 0.8}},
+    "preset": {"preset": load_preset("turbo")},
+    "target": {"preset": load_preset("balanced", target_error=0.5)},
+    "plain": {"preset": None},
+    "file": {"suffix": ".jpg"},
+    "seed": {"seed": 1000 * ord("a")},
+}
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
@@ -124,11 +130,14 @@ def test_requests_that_differ_do_not_share(serve, other):
 
 
 ALONE = {
-    "deadline": {"deadline": 60.0}, "stream": {STREAM: True}, "input image": {"image": "an image"},
-    "partial images": {PARTIAL_IMAGES: 1}, "decided together": {"preset": load_preset("balanced", per_prompt=False)},
+    "deadline": {"deadline": 60.0},
+    "stream": {STREAM: True},
+    "input image": {"image": "an image"},
+    "partial images": {PARTIAL_IMAGES: 1},
+    "decided together": {"preset": load_preset("balanced", per_prompt=False)},
     "kept masks": {"preset": load_preset("balanced", **{"forecast.level": "layer"})},
     "seconds of the preset": {"preset": load_preset("balanced", max_seconds=9.0)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("settings", ALONE.values(), ids=ALONE)

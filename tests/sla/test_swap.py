@@ -135,9 +135,11 @@ def test_training():
     transformer = pipe.transformer.train()
     torch.manual_seed(0)
     call = {
-        "hidden_states": torch.randn(1, 16, 3, 12, 10), "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, 7, transformer.config.text_dim), "return_dict": False,
-    }  # fmt: skip
+        "hidden_states": torch.randn(1, 16, 3, 12, 10),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, transformer.config.text_dim),
+        "return_dict": False,
+    }
 
     def step():
         transformer.zero_grad()

@@ -34,9 +34,11 @@ def preset(name, level, *, every_step=False, **overrides):
     """FULL, then UPDATE and DISPATCH by turns, with half of the tiles on all steps that compute; or UPDATEs alone."""
     schedule = {"control": "interval", "warmup": 1, "interval": 1 if every_step else 2, "cooldown": 1}
     sections = {
-        "schedule": schedule, "forecast": {"level": level, "method": "taylor", "order": 1},
-        "skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64},
-    }  # fmt: skip
+        "schedule": schedule,
+        "forecast": {"level": level, "method": "taylor", "order": 1},
+        "skip": {"policy": "sparge", "steps": "all", "top_k": 0.5},
+        "blocks": {"size": 64},
+    }
     if level == "head":
         sections["reuse"] = {"tau_q": 0.6, "ramp": 0.01}
     return load_preset(load_preset("exact", model=PIPELINES[name], **sections), **overrides)
@@ -205,8 +207,11 @@ def test_residuals_are_kept_as_float8():
 # The probe
 
 PROBE_POLICIES = {
-    "sparge": {"top_k": 0.4}, "sla": {"critical": 0.3}, "fg_attn": {"key_threshold": 1.0}, "static": {"window": 96},
-}  # fmt: skip
+    "sparge": {"top_k": 0.4},
+    "sla": {"critical": 0.3},
+    "fg_attn": {"key_threshold": 1.0},
+    "static": {"window": 96},
+}
 
 
 def probed(level, policy="sparge", **skip):

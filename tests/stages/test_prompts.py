@@ -211,10 +211,13 @@ def test_loras_count(kept):
 
     steps = [
         lambda: (kept.encoder.add_adapter(config, adapter_name="x"), kept.encoder.eval()),
-        lambda: [module.set_scale("x", 0.3) for module in layers()], lambda: kept.encoder.disable_adapters(),
-        lambda: kept.encoder.enable_adapters(), lambda: [module.merge() for module in layers()],
-        lambda: [module.unmerge() for module in layers()], lambda: kept.encoder.delete_adapter("x"),
-    ]  # fmt: skip
+        lambda: [module.set_scale("x", 0.3) for module in layers()],
+        lambda: kept.encoder.disable_adapters(),
+        lambda: kept.encoder.enable_adapters(),
+        lambda: [module.merge() for module in layers()],
+        lambda: [module.unmerge() for module in layers()],
+        lambda: kept.encoder.delete_adapter("x"),
+    ]
     kept(ids())
     for number, step in enumerate(steps, 2):
         step()

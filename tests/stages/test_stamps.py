@@ -69,10 +69,14 @@ def test_quantised_data_counts(encoder):
 
 
 WEIGHTS = {
-    "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.0), "transposed": torch.randn(37, 53).t(),
-    "expanded": torch.ones(1).expand(1000), "float8": torch.randn(64, 3).to(torch.float8_e4m3fn),
-    "bool": torch.rand(100) > 0.5, "complex": torch.randn(40, dtype=torch.complex64),
-}  # fmt: skip
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(1.0),
+    "transposed": torch.randn(37, 53).t(),
+    "expanded": torch.ones(1).expand(1000),
+    "float8": torch.randn(64, 3).to(torch.float8_e4m3fn),
+    "bool": torch.rand(100) > 0.5,
+    "complex": torch.randn(40, dtype=torch.complex64),
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -15,9 +15,14 @@ _LAYERS = {"hidden_size": FEATURES, "intermediate_size": 2 * FEATURES, "num_atte
 _VISION = {**_LAYERS, "num_hidden_layers": 2, "image_size": SIDE, "patch_size": PATCH}
 # A causal language model; three layers, as HunyuanVideo reads the output of the last but two.
 LLAMA = {
-    **_LAYERS, "vocab_size": VOCABULARY, "num_hidden_layers": 3, "num_key_value_heads": 1, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
+    **_LAYERS,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
 _MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 _QWEN = {**LLAMA, "rope_parameters": _MULTIMODAL_ROPE, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
@@ -34,10 +39,14 @@ def clip(number: str = "", *, width: int = FEATURES, projection: bool = False) -
     tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{character}</w>" for character in characters)]
     tokenizer = transformers.CLIPTokenizer(vocab=_ids(tokens), merges=[], model_max_length=77)
     config = transformers.CLIPTextConfig(
-        **{**_LAYERS, "hidden_size": width, "intermediate_size": 2 * width}, vocab_size=VOCABULARY,
-        projection_dim=width, num_hidden_layers=2, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        **{**_LAYERS, "hidden_size": width, "intermediate_size": 2 * width},
+        vocab_size=VOCABULARY,
+        projection_dim=width,
+        num_hidden_layers=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     model = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
     return {f"text_encoder{number}": model(config), f"tokenizer{number}": tokenizer}
 
@@ -70,9 +79,12 @@ def llama() -> dict:
     import transformers
 
     tokenizer = transformers.LlamaTokenizer(
-        vocab=_ids(["<unk>", "<s>", "</s>", "▁", *CHARACTERS]), pad_token="</s>", padding_side="right",
-        additional_special_tokens=[IMAGE_MARK, HEADER_END], model_max_length=512,
-    )  # fmt: skip
+        vocab=_ids(["<unk>", "<s>", "</s>", "▁", *CHARACTERS]),
+        pad_token="</s>",
+        padding_side="right",
+        additional_special_tokens=[IMAGE_MARK, HEADER_END],
+        model_max_length=512,
+    )
     return {"text_encoder": transformers.LlamaModel(transformers.LlamaConfig(**LLAMA)), "tokenizer": tokenizer}
 
 
@@ -92,9 +104,11 @@ def qwen(*, language_model: bool = False) -> dict:
     else:
         encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
     tokenizer = transformers.Qwen2Tokenizer(
-        vocab=_ids(["<|endoftext|>", *sorted(ByteLevel.alphabet())]), merges=[], padding_side="right",
+        vocab=_ids(["<|endoftext|>", *sorted(ByteLevel.alphabet())]),
+        merges=[],
+        padding_side="right",
         chat_template="{{ messages[-1]['content'] }}",
-    )  # fmt: skip
+    )
     return {"text_encoder": encoder, "tokenizer": tokenizer}
 
 

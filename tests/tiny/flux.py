@@ -25,10 +25,16 @@ def image_vae():
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3, latent_channels=LATENT_CHANNELS, norm_num_groups=4,
-        scaling_factor=0.36, shift_factor=0.11, use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
+        block_out_channels=(8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=4,
+        scaling_factor=0.36,
+        shift_factor=0.11,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
 
 
 def build(
@@ -42,9 +48,13 @@ def build(
     import diffusers
 
     sizes = {
-        "attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": encoders.FEATURES,
-        "pooled_projection_dim": encoders.FEATURES, "guidance_embeds": guidance, "axes_dims_rope": (8, 12, 12),
-    }  # fmt: skip
+        "attention_head_dim": 32,
+        "num_attention_heads": 3,
+        "joint_attention_dim": encoders.FEATURES,
+        "pooled_projection_dim": encoders.FEATURES,
+        "guidance_embeds": guidance,
+        "axes_dims_rope": (8, 12, 12),
+    }
     net = {}
     if controlnet:
         net["controlnet"] = diffusers.FluxControlNetModel(

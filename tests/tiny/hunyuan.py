@@ -21,9 +21,12 @@ PICTURE_TEMPLATE = {
     "image_emb_len": encoders.PICTURE_TOKENS,
 }
 BLOCK_SIZES = {
-    **families.SIZES, "num_refiner_layers": 1, "out_channels": LATENT_CHANNELS, "text_embed_dim": encoders.FEATURES,
+    **families.SIZES,
+    "num_refiner_layers": 1,
+    "out_channels": LATENT_CHANNELS,
+    "text_embed_dim": encoders.FEATURES,
     "rope_axes_dim": (8, 12, 12),
-}  # fmt: skip
+}
 
 
 def _components(
@@ -75,9 +78,11 @@ def build_framepack():
     import diffusers
 
     components = _components(
-        "HunyuanVideoFramepackTransformer3DModel", has_image_proj=True, image_proj_dim=encoders.FEATURES,
+        "HunyuanVideoFramepackTransformer3DModel",
+        has_image_proj=True,
+        image_proj_dim=encoders.FEATURES,
         has_clean_x_embedder=True,
-    )  # fmt: skip
+    )
     components["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     return diffusers.HunyuanVideoFramepackPipeline(**components, **encoders.siglip())
 

@@ -24,10 +24,15 @@ def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 
     # The image's latents and mask are concatenated to the noise, unless they replace the first frame.
     beside = LATENT_CHANNELS + TEMPORAL_FACTOR if picture and not expand_timesteps else 0
     transformer = partial(
-        diffusers.WanTransformer3DModel, **families.SIZES, in_channels=LATENT_CHANNELS + beside,
-        out_channels=LATENT_CHANNELS, text_dim=encoders.FEATURES, ffn_dim=192, rope_max_seq_len=64,
+        diffusers.WanTransformer3DModel,
+        **families.SIZES,
+        in_channels=LATENT_CHANNELS + beside,
+        out_channels=LATENT_CHANNELS,
+        text_dim=encoders.FEATURES,
+        ffn_dim=192,
+        rope_max_seq_len=64,
         **({"image_dim": encoders.FEATURES, "added_kv_proj_dim": 96} if image_encoder else {}),
-    )  # fmt: skip
+    )
     steps = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     components = {
         **encoders.t5(model="UMT5"),

@@ -117,9 +117,11 @@ def _counters_of_stream(owner: str, count: int, device: torch.device, stream: in
 def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
     """Return machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC."""
     options = [
-        f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={SOURCES}",
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        f"--include-path={SOURCES}",
         *(f"--define-macro={name}={value}" for name, value in (*defines, *DEBUG_DEFINES)),
-    ]  # fmt: skip
+    ]
     digest = hashlib.sha256(repr((options[:2] + options[3:], _nvrtc_version())).encode())
     for file in (SOURCES / source, *sorted(SOURCES.glob("*.cuh"))):
         digest.update(file.read_bytes())

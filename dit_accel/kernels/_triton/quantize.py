@@ -328,12 +328,15 @@ def quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse) -> Quantized:
     smoothing, channels = empty(kv_heads, 3, head_dim), empty(kv_heads, SLOTS, dtype=torch.int32)
     result = Quantized(
         queries=empty(heads, padded, head_dim, dtype=torch.int8),
-        exact_queries=empty(heads, padded, SLOTS, dtype=torch.float16), query_scale=empty(heads, padded),
-        shift=empty(heads, padded) if has_lse else None, keys=empty(kv_heads, padded, head_dim, dtype=torch.int8),
-        exact_keys=empty(kv_heads, padded, SLOTS, dtype=torch.float16), key_scale=empty(kv_heads, blocks),
+        exact_queries=empty(heads, padded, SLOTS, dtype=torch.float16),
+        query_scale=empty(heads, padded),
+        shift=empty(heads, padded) if has_lse else None,
+        keys=empty(kv_heads, padded, head_dim, dtype=torch.int8),
+        exact_keys=empty(kv_heads, padded, SLOTS, dtype=torch.float16),
+        key_scale=empty(kv_heads, blocks),
         values=empty(kv_heads, head_dim, padded, dtype=torch.float8_e4m3fn) if has_values else None,
         value_scale=empty(kv_heads, 2, head_dim) if has_values else None,
-    )  # fmt: skip
+    )
     tile = {"BLOCK": block, "HEAD_DIM": head_dim}
     ends = {"HAS_KV_LEN": kv_len is not None}
     of_query, of_key = (batch * heads * blocks,), (batch * kv_heads * blocks,)

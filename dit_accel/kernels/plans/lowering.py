@@ -105,9 +105,15 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
     if symbols.slice_bits is not None:
         slices = Slices(symbols.slice_bits, empty(batch, heads, blocks), empty(1), empty(batch * heads * blocks))
     return AttentionPlan(
-        mask64=empty(batch, blocks, dtype=torch.int64), kv_count=empty(batch, heads, blocks),
-        kv_index=empty(batch, heads, blocks, blocks), work_count=empty(1), work=empty(batch * heads * blocks),
-        tokens=symbols.tokens, block=symbols.block,
-        full_count=None if symbols.masks is None else empty(batch, heads, blocks), masks=symbols.masks,
-        linear_bits=symbols.linear_bits, slices=slices,
-    )  # fmt: skip
+        mask64=empty(batch, blocks, dtype=torch.int64),
+        kv_count=empty(batch, heads, blocks),
+        kv_index=empty(batch, heads, blocks, blocks),
+        work_count=empty(1),
+        work=empty(batch * heads * blocks),
+        tokens=symbols.tokens,
+        block=symbols.block,
+        full_count=None if symbols.masks is None else empty(batch, heads, blocks),
+        masks=symbols.masks,
+        linear_bits=symbols.linear_bits,
+        slices=slices,
+    )

@@ -13,15 +13,22 @@ from dit_accel.models.hooks import is_known, is_known_class, own_forward
 
 # Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values does not forecast.
 _CACHES = {
-    "faster_cache": "FasterCache", "first_block_cache": "FirstBlockCache", "mag_cache": "MagCache",
-    "pyramid_attention_broadcast": "PyramidAttentionBroadcast", "sea_cache": "SeaCache",
+    "faster_cache": "FasterCache",
+    "first_block_cache": "FirstBlockCache",
+    "mag_cache": "MagCache",
+    "pyramid_attention_broadcast": "PyramidAttentionBroadcast",
+    "sea_cache": "SeaCache",
     "taylorseer_cache": "TaylorSeerCache",
-}  # fmt: skip
+}
 # Caches that replace a forward, by the names of their functions without underscores.
 _REPLACING = {
-    "teacache": "TeaCache", "magcache": "MagCache", "easycache": "EasyCache", "dicache": "DiCache",
-    "taylorseer": "TaylorSeer", "firstblockcache": "first-block cache",
-}  # fmt: skip
+    "teacache": "TeaCache",
+    "magcache": "MagCache",
+    "easycache": "EasyCache",
+    "dicache": "DiCache",
+    "taylorseer": "TaylorSeer",
+    "firstblockcache": "first-block cache",
+}
 
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:

@@ -240,8 +240,10 @@ class Family:
         of_mlp = 2 * batch * width**2 * (tokens.vision * mlp + tokens.text * of_text)
         return BlockWork(
             tiles={name: 4 * batch * count**2 * width for name, count in counts.items()},
-            rest=2 * projection + of_mlp + 8 * batch * others * width**2, rows=2 * projection, bias=projection,
-        )  # fmt: skip
+            rest=2 * projection + of_mlp + 8 * batch * others * width**2,
+            rows=2 * projection,
+            bias=projection,
+        )
 
     def size(self, transformer: nn.Module, arguments: Arguments, layout: TokenLayout, symbols: int) -> ModelSize:
         """Size of everything that a call makes the transformer remember."""
@@ -260,9 +262,14 @@ class Family:
             output = output // in_channels * out_channels * patch
         return ModelSize(
             output=output + sum(item.numel() for item in further_latents_of(arguments)),
-            itemsize=latents[0].element_size(), batch=batch_of(arguments), layout=layout, heads=heads, width=width,
-            sites=tuple(sites), symbols=symbols,
-        )  # fmt: skip
+            itemsize=latents[0].element_size(),
+            batch=batch_of(arguments),
+            layout=layout,
+            heads=heads,
+            width=width,
+            sites=tuple(sites),
+            symbols=symbols,
+        )
 
 
 def latents_of(arguments: Arguments) -> list[torch.Tensor]:

@@ -115,11 +115,15 @@ class ImageServer:
     def _image(self, wanted: ImageRequest, task: Task, index: int, result: Made) -> dict[str, Any]:
         width, height = Image.open(BytesIO(result.data)).size
         return {
-            "b64_json": b64encode(result.data).decode(), "size": f"{width}x{height}",
-            "seed": task.jobs[index].settings["seed"], "preset": "none" if task.preset is None else task.preset.name,
-            "computed_fraction": result.computed_fraction, "seconds": result.stages, "batch_size": len(result.batch),
+            "b64_json": b64encode(result.data).decode(),
+            "size": f"{width}x{height}",
+            "seed": task.jobs[index].settings["seed"],
+            "preset": "none" if task.preset is None else task.preset.name,
+            "computed_fraction": result.computed_fraction,
+            "seconds": result.stages,
+            "batch_size": len(result.batch),
             "contract": result.contract,
-        }  # fmt: skip
+        }
 
     async def models(self) -> dict[str, Any]:
         facts = {"object": "model", "created": self._started, "owned_by": "dit-accel"}
@@ -135,9 +139,13 @@ class ImageServer:
 
 
 def build_app(
-    dispatcher: Dispatcher, served: Served, keys: Sequence[str], hosts: Collection[str], videos: VideoStore,
+    dispatcher: Dispatcher,
+    served: Served,
+    keys: Sequence[str],
+    hosts: Collection[str],
+    videos: VideoStore,
     others: Sequence[str] = (),
-) -> ASGIApp:  # fmt: skip
+) -> ASGIApp:
     metrics, models = Metrics(dispatcher), Models(dispatcher, served, others)
     server, video_server = ImageServer(dispatcher, models, metrics), VideoServer(dispatcher, models, videos)
     app = FastAPI(title="dit-accel", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)

@@ -6,12 +6,17 @@ from typing import Any
 KEY = ("case", "steps", "guidance", "gpus", "way")  # of a row
 COLUMNS = ("text encoding", "denoising", "decoding", "other")
 LABELS = {
-    "eager": "diffusers", "compiled": "diffusers, compiled blocks", "cache-dit": "cache-dit, compiled blocks",
-    "exact": "dit-accel `exact`", "balanced": "dit-accel `balanced`", "int8": "dit-accel, layers in int8",
-    "float8": "dit-accel, layers in float8", "sla": "dit-accel, SLA and layers in float8",
+    "eager": "diffusers",
+    "compiled": "diffusers, compiled blocks",
+    "cache-dit": "cache-dit, compiled blocks",
+    "exact": "dit-accel `exact`",
+    "balanced": "dit-accel `balanced`",
+    "int8": "dit-accel, layers in int8",
+    "float8": "dit-accel, layers in float8",
+    "sla": "dit-accel, SLA and layers in float8",
     "sparse": "dit-accel, half of the tiles left out",
     "sparse-float8": "dit-accel, half of the tiles left out, layers in float8",
-}  # fmt: skip
+}
 MEANING = """\
 Seconds of one call with random weights in bf16. Denoising: from the first to the last transformer call. Speed-up: of
 the whole call, over diffusers on one GPU of the same kind. Computed steps are fixed; tiles left out are random.

@@ -75,11 +75,14 @@ def _accelerated(pipe: Any, call: Call, count: int, name: str | Preset, **sectio
     def describe() -> Row:
         report = pipe.dit_accel.report()
         return {
-            "setting": preset.name, **({} if preset.linear.dtype is None else {"linear": preset.linear.dtype}),
+            "setting": preset.name,
+            **({} if preset.linear.dtype is None else {"linear": preset.linear.dtype}),
             "computed_steps": len(report.steps) - report.steps_by_mode.get("dispatch", 0),
-            "computed_fraction": report.computed_fraction, "decoded": report.decoding, "parts": report.parts,
+            "computed_fraction": report.computed_fraction,
+            "decoded": report.decoding,
+            "parts": report.parts,
             **{key: getattr(report, key) for key in OF_REPORT},
-        }  # fmt: skip
+        }
 
     with accelerated(pipe, preset):
         yield describe
@@ -159,10 +162,14 @@ def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, few: int | N
     left_out = (count - timed) * call.branches / output[0].calls * stages["denoising"]
     seconds = [item.seconds + left_out for item in output]
     return {
-        "seconds": statistics.median(seconds), "seconds_each": seconds,
-        "stages": stages | {"denoising": stages["denoising"] + left_out}, **memory, "computed_steps": count,
-        **({} if timed == count else {"timed_steps": timed}), **facts,
-    }  # fmt: skip
+        "seconds": statistics.median(seconds),
+        "seconds_each": seconds,
+        "stages": stages | {"denoising": stages["denoising"] + left_out},
+        **memory,
+        "computed_steps": count,
+        **({} if timed == count else {"timed_steps": timed}),
+        **facts,
+    }
 
 
 @contextmanager

@@ -7,9 +7,12 @@ Row = dict[str, Any]
 MODELS = {"flux": "FLUX.1-dev", "wan-14b": "Wan 2.1 14B", "qwen-image": "Qwen-Image", "hunyuan": "HunyuanVideo"}
 MODELS |= {"ltx2": "LTX-2"}
 FORMS = {
-    "cast": "stored in float8", "int8": "int8 (torchao)", "float8": "float8 (torchao)", "q4": "4 bits (GGUF)",
+    "cast": "stored in float8",
+    "int8": "int8 (torchao)",
+    "float8": "float8 (torchao)",
+    "q4": "4 bits (GGUF)",
     "nf4": "NF4 (bitsandbytes)",
-}  # fmt: skip
+}
 TITLES = (
     *("model", "weights", "offload", "card, GiB", "computed step, s", "forecast step, s", "denoising, s", "speed-up"),
     *("peak, GiB", "copies to the GPU in a forecast step, ms"),

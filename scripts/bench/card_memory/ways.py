@@ -38,6 +38,8 @@ def _groups(transformer: nn.Module, device: torch.device, kind: str) -> Iterator
 
 
 WAYS: dict[str, Callable] = {
-    "model": _model, "block": partial(_groups, kind="block"), "leaf": partial(_groups, kind="leaf"),
+    "model": _model,
+    "block": partial(_groups, kind="block"),
+    "leaf": partial(_groups, kind="leaf"),
     "linear": lambda transformer, device: nullcontext(transformer.to(device)),
-}  # fmt: skip
+}

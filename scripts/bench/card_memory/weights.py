@@ -94,12 +94,15 @@ def _replace(transformer: nn.Module, replacement: Callable[[nn.Linear], nn.Modul
 
 # name: (package that it needs, or None; function that changes a transformer)
 WEIGHTS: dict[str, tuple[str | None, Callable[[nn.Module], None]]] = {
-    "bf16": (None, lambda transformer: None), "cast": (None, _stored_in_float8),
+    "bf16": (None, lambda transformer: None),
+    "cast": (None, _stored_in_float8),
     "int8": ("torchao", _by_torchao("Int8WeightOnlyConfig")),
-    "float8": ("torchao", _by_torchao("Float8WeightOnlyConfig")), "q4": ("gguf", _as_gguf),
-    "nf4": ("bitsandbytes", _as_nf4), "nvfp4": (None, _as_nvfp4),
+    "float8": ("torchao", _by_torchao("Float8WeightOnlyConfig")),
+    "q4": ("gguf", _as_gguf),
+    "nf4": ("bitsandbytes", _as_nf4),
+    "nvfp4": (None, _as_nvfp4),
     "torchao-nvfp4": ("torchao", _by_torchao("NVFP4WeightOnlyConfig")),
-}  # fmt: skip
+}
 
 
 def why_not_available(weights: str) -> str | None:

@@ -47,10 +47,14 @@ def _flex(q, k, v, inputs: Inputs) -> Attention:
     slot = torch.arange(plan.blocks, device=q.device)
     masked_index = plan.kv_index.gather(-1, (full_count[..., None].long() + slot).clamp(max=plan.blocks - 1))
     mask = BlockMask.from_kv_blocks(
-        kv_num_blocks=plan.kv_count - full_count, kv_indices=masked_index, full_kv_num_blocks=full_count,
-        full_kv_indices=plan.kv_index, BLOCK_SIZE=plan.block, mask_mod=lambda batch, head, query, key: query >= 0,
+        kv_num_blocks=plan.kv_count - full_count,
+        kv_indices=masked_index,
+        full_kv_num_blocks=full_count,
+        full_kv_indices=plan.kv_index,
+        BLOCK_SIZE=plan.block,
+        mask_mod=lambda batch, head, query, key: query >= 0,
         seq_lengths=(plan.tokens, plan.tokens),
-    )  # fmt: skip
+    )
     arguments = [x.transpose(1, 2) for x in (q, k, v)]
     return lambda: _compiled_flex()(*arguments, block_mask=mask).transpose(1, 2)
 

@@ -29,12 +29,17 @@ QUICK_CASES = [
     Case(1000, heads=5, batch=2, rows=0.5, tiles=0.5, valid_keys=900),
 ]
 CASES = [
-    Case(4608), Case(4608, tiles=0.5), Case(4608, tiles=0.1), Case(4608, rows=0.5), Case(4608, rows=0.1),
-    *QUICK_CASES, Case(4608, block=64, rows=0.5, tiles=0.5),
+    Case(4608),
+    Case(4608, tiles=0.5),
+    Case(4608, tiles=0.1),
+    Case(4608, rows=0.5),
+    Case(4608, rows=0.1),
+    *QUICK_CASES,
+    Case(4608, block=64, rows=0.5, tiles=0.5),
     Case(4500, batch=2, rows=0.5, tiles=0.5, valid_keys=4300),
     Case(4500, heads=5, head_dim=64, rows=0.5, tiles=0.5, dtype=torch.float16),
     Case(1000, heads=5, head_dim=64, block=64, batch=2, tiles=0.5, dtype=torch.float32),
-]  # fmt: skip
+]
 SMALL_CASES = [  # for compute-sanitizer, which makes a kernel about 100× slower
     Case(700, heads=3, batch=2, rows=0.6, tiles=0.4, valid_keys=500),
     Case(300, heads=5, head_dim=64, rows=0.5, tiles=0.5, dtype=torch.float16),
@@ -206,9 +211,16 @@ def check_selection(inputs: Inputs, backend: str) -> Checks:
 
 
 ALL_CHECKS = (
-    check_symbols, check_attention, check_gemm_q, check_gemm_o, check_pooling, check_selection, check_forecast,
-    check_linear_attention, check_quantized_linear,
-)  # fmt: skip
+    check_symbols,
+    check_attention,
+    check_gemm_q,
+    check_gemm_o,
+    check_pooling,
+    check_selection,
+    check_forecast,
+    check_linear_attention,
+    check_quantized_linear,
+)
 
 
 def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str, Any]]:

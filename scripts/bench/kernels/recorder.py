@@ -77,12 +77,19 @@ class Recorder:
         if ideal is None:
             ideal = 1 / density if density else float("inf")
         row = {
-            "op": op, "backend": backend, "kind": kind, "shape": case.axes, "sparsity": 1 - density, "ideal": ideal,
-            "ms": ms, "rate": None if ms is None or not work else work / ms / (1e9 if unit == "TFLOP/s" else 1e6),
-            "unit": unit, "baselines_ms": baselines,
+            "op": op,
+            "backend": backend,
+            "kind": kind,
+            "shape": case.axes,
+            "sparsity": 1 - density,
+            "ideal": ideal,
+            "ms": ms,
+            "rate": None if ms is None or not work else work / ms / (1e9 if unit == "TFLOP/s" else 1e6),
+            "unit": unit,
+            "baselines_ms": baselines,
             "speedup": {} if ms is None else {name: other / ms for name, other in baselines.items()},
             **verdict.fields(),
-        }  # fmt: skip
+        }
         self.rows.append(row)
         over = "  ".join(f"{ratio:.2f}x {name}" for name, ratio in row["speedup"].items())
         outcome = (

@@ -25,10 +25,13 @@ class Sizes:
 
 _MODELS = (Case(4608), Case(16896), Case(33024), Case(75600, heads=40), Case(118800))
 _PROJECTIONS = (
-    Projection(4608), Projection(16896), Projection(33024),
+    Projection(4608),
+    Projection(16896),
+    Projection(33024),
     Projection(16896, width=1536, is_slice=True, windows=False),
-    Projection(32760, heads=12, width=1536, windows=False), Projection(32760, heads=40, width=5120, windows=False),
-)  # fmt: skip
+    Projection(32760, heads=12, width=1536, windows=False),
+    Projection(32760, heads=40, width=5120, windows=False),
+)
 FULL = Sizes(
     cases={
         "attention": _MODELS,

@@ -145,12 +145,23 @@ class Bench:
         inside = _medians((step.mode, 1000 * step.seconds) for step in report.steps)
         computed = by_mode["update"] if "update" in by_mode else by_mode["full"]
         return {
-            "run": run, "ms": statistics.mean(times) if whole else computed, "preset": preset.effective(),
-            "row_density": rows, "tile_density": tiles, "key_density": keys, "steps": steps,
-            "seconds": sum(times) / 1000, "warm_ms": warm_ms, "ms_by_mode": by_mode, "transformer_ms_by_mode": inside,
-            "steps_by_mode": report.steps_by_mode, "computed_fraction": report.computed_fraction,
-            "cache_gib": report.cache_bytes / 2**30, **{key: getattr(report, key) for key in OF_REPORT}, **memory,
-        }  # fmt: skip
+            "run": run,
+            "ms": statistics.mean(times) if whole else computed,
+            "preset": preset.effective(),
+            "row_density": rows,
+            "tile_density": tiles,
+            "key_density": keys,
+            "steps": steps,
+            "seconds": sum(times) / 1000,
+            "warm_ms": warm_ms,
+            "ms_by_mode": by_mode,
+            "transformer_ms_by_mode": inside,
+            "steps_by_mode": report.steps_by_mode,
+            "computed_fraction": report.computed_fraction,
+            "cache_gib": report.cache_bytes / 2**30,
+            **{key: getattr(report, key) for key in OF_REPORT},
+            **memory,
+        }
 
     def relative_error(self, preset: Preset) -> float:
         """Relative L2 distance of the run's first velocity from that of the plain run, which :meth:`plain` keeps."""

@@ -77,10 +77,12 @@ def _flux_conditions(side: int, text: int, width: int, pooled: int, *, reference
         if reference:
             ids = torch.cat([ids, ids + torch.tensor([1, 0, 0])])
         kept = {
-            "encoder_hidden_states": torch.randn(1, text, width), "pooled_projections": torch.randn(1, pooled),
-            "guidance": torch.full([1], 3.5), "img_ids": ids.to(torch.get_default_dtype()),
+            "encoder_hidden_states": torch.randn(1, text, width),
+            "pooled_projections": torch.randn(1, pooled),
+            "guidance": torch.full([1], 3.5),
+            "img_ids": ids.to(torch.get_default_dtype()),
             "txt_ids": torch.zeros(text, 3),
-        }  # fmt: skip
+        }
         picture = torch.randn(1, side**2, 64)
 
         def conditions(latents: torch.Tensor, timestep: torch.Tensor) -> dict[str, Any]:
@@ -164,9 +166,11 @@ def _flux2(sizes: Mapping[str, Any], side: int, width: int) -> Model:
         picture = torch.cartesian_prod(places[:1], *2 * [torch.arange(side)], places[:1])
         text = torch.cartesian_prod(*3 * [places[:1]], torch.arange(512))
         return {
-            "encoder_hidden_states": torch.randn(1, 512, width), "guidance": torch.full([1], 4.0),
-            "img_ids": picture[None], "txt_ids": text[None],
-        }  # fmt: skip
+            "encoder_hidden_states": torch.randn(1, 512, width),
+            "guidance": torch.full([1], 4.0),
+            "img_ids": picture[None],
+            "txt_ids": text[None],
+        }
 
     build = partial(diffusers.Flux2Transformer2DModel, **sizes)
     return Model(build, _passing(make, in_shares=True), (1, side**2, 128))
@@ -236,9 +240,12 @@ def _minimax_h3(sizes: Mapping[str, Any], grid: tuple[int, int, int], audio: int
         positions[kinds["video_indices"]] = torch.cartesian_prod(*map(torch.arange, grid)).float()
         kept = {
             "audio_hidden_states": torch.randn(1, audio, sizes.get("audio_in_channels", 32), dtype=torch.float32),
-            "encoder_hidden_states": torch.randn(1, *text), "timestep_indices": places, "token_tags": tags,
-            "position_ids": positions, **kinds,
-        }  # fmt: skip
+            "encoder_hidden_states": torch.randn(1, *text),
+            "timestep_indices": places,
+            "token_tags": tags,
+            "position_ids": positions,
+            **kinds,
+        }
         return lambda latents, timestep: {
             "hidden_states": latents.float(),  # as its pipeline passes them
             "timestep": torch.cat([timestep, 0.9 * timestep]) / 1000,
@@ -272,18 +279,33 @@ _TINY_ROPE = {"axes_dims_rope": (4, 6, 6)}
 _TINY_CLIP = (1, 16, 3, 16, 18)
 _TINY_WAN = {**_TINY_ATTENTION, "ffn_dim": 32, "num_layers": 2, "text_dim": 32, "freq_dim": 16}
 TINY_FLUX = {
-    **_TINY_ATTENTION, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 32,
-    "pooled_projection_dim": 16, **_TINY_ROPE,
-}  # fmt: skip
+    **_TINY_ATTENTION,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    **_TINY_ROPE,
+}
 _TINY_FLUX2 = {
-    **_TINY_ATTENTION, "num_layers": 1, "num_single_layers": 2, "joint_attention_dim": 32,
+    **_TINY_ATTENTION,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 4, 4),
-}  # fmt: skip
+}
 _TINY_KREA2 = {
-    **_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "num_key_value_heads": 1, "intermediate_size": 48,
-    "timestep_embed_dim": 16, "text_hidden_dim": 32, "num_text_layers": 2, "text_num_attention_heads": 2,
-    "text_num_key_value_heads": 2, "text_intermediate_size": 32,
-}  # fmt: skip
+    **_TINY_ATTENTION,
+    **_TINY_ROPE,
+    "num_layers": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "timestep_embed_dim": 16,
+    "text_hidden_dim": 32,
+    "num_text_layers": 2,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 2,
+    "text_intermediate_size": 32,
+}
 _TINY_LTX2 = {
     **_TINY_ATTENTION,
     **{f"audio_{name}": value for name, value in _TINY_ATTENTION.items()},

@@ -149,10 +149,20 @@ def batches(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 RUNS = {
-    "baseline": baseline, "computed": computed_steps, "fifty": fifty_steps, "dispatch": dispatch_steps,
-    "flashomni": flashomni_steps, "papers": papers, "trained": trained, "kernels": kernel_times, "exact": exact,
-    "linear": linear_layers, "host": weights_on_host, "batches": batches, "torchao": weights_by_torchao,
-}  # fmt: skip
+    "baseline": baseline,
+    "computed": computed_steps,
+    "fifty": fifty_steps,
+    "dispatch": dispatch_steps,
+    "flashomni": flashomni_steps,
+    "papers": papers,
+    "trained": trained,
+    "kernels": kernel_times,
+    "exact": exact,
+    "linear": linear_layers,
+    "host": weights_on_host,
+    "batches": batches,
+    "torchao": weights_by_torchao,
+}
 
 
 def fixed(name: str | Preset, **schedule: int) -> Preset:

@@ -3,11 +3,15 @@
 from typing import Any
 
 COLUMNS = {
-    "ms": ("ms", "{:.1f}"), "speedup_over_plain": ("over plain", "{:.2f}×"),
-    "speedup_over_baseline": ("over the baseline", "{:.2f}×"), "peak_gib": ("peak GiB", "{:.1f}"),
-    "peak_over_plain": ("peak / plain", "{:.3f}"), "gpu_busy_ms": ("GPU busy ms", "{:.1f}"),
-    "gpu_idle": ("GPU idle", "{:.1%}"), "relative_error": ("relative error", "{:.1e}"),
-}  # fmt: skip
+    "ms": ("ms", "{:.1f}"),
+    "speedup_over_plain": ("over plain", "{:.2f}×"),
+    "speedup_over_baseline": ("over the baseline", "{:.2f}×"),
+    "peak_gib": ("peak GiB", "{:.1f}"),
+    "peak_over_plain": ("peak / plain", "{:.3f}"),
+    "gpu_busy_ms": ("GPU busy ms", "{:.1f}"),
+    "gpu_idle": ("GPU idle", "{:.1%}"),
+    "relative_error": ("relative error", "{:.1e}"),
+}
 MEANING = """\
 ms: per computed step, all branches; for a run of 50 steps per average step. Baseline: blocks compiled one by one
 ({attention} attention). GPU busy: time with any kernel running, in a computed step. GPU idle: share of
@@ -68,9 +72,12 @@ def _kernel_table(row: dict[str, Any]) -> list[str]:
     """Table of the kernels with the most time in a step, and the total of all others."""
     kernels, busy = row["kernels"], sum(item["ms"] for item in row["kernels"])
     lines = [
-        "", f"{row['run']}: {busy:.1f} ms of kernels a step", "", "| kernel | launches | ms | share |",
+        "",
+        f"{row['run']}: {busy:.1f} ms of kernels a step",
+        "",
+        "| kernel | launches | ms | share |",
         "|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for item in kernels[:LISTED_KERNELS]:
         name = item["kernel"] if len(item["kernel"]) <= 70 else f"{item['kernel'][:67]}..."
         lines.append(f"| `{name}` | {item['launches']:g} | {item['ms']:.2f} | {item['ms'] / busy:.1%} |")

@@ -50,9 +50,11 @@ def qwen_image21(batch_size: int) -> dict[str, Any]:
 
 def kandinsky6(batch_size: int) -> dict[str, torch.Tensor]:
     return {
-        **prompt(batch_size), "hidden_states": torch.randn(batch_size, 2, 8, 8, 4),
-        "audio_hidden_states": torch.randn(batch_size, 5, 4), "pooled_projections": torch.randn(batch_size, WIDTH),
-    }  # fmt: skip
+        **prompt(batch_size),
+        "hidden_states": torch.randn(batch_size, 2, 8, 8, 4),
+        "audio_hidden_states": torch.randn(batch_size, 5, 4),
+        "pooled_projections": torch.randn(batch_size, WIDTH),
+    }
 
 
 def kandinsky6_sr(batch_size: int) -> dict[str, torch.Tensor]:
@@ -62,11 +64,13 @@ def kandinsky6_sr(batch_size: int) -> dict[str, torch.Tensor]:
 def sana_wm(batch_size: int) -> dict[str, Any]:
     camera = torch.eye(4).flatten().repeat(batch_size, 3, 1)
     return {
-        "hidden_states": torch.randn(batch_size, 4, 3, 4, 4), "timestep": torch.full((batch_size, 1, 3), 1000.0),
-        "encoder_hidden_states": torch.randn(batch_size, 1, TOKENS, WIDTH), "mask": torch.ones(batch_size, TOKENS),
+        "hidden_states": torch.randn(batch_size, 4, 3, 4, 4),
+        "timestep": torch.full((batch_size, 1, 3), 1000.0),
+        "encoder_hidden_states": torch.randn(batch_size, 1, TOKENS, WIDTH),
+        "mask": torch.ones(batch_size, TOKENS),
         "camera_conditions": torch.cat([camera, torch.tensor([4.0, 4.0, 2.0, 2.0]).expand(batch_size, 3, 4)], -1),
         "chunk_plucker": torch.randn(batch_size, 48, 3, 4, 4),
-    }  # fmt: skip
+    }
 
 
 def sana_wm_refiner(batch_size: int) -> dict[str, Any]:

@@ -111,7 +111,11 @@ def _described(gpu: Gpu, kernel: Any) -> dict[str, Any]:
     limits += [int((gpu.shared + 1) // (shared + 1))] if shared else []  # the driver adds 1 KiB to each program
     instructions = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S", code))
     return {
-        "kernel": kernel.name.lstrip("_"), "warps": warps, "registers": registers, "shared": round(shared, 1),
-        "spilled": spilled, "programs": min(limits),
+        "kernel": kernel.name.lstrip("_"),
+        "warps": warps,
+        "registers": registers,
+        "shared": round(shared, 1),
+        "spilled": spilled,
+        "programs": min(limits),
         "products": round(len(re.findall(PRODUCTS, code)) / instructions, 3),
-    }  # fmt: skip
+    }

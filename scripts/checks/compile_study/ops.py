@@ -106,7 +106,8 @@ def _symbols() -> None:
 
 
 OPS: dict[str, Callable[[], None]] = {
-    "attention": _attention, "attention, kv_len": partial(_attention, replace(DENSE, valid_keys=1000)),
+    "attention": _attention,
+    "attention, kv_len": partial(_attention, replace(DENSE, valid_keys=1000)),
     "attention, blocks of 64": partial(_attention, replace(DENSE, block=64)),
     "attention, heads of 64": partial(_attention, replace(DENSE, head_dim=64)),
     "attention, masks": partial(_attention, masks=True),
@@ -117,12 +118,19 @@ OPS: dict[str, Callable[[], None]] = {
     "attention, int8": partial(_attention, qk_dtype="int8"),
     "attention, int8, pv_threshold": partial(_attention, qk_dtype="int8", pv_threshold=-9.0),
     "attention, int8 and float8": partial(_attention, qk_dtype="int8+fp8"),
-    "attention, tile means": partial(_attention, tile_means=True), "attention, single keys": _slices,
-    "attention, single keys, blocks of 64": partial(_slices, replace(DENSE, block=64)), "SLA": partial(_sla, 128),
-    "SLA, blocks of 64": partial(_sla, 64), "SLA, backward": _sla_backward, "GEMM-Q": _gemm_q, "GEMM-O": _gemm_o,
+    "attention, tile means": partial(_attention, tile_means=True),
+    "attention, single keys": _slices,
+    "attention, single keys, blocks of 64": partial(_slices, replace(DENSE, block=64)),
+    "SLA": partial(_sla, 128),
+    "SLA, blocks of 64": partial(_sla, 64),
+    "SLA, backward": _sla_backward,
+    "GEMM-Q": _gemm_q,
+    "GEMM-O": _gemm_o,
     "linear layers, int8": partial(_quantized_linear, "int8"),
-    "linear layers, float8": partial(_quantized_linear, "float8"), "norms and gates": _block, "symbols": _symbols,
-}  # fmt: skip
+    "linear layers, float8": partial(_quantized_linear, "float8"),
+    "norms and gates": _block,
+    "symbols": _symbols,
+}
 SINCE = {
     "attention, int8 and float8": 89,
     "linear layers, float8": 89,

@@ -308,12 +308,15 @@ def minimax_call(batch):
     tags = torch.tensor([1] * TOKENS + [0] * 6 + [2] * 10 + [0] * 24)
     torch.manual_seed(0)
     return {
-        "hidden_states": torch.randn(batch, 30, 96), "audio_hidden_states": torch.randn(batch, 10, 32),
-        "encoder_hidden_states": torch.randn(batch, TOKENS, WIDTH), "timestep": torch.tensor([0.3, 0.9, 0.5]),
-        "timestep_indices": torch.tensor([0] * TOKENS + [1] * 6 + [2] * 10 + [0] * 24), "token_tags": tags,
+        "hidden_states": torch.randn(batch, 30, 96),
+        "audio_hidden_states": torch.randn(batch, 10, 32),
+        "encoder_hidden_states": torch.randn(batch, TOKENS, WIDTH),
+        "timestep": torch.tensor([0.3, 0.9, 0.5]),
+        "timestep_indices": torch.tensor([0] * TOKENS + [1] * 6 + [2] * 10 + [0] * 24),
+        "token_tags": tags,
         "position_ids": torch.arange(len(tags))[:, None].expand(-1, 3),
         **{f"{kind}_indices": (tags == tag).nonzero()[:, 0] for tag, kind in enumerate(("video", "text", "audio"))},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("batch", "masks"), [(1, False), (2, False), (1, True)])

@@ -16,16 +16,33 @@ from tests.tiny import TINY_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 16
 PIPELINES = {
-    "z-image": images.z_image, "hidream": images.hidream, "prx": images.prx, "chroma": images.chroma,
-    "longcat-image": images.longcat_image, "hunyuan-image": images.hunyuan_image, "krea2": images.krea2,
-    "ernie-image": images.ernie_image, "flux3": images.flux3, "glm-image": images.glm_image,
-    "ideogram4": images.ideogram4, "flux2": images.flux2, "qwen-image-edit": images.qwen_image_edit,
-    "qwen-image-21": images.qwen_image_21, "lumina2": images.lumina2, "kandinsky5": videos.kandinsky5,
-    "ltx2": videos.ltx2, "cosmos3": videos.cosmos3, "cogvideox-dpm": videos.cogvideox, "wan-vace": videos.wan_vace,
-    "wan-animate": videos.wan_animate, "skyreels-v2": videos.skyreels_v2, "helios": videos.helios,
-    "minimax-h3": videos.minimax_h3_whole, "anyflow-far": videos.anyflow_far,
+    "z-image": images.z_image,
+    "hidream": images.hidream,
+    "prx": images.prx,
+    "chroma": images.chroma,
+    "longcat-image": images.longcat_image,
+    "hunyuan-image": images.hunyuan_image,
+    "krea2": images.krea2,
+    "ernie-image": images.ernie_image,
+    "flux3": images.flux3,
+    "glm-image": images.glm_image,
+    "ideogram4": images.ideogram4,
+    "flux2": images.flux2,
+    "qwen-image-edit": images.qwen_image_edit,
+    "qwen-image-21": images.qwen_image_21,
+    "lumina2": images.lumina2,
+    "kandinsky5": videos.kandinsky5,
+    "ltx2": videos.ltx2,
+    "cosmos3": videos.cosmos3,
+    "cogvideox-dpm": videos.cogvideox,
+    "wan-vace": videos.wan_vace,
+    "wan-animate": videos.wan_animate,
+    "skyreels-v2": videos.skyreels_v2,
+    "helios": videos.helios,
+    "minimax-h3": videos.minimax_h3_whole,
+    "anyflow-far": videos.anyflow_far,
     "diffusion-forcing": videos.diffusion_forcing,
-}  # fmt: skip
+}
 
 
 FIRST = {}  # state of each shared pipeline as it was built

@@ -27,9 +27,12 @@ from tests.tiny.inputs import random_picture
 def flux2():
     """Guidance is distilled; attention and MLP of a single block are one module."""
     transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=16, **TWO_KINDS, joint_attention_dim=WIDTH, timestep_guidance_channels=32,
+        in_channels=16,
+        **TWO_KINDS,
+        joint_attention_dim=WIDTH,
+        timestep_guidance_channels=32,
         axes_dims_rope=(8, 8, 8, 8),
-    )  # fmt: skip
+    )
     pipe = diffusers.Flux2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
     return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **SQUARE}
 
@@ -142,9 +145,11 @@ def longcat_image():
 def hunyuan_image():
     """Text of two encoders is padded, and the padding of both comes last."""
     transformer = diffusers.HunyuanImageTransformer2DModel(
-        **FOUR_CHANNELS, **{"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}, **HEADS,
+        **FOUR_CHANNELS,
+        **{"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
+        **HEADS,
         **{"text_embed_dim": WIDTH, "text_embed_2_dim": WIDTH, "rope_axes_dim": (16, 16)},
-    )  # fmt: skip
+    )
     pipe = diffusers.HunyuanImagePipeline(flow(shift=5.0), None, None, None, None, None, transformer)
     prompt = {"height": 384, "width": 384}
     for seed, name in enumerate(("", "_2")):
@@ -156,11 +161,13 @@ def hunyuan_image():
 def krea2():
     """A prompt's padding lies between its tokens; one token is not masked at the end."""
     transformer = diffusers.Krea2Transformer2DModel(
-        **{"in_channels": 16, "num_layers": 2}, **HEADS,
+        **{"in_channels": 16, "num_layers": 2},
+        **HEADS,
         **{"num_key_value_heads": 1, "intermediate_size": 96, "timestep_embed_dim": 16, "text_hidden_dim": WIDTH},
         **{"num_text_layers": 2, "text_num_attention_heads": 2, "text_num_key_value_heads": 1},
-        **{"text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1}, **ROPE,
-    )  # fmt: skip
+        **{"text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
+        **ROPE,
+    )
     pipe = diffusers.Krea2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
     prompt = prompts(prompt_embeds=(2, TOKENS, 2, WIDTH)) | SQUARE
     for seed, name in enumerate(("", "negative_")):
@@ -200,9 +207,11 @@ def flux3():
 def glm_image():
     """Tokens that another model drew first, here random ones, join the latents; guidance drops them in its branch."""
     transformer = diffusers.GlmImageTransformer2DModel(
-        **FOUR_CHANNELS, num_layers=2, **HEADS,
+        **FOUR_CHANNELS,
+        num_layers=2,
+        **HEADS,
         **{"text_embed_dim": WIDTH, "time_embed_dim": 32, "condition_dim": 8, "prior_vq_quantizer_codebook_size": 16},
-    )  # fmt: skip
+    )
     pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
     drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))
     return pipe, {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), "prior_token_ids": drawn, **SQUARE}
@@ -211,9 +220,11 @@ def glm_image():
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
-        diffusers.Ideogram4Transformer2DModel, **{"in_channels": 4 * flux.LATENT_CHANNELS, "num_layers": 2}, **HEADS,
+        diffusers.Ideogram4Transformer2DModel,
+        **{"in_channels": 4 * flux.LATENT_CHANNELS, "num_layers": 2},
+        **HEADS,
         **{"intermediate_size": 64, "adaln_dim": 32, "llm_features_dim": WIDTH, "mrope_section": (6, 5, 5)},
-    )  # fmt: skip
+    )
     pipe = diffusers.Ideogram4Pipeline(flow(), flux.image_vae(), None, None, transformer(), transformer())
 
     def encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device):

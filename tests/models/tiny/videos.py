@@ -47,10 +47,12 @@ def ltx2():
     )
     connector = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}
     connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
-        caption_channels=WIDTH, text_proj_in_factor=1,
+        caption_channels=WIDTH,
+        text_proj_in_factor=1,
         **{f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in connector.items()},
-        video_connector_num_learnable_registers=None, audio_connector_num_learnable_registers=None,
-    )  # fmt: skip
+        video_connector_num_learnable_registers=None,
+        audio_connector_num_learnable_registers=None,
+    )
     vae = tiny_pipeline("ltx").vae
     small = {"base_channels": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2}
     audio_vae = diffusers.AutoencoderKLLTX2Audio(**small)

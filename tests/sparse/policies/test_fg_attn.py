@@ -13,9 +13,12 @@ from tests.kernels.conftest import DEVICE
 from tests.pairs import every_pair
 
 LAYOUTS = {
-    "no-text": TokenLayout(0, 300, 64), "block-128": TokenLayout(0, 300, 128), "text-first": TokenLayout(70, 230, 64),
-    "text-last": TokenLayout(70, 230, 64, text_first=False), "single-block": TokenLayout(0, 40, 64),
-}  # fmt: skip
+    "no-text": TokenLayout(0, 300, 64),
+    "block-128": TokenLayout(0, 300, 128),
+    "text-first": TokenLayout(70, 230, 64),
+    "text-last": TokenLayout(70, 230, 64, text_first=False),
+    "single-block": TokenLayout(0, 40, 64),
+}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 every_mask = pytest.mark.parametrize("mask", ["exact", "average_query"])
 

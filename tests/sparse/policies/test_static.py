@@ -76,10 +76,12 @@ def test_segments_that_make_no_sequence_are_refused(lengths, causal, says):
 
 
 LAYOUTS = {
-    "no-text": TokenLayout(0, 500, 64), "text-first": TokenLayout(100, 400, 64),
-    "text-last": TokenLayout(100, 400, 64, text_first=False), "block-128": TokenLayout(30, 300, 128),
+    "no-text": TokenLayout(0, 500, 64),
+    "text-first": TokenLayout(100, 400, 64),
+    "text-last": TokenLayout(100, 400, 64, text_first=False),
+    "block-128": TokenLayout(30, 300, 128),
     "one-block": TokenLayout(3, 30, 128),
-}  # fmt: skip
+}
 CONFIGS = {
     "causal": Skip(policy="static", pattern="causal"),
     "sliding-1": Skip(policy="static", window=1),
@@ -116,9 +118,11 @@ def test_policy_makes_symbols_once():
     first = draw_static(LAYOUTS["text-first"], sliding)
     assert draw_static(TokenLayout(100, 400, 64), Skip(policy="static", window=150)) is first
     others = [
-        first, draw_static(LAYOUTS["text-first"], CONFIGS["causal"]), draw_static(LAYOUTS["text-last"], sliding),
+        first,
+        draw_static(LAYOUTS["text-first"], CONFIGS["causal"]),
+        draw_static(LAYOUTS["text-last"], sliding),
         draw_static(LAYOUTS["text-first"], sliding, batch=1),
-    ]  # fmt: skip
+    ]
     assert all(one is not other for one, other in pairwise(others))
 
 

@@ -83,9 +83,11 @@ def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band)
     plain, results = tiny.output(name, 8, **size), []
     for reach in (0, 99):
         preset = load_preset(
-            "exact", schedule={"control": "interval", "warmup": 2, "interval": 1},
-            skip={"policy": "band", "steps": "all", "refresh": refresh, "reach": reach}, blocks={"size": 64},
-        )  # fmt: skip
+            "exact",
+            schedule={"control": "interval", "warmup": 2, "interval": 1},
+            skip={"policy": "band", "steps": "all", "refresh": refresh, "reach": reach},
+            blocks={"size": 64},
+        )
         with accelerated(pipe, preset):
             results.append(tiny.output(name, 8, **size))
             report = pipe.dit_accel.report()

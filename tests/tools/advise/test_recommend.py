@@ -50,8 +50,10 @@ MODELS = {
     "HiDream-ai/HiDream-I1-Fast": ("hidream", True, "HiDreamImage", 16),
     "Alpha-VLLM/Lumina-Image-2.0": ("lumina2", False, "Lumina2", 30),
     "lodestones/Chroma1-HD": ("chroma", False, "Chroma", 35),
-    "Photoroom/prx-1024-t2i-beta": ("prx", False, "PRX", 28), "krea/Krea-2-Raw": ("krea2", False, "Krea2", 28),
-    "krea/Krea-2-Turbo": ("krea2", True, "Krea2", 8), "baidu/ERNIE-Image": ("ernie_image", False, "ErnieImage", 50),
+    "Photoroom/prx-1024-t2i-beta": ("prx", False, "PRX", 28),
+    "krea/Krea-2-Raw": ("krea2", False, "Krea2", 28),
+    "krea/Krea-2-Turbo": ("krea2", True, "Krea2", 8),
+    "baidu/ERNIE-Image": ("ernie_image", False, "ErnieImage", 50),
     "baidu/ERNIE-Image-Turbo": ("ernie_image", True, "ErnieImage", 8),
     "meituan-longcat/LongCat-Image": ("longcat_image", False, "LongCatImage", 50),
     "zai-org/GLM-Image": ("glm_image", False, "GlmImage", 50),
@@ -74,22 +76,30 @@ MODELS = {
     "Skywork/SkyReels-V2-T2V-14B-540P-Diffusers": ("skyreels_v2", False, "SkyReelsV2", 50),
     "hunyuanvideo-community/HunyuanVideo-I2V": ("hunyuan_video", False, "HunyuanVideoImageToVideo", 50),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": ("hunyuan_video15", False, "HunyuanVideo15", 50),
-    "Lightricks/LTX-Video": ("ltx", False, "LTX", 50), "Lightricks/LTX-2": ("ltx2", False, "LTX2", 30),
+    "Lightricks/LTX-Video": ("ltx", False, "LTX", 50),
+    "Lightricks/LTX-2": ("ltx2", False, "LTX2", 30),
     "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": ("any", False, "PixArtSigma", None),
     "nvidia/Cosmos-1.0-Diffusion-7B-Text2World": ("any", False, "CosmosTextToWorld", None),
     "zai-org/CogVideoX-5b-I2V": ("cogvideox", False, "CogVideoXImageToVideo", 50),
     "genmo/mochi-1-preview": ("mochi", False, "Mochi", 64),
-    "BestWishYsh/Helios-Base": ("helios", False, "Helios", 50), "demo-flux": ("flux", False, "Flux", 50),
-    "demo-wan": ("wan", False, "Wan", 50), "demo-hunyuan": ("hunyuan_video", False, "HunyuanVideo", 50),
+    "BestWishYsh/Helios-Base": ("helios", False, "Helios", 50),
+    "demo-flux": ("flux", False, "Flux", 50),
+    "demo-wan": ("wan", False, "Wan", 50),
+    "demo-hunyuan": ("hunyuan_video", False, "HunyuanVideo", 50),
     "black-forest-labs/flux-3-image-klein": ("flux3", True, None, None),
     "black-forest-labs/flux-3-image-klein-base": ("flux3", False, None, None),
-    "MiniMaxAI/MiniMax-H3": ("minimax_h3", False, None, None), "someone/something": ("any", False, None, None),
-    "flux-dev": ("flux", False, None, None), "schnell": ("flux", True, None, None),
-    "klein": ("flux2", True, None, None), "auraflow": ("any", False, None, None),
-    "qwen-image": ("qwen_image", False, "QwenImage", 50), "z-image-turbo": ("z_image", True, "ZImage", 8),
-    "hunyuanvideo-1.5": ("hunyuan_video15", False, None, None), "flux.2-klein": ("flux2", True, None, None),
+    "MiniMaxAI/MiniMax-H3": ("minimax_h3", False, None, None),
+    "someone/something": ("any", False, None, None),
+    "flux-dev": ("flux", False, None, None),
+    "schnell": ("flux", True, None, None),
+    "klein": ("flux2", True, None, None),
+    "auraflow": ("any", False, None, None),
+    "qwen-image": ("qwen_image", False, "QwenImage", 50),
+    "z-image-turbo": ("z_image", True, "ZImage", 8),
+    "hunyuanvideo-1.5": ("hunyuan_video15", False, None, None),
+    "flux.2-klein": ("flux2", True, None, None),
     "sd3.5-medium": ("sd3", False, None, None),
-}  # fmt: skip
+}
 
 PIPELINES = {name: facts[2:] for name, facts in MODELS.items() if facts[2]}
 GPUS = ("t4", "v100", "2080 ti", "3060", "3090", "4060", "4070", "4080", "4090", "5070 ti", "5090", "l4", "l40s")
@@ -403,13 +413,21 @@ def test_facts_of_guidance_are_those_of_pipelines():
 
 
 USUAL_NAMES = {
-    "4090": ("rtx4090", "RTX 4090", "4090"), "3060": ("GeForce RTX 3060",), "5090": ("rtx-5090",),
-    "a6000": ("RTX A6000", "rtxa6000"), "a100": ("A100 80GB",), "a100-40gb": ("a100-40gb", "NVIDIA A100-SXM4-40GB"),
-    "h100": ("NVIDIA H100 80GB HBM3", "H100 PCIe"), "gh200": ("NVIDIA GH200 480GB",),
-    "4070-ti-super": ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"), "3080-ti": ("3080ti",),
-    "mi300x": ("AMD Instinct MI300X",), "7900-xtx": ("AMD Radeon RX 7900 XTX", "7900xtx"),
-    "m4-max": ("Apple M4 Max", "m4 max"), None: ("4090 laptop", "4090 D", "RTX 2050", ""),
-}  # fmt: skip
+    "4090": ("rtx4090", "RTX 4090", "4090"),
+    "3060": ("GeForce RTX 3060",),
+    "5090": ("rtx-5090",),
+    "a6000": ("RTX A6000", "rtxa6000"),
+    "a100": ("A100 80GB",),
+    "a100-40gb": ("a100-40gb", "NVIDIA A100-SXM4-40GB"),
+    "h100": ("NVIDIA H100 80GB HBM3", "H100 PCIe"),
+    "gh200": ("NVIDIA GH200 480GB",),
+    "4070-ti-super": ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
+    "3080-ti": ("3080ti",),
+    "mi300x": ("AMD Instinct MI300X",),
+    "7900-xtx": ("AMD Radeon RX 7900 XTX", "7900xtx"),
+    "m4-max": ("Apple M4 Max", "m4 max"),
+    None: ("4090 laptop", "4090 D", "RTX 2050", ""),
+}
 
 
 def test_cards_are_known_by_their_usual_names():

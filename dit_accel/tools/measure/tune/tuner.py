@@ -164,11 +164,18 @@ class _Tuner:
         changes = self._all_changes(setting, confirmed)
         tightened = f"{confirmations}, tightened in between" if confirmations > 1 else "1"
         return TuneResult(
-            preset=load_preset(self.preset, **changes), base=self.base, changes=changes, target=self.target,
-            met=score.meets, setting=setting, held_out=confirmed, evaluations=list(tried.values()),
-            curves=self.curves, chosen=self._chosen(setting) if self.by_layer else {},
+            preset=load_preset(self.preset, **changes),
+            base=self.base,
+            changes=changes,
+            target=self.target,
+            met=score.meets,
+            setting=setting,
+            held_out=confirmed,
+            evaluations=list(tried.values()),
+            curves=self.curves,
+            chosen=self._chosen(setting) if self.by_layer else {},
             circumstances={"confirmations": tightened, **self._circumstances(runs.plain(0)["frames"].shape)},
-        )  # fmt: skip
+        )
 
     def _calibrate(self, runs: MeasuredRuns, phase: _Phase) -> dict[str, list[dict[str, Any]]]:
         recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))

@@ -13,10 +13,14 @@ def row(series, name, fraction, decibels, **more):
 
 
 ROWS = [
-    row("cache", "cache 1", 0.25, 30.0), row("cache", "cache 2", 0.45, 40.0), row("cache", "cache worse", 0.5, 35.0),
-    row("fewer steps", "10 steps", 0.2, 25.0), row("dit-accel", "balanced", 0.25, 38.0),
-    row("dit-accel", "quality", 0.35, 45.0), {**row("broken", "broken", 0.1, 99.0), "error": "RuntimeError: no"},
-]  # fmt: skip
+    row("cache", "cache 1", 0.25, 30.0),
+    row("cache", "cache 2", 0.45, 40.0),
+    row("cache", "cache worse", 0.5, 35.0),
+    row("fewer steps", "10 steps", 0.2, 25.0),
+    row("dit-accel", "balanced", 0.25, 38.0),
+    row("dit-accel", "quality", 0.35, 45.0),
+    {**row("broken", "broken", 0.1, 99.0), "error": "RuntimeError: no"},
+]
 DOCUMENT = {
     "results": ROWS,
     "plain": {"repeats": True, "lpips": "the package lpips is not installed", "flip": None},

@@ -11,9 +11,13 @@ from tests.tiny import tiny_output, tiny_pipeline
 SOLVED = {"DPM++ 2M": solvers.FEWER_STEPS["fewer-steps-dpm"], "UniPC": solvers.FEWER_STEPS["fewer-steps-unipc"]}
 STATIC = {"shift": 7.0}
 DYNAMIC = {
-    "use_dynamic_shifting": True, "time_shift_type": "exponential", "base_shift": 1.2, "max_shift": 2.7,
-    "base_image_seq_len": 64, "max_image_seq_len": 1024,
-}  # fmt: skip
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+    "base_shift": 1.2,
+    "max_shift": 2.7,
+    "base_image_seq_len": 64,
+    "max_image_seq_len": 1024,
+}
 
 
 def schedule(pipe, name, **changes):

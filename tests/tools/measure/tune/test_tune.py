@@ -184,9 +184,12 @@ def test_an_interrupted_tuning_goes_on(tmp_path):
 
 
 CHANGES = {
-    "target": {"target_psnr": 31}, "held-out prompts": {"prompts": [*PROMPTS[:3], "rain"]}, "seed": {"seed": 1},
-    "preset": {"forecast.order": 3}, "arguments": {"arguments": {**arguments("flux"), "height": 80}},
-}  # fmt: skip
+    "target": {"target_psnr": 31},
+    "held-out prompts": {"prompts": [*PROMPTS[:3], "rain"]},
+    "seed": {"seed": 1},
+    "preset": {"forecast.order": 3},
+    "arguments": {"arguments": {**arguments("flux"), "height": 80}},
+}
 
 
 def test_a_changed_request_is_refused(tmp_path):
