@@ -99,8 +99,7 @@ def both_sides(
             if compiles:  # Triton compiles at first use, and only a whole run uses every kernel
                 call("compiling kernels")
                 pipe.dit_accel.reset()  # the next call encodes its prompt, as the plain call does
-            fast = Side.of(call("accelerated"))
-            report = pipe.dit_accel.report()
+            fast, report = Side.of(call("accelerated")), pipe.dit_accel.report()
         for number in range(2, repeats + 1):
             repeat(f"plain ({number} of {repeats})", plain, steps)
             with accelerated(pipe, preset):

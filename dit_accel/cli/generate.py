@@ -118,8 +118,7 @@ def command(options: GenerateOptions) -> None:
     _require_consistent(options)
     if not leads():  # the first process writes and prints
         options = replace(options, output=None, plot=None, json_path=None, quiet=True)
-    console = Console(quiet=options.quiet)
-    setup = _setup(options)
+    console, setup = Console(quiet=options.quiet), _setup(options)
     prompt = options.prompt or " ".join(job.settings["prompt"] for job in setup.jobs)
     _note_unknown_words(console, options.model, prompt)
     if options.output_dir is not None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from dit_accel.constants import MOST_STEPS
 from dit_accel.errors import ArgumentError, PresetError, shortened, shown
 from dit_accel.serving.loading import Loading
 from dit_accel.tools.demo import DEFAULT_MODEL, demo_path, model_preset
@@ -22,7 +23,6 @@ from dit_accel.tools.extras import require_extra
 from dit_accel.tools.measure.repeats import REPEATS
 
 # Generous bounds, which catch typing mistakes before any work.
-MOST_STEPS = 10_000
 MOST_PIXELS = 16_384  # of a side
 SIDE = {"min": 16, "max": MOST_PIXELS, "show_default": "the pipeline's"}  # 16 pixels are one token in most models
 MOST_FRAMES = 10_000

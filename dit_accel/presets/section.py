@@ -7,7 +7,6 @@ from pydantic.fields import FieldInfo
 
 from dit_accel.errors import PresetError, shown
 
-MOST_STEPS = 10_000  # more than any run has; bound for keys that count steps
 MOST_TOKENS = 2**31 - 1  # bound for keys that count tokens or blocks
 
 

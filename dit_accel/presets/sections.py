@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from dit_accel.constants import TARGETS
-from dit_accel.presets.section import MOST_STEPS, Formed, Section, any_form
+from dit_accel.constants import MOST_STEPS, TARGETS
+from dit_accel.presets.section import Formed, Section, any_form
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 CUT = "max_seconds was too short to keep the target_error of target_psnr"  # note of a report

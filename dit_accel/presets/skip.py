@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from dit_accel.constants import MOST_STEPS
 from dit_accel.errors import shortened
 from dit_accel.presets.complaints import explained
-from dit_accel.presets.section import MOST_STEPS, MOST_TOKENS, Formed, any_form
+from dit_accel.presets.section import MOST_TOKENS, Formed, any_form
 
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
 _COMPUTED_STEPS = {  # keys of steps 'all', with their effect

@@ -129,8 +129,7 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
 def _encode(
     address: int, data_type: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorMap:
-    rank = len(shape)
-    buffer = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
+    rank, buffer = len(shape), ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
     aligned = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
     error = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),

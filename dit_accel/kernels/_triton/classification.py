@@ -85,8 +85,7 @@ def classify_tiles_into(
     skip_bits, linear_bits, probabilities, critical_units, negligible_units, first_always, stop_always, valid_blocks
 ) -> None:
     batch, heads, blocks, row_bytes = skip_bits.shape
-    rows = batch * heads * blocks
-    tiles = max(triton.next_power_of_2(blocks), 8)
+    rows, tiles = batch * heads * blocks, max(triton.next_power_of_2(blocks), 8)
     rows_a_program = max(ELEMENTS // tiles, 1)
     with on_device(probabilities):
         _classify_tiles[(triton.cdiv(rows, rows_a_program),)](

@@ -128,11 +128,19 @@ def sizes_file(device: torch.device) -> Path:
 
 @functools.cache
 def own_sizes(device: torch.device) -> dict[str, dict[str, int]]:
-    """Sizes by variant that were measured on this GPU; none without a file that can be read."""
+    """Sizes by variant that were measured on this GPU; none without a file that can be read, or that holds others."""
     try:
-        return dict(json.loads(sizes_file(device).read_text(encoding="utf-8")))
+        found = dict(json.loads(sizes_file(device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
+    return {variant: sizes for variant, sizes in found.items() if _are_sizes(sizes, variant)}
+
+
+def _are_sizes(found: object, variant: str) -> bool:
+    """Return True for whole numbers by the names of a kernel's sizes; the bound on registers may be missing."""
+    shipped = CONFIGS.get(variant.removesuffix(BY_TMA), {}).values()
+    is_known = isinstance(found, dict) and any({*found, "maxnreg"} == {*sizes, "maxnreg"} for sizes in shipped)
+    return is_known and all(type(value) is int for value in found.values())
 
 
 def launch_with(device: torch.device, variant: str, sizes: dict[str, int] | None) -> None:

@@ -123,8 +123,7 @@ def convolve_into(x, weight, bias, residual, out) -> None:
     out_frames, height, width = out.shape[2:]
     if phases > 1:
         height, width = height // 2, width // 2
-    frames = time - kernel[0] + 1
-    width_of_taps = kernel[2] * channels
+    frames, width_of_taps = time - kernel[0] + 1, kernel[2] * channels
     parts = triton.cdiv(width_of_taps, depth)
     lines = weight.permute(0, 1, 3, 4, 5, 2).reshape(phases * outputs, -1, width_of_taps)
     missing = parts * depth - width_of_taps

@@ -115,8 +115,7 @@ def dispatch_into(o, weight, plan, stack, weights, offset, out) -> None:
 
 def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, mask64_before=None, reused=False) -> None:
     batch, length, heads, head_dim = o.shape
-    columns = weight.shape[0]
-    first_block = offset // plan.block
+    columns, first_block = weight.shape[0], offset // plan.block
     row_blocks = block_count(offset + length, plan.block) - first_block
     sizes = config("GEMM-O", o)
     sizes = sizes | {"K_TILE": min(sizes["K_TILE"], head_dim)}

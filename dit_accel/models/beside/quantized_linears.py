@@ -273,8 +273,7 @@ class QuantizedLinears:
         self._weights = {layers: held for layers, held in self._weights.items() if any(map(self.on_host.get, layers))}
 
     def free(self) -> None:
-        self._run = None
-        self._turns.end()
+        self.release()
         for kept in (self._ready, self._weights, self._together, self._states):
             kept.clear()
 

@@ -52,9 +52,11 @@ def test_faster_sizes_are_kept_and_launched_from_then_on(forget, monkeypatch, ca
     assert said[3:] == [f'    "linear layers": {json.dumps({"": faster})},']
     forget()
     assert launched("linear layers") == faster and launched("GEMM-O") == configs.CONFIGS["GEMM-O"][""]
-    configs.sizes_file(CPU).write_text("{")
-    forget()
-    assert launched("linear layers") == SHIPPED
+    others = [{"linear layers": other} for other in (None, {"STAGES": 2}, {**faster, "STAGES": "2"})]
+    for text in ("{", "[]", *map(json.dumps, others)):
+        configs.sizes_file(CPU).write_text(text)
+        forget()
+        assert launched("linear layers") == SHIPPED
 
 
 def test_time_and_interrupts_end_it_with_what_was_found(forget, capsys):
