@@ -277,9 +277,8 @@ def test_blocks_that_carry_another_hook_run_through_it(pipe, preset):
     accelerate_pipeline(pipe, preset)
     call(pipe)
     assert counter.calls == STEPS
-    assert pipe.dit_accel.report().fallbacks == [
-        {"site": "transformer_blocks.0", "reason": "another hook of diffusers lies on the block: counter"}
-    ]
+    reason = "another hook of diffusers lies on the block: counter"
+    assert pipe.dit_accel.report().fallbacks == [{"site": "transformer_blocks.0", "reason": reason}]
     restore_pipeline(pipe)
     assert list(pipe.transformer.transformer_blocks[0]._diffusers_hook.hooks) == ["counter"]
 

@@ -141,25 +141,12 @@ def comfy_flux(transformer: torch.nn.Module) -> Any:
 
     facts = transformer.config
     width = facts.num_attention_heads * facts.attention_head_dim
-    config = comfy.supported_models.Flux(
-        {
-            "image_model": "flux",
-            "in_channels": facts.in_channels // 4,
-            "out_channels": facts.in_channels // 4,
-            "vec_in_dim": facts.pooled_projection_dim,
-            "context_in_dim": facts.joint_attention_dim,
-            "hidden_size": width,
-            "mlp_ratio": 4.0,
-            "num_heads": facts.num_attention_heads,
-            "depth": facts.num_layers,
-            "depth_single_blocks": facts.num_single_layers,
-            "axes_dim": list(facts.axes_dims_rope),
-            "theta": 10000,
-            "patch_size": 2,
-            "qkv_bias": True,
-            "guidance_embed": facts.guidance_embeds,
-        }
-    )
+    sizes = dict.fromkeys(("in_channels", "out_channels"), facts.in_channels // 4)
+    sizes |= {"vec_in_dim": facts.pooled_projection_dim, "context_in_dim": facts.joint_attention_dim}
+    sizes |= {"hidden_size": width, "num_heads": facts.num_attention_heads, "axes_dim": list(facts.axes_dims_rope)}
+    sizes |= {"depth": facts.num_layers, "depth_single_blocks": facts.num_single_layers, "mlp_ratio": 4.0}
+    sizes |= {"theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": facts.guidance_embeds}
+    config = comfy.supported_models.Flux({"image_model": "flux", **sizes})
     config.latent_format = comfy.latent_formats.LatentFormat()  # keep the latents' scale of the model
     config.set_inference_dtype(torch.float32, None)
     device = comfy.model_management.get_torch_device()

@@ -77,9 +77,7 @@ def main() -> int:
     parser.add_argument("--racecheck", action="store_true", help="replace operations that racecheck does not support")
     parser.add_argument("--tests", nargs=argparse.REMAINDER, help="run pytest with all remaining arguments instead")
     names = [name for name in backend_status() if name != "reference"]
-    parser.add_argument(
-        "--backends", nargs="+", choices=names, default=names, help="only these backends, if they run here"
-    )
+    parser.add_argument("--backends", nargs="+", choices=names, default=names, help="only these, if they run here")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch finds none", file=sys.stderr)

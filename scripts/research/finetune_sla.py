@@ -187,9 +187,7 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     training.add_argument(
         "--projection-rate", type=float, default=10.0, help="rate of projections as a multiple of the matrices'"
     )
-    training.add_argument(
-        "--minutes", type=float, default=float("inf"), help="time limit of this run; run again to resume"
-    )
+    training.add_argument("--minutes", type=float, default=float("inf"), help="time limit; run again to resume")
     training.add_argument("--train", choices=["all", "lora", "projections"], default="all")
     training.add_argument("--rank", type=int, default=32, help="rank of the LoRA")
     training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")

@@ -506,9 +506,8 @@ def test_new_run_starts_clean():
         expected_call, expected = fresh.call(step, 1.0 + step**2)
         assert call.mode is expected_call.mode and torch.equal(output, expected)
     report, expected = loop.controller.report, fresh.controller.report
-    assert [(step.index, step.mode, step.error) for step in report.steps] == [
-        (step.index, step.mode, step.error) for step in expected.steps
-    ]
+    found, wanted = ([(step.index, step.mode, step.error) for step in each.steps] for each in (report, expected))
+    assert found == wanted
 
 
 def test_a_run_forgets_the_accidents_of_the_one_before():

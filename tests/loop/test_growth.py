@@ -39,13 +39,11 @@ def test_weights_are_finite_and_one_on_average(sigmas):
 
 def test_a_response_is_larger_where_little_of_the_image_is_settled():
     """The response opposes the shift, for rising and falling noise levels, and is bounded where nothing is settled."""
-    assert responses([0.6, 0.5, 0.2]) == pytest.approx(
-        [-growth.RESPONSE / 0.4, -growth.RESPONSE / 0.5, -growth.RESPONSE / 0.8]
-    )
+    falling = [-growth.RESPONSE / error for error in (0.4, 0.5, 0.8)]
+    assert responses([0.6, 0.5, 0.2]) == pytest.approx(falling)
     rising = euler_moves([0.4, 0.5, 0.8, 1.0])
-    assert responses([0.4, 0.5, 0.8], rising) == pytest.approx(
-        [growth.RESPONSE / 0.4, growth.RESPONSE / 0.5, growth.RESPONSE / 0.8]
-    )
+    expected = [growth.RESPONSE / error for error in (0.4, 0.5, 0.8)]
+    assert responses([0.4, 0.5, 0.8], rising) == pytest.approx(expected)
     assert responses([1.0, 0.5])[0] == pytest.approx(-growth.RESPONSE / growth.LEAST_SHARE)
 
 

@@ -74,5 +74,5 @@ def test_nine_of_ten_must_be_noticed(monkeypatch, capsys, passed, code):
 
 
 def test_a_text_that_occurs_twice_is_no_change():
-    with pytest.raises(ValueError, match=r"the old text must occur once in .*, got 2 times: 'a'"):
+    with pytest.raises(ValueError, match=r"old text must occur once in .*, got 2 times: 'a'"):
         replace(mutants.MUTANTS[0], old="a").of("a = a")

@@ -82,9 +82,8 @@ def test_what_is_saved_comes_back(name, tmp_path):
     for weight in other.transformer.parameters():
         weight.data.zero_()
     loaded = load_swapped(other, tmp_path)
-    assert {name: attention.settings for name, attention in loaded.items()} == {
-        name: attention.settings for name, attention in swapped_attention(pipe).items()
-    }
+    found, wanted = ({name: at.settings for name, at in each.items()} for each in (loaded, swapped_attention(pipe)))
+    assert found == wanted
     for key, weight in pipe.transformer.state_dict().items():
         assert torch.equal(other.transformer.state_dict()[key], weight), key
     torch.testing.assert_close(paint(other, name), painted)  # products may differ by where in memory weights lie

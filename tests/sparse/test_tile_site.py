@@ -248,9 +248,8 @@ def test_probe_measures_against_dense_attention(policy, true_errors):
     result, report = run("wan", probed("output", policy), height=96, width=96)
     assert torch.equal(result, plain) and errors_of(without) == [None] * count
     assert errors_of(report) == pytest.approx(true_errors[count:], rel=1e-3, abs=1e-5)
-    assert [(item.layer, item.density) for item in report.attentions] == [
-        (item.layer, item.density) for item in without.attentions
-    ]
+    densities, expected = ([(at.layer, at.density) for at in each.attentions] for each in (report, without))
+    assert densities == expected
     assert max(errors_of(report)) > 0.001
 
 

@@ -325,15 +325,8 @@ TINY = {
     "qwen-image": _qwen_image({**_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "joint_attention_dim": 32}, 12, 32),
     "krea2": _krea2(_TINY_KREA2, 12, 80, 2, 32),
     "hunyuan": _hunyuan(
-        {
-            **_TINY_ATTENTION,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "num_refiner_layers": 1,
-            "text_embed_dim": 32,
-            "pooled_projection_dim": 16,
-            "rope_axes_dim": (4, 6, 6),
-        },
+        {**_TINY_ATTENTION, **dict.fromkeys(("num_layers", "num_single_layers", "num_refiner_layers"), 1)}
+        | {"text_embed_dim": 32, "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6)},
         _TINY_CLIP,
         *(32, 16),
     ),

@@ -23,9 +23,7 @@ class Mutant:
         """Return the changed source; raises ValueError if the old text does not occur exactly once."""
         count = source.count(self.old)
         if count != 1:
-            raise ValueError(
-                f"{self.name}: the old text must occur once in {self.file}, got {count} times: {self.old!r}"
-            )
+            raise ValueError(f"{self.name}: old text must occur once in {self.file}, got {count} times: {self.old!r}")
         return source.replace(self.old, self.new)
 
 

@@ -131,7 +131,5 @@ OPS: dict[str, Callable[[], None]] = {
     "norms and gates": _block,
     "symbols": _symbols,
 }
-SINCE = {
-    "attention, int8 and float8": 89,
-    "linear layers, float8": 89,
-}  # lowest compute capability, times ten, for an op
+# Lowest compute capability, times ten, for an op.
+SINCE = {"attention, int8 and float8": 89, "linear layers, float8": 89}

@@ -36,9 +36,8 @@ def test_segments(lengths, block):
     assert torch.equal(mask_of(static.block_mask_from_segments(lengths, **options)), is_own)
     assert torch.equal(mask_of(static.block_mask_from_segments(lengths, causal=True, **options)), is_own & is_past)
     of_images = is_own & ~torch.tensor(is_text)[segment]
-    assert torch.equal(
-        mask_of(static.block_mask_from_segments(lengths, causal=is_text, past=True, **options)), is_past | of_images
-    )
+    found = mask_of(static.block_mask_from_segments(lengths, causal=is_text, past=True, **options))
+    assert torch.equal(found, is_past | of_images)
     causal = static.block_mask_from_segments([sum(lengths)], causal=True, **options)
     assert torch.equal(mask_of(causal), is_past) and (causal.masks is None or causal.masks.pool.shape[0] == 0)
 

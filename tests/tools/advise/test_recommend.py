@@ -130,9 +130,8 @@ def counted(model: str, size: tuple = NO_SIZE, *, few: bool = False, quantized: 
 def test_families_are_known_by_ids():
     """Known ids lead to their family, and names of distilled models are noticed."""
     found = {name: identify(name) for name in MODELS}
-    assert {name: (model.family, model.is_distilled) for name, model in found.items()} == {
-        name: facts[:2] for name, facts in MODELS.items()
-    }
+    expected = {name: facts[:2] for name, facts in MODELS.items()}
+    assert {name: (model.family, model.is_distilled) for name, model in found.items()} == expected
     assert identify("rhymes-ai/Allegro").is_video and not identify("nvidia/Cosmos-Predict2-2B-Text2Image").is_video
     assert all(identify(row["ids"][0]).family == row["family"] for row in TABLE["models"])
 

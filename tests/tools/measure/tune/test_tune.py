@@ -114,9 +114,8 @@ def test_layers_get_thresholds_of_their_own(tmp_path):
     layers = result.preset.skip.layers
     assert list(layers) == list(result.curves) == ["transformer.blocks.0", "transformer.blocks.1"]
     sparsities = [taken.sparsity if taken else 0.0 for taken in result.chosen.values()]
-    assert statistics.fmean(run.tile_sparsity for run in result.held_out) == pytest.approx(
-        statistics.fmean(sparsities), abs=0.1
-    )
+    held_out = statistics.fmean(run.tile_sparsity for run in result.held_out)
+    assert held_out == pytest.approx(statistics.fmean(sparsities), abs=0.1)
     for name, taken in result.chosen.items():
         assert layers[name] == (taken.changes if taken else {"policy": "none"})
         assert taken is None or taken.error <= result.setting["l1"]
