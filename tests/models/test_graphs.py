@@ -187,6 +187,7 @@ GROWING = {
     "hook": (lambda model: model[1].register_forward_hook(print), "1._forward_hooks"),
     "pre-hook": (lambda model: model[1].register_forward_pre_hook(print), "1._forward_pre_hooks"),
     "second-hook": (lambda model: model[0].register_forward_hook(print), "0._forward_hooks"),
+    "no bias": (lambda model: setattr(model[1], "bias", None), "the address of a weight"),
     "dict": (lambda model: model.notes.update(key=1), "notes.key"),
     "buffer": (lambda model: model[1].register_buffer("mask", torch.ones(2)), "1 (buffers).mask"),
     "module": (lambda model: model[1].register_module("more", torch.nn.Identity()), "1.more"),
@@ -195,7 +196,7 @@ GROWING = {
 
 @pytest.mark.parametrize("change, named", GROWING.values(), ids=GROWING)
 def test_additions_to_a_model_are_changes(change, named):
-    """Containers that were empty at the capture, and hooks on any module, count."""
+    """Containers that were empty at the capture, and hooks on any module, count; and so does a weight that is gone."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].register_forward_hook(lambda *_: None)
     model.notes = {}

@@ -103,7 +103,10 @@ class ModelState:
 
     def _placed(self) -> list:
         tensors = [*map(call, self._tensors)]
-        return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
+        try:
+            return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
+        except TypeError:  # one was freed, such as a bias that is None now
+            return []
 
     def _written(self) -> list[int | None]:
         """Version of each CPU tensor, whose numbers the host may read, such as peft's strengths."""

@@ -91,8 +91,7 @@ def test_parts_that_carry_hooks_are_called(name, block, part, reasons, as_on_a_g
     """A norm's hook leaves the block to diffusers; a hook of the MLP, or in the attention, leaves that part to it."""
     pipe, calls = tiny.copy_of(name), []
     pipe.transformer.get_submodule(f"{block}.{part}").register_forward_hook(lambda *_: calls.append(1))
-    plain = tiny.output(name, 2, pipe)
-    count = len(calls)
+    plain, count = tiny.output(name, 2, pipe), len(calls)
     fused, report = tiny.accelerated_output(name, "exact", 2, pipe)
     assert distance(fused, plain) < 1e-5 and len(calls) == 2 * count > 0
     assert [item["reason"] for item in report.fallbacks] == reasons

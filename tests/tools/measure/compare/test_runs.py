@@ -57,8 +57,7 @@ def test_a_peer_runs_and_leaves_nothing_behind(bench, peer):
     if left_out:
         pytest.skip(left_out[peer])
     assert len(methods) >= 3 and len({method.name for method in methods}) == len(methods)
-    pipe = bench.pipe
-    row = bench.measure(methods[0])
+    pipe, row = bench.pipe, bench.measure(methods[0])
     assert "error" not in row and not row["reloaded"], row
     assert 0 < row["computed_fraction"] <= 1 and row["seconds"] > 0 and row["fraction_from"] == "leaves"
     assert bench.pipe is pipe and isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
