@@ -164,7 +164,7 @@ def stage(*modules):
     seconds = time.process_time() - started
     return {"seconds": seconds, "loaded": sorted(sys.modules)}
 
-report = {"package": stage("dit_accel"), "kernels": stage("dit_accel.kernels"), "tiny": stage("tests.tiny")}
+report = {"package": stage("dit_accel"), "kernels": stage("dit_accel.kernels")}
 report["all"] = stage(*sys.argv[1:])
 import torch
 report["cuda"] = torch.cuda.is_initialized()
@@ -174,7 +174,7 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
-    """A fresh interpreter in an empty home that imports the package, its kernels, tiny pipelines, then every module."""
+    """A fresh interpreter in an empty home that imports the package, its kernels, then every module."""
     home = tmp_path_factory.mktemp("home")
     modules = [module_of(path) for path in FILES if path.name != "__main__.py"]
     environment = os.environ | dict.fromkeys(("HOME", "TMPDIR"), str(home))
@@ -192,7 +192,6 @@ def stages(tmp_path_factory):
 LIGHT = {  # by stage: packages that it must not load
     "package": {"torch", "diffusers", "transformers", "triton", "pydantic", "matplotlib"},
     "kernels": {"triton", "diffusers", "transformers"},
-    "tiny": {"diffusers", "transformers", "peft"},  # both load on first use
     "all": {"matplotlib", "imageio", "imageio_ffmpeg", "gradio"},  # functions import extras
 }
 

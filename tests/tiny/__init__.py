@@ -10,15 +10,13 @@ ones (norms), and both hide bugs. The output therefore depends clearly on the ti
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from diffusers import DiffusionPipeline
+from diffusers.models.embeddings import TimestepEmbedding
 
 from tests.tiny import families, flux, hunyuan, wan
 from tests.tiny.flux import tiny_flux_lora
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
 __all__ = ["TINY_PIPELINES", "VIDEO_PIPELINES", "redraw", "smooth_in_time", "tiny_flux_lora", "tiny_inputs"]
 __all__ += ["same_weights", "tiny_output", "tiny_pipeline"]
@@ -66,7 +64,7 @@ PICTURE_A_PROMPT = ("hunyuan-i2v", "hunyuan-i2v-concat", "framepack")  # a batch
 PROMPT = "a red fox in the winter snow"
 
 
-def tiny_pipeline(name: str, *, seed: int = 0) -> "DiffusionPipeline":
+def tiny_pipeline(name: str, *, seed: int = 0) -> DiffusionPipeline:
     """Build a pipeline in evaluation mode with weights of a seed; the global random state stays as it was."""
     build, _ = _PIPELINES[name]
     with torch.random.fork_rng(devices=[]):
@@ -99,13 +97,13 @@ def tiny_inputs(
     return usual | arguments | overrides
 
 
-def tiny_output(pipe: "DiffusionPipeline", name: str, **arguments: object) -> torch.Tensor:
+def tiny_output(pipe: DiffusionPipeline, name: str, **arguments: object) -> torch.Tensor:
     """Return the result of one call of ``pipe`` with `tiny_inputs(name, **arguments)`: by default latents `[B, …]`."""
     output = pipe(**tiny_inputs(name, **arguments), return_dict=False)[0]
     return output[-1] if isinstance(output, list) else output  # Framepack's latents after each section
 
 
-def same_weights(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
+def same_weights(pipe: DiffusionPipeline) -> DiffusionPipeline:
     """Copy a pipeline, with modules of its own over the same weights in memory, so that both give equal bits."""
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     weights = [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
@@ -115,8 +113,6 @@ def same_weights(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
 @torch.no_grad()
 def redraw(module: torch.nn.Module) -> None:
     """Randomise matrices from N(0, 1/fan_in), which keeps activations' size, and add N(0, 0.1²) to vectors."""
-    from diffusers.models.embeddings import TimestepEmbedding
-
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape)
         if parameter.ndim < 2:

@@ -5,6 +5,9 @@ Tokenizers split into single characters, so every prompt of ASCII text has its o
 
 import string
 
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
+
 FEATURES = 32  # of every encoder here, and so the transformers' `joint_attention_dim`, `text_dim`, …
 IMAGE_MARK, HEADER_END = "<image>", "<|end_header_id|>"  # in the prompt of HunyuanVideo's image-to-video
 VOCABULARY = 320  # rows of every embedding: 256 bytes and the special tokens fit
@@ -33,8 +36,6 @@ def clip(number: str = "", *, width: int = FEATURES, projection: bool = False) -
     The tokenizer is one over bytes, each also as the last one of a word, with prompts padded to 77 tokens. ``number``
     is the end of the components' names, `"_2"` for a pipeline's second encoder.
     """
-    import transformers
-
     characters = string.ascii_lowercase + string.digits + string.punctuation
     tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{character}</w>" for character in characters)]
     tokenizer = transformers.CLIPTokenizer(vocab=_ids(tokens), merges=[], model_max_length=77)
@@ -57,8 +58,6 @@ def t5(number: str = "", *, model: str = "T5", byte_tokens: bool = False) -> dic
     The tokenizer has the printable ASCII characters and the word mark for its pieces (a unigram model), or is ByT5's
     over the 256 bytes.
     """
-    import transformers
-
     config = getattr(transformers, f"{model}Config")(
         vocab_size=VOCABULARY, d_model=FEATURES, d_kv=16, d_ff=2 * FEATURES, num_layers=2, num_heads=2
     )
@@ -76,8 +75,6 @@ def llama() -> dict:
 
     Tokens are the printable ASCII characters, the word mark and HunyuanVideo's marks.
     """
-    import transformers
-
     tokenizer = transformers.LlamaTokenizer(
         vocab=_ids(["<unk>", "<s>", "</s>", "▁", *CHARACTERS]),
         pad_token="</s>",
@@ -93,9 +90,6 @@ def qwen(*, language_model: bool = False) -> dict:
 
     Its vision tower sees no image. The tokenizer has the 256 bytes, and its chat template is the last message itself.
     """
-    import transformers
-    from tokenizers.pre_tokenizers import ByteLevel
-
     vision = {"depth": 1, "num_heads": 2, "out_hidden_size": FEATURES, "fullatt_block_indexes": [0]}
     vision |= {"hidden_size": FEATURES, "intermediate_size": FEATURES}
     config = transformers.Qwen2_5_VLConfig(text_config=_QWEN, vision_config=vision)
@@ -114,21 +108,15 @@ def qwen(*, language_model: bool = False) -> dict:
 
 def clip_vision_config():
     """Config of a model with hidden states `[B, PICTURE_TOKENS + 1, FEATURES]`, the class token first."""
-    from transformers import CLIPVisionConfig
-
-    return CLIPVisionConfig(**_VISION, projection_dim=FEATURES)
+    return transformers.CLIPVisionConfig(**_VISION, projection_dim=FEATURES)
 
 
 def clip_image_processor():
-    from transformers import CLIPImageProcessor
-
-    return CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    return transformers.CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
 
 
 def siglip() -> dict:
     """`SiglipVisionModel` and its processor; hidden states `[B, PICTURE_TOKENS, FEATURES]`."""
-    import transformers
-
     return {
         "image_encoder": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**_VISION)),
         "feature_extractor": transformers.SiglipImageProcessor(size={"height": SIDE, "width": SIDE}),

@@ -4,6 +4,8 @@ Two blocks each and three heads of 32 features. Images have 132 tokens and video
 64 and of 128 tokens. Every one runs with classifier-free guidance.
 """
 
+import diffusers
+
 from tests.tiny import encoders, flux
 from tests.tiny.inputs import TEXT_TOKENS, call_with
 
@@ -12,8 +14,6 @@ SIZES = {"num_attention_heads": 3, "attention_head_dim": 32, "num_layers": 2}  #
 
 def build_sd3(dual_attention_layers=()):
     """With layers named there as in 3.5-medium: their second attention is over the image alone."""
-    import diffusers
-
     return diffusers.StableDiffusion3Pipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=flux.image_vae(),
@@ -31,8 +31,6 @@ def build_sd3(dual_attention_layers=()):
 
 
 def build_qwen_image():
-    import diffusers
-
     pipe = diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=diffusers.AutoencoderKLQwenImage(
@@ -49,8 +47,6 @@ def build_qwen_image():
 
 
 def build_cogvideox():
-    import diffusers
-
     return diffusers.CogVideoXPipeline(
         **encoders.t5(),
         vae=diffusers.AutoencoderKLCogVideoX(
@@ -68,8 +64,6 @@ def build_cogvideox():
 
 
 def build_mochi():
-    import diffusers
-
     return diffusers.MochiPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         vae=diffusers.AutoencoderKLMochi(
@@ -86,8 +80,6 @@ def build_mochi():
 
 
 def build_ltx():
-    import diffusers
-
     return diffusers.LTXPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=diffusers.AutoencoderKLLTXVideo(

@@ -7,6 +7,7 @@ the first block holds text and image.
 
 import re
 
+import diffusers
 import torch
 
 from tests.tiny import encoders
@@ -22,9 +23,7 @@ IMAGE_EMBEDDING = 24  # features of one IP-Adapter image embedding
 
 def image_vae():
     """`AutoencoderKL` with `LATENT_CHANNELS` channels at a `VAE_FACTOR`-th of the image's sides."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
+    return diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -45,8 +44,6 @@ def build(
     controlnet: bool = False,
 ):
     """A pipeline of the named class, with the guidance embedding of FLUX.1-dev, or a control net of two blocks."""
-    import diffusers
-
     sizes = {
         "attention_head_dim": 32,
         "num_attention_heads": 3,

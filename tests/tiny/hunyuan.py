@@ -4,7 +4,9 @@ Two double-stream and two single-stream blocks (HunyuanVideo 1.5: double only), 
 features. Videos have 3 latent frames of 48 tokens and up to 37 text tokens, of which a prompt fills a part.
 """
 
+import diffusers
 import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from tests.tiny import encoders, families
 from tests.tiny.inputs import TEXT_TOKENS, call_with, random_picture
@@ -33,8 +35,6 @@ def _components(
     model: str = "HunyuanVideoTransformer3DModel", *, in_channels: int = LATENT_CHANNELS, **options
 ) -> dict:
     """The modules that the pipelines of the first generation share; `options` go to the transformer."""
-    import diffusers
-
     sizes = {"num_single_layers": 2, "in_channels": in_channels, "pooled_projection_dim": encoders.FEATURES}
     return {
         "transformer": getattr(diffusers, model)(**BLOCK_SIZES, **sizes, **options),
@@ -51,18 +51,13 @@ def _components(
 
 def build():
     """HunyuanVideo text-to-video, with its distilled guidance."""
-    from diffusers import HunyuanVideoPipeline
-
-    return HunyuanVideoPipeline(**_components())
+    return diffusers.HunyuanVideoPipeline(**_components())
 
 
 def build_picture(condition: str):
     """HunyuanVideo image-to-video: "token_replace", where the image is the first latent frame with its own gates, or
     "latent_concat", where it is concatenated to the noise with a mask.
     """
-    from diffusers import HunyuanVideoImageToVideoPipeline
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
     beside = condition == "latent_concat"
     channels = 2 * LATENT_CHANNELS + 1 if beside else LATENT_CHANNELS
     components = _components(in_channels=channels, guidance_embeds=not beside, image_condition_type=condition)
@@ -70,13 +65,11 @@ def build_picture(condition: str):
     tokens = {"image_token_id": components["tokenizer"].convert_tokens_to_ids(encoders.IMAGE_MARK)}
     tokens |= {"image_seq_length": encoders.PICTURE_TOKENS, "pad_token_id": encoders.LLAMA["pad_token_id"]}
     components["text_encoder"] = LlavaForConditionalGeneration(LlavaConfig(**models, **tokens))
-    return HunyuanVideoImageToVideoPipeline(**components, image_processor=encoders.clip_image_processor())
+    return diffusers.HunyuanVideoImageToVideoPipeline(**components, image_processor=encoders.clip_image_processor())
 
 
 def build_framepack():
     """Framepack, which makes a video in sections, the last first, from an image and its previous sections."""
-    import diffusers
-
     components = _components(
         "HunyuanVideoFramepackTransformer3DModel",
         has_image_proj=True,
@@ -89,8 +82,6 @@ def build_framepack():
 
 def build_15(*, picture: bool = False):
     """HunyuanVideo 1.5, whose guidance is a component of the pipeline."""
-    import diffusers
-
     components = {
         **encoders.qwen(language_model=True),
         **encoders.t5("_2", byte_tokens=True),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from PIL import Image
 
 TEXT_TOKENS = 37
 
@@ -29,8 +30,6 @@ def random_tensor(generator: torch.Generator, height: int, width: int) -> torch.
 
 def random_picture(generator: torch.Generator, height: int, width: int):
     """A PIL image of patches of 8×8 pixels in random colours, which stay distinct in an encoder's coarse view."""
-    from PIL import Image
-
     patches = torch.randint(256, (-(-height // 8), -(-width // 8), 3), generator=generator, dtype=torch.uint8)
     return Image.fromarray(patches.repeat_interleave(8, 0).repeat_interleave(8, 1)[:height, :width].numpy())
 

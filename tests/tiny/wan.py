@@ -5,6 +5,9 @@ Each video has 3 latent frames of 48 tokens, ragged for blocks of 64 and of 128;
 
 from functools import partial
 
+import diffusers
+from transformers import CLIPVisionModel
+
 from tests.tiny import encoders, families
 from tests.tiny.inputs import call_with, random_picture
 
@@ -18,9 +21,6 @@ def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 
     2.2 A14B has two `experts`, for high noise and below `boundary_ratio`; in 2.2 TI2V 5B each token has a timestep
     (`expand_timesteps`), which keeps the first frame of an image clean.
     """
-    import diffusers
-    from transformers import CLIPVisionModel
-
     # The image's latents and mask are concatenated to the noise, unless they replace the first frame.
     beside = LATENT_CHANNELS + TEMPORAL_FACTOR if picture and not expand_timesteps else 0
     transformer = partial(
