@@ -3,8 +3,10 @@
 import faulthandler
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -103,3 +105,17 @@ def run_command(folder: Path, arguments: Sequence[str], change: Callable[[], Non
         change()
     sys.argv = ["dit-accel", *map(str, arguments)]
     main()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds, for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

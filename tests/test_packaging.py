@@ -17,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from readme_renderer import markdown
 
+import dit_accel
 from dit_accel.tools.demo import DEMOS
 
 ROOT = Path(__file__).parent.parent
@@ -145,8 +146,6 @@ def test_an_installed_wheel_runs(environment):
 
 def test_wheel_installs_the_command(wheel):
     """The `dit-accel` script, the licence, the version, which the changelog has too, and the marker of types."""
-    import dit_accel
-
     (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     assert info == f"dit_accel-{dit_accel.__version__}.dist-info"
     assert "dit-accel = dit_accel.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()

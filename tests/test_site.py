@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from scripts import tables
+from scripts.site_links import on_page_markdown
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,8 +65,6 @@ def test_tables_of_other_files_are_refused(capsys, monkeypatch):
 
 def test_links_out_of_docs_lead_to_the_repository():
     """Files outside of docs/ are not in the site: links to them become addresses, and broken ones stay to be found."""
-    from scripts.site_links import on_page_markdown
-
     page = SimpleNamespace(file=SimpleNamespace(src_uri="guide/using.md"))
     url = "https://example.org/repository"
     config = SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url=url)

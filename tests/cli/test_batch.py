@@ -16,6 +16,7 @@ from dit_accel.serving.media import Pictures
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.tools.measure.timing import Output
+from tests.cli.test_manifest import rows
 from tests.forked import fork_server, run_command
 from tests.tiny import tiny_pipeline
 
@@ -33,16 +34,12 @@ def generate(run, model):
     return invoke
 
 
-def manifest(folder):
-    return [json.loads(line) for line in (folder / "out" / "manifest.jsonl").read_text().splitlines()]
-
-
 def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
     """Settings in a line override those of the command."""
     lines = [{"prompt": "a fox"}, {"prompt": "a hen", "seed": 7, "steps": 2}]
     result = generate(tmp_path, "prompts.jsonl", map(json.dumps, lines))
     assert result.exit_code == 0, result.output
-    first, second = manifest(tmp_path)
+    first, second = rows(tmp_path / "out")
     assert [first["prompt"], first["seed"], first["steps"]] == ["a fox", 0, 3]
     assert [second["prompt"], second["seed"], second["steps"]] == ["a hen", 7, 2]
     assert len(second["report"]["steps"]) == 2
@@ -57,12 +54,12 @@ def test_lines_have_contracts(generate, tmp_path):
     for _ in range(2):
         result = generate(tmp_path, "prompts.jsonl", [json.dumps(line | kind) for kind in kinds])
         assert result.exit_code == 0, result.output
-    rows = manifest(tmp_path)
-    kept = [row["contract"] for row in rows]
+    made = rows(tmp_path / "out")
+    kept = [row["contract"] for row in made]
     assert [each["decided_by"] for each in kept] == ["preset", "budget", "preset", "preset", "floor"]
-    assert kept[1]["computed_steps"] == 4 and rows[2]["report"] is None and rows[2]["preset"] is None
-    assert rows[1]["preset"] == load_preset("balanced", computed_steps=4).effective() != rows[0]["preset"]
-    assert rows[3]["preset"] == load_preset("quality").effective()
+    assert kept[1]["computed_steps"] == 4 and made[2]["report"] is None and made[2]["preset"] is None
+    assert made[1]["preset"] == load_preset("balanced", computed_steps=4).effective() != made[0]["preset"]
+    assert made[3]["preset"] == load_preset("quality").effective()
     assert kept[4]["deadline_met"] and kept[4]["floor_met"]
     lines = map(json.dumps, (line, line | {"max_seconds": 1e-3}))
     late = generate(tmp_path, "late.jsonl", lines, "--output-dir", "late")
@@ -99,7 +96,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    whole = [row["file"] for row in manifest(tmp_path)]
+    whole = [row["file"] for row in rows(tmp_path / "out")]
     assert whole == ["0000.png", "0001.png"]
     stamps = {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole}
     call, made, stopped = worker.timed_call, [], []
@@ -118,7 +115,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
     signal.signal(signal.SIGINT, handler)
     assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0 and made == prompts[len(whole) :]
     assert {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole} == stamps
-    files = {row["file"] for row in manifest(tmp_path)}
+    files = {row["file"] for row in rows(tmp_path / "out")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, "manifest.jsonl"} and len(files) == COUNT
 
 
@@ -146,11 +143,11 @@ def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tm
     options = map(json.dumps, lines), "--set", "target_error=0.06"
     assert generate(tmp_path, "prompts.jsonl", *options, "--batch-size", "2").exit_code == 0
     assert calls == [["picture 0", "picture 1"], "picture 2", "picture 3"]
-    together = manifest(tmp_path)
+    together = rows(tmp_path / "out")
     assert [row["batch"] for row in together] == [[0, 1], [0, 1], [2], [3]]
     (tmp_path / "out").rename(tmp_path / "together")
     assert generate(tmp_path, "prompts.jsonl", map(json.dumps, lines), *options[1:]).exit_code == 0
-    for row, alone in zip(together, manifest(tmp_path), strict=True):
+    for row, alone in zip(together, rows(tmp_path / "out"), strict=True):
         assert row["preset"] == alone["preset"]
         reports = row["report"], alone["report"]
         assert len({json.dumps([step["mode"] for step in report["steps"]]) for report in reports}) == 1
@@ -165,7 +162,7 @@ def test_a_batch_that_is_too_large_is_made_line_by_line(run, calls, model, tmp_p
     (tmp_path / "prompts.txt").write_text("a\nlarge\nc\n")
     result = run("generate", "-m", model, "--prompts", "prompts.txt", *SMALL[:-1], "--batch-size", "2")
     assert result.exit_code == 0 and "lines 1, 2 run one at a time, because one call failed: out of" in result.output
-    assert calls == [["a", "large"], "a", "large", "c"] and len(manifest(tmp_path)) == 3
+    assert calls == [["a", "large"], "a", "large", "c"] and len(rows(tmp_path / "out")) == 3
 
 
 def test_guidance_of_a_line_is_its_own(monkeypatch):

@@ -12,6 +12,7 @@ import yaml
 from diffusers import DiffusionPipeline, FluxPipeline
 from PIL import Image
 
+from dit_accel.cli import env
 from dit_accel.cli.presets import span
 from dit_accel.presets import load_preset, measured, preset_names
 from dit_accel.tools.measure.metrics import clip_ssim, psnr
@@ -217,8 +218,6 @@ def test_schema_is_json_and_can_be_written(run, tmp_path):
 
 def test_env_checks_devices(run, monkeypatch):
     """Images by some presets on each device; a device that fails does not end it."""
-    from dit_accel.cli import env
-
     monkeypatch.setattr(env, "CALL", env.CALL | {"height": 64, "width": 64, "num_inference_steps": 2})
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
@@ -231,8 +230,6 @@ def test_env_checks_devices(run, monkeypatch):
 
 def test_env_times_sizes(run, monkeypatch):
     """For so many minutes on the current GPU; without one it is an error."""
-    from dit_accel.cli import env
-
     refused = run("env", "--tune")
     assert refused.exit_code == 2 and "error: --tune needs a CUDA GPU and Triton: " in refused.stderr
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

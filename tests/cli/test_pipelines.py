@@ -9,7 +9,7 @@ import torch
 import typer
 from huggingface_hub import errors as hub
 
-from dit_accel import cli, errors
+from dit_accel import cli, errors, load_preset, restore_pipeline
 from dit_accel.cli import env, options
 from dit_accel.cli.options import RunOptions, parse_call
 from dit_accel.errors import ArgumentError, DitAccelError, UnsupportedError
@@ -73,8 +73,6 @@ def test_call_takes_whatever_a_pipeline_takes():
 @pytest.mark.parametrize("preset, told", [("exact", "accelerated"), (None, "plain")])
 @pytest.mark.parametrize("quiet", [False, True])
 def test_the_bar_of_a_pipeline_says_which_run_it_is_of(preset, told, quiet):
-    from dit_accel import load_preset, restore_pipeline
-
     pipe = tiny_pipeline("flux")
     start_pipeline(pipe, preset and load_preset(preset), quiet)
     assert pipe._progress_bar_config == {"disable": quiet, "desc": told} and hasattr(pipe, "dit_accel") == bool(preset)

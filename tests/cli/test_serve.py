@@ -14,7 +14,7 @@ import torch
 from dit_accel.cli import serve
 from dit_accel.errors import ArgumentError
 from dit_accel.serving import pipelines, remote_worker
-from tests.forked import fork_server, run_command
+from tests.forked import fork_server, free_port, run_command, until
 from tests.tiny import tiny_pipeline
 
 httpx = pytest.importorskip("httpx")
@@ -25,20 +25,10 @@ GOOD = {"prompt": "a fox", "size": "32x32", "steps": 4, "seed": 3}
 LONG = GOOD | {"size": "64x64", "steps": 40, "preset": "none"}
 
 
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def start(folder, *options, change=None):
     """A server of the folder's model in its own process, and its port."""
     tiny_pipeline("flux").save_pretrained(folder / "flux")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = ("serve", "--model", "flux", "--port", port, *options)
+    command = ("serve", "--model", "flux", "--port", port := free_port(), *options)
     process = fork_server().Process(target=run_command, args=(folder, command, change))
     process.start()
     return process, port

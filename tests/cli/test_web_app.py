@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import socket
-import time
 import urllib.request
 from functools import cache
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from dit_accel.serving import pipelines, playground
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.playground import Playground
 from dit_accel.serving.worker import Worker
+from tests.forked import free_port, until
 from tests.tiny import tiny_pipeline
 
 STEPS = 6
@@ -25,12 +25,6 @@ STEPS = 6
 OUTPUTS = ("status", "preview", "clip", "beside", "figures", "steps", "gallery")
 
 pipeline = cache(tiny_pipeline)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +94,6 @@ def shown(job):
         page |= {k: v for k, v in zip(OUTPUTS, values, strict=True) if "__type__" not in v or "value" in v}
         pages.append(dict(page))
     return pages
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def expected(prompt, seed=0, steps=STEPS):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers.models.transformers import transformer_hidream_image as original
 
 from dit_accel.models.families.cogvideox import FAMILY as COGVIDEOX
 from dit_accel.models.families.family import Load, Tokens, batch_of, latents_of, part_of
@@ -119,8 +120,6 @@ def test_images_beside_wans_prompt_count_for_their_sample():
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
     """The count equals the matrices' numbers at the model's own width, which is rounded up by little."""
-    from diffusers.models.transformers import transformer_hidream_image as original
-
     kind = original.HiDreamImageTransformerBlock if double else original.HiDreamImageSingleTransformerBlock
     with torch.device("meta"):
         inner = kind(

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import FluxPipeline
 from PIL import Image
 
 from dit_accel import accelerate_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
 from scripts import race
+from scripts.demo_training import distil
 from scripts.demo_training.loading import load_demo
 from scripts.demo_training.prompts import held_out_prompts
 from scripts.demo_training.reading import agreement, read_pictures
@@ -111,10 +113,6 @@ def test_orthogonalised_steps_keep_directions_and_level_their_sizes(shape):
 
 def test_a_toy_distillation_yields_a_pipeline_of_few_steps(tmp_path, monkeypatch, train):
     """The student differs from the teacher, and its call takes the steps that it learned."""
-    from diffusers import FluxPipeline
-
-    from scripts.demo_training import distil
-
     folder = tmp_path / "distilled"
     monkeypatch.setattr(sys, "argv", ["distil.py", "--smoke", "--steps", "4", "--output", str(folder)])
     distil.main()

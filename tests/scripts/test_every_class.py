@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
 
 from scripts.checks import every_class, stand_ins
 from scripts.checks.class_study import cases, modular, report
@@ -109,8 +110,6 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
 
 def test_stand_ins_are_loaded_by_their_names_on_the_hub(tmp_path, monkeypatch):
     """The working directory has them, as for tests that run there."""
-    from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
-
     stand_ins.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert AutoConfig.from_pretrained("hf-internal-testing/tiny-random-t5").d_model == 32

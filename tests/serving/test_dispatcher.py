@@ -12,6 +12,7 @@ from dit_accel.serving.deadlines import Busy
 from dit_accel.serving.dispatcher import Cancelled, Dispatcher, Task
 from dit_accel.serving.engine import Made
 from dit_accel.serving.prompts import Job
+from tests.forked import until
 
 
 class Noted(Task):
@@ -102,8 +103,7 @@ def test_the_estimated_wait_follows_the_tasks(dispatcher, monkeypatch, workers):
         go_on = threading.Event()
         for _ in range(workers + 3):
             queue.add(Noted(lambda tell, go_on=go_on: go_on.wait(60)))
-        while queue.running < workers:
-            time.sleep(0.001)
+        until(lambda: queue.running == workers)
         with pytest.raises(Busy, match="3 requests are waiting") as busy:
             queue.add(Noted())
         waits.append(busy.value.wait)
@@ -142,10 +142,7 @@ def test_a_broken_worker_is_healthy_once_it_restarts_or_makes_a_result(dispatche
     queue = dispatcher([Hands(*reasons)], 1)
     for reason in reasons:
         assert isinstance(run(queue, broken)[0], BatchError)
-        ends = time.monotonic() + 60
-        while queue.failure != reason and time.monotonic() < ends:
-            time.sleep(0.001)
-        assert queue.failure == reason
+        until(lambda reason=reason: queue.failure == reason)
     assert run(queue, lambda tell: "made") == ["made", None] and queue.failure is None
 
 

@@ -6,7 +6,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from rich.console import Console
+from safetensors.torch import save_file
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import ArgumentError
@@ -27,8 +29,6 @@ def folder(saved):
 
 @pytest.fixture
 def console():
-    from rich.console import Console
-
     return Console(quiet=True)
 
 
@@ -50,8 +50,6 @@ def test_int8_is_of_all_linear_layers_in_blocks(folder, console):
 
 def test_a_quantised_pipeline_is_accelerated_and_compared(run, folder, tmp_path):
     """Plain and accelerated both run on the quantised layers, with a LoRA in them."""
-    from safetensors.torch import save_file
-
     save_file(tiny_flux_lora(tiny_pipeline("flux")), tmp_path / "style.safetensors")
     options = ("--quantize", "int8", "--lora", "./style.safetensors", "--set", "target_error=0.9")
     result = run("generate", "-m", folder, *SMALL, *options, "--compare", "-o", "a.png", "--json", "a.json")
@@ -85,8 +83,6 @@ def test_layers_that_move_one_by_one_cannot_be_quantised():
 
 
 def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch):
-    from diffusers import FluxTransformer2DModel
-
     monkeypatch.setattr(FluxTransformer2DModel, "hf_quantizer", object(), raising=False)
     with pytest.raises(ArgumentError, match="the model's transformer is already quantised"):
         load_pipeline(str(folder), Loading(quantize="int8"), console)
@@ -103,8 +99,6 @@ class Pipe:
 @pytest.fixture
 def loaded(monkeypatch):
     """Load a pipeline that records its calls, on a GPU unless another device is named."""
-    import diffusers
-    from rich.console import Console
 
     def load(how, source="owner/name", quiet=True, capability=(8, 9)):
         pipe = Pipe()
@@ -113,7 +107,7 @@ def loaded(monkeypatch):
             pipe.done.append(("load", source, *dtype.values()))
             return pipe
 
-        monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", from_pretrained)
+        monkeypatch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
         monkeypatch.setattr(loading, "_resolve_device", lambda device: torch.device(device or "cuda"))
         monkeypatch.setattr(loading, "load_loras", lambda pipe, loras: pipe.done.append(("loras", *loras)))
         monkeypatch.setattr(loading, "quantize", lambda pipe, kind, place: pipe.done.append(("quantize", kind)))

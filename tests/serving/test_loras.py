@@ -78,11 +78,12 @@ def test_a_pipeline_that_takes_none_is_told():
         ("demo-flux/nowhere", "'demo-flux/nowhere' is not a folder"),
         ("owner/name:nan", "a weight must be a finite number, got nan"),
         ("\0", "is not a folder"),
+        ("owner/name owner/name:0.5", "owner/name was given twice"),
     ],
 )
 def test_what_is_no_lora_is_told_before_any_work(lora, message):
     with pytest.raises(ArgumentError, match=message):
-        parse_loras([lora])
+        parse_loras(lora.split())
 
 
 def test_the_demo_model_for_wan_ships_with_sla():
@@ -95,11 +96,6 @@ def test_the_demo_model_for_wan_ships_with_sla():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerate_pipeline(pipe, "wan21-sla", **overrides)
-
-
-def test_one_lora_twice_is_told():
-    with pytest.raises(ArgumentError, match="owner/name was given twice"):
-        parse_loras(["owner/name", "owner/name:0.5"])
 
 
 def test_ids_on_the_hub_are_taken_as_they_are():

@@ -1,6 +1,5 @@
 """``generate --prompts --engine ray``: the same files as in one process, whatever happens to an actor."""
 
-import json
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.ray_engine import RayEngine
 from dit_accel.serving.remote_worker import LoadError
+from tests.cli.test_manifest import rows
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_pipeline
 
@@ -36,10 +36,6 @@ def generate(run, tmp_path):
         return run("generate", "--prompts", "prompts.txt", "--output-dir", "out", *SMALL, *more)
 
     return invoke
-
-
-def manifest(folder):
-    return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
 
 
 class Dying(ray_cluster._WorkerActor):
@@ -61,13 +57,13 @@ def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, 
     assert result.exit_code == 0, result.output
     assert (tmp_path / "died").exists() and result.output.count("attempt") == 1
     assert "note: line 2, attempt 1 of 3: the process that ran the request died" in result.output
-    shared = {row["index"]: row for row in manifest(tmp_path / "out")}
+    shared = {row["index"]: row for row in rows(tmp_path / "out")}
     assert len(shared) == 4 and all(row["report"]["steps"] for row in shared.values())
     again = generate(prompts, "--model", "flux")
     assert "4 of 4 done before" in again.output and "wrote" not in again.output
     (tmp_path / "out").rename(tmp_path / "shared")
     assert generate(prompts, "--model", "flux").exit_code == 0
-    for row in manifest(tmp_path / "out"):
+    for row in rows(tmp_path / "out"):
         files = (tmp_path / "shared" / shared[row["index"]]["file"], tmp_path / "out" / row["file"])
         assert equal_up_to_rounding(*(np.asarray(Image.open(file)) for file in files))
 

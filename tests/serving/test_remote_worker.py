@@ -17,6 +17,7 @@ from dit_accel.serving.engine import Cancelled, DefectError, Loaded, Made, Video
 from dit_accel.serving.loading import Loading
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import Job
+from tests.forked import until
 
 JOB = Job(0, {"prompt": "a fox"})
 NEEDS = {"num_cpus": 0, "num_gpus": 0}  # the cluster has two CPUs, and actors of several tests
@@ -149,10 +150,7 @@ def test_a_closed_worker_leaves_no_process(worker):
     worker.close()
     with pytest.raises(BatchError, match="can't be loaded again"):
         worker.restart()
-    deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{process}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not os.path.exists(f"/proc/{process}"))
 
 
 class Scripted:

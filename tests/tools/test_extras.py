@@ -13,7 +13,6 @@ from dit_accel.tools.media.figures import frontier_plot
 from dit_accel.tools.media.strips import comparison_clip, comparison_strip
 from dit_accel.tools.media.video import write_clip
 from tests.clips import read_clip
-from tests.tiny import tiny_pipeline
 
 MATPLOTLIB = r"needs matplotlib, which is not installed: pip install -e '\.\[plots\]' in a checkout"
 FFMPEG = r"needs imageio-ffmpeg, which is not installed: pip install -e '\.\[video\]' in a checkout"
@@ -71,20 +70,12 @@ def test_commands_ask_for_an_extra_before_they_load_a_model(bare, run, arguments
     assert result.exit_code == 2 and re.search(message, error) and list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def wan(tmp_path_factory):
-    """Folder of a tiny video pipeline."""
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipeline("wan").save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("command", [("generate",), ("inspect", "-o", "inspection")], ids=["generate", "inspect"])
-def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, wan, monkeypatch):
+def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, saved, monkeypatch):
     """Both write an mp4 by default, and say what that needs before the pipeline is called."""
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     for module in ("generate", "inspect"):
         monkeypatch.setattr(f"dit_accel.cli.{module}.timed_call", lambda *_: pytest.fail("the pipeline ran"))
-    result = run(*command, "-p", "a", "--model", wan, "--steps", "2")
+    result = run(*command, "-p", "a", "--model", saved("wan"), "--steps", "2")
     assert result.exit_code == 2, result.output
     assert ".mp4 needs imageio-ffmpeg" in result.stderr
