@@ -433,11 +433,9 @@ def _owners(transformers: Mapping[str, torch.nn.Module], owner: Any) -> list[Any
         if pipe is owner or len(others) == len(held):
             continue
         if others:
-            raise UnsupportedError(
-                f"a transformer is accelerated already, by a {type(pipe).__name__} that shares it and also has "
-                f"{', '.join(others)}: keep that, accelerate that pipeline anew, or call restore_pipeline on either "
-                "first"
-            )
+            where = f"by a {type(pipe).__name__} that shares it and also has {', '.join(others)}"
+            fix = "keep that, accelerate that pipeline anew, or call restore_pipeline on either first"
+            raise UnsupportedError(f"a transformer is accelerated already, {where}: {fix}")
         owners.append(pipe)
     return owners
 

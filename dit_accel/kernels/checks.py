@@ -53,10 +53,8 @@ def require_same(other_name: str, other: torch.Tensor, shape: Shape, **tensors: 
             continue
         require_shape(name, tensor, shape)
         if tensor.dtype != other.dtype or tensor.device != other.device:
-            raise ShapeError(
-                f"{name} must have {other_name}'s dtype and device, {other.dtype} on {other.device}, "
-                f"got {tensor.dtype} on {tensor.device}"
-            )
+            rule = f"{name} must have {other_name}'s dtype and device, {other.dtype} on {other.device}"
+            raise ShapeError(f"{rule}, got {tensor.dtype} on {tensor.device}")
 
 
 def require_like(other_name: str, other: torch.Tensor, shape: Shape, **tensors: torch.Tensor | None) -> None:
@@ -108,10 +106,8 @@ def require_whole_plan(plan: AttentionPlan, q: torch.Tensor) -> None:
 def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> None:
     """Check that tokens ``offset .. offset + length`` lie inside the plan's sequence."""
     if offset < 0 or offset + length > plan.tokens:
-        raise ShapeError(
-            f"{name} must lie inside the plan's {plan.tokens} tokens, got tokens {offset} to {offset + length}; "
-            "check offset and plan.tokens"
-        )
+        rule = f"{name} must lie inside the plan's {plan.tokens} tokens"
+        raise ShapeError(f"{rule}, got tokens {offset} to {offset + length}; check offset and plan.tokens")
 
 
 def width_limit(width: int) -> str | None:

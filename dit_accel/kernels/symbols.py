@@ -46,10 +46,8 @@ class TileMasks(_Tensors):
             got = f"{self.codes.dtype} {list(self.codes.shape)}"
             raise ShapeError(f"codes must be int32 [B or 1, H or 1, Tq, Tk], got {got}")
         if self.pool.dtype != torch.uint8 or self.pool.dim() != 3 or self.pool.shape[2] * 8 != self.block:
-            raise ShapeError(
-                f"pool must be uint8 [P, block, block / 8], got {self.pool.dtype} {list(self.pool.shape)}; "
-                "pack masks bool [P, block, block] with pack_bits"
-            )
+            got = f"got {self.pool.dtype} {list(self.pool.shape)}; pack masks bool [P, block, block] with pack_bits"
+            raise ShapeError(f"pool must be uint8 [P, block, block / 8], {got}")
         if self.pool.device != self.codes.device:
             raise ShapeError(f"pool must be on codes's device {self.codes.device}, got {self.pool.device}")
 

@@ -304,10 +304,9 @@ class PlaceClock:
             UnsupportedError: no place is given, or it is outside of the loop.
         """
         if place is None or place.steps is None or not 0 <= place.step < place.steps:
-            raise UnsupportedError(
-                "without timesteps, each call must run in transformer.cache_context(name, step_index=…, "
-                f"num_inference_steps=…) of diffusers 0.42, from 0 on; got {place or 'no step_index'}"
-            )
+            rule = "must run in transformer.cache_context(name, step_index=…, num_inference_steps=…) of diffusers 0.42"
+            got = f"from 0 on; got {place or 'no step_index'}"
+            raise UnsupportedError(f"without timesteps, each call {rule}, {got}")
         if place.step < self._place.step or place.steps != self._place.steps:
             self._run = object()
         self._place = place

@@ -28,20 +28,14 @@ def transformers_of(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the transformers of a pipeline by name; raise an :class:`UnsupportedError` if it can't be accelerated."""
     if not (transformers := denoisers(pipe)):
         if unloaded := [name for name in TRANSFORMER_NAMES if name in getattr(pipe, "_component_specs", ())]:
-            raise UnsupportedError(
-                f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: call pipe.load_components() or "
-                f"pipe.update_components({unloaded[0]}=…) first"
-            )
-        raise UnsupportedError(
-            "pipe must have a transformer of diffusers or a component named "
-            f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
-            "pipelines that denoise with a UNet are not supported"
-        )
+            fix = f"call pipe.load_components() or pipe.update_components({unloaded[0]}=…) first"
+            raise UnsupportedError(f"pipe.{unloaded[0]} of this {type(pipe).__name__} is not loaded: {fix}")
+        names = f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}"
+        needs = f"pipe must have a transformer of diffusers or a component named {names}"
+        raise UnsupportedError(f"{needs}; pipelines that denoise with a UNet are not supported")
     if not hasattr(pipe, "scheduler"):
-        raise UnsupportedError(
-            f"pipe must have a scheduler, which gives the steps, got {type(pipe).__name__}; "
-            "accelerate_transformer takes the timesteps of a loop without one"
-        )
+        needs = f"pipe must have a scheduler, which gives the steps, got {type(pipe).__name__}"
+        raise UnsupportedError(f"{needs}; accelerate_transformer takes the timesteps of a loop without one")
     for name in transformers:
         if (reason := why_not_wrapped(getattr(pipe, name))) is not None:
             raise UnsupportedError(f"pipe.{name}: {reason}")
@@ -92,10 +86,8 @@ def drive(
         raise next(iter(refusals.values()))
     layers = [layer for driver in drivers for layer in driver.layers()]
     if unknown := [name for name in preset.skip.layers if name not in layers]:
-        raise PresetError(
-            f"skip.layers of preset {preset.name!r} names {', '.join(unknown)}, and this pipeline's blocks are "
-            f"{', '.join(layers)}"
-        )
+        names = f"names {', '.join(unknown)}, and this pipeline's blocks are {', '.join(layers)}"
+        raise PresetError(f"skip.layers of preset {preset.name!r} {names}")
     return drivers, refusals
 
 
@@ -107,20 +99,15 @@ def _hand_written(family: Family) -> BlockHooks | None:
 def _check_family(preset: Preset, driver: TransformerDriver) -> None:
     model = type(driver.transformer).__name__
     if preset.model not in ("any", driver.family_name):
-        raise UnsupportedError(
-            f"preset {preset.name!r} is for {preset.model} models, and {model} is not one; presets that fit it: "
-            f"{', '.join(fitting_presets(driver.family_name, driver.levels))}"
-        )
+        fitting = ", ".join(fitting_presets(driver.family_name, driver.levels))
+        why = f"is for {preset.model} models, and {model} is not one; presets that fit it: {fitting}"
+        raise UnsupportedError(f"preset {preset.name!r} {why}")
     if preset.forecast.level not in driver.levels:
-        raise UnsupportedError(
-            f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {model}; "
-            f"it takes {', '.join(driver.levels)}. Families that can: {_families_at(preset.forecast.level)}"
-        )
+        can = f"it takes {', '.join(driver.levels)}. Families that can: {_families_at(preset.forecast.level)}"
+        raise UnsupportedError(f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {model}; {can}")
     if preset.skip.steps == "all" and not isinstance(driver, FamilyDriver):
-        raise UnsupportedError(
-            f"skip.steps 'all' of preset {preset.name!r} can't run on {model}, whose blocks are not known; "
-            f"families that can: {_families_at('layer')}"
-        )
+        why = f"can't run on {model}, whose blocks are not known; families that can: {_families_at('layer')}"
+        raise UnsupportedError(f"skip.steps 'all' of preset {preset.name!r} {why}")
 
 
 def _families_at(level: str) -> str:

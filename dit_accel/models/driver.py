@@ -122,10 +122,9 @@ class FamilyDriver(TransformerDriver):
         compiled = (f"block {name}" for name, block in self.blocks().items() if is_compiled(block))
         what = type(self.transformer).__name__ if is_whole else next(compiled, None)
         if what is not None:
-            raise UnsupportedError(
-                f"{what} is compiled, and preset {self.preset.name!r} works inside of blocks: use a preset "
-                "of level output that skips no tiles, such as balanced, or reload the pipeline without compiling it"
-            )
+            why = f"{what} is compiled, and preset {self.preset.name!r} works inside of blocks"
+            fix = "use a preset of level output that skips no tiles, such as balanced, or reload the pipeline"
+            raise UnsupportedError(f"{why}: {fix} without compiling it")
 
     def attach(self, session: Session, hook: Hook) -> None:
         super().attach(session, hook)

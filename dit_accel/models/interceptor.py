@@ -119,10 +119,8 @@ def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor 
     if attn_mask is None:
         return None
     if not hides_keys_alone(attn_mask):
-        raise UnsupportedError(
-            f"attention masks must be bool [B, 1, 1 or S, S], True for valid keys, got {attn_mask.dtype} "
-            f"{list(attn_mask.shape)}"
-        )
+        got = f"{attn_mask.dtype} {list(attn_mask.shape)}"
+        raise UnsupportedError(f"attention masks must be bool [B, 1, 1 or S, S], True for valid keys, got {got}")
     # At a vision token, because rows of padding may be all False.
     return attn_mask[:, 0, -1 if tokens.text_first and tokens.padding != "all" else 0].sum(-1, dtype=torch.int32)
 

@@ -58,13 +58,9 @@ def _why_not_valid(preset: Preset) -> str | None:
         return f"model: Input should be {', '.join(others)} or {last}, got {shown(preset.model)}{meant}"
     if preset.forecast.level == "head" and not (family and family.fused == "head"):
         *names, last = sorted(family.name for family in FAMILIES if family.fused == "head")
-        return (
-            f"level 'head' needs hand-written blocks, and model is '{preset.model}': set model to {', '.join(names)} "
-            f"or {last}"
-        )
+        needs = "level 'head' needs hand-written blocks"
+        return f"{needs}, and model is '{preset.model}': set model to {', '.join(names)} or {last}"
     if preset.blocks.token_order != "raster" and not (family and family.order):
-        return (
-            f"blocks.token_order '{preset.blocks.token_order}' orders the tokens of videos, and model is "
-            f"'{preset.model}': set it to raster"
-        )
+        fix = f"model is '{preset.model}': set it to raster"
+        return f"blocks.token_order '{preset.blocks.token_order}' orders the tokens of videos, and {fix}"
     return None

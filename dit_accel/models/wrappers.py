@@ -63,10 +63,8 @@ def why_not_wrapped(component: Any) -> str | None:
             is_compiled = vars(outer).get("_compiled_call_impl") is not None or _orig_mod(outer) is not None
             if is_compiled and _orig_mod(outer) is not path[-1]:
                 around, model = type(_orig_mod(outer) or outer).__name__, type(path[-1]).__name__
-                return (
-                    f"the wrapper {around} around {model} is compiled, and forecast steps must not run compiled code: "
-                    f"compile the {model} inside of the wrapper instead"
-                )
+                why = f"the wrapper {around} around {model} is compiled, and forecast steps must not run compiled code"
+                return f"{why}: compile the {model} inside of the wrapper instead"
     return None
 
 

@@ -102,23 +102,17 @@ class Preset(Section):
         unread = {name: getattr(self, name) for name in self._unread_sections()}
         if touched := [name for name, section in unread.items() if section.model_fields_set and section != NoSkip()]:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
-            yield (
-                f"section '{touched[0]}' has no effect at level '{level}', where a forecast step runs no attention: "
-                f"remove it, or set forecast.level to head{skips}"
-            )
+            why = f"has no effect at level '{level}', where a forecast step runs no attention"
+            yield f"section '{touched[0]}' {why}: remove it, or set forecast.level to head{skips}"
         if level == "head" and self.linear.dtype is not None:
-            yield (
-                f"linear.dtype '{self.linear.dtype}' rounds whole layers, and level 'head' multiplies parts of them: "
-                "remove one of them"
-            )
+            why = "rounds whole layers, and level 'head' multiplies parts of them"
+            yield f"linear.dtype '{self.linear.dtype}' {why}: remove one of them"
         if kernels.qk_dtype is not None and kernels.attention == "cuda":
             yield f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
         policies = {variant.policy for variant in variants}
         if kernels.qk_dtype not in (None, "auto") and (masked := policies & {"static", "vsa"}):
-            yield (
-                f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy {min(masked)!r} has "
-                "masks inside of tiles: remove one of them"
-            )
+            why = f"multiplies whole tiles, and skip.policy {min(masked)!r} has masks inside of tiles"
+            yield f"kernels.qk_dtype '{kernels.qk_dtype}' {why}: remove one of them"
         if "vsa" in policies and (level == "head" or self.blocks != Blocks(size=64)):
             yield "skip.policy 'vsa' cuts cubes of 64 tokens below level head: set blocks.size to 64, in raster order"
         if self.schedule.per_prompt and level != "output":

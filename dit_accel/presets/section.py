@@ -66,10 +66,8 @@ class Formed(Section):
             owners = [name for name, form in cls.forms.items() if key in form.model_fields]
             if owners and key not in cls.model_fields:
                 chooser, owner = cls.chooser, owners[0]
-                raise ValueError(
-                    f"{key} belongs to {chooser} '{owner}', and {chooser} is '{cls.form_of(values)}': remove it, or "
-                    f"set {chooser} to {owner}"
-                )
+                why = f"belongs to {chooser} '{owner}', and {chooser} is '{cls.form_of(values)}'"
+                raise ValueError(f"{key} {why}: remove it, or set {chooser} to {owner}")
         return handler(values)
 
     @model_validator(mode="after")

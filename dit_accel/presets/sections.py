@@ -102,10 +102,8 @@ class AdaptiveSchedule(Schedule):
         most = max((psnr for _, psnr in self.calibration), default=None)
         if self.target_psnr is not None and (most is None or self.target_psnr > most):
             limit = "null, as the preset has no calibration" if most is None else f"at most {most:g} dB"
-            raise ValueError(
-                f"target_psnr must be {limit}, got {self.target_psnr:g}: calibrate on your model with dit-accel tune "
-                f"--target-psnr {self.target_psnr:g} --coverage 0.9, or set target_error"
-            )
+            fix = f"calibrate on your model with dit-accel tune --target-psnr {self.target_psnr:g} --coverage 0.9"
+            raise ValueError(f"target_psnr must be {limit}, got {self.target_psnr:g}: {fix}, or set target_error")
         return self
 
 

@@ -50,10 +50,7 @@ def _read(field: str, path: Path, convert: Callable[..., Image.Image], name: str
         path.stat()  # diffusers would open an address
         if reader is not None:
             found, rate = reader(path), sampling_rate(pipe)
-            if rate and getattr(found, "sample_rate", None) not in (
-                None,
-                rate,
-            ):  # blocks resample by torchaudio
+            if rate and getattr(found, "sample_rate", None) not in (None, rate):  # blocks resample by torchaudio
                 found.audio, found.sample_rate = read_sound(path, rate), rate
             return found
         if form == "a video":

@@ -62,10 +62,8 @@ def tensor_map_limit(name: str, x: torch.Tensor) -> str | None:
     size = x.element_size()
     strides = [stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]
     if x.data_ptr() % ALIGNED or any(stride <= 0 or stride * size % ALIGNED for stride in strides):
-        return (
-            f"{name} must begin at and have strides in positive multiples of 16 bytes, got strides {list(x.stride())}; "
-            "call .contiguous()"
-        )
+        rule = f"{name} must begin at and have strides in positive multiples of 16 bytes"
+        return f"{rule}, got strides {list(x.stride())}; call .contiguous()"
     return None
 
 
@@ -146,8 +144,6 @@ def _encode(
         0,  # zeros out of bounds
     )
     if error:
-        raise KernelError(
-            f"the CUDA driver can't map a tensor of shape {shape}, strides {strides} bytes, in boxes {box} ({error}); "
-            "use backend='triton'"
-        )
+        what = f"a tensor of shape {shape}, strides {strides} bytes, in boxes {box}"
+        raise KernelError(f"the CUDA driver can't map {what} ({error}); use backend='triton'")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, MAP_BYTES))

@@ -136,7 +136,5 @@ def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
 
 def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:
     if q.dim() == k.dim() == 4 and q.shape[2] != k.shape[2]:
-        raise ShapeError(
-            f"k and v must have q's {q.shape[2]} heads when gradients are needed, got {k.shape[2]}; "
-            "repeat them with repeat_interleave along axis 2"
-        )
+        rule = f"k and v must have q's {q.shape[2]} heads when gradients are needed"
+        raise ShapeError(f"{rule}, got {k.shape[2]}; repeat them with repeat_interleave along axis 2")

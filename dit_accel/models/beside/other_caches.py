@@ -11,6 +11,7 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.hooks import is_known, is_known_class, own_forward
 
+TWO_CACHES = "two caches would each forecast from the other's forecasts"
 # Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values does not forecast.
 _CACHES = {
     "faster_cache": "FasterCache",
@@ -35,10 +36,8 @@ def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: boo
     """Raise an :class:`UnsupportedError` if another cache is on a transformer."""
     if (found := _other_cache(transformer, name, by_hooks)) is not None:
         cache, way_off = found
-        raise UnsupportedError(
-            f"pipe.{name} ({type(transformer).__name__}) has {cache} on it, and two caches would each forecast from "
-            f"the other's forecasts: remove that one with {way_off}, or keep it and call restore_pipeline(pipe)"
-        )
+        where = f"pipe.{name} ({type(transformer).__name__}) has {cache} on it, and {TWO_CACHES}"
+        raise UnsupportedError(f"{where}: remove that one with {way_off}, or keep it and call restore_pipeline(pipe)")
 
 
 def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tuple[str, str] | None:
@@ -81,10 +80,8 @@ def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | No
     """Remark on a known class's forward that unknown code has replaced; None = it was not replaced."""
     if (forward := replaced_forward(transformer)) is None:
         return None
-    return (
-        f"pipe.{name} runs {place_of_definition(forward)} in place of {type(transformer).__name__}'s own forward; if "
-        "it skips steps itself, remove it: two caches would each forecast from the other's forecasts"
-    )
+    place = f"{place_of_definition(forward)} in place of {type(transformer).__name__}'s own forward"
+    return f"pipe.{name} runs {place}; if it skips steps itself, remove it: {TWO_CACHES}"
 
 
 def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | None:

@@ -30,10 +30,8 @@ def known_family(transformer: torch.nn.Module) -> Family | None:
 def require_family(transformer: torch.nn.Module) -> Family:
     """Return the family of a transformer; raise an :class:`UnsupportedError` if it is unknown."""
     if (family := known_family(transformer)) is None:
-        raise UnsupportedError(
-            f"the blocks of {type(transformer).__name__} are not known: it must be a pipeline or transformer of "
-            f"{', '.join(family.model for family in FAMILIES)}"
-        )
+        rule = f"must be a pipeline or transformer of {', '.join(family.model for family in FAMILIES)}"
+        raise UnsupportedError(f"the blocks of {type(transformer).__name__} are not known: it {rule}")
     return family
 
 

@@ -59,10 +59,8 @@ class SharedBranches:
         session.run.branches.settle()
         form = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
         if known is not None and form != known[0]:
-            raise UnsupportedError(
-                f"with branches=2 equal calls of the transformer must give equal forms of output, got {form} after "
-                f"{known[0]}: run the pipeline on one device"
-            )
+            rule = "with branches=2 equal calls of the transformer must give equal forms of output"
+            raise UnsupportedError(f"{rule}, got {form} after {known[0]}: run the pipeline on one device")
         result = observe(_sent(output, owner, group))
         self._forms[kind] = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, result)
         return result

@@ -44,10 +44,8 @@ def split_plan(transformer: nn.Module, family: Family | None) -> Any:
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
     if family.first_frame_apart(transformer):
-        raise UnsupportedError(
-            f"context parallelism splits the video's tokens, and this {family.title} finds tokens of the given image "
-            "by their position: run it on one device"
-        )
+        why = f"this {family.title} finds tokens of the given image by their position: run it on one device"
+        raise UnsupportedError(f"context parallelism splits the video's tokens, and {why}")
     facts, tables = family.split, family.order.tables if family.order is not None else {}
     plan: dict[str, Any] = {
         module: {part: ContextParallelInput(axis, split_output=True) for part, axis in parts.items()}

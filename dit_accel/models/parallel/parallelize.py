@@ -46,10 +46,9 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
     require_counts(ulysses=ulysses, branches=branches)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ulysses * branches != ranks or ranks == 1:
-        raise UnsupportedError(
-            f"ulysses × branches must be the number of processes, at least 2, got {ulysses} × {branches} and {ranks}: "
-            "start as many with torchrun --nproc-per-node, and call torch.distributed.init_process_group() in each"
-        )
+        rule = f"must be the number of processes, at least 2, got {ulysses} × {branches} and {ranks}"
+        fix = "start as many with torchrun --nproc-per-node, and call torch.distributed.init_process_group() in each"
+        raise UnsupportedError(f"ulysses × branches {rule}: {fix}")
     for name, transformer in transformers.items():
         if config_of(transformer) is not None or getattr(transformer, GROUP, None) is not None:
             raise UnsupportedError(f"pipe.{name} is parallel already: reload the pipeline to change it")

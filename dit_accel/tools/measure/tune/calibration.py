@@ -90,10 +90,9 @@ class Recorder:
         skipping = [block for block in self._blocks if self._preset.skip.at(block).policy != "none"]
         if missing := [block for block in skipping if block not in self.samples]:
             steps = sorted(set().union(*self._chosen))
-            raise TuningError(
-                f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}: set "
-                "num_inference_steps to the real number of steps, or skip.layers to policy none for these blocks"
-            )
+            fix = "set num_inference_steps to the real number of steps, or skip.layers to policy none for these blocks"
+            ran = f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}"
+            raise TuningError(f"{ran}: {fix}")
 
     def _visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         is_seen = (site.block, site.step) in self._seen  # only the first branch is recorded
