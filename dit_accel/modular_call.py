@@ -4,8 +4,6 @@ Its call has the inputs of its blocks for arguments, takes ``callback_on_step_en
 or ``audios``. The commands and the server treat it as any other pipeline.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ with growing_mp4(Path("fox.mp4"), fps=24.0) as append, streamed(pipe, append):
     pipe("a fox")
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator

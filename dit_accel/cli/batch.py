@@ -4,8 +4,6 @@ A file appears only once it is complete; its line in ``manifest.jsonl`` follows.
 line whose file is missing or does not match the checksum in the manifest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

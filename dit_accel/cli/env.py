@@ -1,7 +1,5 @@
 """``dit-accel env``: versions, devices and kernel backends, for bug reports."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

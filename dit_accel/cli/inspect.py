@@ -1,7 +1,5 @@
 """``dit-accel inspect``: plot one accelerated run: computed steps, layers, and parts of the image."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress of a command with many runs: the step of the current run, and the time left."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

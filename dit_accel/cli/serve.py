@@ -1,7 +1,5 @@
 """``dit-accel serve``: an HTTP server with OpenAI's interface for images and videos."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

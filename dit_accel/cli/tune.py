@@ -1,7 +1,5 @@
 """``dit-accel tune``: the fastest preset for a model that reaches a given quality."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A prompt comes first, then results, then settings. On a wide screen the results are at the right of both.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator
 from pathlib import Path

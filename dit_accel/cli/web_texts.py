@@ -1,7 +1,5 @@
 """Values that the page of ``dit-accel app`` offers for a model, and texts of errors and of a run."""
 
-from __future__ import annotations
-
 import html
 import math
 import os

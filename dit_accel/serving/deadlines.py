@@ -1,7 +1,5 @@
 """Deadlines of requests and lines, and what a run kept of its contract."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

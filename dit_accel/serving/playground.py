@@ -1,7 +1,5 @@
 """Compare a plain and an accelerated run for an interactive page, whose states :meth:`Playground.compare` yields."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """The Ray cluster of a command, and its actors, which are processes of a :class:`RemoteWorker`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """Requests that wait and can share a call of the pipeline."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of finished images to arrays and PIL images on the GPU, bit for bit as diffusers does it on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of linear layers in 8 bits, measured on inputs of plain runs."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import defaultdict
