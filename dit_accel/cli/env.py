@@ -43,25 +43,18 @@ def command(
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
         rows[f"cuda:{index}"] = f"{properties.name}, sm_{properties.major}{properties.minor}, {memory:.0f} GiB"
-    rows |= {f"kernels: {backend}": status for backend, status in backend_status().items()}
+    statuses = backend_status()
+    rows |= {f"kernels: {backend}": status for backend, status in statuses.items()}
     width = max(map(len, rows))
     for name, value in rows.items():
         typer.echo(f"{name:<{width}}  {value}")
     for line in _check() if check else ():
         typer.echo(line)
     if tune:
-        _tune(minutes)
-
-
-def _tune(minutes: float) -> None:
-    import torch
-
-    from dit_accel.kernels.backends import backend_status
-
-    status = backend_status()["triton"]
-    if status != "ok" or not torch.cuda.is_available():
-        raise BackendError(f"--tune needs a CUDA GPU and Triton: {'torch finds no GPU' if status == 'ok' else status}")
-    tune_sizes(torch.device("cuda", torch.cuda.current_device()), minutes)
+        lack = "torch finds no GPU" if statuses["triton"] == "ok" else statuses["triton"]
+        if statuses["triton"] != "ok" or not torch.cuda.is_available():
+            raise BackendError(f"--tune needs a CUDA GPU and Triton: {lack}")
+        tune_sizes(torch.device("cuda", torch.cuda.current_device()), minutes)
 
 
 def tune_sizes(device: Any, minutes: float, clock: Callable[[], float] = time.monotonic, **timer: Any) -> None:

@@ -72,7 +72,6 @@ class ServeOptions(RunOptions):
     max_step_seconds: float = option(
         "Most seconds of a step, encoding or decoding, or the process is replaced.", default=300.0, min=1, max=86_400
     )
-
     log_json: bool = option("Log as lines of JSON, also one for each request.", "--log-json", default=False)
 
     @property
@@ -122,9 +121,8 @@ def command(options: ServeOptions) -> None:
     loading = replace(options.loading(), named_loras=named_loras(options.loras))
     call, size = parse_call(options.call), options.batch_size
     if size > 1 and "image" in call:
-        raise ArgumentError(
-            "batch_size", "must be 1 with --call image=…: pipelines treat an image in a batch differently"
-        )
+        rule = "must be 1 with --call image=…: pipelines treat an image in a batch differently"
+        raise ArgumentError("batch_size", rule)
     setup = Setup(options.model, *runs[name], loading=loading, call=call, batch_size=size)
     bound = server.bound_socket(options.host, options.port)
     console = Console(quiet=options.quiet)

@@ -29,8 +29,9 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
     """Time each call of a pipeline and of its components until the returned stack is closed."""
     undo = ExitStack()
     for name, module in _components(pipe):
-        undo.callback(module.register_forward_pre_hook(partial(_enter, parts, name)).remove)
-        undo.callback(module.register_forward_hook(partial(_leave, parts), always_call=True).remove)
+        enter, leave = partial(_eagerly, partial(parts.enter, name)), partial(_eagerly, parts.leave)
+        undo.callback(module.register_forward_pre_hook(enter).remove)
+        undo.callback(module.register_forward_hook(leave, always_call=True).remove)
     if (beginning := next((name for name in BEGINNINGS if hasattr(pipe, name)), None)) is not None:
         undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
     else:
@@ -79,14 +80,9 @@ def _components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
                 yield part, module
 
 
-def _enter(parts: CallParts, name: str, *_: Any) -> None:
+def _eagerly(notice: Callable[[], None], *_: Any) -> None:
     if not torch.compiler.is_compiling():  # time in compiled code counts as the rest of the call
-        parts.enter(name)
-
-
-def _leave(parts: CallParts, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        parts.leave()
+        notice()
 
 
 def _device(pipe: Any) -> torch.device:

@@ -30,7 +30,7 @@ def hooks(pipe):
     """Our hooks; text encoders of transformers have others."""
     modules = (module for part in vars(pipe).values() if isinstance(part, torch.nn.Module) for module in part.modules())
     every = (hook for module in modules for kind in HOOKS for hook in getattr(module, kind).values())
-    return [hook for hook in every if getattr(hook, "func", None) in (component_times._enter, component_times._leave)]
+    return [hook for hook in every if getattr(hook, "func", None) is component_times._eagerly]
 
 
 @pytest.fixture(scope="module")

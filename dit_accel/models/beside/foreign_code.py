@@ -189,11 +189,9 @@ def _hooks(module: nn.Module, *, is_whole: bool) -> list[Any]:
     registry = vars(module).get("_diffusers_hook")
     order = [] if registry is None else registry._hook_order
     if is_whole:
-        return (
-            [registry.hooks[name] for name in order[: order.index(hooks.HOOK_NAME)]] if hooks.find_hook(module) else []
-        )
+        order = order[: order.index(hooks.HOOK_NAME)] if hooks.find_hook(module) else []
     found = [registry.hooks[name] for name in order]
-    return [*found, vars(module)["_hf_hook"]] if hasattr(module, "_hf_hook") else found
+    return found if is_whole or not hasattr(module, "_hf_hook") else [*found, vars(module)["_hf_hook"]]
 
 
 def _is_foreign(code: Any, packages: Any = hooks.LIBRARIES) -> bool:

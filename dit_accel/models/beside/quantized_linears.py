@@ -217,9 +217,8 @@ class QuantizedLinears:
     def _are_on(self, device: torch.device, layers: tuple[nn.Linear, ...]) -> bool:
         """Return True unless a layer was offloaded or replaced since, or some have a bias and others have none."""
         is_mixed = len({layer.bias is None for layer in layers}) > 1
-        return not is_mixed and all(
-            self.on_host.device_of(layer) == device and is_readable(layer.weight) for layer in layers
-        )
+        are_there = (self.on_host.device_of(layer) == device and is_readable(layer.weight) for layer in layers)
+        return not is_mixed and all(are_there)
 
     @property
     def is_timing(self) -> bool:
