@@ -18,7 +18,7 @@ from dit_accel.errors import BatchError, DitAccelError, OutOfMemoryError, Unsupp
 from dit_accel.serving.deadlines import Busy, Times, contract_of
 from dit_accel.serving.engine import Cancelled, Loaded, Made, reason_of
 from dit_accel.serving.prompts import Job
-from dit_accel.serving.remote_worker import RemoteWorker
+from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 from dit_accel.serving.sharing import Sharing, common_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class Task:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
         self.created, self._stop = time.monotonic(), Event()
         self.context = copy_context()  # of its run, so that lines of the log have the request's id
-        self.tasks: list[Task] = [self]  # that run
+
+    @property
+    def tasks(self) -> list[Task]:  # that run
+        return [self]
 
     @cached_property
     def common(self) -> tuple[Any, ...] | None:
@@ -108,12 +111,13 @@ class Group(Task):
     """Tasks that share a call. If it fails, ``retry`` gets the group and the error."""
 
     is_one_call = True
+    tasks: list[Task] = []  # noqa: RUF012
 
     def __init__(self, tasks: list[Task], retry: Callable[[Group, BaseException], None]) -> None:
-        super().__init__([job for task in tasks for job in task.jobs], tasks[0].preset, tasks[0].suffix)
+        pairs = [(task, job) for task in tasks for job in task.jobs]  # at once: a video that is deleted drops its jobs
+        super().__init__([job for _, job in pairs], tasks[0].preset, tasks[0].suffix)
         self.model, self.context = tasks[0].model, tasks[0].context.copy()  # another thread may enter the first one's
-        self._retry = retry
-        self.tasks, self.left = tasks, [task for task in tasks for _ in task.jobs]
+        self.tasks, self.left, self._retry = tasks, [task for task, _ in pairs], retry
 
     @property
     def is_cancelled(self) -> bool:
@@ -279,8 +283,8 @@ class Dispatcher:
         return end is None or not task.breaks(end)
 
     def _retry(self, group: Group, error: BaseException) -> None:
-        """Let tasks run alone, before all that wait; fewer share the next call if memory or the pipeline forbids it."""
-        if isinstance(error, OutOfMemoryError | UnsupportedError):
+        """Let tasks run alone, before all that wait; fewer share the next call if their number may be the reason."""
+        if isinstance(error, OutOfMemoryError | UnsupportedError | BatchError) and not isinstance(error, LoadError):
             self._sharing.lower(group, len(group.jobs) // 2, reason_of(error))
         with self._changed:
             for task in reversed([*dict.fromkeys(group.left)]):

@@ -148,6 +148,7 @@ class RemoteWorker:
                 run = partial(self._follow, (jobs, preset, suffix), tell)
                 return run() if len(jobs) > 1 else self._with_room(run)
             except TimeoutError:
+                self._is_lost = True  # it may still answer, which would be taken for the next run's answer
                 logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
                 raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
             except OutputError:  # of a process that lives

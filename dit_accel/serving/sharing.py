@@ -18,7 +18,7 @@ def common_of(task: Any) -> tuple[Any, ...] | None:
     """Return what tasks that share a call with this one have too; None = it has calls of its own."""
     from dit_accel.models.presets import decided_apart
 
-    preset, settings = task.preset, task.jobs[0].shared if task.jobs else {}
+    preset, settings = task.preset, next((job.shared for job in task.jobs), {})
     if not settings or task.deadline is not None or any(name in settings for name in ALONE):
         return None
     try:
@@ -60,13 +60,13 @@ class Sharing:
 
     def lower(self, task: Any, most: int, reason: str) -> None:
         """Let at most so many samples of the task's model and size share the next calls."""
-        if self._fewer.get(_size(task)) != (most := max(most, 1)):
+        if (most := max(most, 1)) < self._fewer.get(_size(task), self._most):
             self._fewer[_size(task)] = most
             logger.warning("calls of this size make at most %d from now on: %s", most, reason)
 
 
 def _size(task: Any) -> tuple[Any, ...]:
-    return task.model, *map(task.jobs[0].settings.get, ("height", "width", "num-frames"))
+    return task.model, *(job.settings.get(key) for job in task.jobs[:1] for key in ("height", "width", "num-frames"))
 
 
 def _seeds(task: Any) -> set[int | None]:

@@ -38,12 +38,6 @@ def test_a_batch_is_counted_by_its_samples_and_the_free_memory(monkeypatch):
         require_memory(pipe, sizes | {"prompt": ["a fox"] * 4})
 
 
-def test_more_pixels_and_frames_need_more():
-    pipe, asked = tiny_pipeline("wan"), {"height": 64, "width": 64, "num_frames": 9}
-    for name in asked:
-        assert estimated(pipe, asked | {name: 8 * asked[name]})[1] > estimated(pipe, asked)[1]
-
-
 def test_a_size_that_is_not_known_gives_no_estimate():
     pipe = tiny_pipeline("flux")
     pipe.default_sample_size = None

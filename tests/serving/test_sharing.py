@@ -3,6 +3,7 @@
 import io
 import threading
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dit_accel.serving.sharing import Sharing
 from dit_accel.serving.worker import Worker
 
 SMALL = {"steps": 8, "height": 32, "width": 32}
+ERRORS = {"bad": UnsupportedError, "died": BatchError, "defect": ZeroDivisionError}
 
 
 class Asked(Task):
@@ -57,17 +59,12 @@ class Held:
         if len(self.calls) > 1:
             self.in_step()
         tell(2, 2)
-        for prompt in prompts:
-            for name, kind in {"bad": UnsupportedError, "died": BatchError, "defect": ZeroDivisionError}.items():
-                if prompt == name:
-                    raise kind(name)
+        for prompt in filter(ERRORS.get, prompts):
+            raise ERRORS[prompt](prompt)
         if len(jobs) > 2 and "large" in prompts:
             raise OutOfMemoryError("large")
         report = {"steps": [], "notes": [f"{TOGETHER}: why"]} if len(jobs) > 1 and "x" in prompts else None
-        return [
-            Made(prompt.encode(), 0.0, report, [job.index for job in jobs])
-            for prompt, job in zip(prompts, jobs, strict=True)
-        ]
+        return [Made(prompt.encode(), 0.0, report, [job.index for job in jobs]) for prompt in prompts]
 
 
 @pytest.fixture
@@ -145,10 +142,26 @@ def test_some_requests_share_no_call(serve, settings):
     assert serve(Asked("a", count=2, **settings), Asked("b", **settings)) == ["a", "a", "b"]
 
 
-def test_an_idle_worker_gets_its_part():
-    first, *others = [Asked(letter) for letter in "abcdefg"]
-    chosen = [len(Sharing(4).chosen(first, [first, *others], idle)) for idle in (0, 1, 2, 6)]
-    assert chosen == [4, 4, 3, 0]
+def test_an_idle_worker_gets_its_part_and_the_bound_of_a_size_only_falls():
+    """Whichever of two workers' calls fails last."""
+    tasks, sharing = [Asked(letter) for letter in "abcdefg"], Sharing(4)
+    assert [len(sharing.chosen(tasks[0], tasks, idle)) for idle in (0, 1, 2, 6)] == [4, 4, 3, 0]
+    for most in (2, 3):
+        sharing.lower(tasks[0], most, "why")
+    assert len(sharing.chosen(tasks[0], tasks, 0)) == 2
+
+
+def test_a_video_that_is_deleted_meanwhile_leaves_its_call_to_the_others():
+    first, *others = tasks = [Asked(letter) for letter in "abc"]
+    assert first.common == others[0].common
+    first.jobs = []
+    group = Group(Sharing(4).chosen(first, tasks, 0), None)
+    assert group.left == others and group.jobs == [job for task in others for job in task.jobs]
+
+
+def test_a_task_that_ends_leaves_the_memory_at_once():
+    task = ref(Asked("a"))
+    assert task() is None
 
 
 def test_a_task_may_begin_again_while_its_group_ends():
@@ -166,15 +179,13 @@ def test_a_cancelled_request_leaves_its_neighbours(serve):
     assert all(isinstance(task.ends[-1], Cancelled) and not task.made for task in both)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "later"),
-    [("died", BatchError, ["def"]), ("defect", ZeroDivisionError, ["def"]), ("bad", UnsupportedError, ["de", "f"])],
-)
-def test_a_bad_request_fails_alone(serve, name, kind, later):
-    """Its neighbours get their results; fewer share a call if the pipeline may not support it."""
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_bad_request_fails_alone(serve, name):
+    """Its neighbours get their results; fewer share a call if their number may be the reason."""
+    later = ["def"] if name == "defect" else ["de", "f"]
     tasks = [Asked("a"), Asked(name), *map(Asked, "bcdef")]
     assert serve(*tasks) == [f"a{name}bc", "a", name, "b", "c", *later]
-    assert [type(task.ends[-1]) for task in tasks] == [type(None), kind] + [type(None)] * 5
+    assert [type(task.ends[-1]) for task in tasks] == [type(None), ERRORS[name]] + [type(None)] * 5
 
 
 def test_fewer_share_where_memory_is_short(serve, caplog):
@@ -204,7 +215,5 @@ def test_images_equal_those_made_alone(saved, targets):
         first, second = (np.asarray(Image.open(io.BytesIO(each.data)), dtype=int) for each in (alone, shared))
         assert abs(first - second).max() <= 1 and len(shared.batch) == 2
         assert [step["mode"] for step in shared.report["steps"]] == [step["mode"] for step in alone.report["steps"]]
-        stated = [
-            [each.contract[name] for name in ("steps", "computed_steps", "decided_by")] for each in (alone, shared)
-        ]
-        assert stated[0] == stated[1] and (shared.contract["queue_seconds"] > 9.0) == (shared is made[2][1])
+        assert all(alone.contract[name] == shared.contract[name] for name in ("steps", "computed_steps", "decided_by"))
+        assert (shared.contract["queue_seconds"] > 9.0) == (shared is made[2][1])
