@@ -24,8 +24,8 @@ def require_shape(name: str, tensor: torch.Tensor, shape: Shape) -> None:
 
 
 def require_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in dtypes:
-        raise ShapeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if (found := getattr(tensor, "dtype", type(tensor).__name__)) not in dtypes:
+        raise ShapeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {found}")
 
 
 def require_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

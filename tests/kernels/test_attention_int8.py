@@ -188,8 +188,7 @@ def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, 
 
     q, k, v = (make_tensor(1, 130, 2, 32, dtype=torch.float16) for _ in range(3))
     plan = make_sparsity(1, 2, 130, rows=1.1, tiles=1.1).plan
-    quantized = quantize(q, k, v, plan, 0.2, None, qk_dtype, has_lse=False)
-    results = []
+    quantized, results = quantize(q, k, v, plan, 0.2, None, qk_dtype, has_lse=False), []
     for by_descriptor in (False, True):
         matrix = values_as_matrix(v, plan, None, quantized, zero_fills=by_descriptor)
         results.append(torch.full_like(q, math.nan))

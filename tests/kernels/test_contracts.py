@@ -193,7 +193,11 @@ REFUSED = {  # changes of these arguments, and the error's beginning
         ({"value": zeros(2, 3, 33)}, r"value must have shape \[2, 3, 32\], got \[2, 3, 33\]"),
         ({"out": zeros(2, 3, 16)}, r"out must have shape \[2, 3, 32\], got \[2, 3, 16\]"),
     ],
-    "linear_gelu": [({"weight": zeros(96, 32)}, r"weight must have shape \[N, 64\], got \[96, 32\]")],
+    "linear_gelu": [
+        ({"weight": zeros(96, 32)}, r"weight must have shape \[N, 64\], got \[96, 32\]"),
+        ({"bias": zeros(64)}, r"bias must have shape \[96\], got \[64\]"),
+        ({"x": "x"}, r"x must have dtype torch.float16 or .*, got str"),
+    ],
     "quantize_rows": [
         ({"dtype": "int4"}, r"dtype must be one of \('int8', 'float8'\), got 'int4'"),
         ({"hidden": zeros(4, 12)}, "x and hidden must have multiples of 8 features for int8, got .32, 12."),

@@ -148,8 +148,7 @@ def test_a_plan_follows_from_a_familys_facts():
     transformer = copy.copy(tiny_pipeline("hunyuan").transformer)
     family = require_family(transformer)
     transformer._cp_plan = None
-    plan = split_plan(transformer, family)
-    tables = family.order.tables
+    plan, tables = split_plan(transformer, family), family.order.tables
     assert set(plan) == {family.split.entrance, family.split.exit, *tables}
     assert set(plan[family.split.entrance]) == {*family.split.streams}
     assert {(item.split_dim, item.expected_dims) for item in plan[family.split.entrance].values()} == {(1, 3)}

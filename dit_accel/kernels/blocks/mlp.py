@@ -51,7 +51,7 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     checks.require_same("x", x, ("N", x.shape[-1]), weight=weight)
+    checks.require_same("x", x, weight.shape[:1], bias=bias)
     if bias is None or not x.is_cuda:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    checks.require_shape("bias", bias, (weight.shape[0],))
     return torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True).view(*x.shape[:-1], -1)

@@ -220,8 +220,7 @@ def test_wrong_attention_fails(fault):
 def test_a_missing_tile_fails():
     """Attention over one tile less than the symbols ask for is wrong at the sampled rows."""
     inputs = make_inputs(replace(SMALL, rows=1.0, tiles=1.0), "cpu")
-    plan = replace(inputs.plan, kv_count=inputs.plan.kv_count - 1)
-    qkv = inputs.qkv()
+    plan, qkv = replace(inputs.plan, kv_count=inputs.plan.kv_count - 1), inputs.qkv()
     assert not verify_attention(kernels.attention(*qkv, plan, backend="reference"), qkv, inputs, samples=3).passed
 
 
