@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dit_accel.cli.progress import progress_bar
 from dit_accel.serving.failures import explained_failures
-from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.media import Medium
 from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.measure.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
@@ -107,7 +107,7 @@ def both_sides(
     return Sides(plain, fast, report)
 
 
-def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:
+def write_results(medium: Medium, sides: Sides, files: list[Path]) -> list[Path]:
     written = []
     plain, fast = sides.plain, sides.fast
     side = fast or plain

@@ -18,7 +18,7 @@ from dit_accel.cli.options import RunOptions, named_loras, option, parse_call, r
 from dit_accel.cli.parallel import parse_degrees
 from dit_accel.errors import ArgumentError
 from dit_accel.serving.input_images import read_image
-from dit_accel.serving.media import Clips, Pictures, numbered, require_plausible_output, size_note, unused
+from dit_accel.serving.media import Medium, numbered, require_plausible_output, size_note, unused
 from dit_accel.serving.outputs import make_folder, require_distinct, require_plot, require_writable
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.serving.processes import leads
@@ -204,7 +204,7 @@ def _make_lines(options: GenerateOptions, setup: Setup, console: Console) -> Non
         run_jobs(engine, setup.jobs, options.output_dir, facts, console, batch_size=size, force=options.force)
 
 
-def _files(options: GenerateOptions, medium: Pictures | Clips) -> list[Path]:
+def _files(options: GenerateOptions, medium: Medium) -> list[Path]:
     count = options.num_images or 1
     files = numbered(options.output or medium.default_output, count)
     if options.output is None and not options.force:
@@ -230,12 +230,7 @@ def _make(pipe: Any, arguments: dict, preset: Preset | None, options: GenerateOp
 
 
 def _write(
-    options: GenerateOptions,
-    medium: Pictures | Clips,
-    sides: Sides,
-    files: list[Path],
-    preset: Preset | None,
-    console: Console,
+    options: GenerateOptions, medium: Medium, sides: Sides, files: list[Path], preset: Preset | None, console: Console
 ) -> None:
     for path in write_results(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)

@@ -36,14 +36,11 @@ def list_command(
         is_taken = identity is None or identity.takes(preset)
         if is_taken and (everything or (preset.schedule.measures and preset.linear.dtype is None)):
             run = next((run for run in measured(name) if run["steps"] == 50), None)
-            figures = (span(run["computed"], 2), span(run["psnr"], 0)) if run else ("not measured", "not measured")
-            typer.echo(ROW.format(name, preset.model, *figures))
+            cells = (span(run["computed"], 2), span(run["psnr"], 0)) if run else ("not measured", "not measured")
+            typer.echo(ROW.format(name, preset.model, *cells))
             typer.echo(f"  {preset.description}")
-    typer.echo(
-        "Figures are from small models. --all adds NAME-8bit, with layers in 8 bits, and methods of papers.\n"
-        f"Which to use: dit-accel recommend --model {model or 'MODEL'}",
-        err=True,
-    )
+    figures = "Figures are from small models. --all adds NAME-8bit, with layers in 8 bits, and methods of papers."
+    typer.echo(f"{figures}\nWhich to use: dit-accel recommend --model {model or 'MODEL'}", err=True)
 
 
 @app.command("show")

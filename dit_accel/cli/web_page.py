@@ -11,7 +11,7 @@ from typing import Any
 
 from dit_accel.cli import web_texts
 from dit_accel.errors import DitAccelError
-from dit_accel.presets import Preset
+from dit_accel.presets import Preset, default_preset, load_preset
 from dit_accel.presets.loading import DEFAULT
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.playground import LONGEST_PROMPT, ComparisonRun, Playground, Wish
@@ -82,7 +82,7 @@ class Page:
     def _lay_out_settings(self, first: web_texts.Fields, model: str, any_model: bool) -> None:
         import gradio as gr
 
-        settings = web_texts.preset_of(DEFAULT, is_video=first.is_video)
+        settings = load_preset(default_preset(DEFAULT, is_video=first.is_video))
         self._model = gr.Dropdown(
             self._models,
             value=model,
@@ -217,7 +217,7 @@ class Page:
             fields = self._fields(name)
         except DitAccelError as error:
             return {self._status: f"**Failed.** {_as_text(error)}"}
-        settings = web_texts.preset_of(preset, is_video=fields.is_video)
+        settings = load_preset(default_preset(preset, is_video=fields.is_video))
         value = web_texts.target_of(settings)
         return {
             self._preset: _update(info=_described(settings)),

@@ -14,7 +14,7 @@ from PIL import Image
 from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, headline
 from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
-from dit_accel.presets import Preset, default_preset, load_preset, preset_names
+from dit_accel.presets import Preset, load_preset, preset_names
 from dit_accel.presets.loading import LEVELS
 from dit_accel.serving.estimates import call_number
 from dit_accel.serving.media import Clips, size_note
@@ -50,10 +50,6 @@ def fields_of(model: str, pipe: Any = None) -> Fields:
         family, is_video = "any" if facts is None else facts.name, makes_video(pipe)
     examples = sorted(tuning_prompts(model)[:CANDIDATES], key=len)[:EXAMPLES]
     return Fields(examples, list(_presets(family)), is_video, _own_numbers(model, pipe))
-
-
-def preset_of(name: str, *, is_video: bool) -> Preset:
-    return load_preset(default_preset(name, is_video=is_video))
 
 
 def target_of(preset: Preset) -> float | None:

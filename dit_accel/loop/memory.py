@@ -104,10 +104,9 @@ def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
     pairs = ((plan.device_bytes / GIB, ", ".join(plan.measures) or "no measures") for plan in plans)
     tried = "; ".join(f"{gib:.2f} GiB with {measures}" for gib, measures in pairs)
     smaller_level = "" if preset.forecast.level == "output" else "set forecast.level to output, "
-    raise MemoryBudgetError(
-        f"memory.budget_gib is {budget:g}, and the caches of {len(branches)} branch{'es' * (len(branches) > 1)} need "
-        f"more: {tried}. Raise the budget, {smaller_level}or use a smaller image, fewer frames or a smaller batch"
-    )
+    needs = f"the caches of {len(branches)} branch{'es' * (len(branches) > 1)} need more: {tried}"
+    fix = f"Raise the budget, {smaller_level}or use a smaller image, fewer frames or a smaller batch"
+    raise MemoryBudgetError(f"memory.budget_gib is {budget:g}, and {needs}. {fix}")
 
 
 def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:

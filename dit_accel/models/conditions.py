@@ -17,13 +17,9 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS, VERSION, version_of
 from dit_accel.models.beside.control_net import NUMBERS, hook_of
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS
 
-LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
-    [
-        *(*LATENTS, *FURTHER_LATENTS),
-        *("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma"),
-        "timestep_indices",  # of each token among the timesteps
-    ]
-)
+TIMES = ("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma")
+TIMES += ("timestep_indices",)  # of each token among the timesteps
+LATENTS_AND_TIME = frozenset([*LATENTS, *FURTHER_LATENTS, *TIMES])  # arguments that differ at every step
 SCALE = re.compile("scale|guidance")  # in names of a pipeline's attributes that hold the strength of guidance
 ADAPTER_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of layers of peft
 

@@ -98,8 +98,6 @@ class FamilyDriver(TransformerDriver):
     def layers(self) -> list[str]:
         return list(self.blocks())
 
-    # Adding hooks and removing them.
-
     def prepare(self) -> None:
         super().prepare()
         self._refuse_compiled()
@@ -157,8 +155,6 @@ class FamilyDriver(TransformerDriver):
 
     def _reordered(self, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
         return self._order.apply(x, self.facts.grid, axis, undo)
-
-    # One call.
 
     def enter(self, call: Call, passed: Passed, arguments: Arguments) -> tuple[Passed, Arguments]:
         """Refuse blocks compiled since :meth:`prepare`, cut padding off behind the longest prompt, and read facts."""
@@ -229,8 +225,6 @@ class FamilyDriver(TransformerDriver):
         """Return True if our kernel runs dense attention of q ``[B, S, H, D]``: if it is fastest and not disabled."""
         return self.facts.fuses and self.preset.kernels.attention != "reference" and wins_dense(q)
 
-    # For CUDA graphs of computed steps.
-
     def decisions(self) -> tuple:
         facts = self.facts
         text = None if facts.text is None else (facts.text.lengths, facts.text.end, facts.text.leading)
@@ -243,8 +237,6 @@ class FamilyDriver(TransformerDriver):
         blocks = {item.site: name for name, attentions in self._sites.items() for item in attentions}
         for name, measured in densities.items():
             self.site(name, blocks.get(name, name)).announce(symbols.get(name), measured)
-
-    # FLOPs and memory of a call.
 
     def used(self, arguments: Arguments, output: torch.Tensor, rows: Rows) -> torch.Tensor:
         arguments = arguments if rows is None else arguments_of_rows(arguments, rows)

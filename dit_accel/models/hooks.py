@@ -53,10 +53,9 @@ class Hook(ModelHook):
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(
-            "an accelerated pipeline or transformer can't be copied or pickled (torch.save), because hooks of the copy "
-            "would run the original: call restore_pipeline(pipe) first, then accelerate the original and the copy"
-        )
+        why = "can't be copied or pickled (torch.save), because hooks of the copy would run the original"
+        fix = "call restore_pipeline(pipe) first, then accelerate the original and the copy"
+        raise UnsupportedError(f"an accelerated pipeline or transformer {why}: {fix}")
 
 
 def stateless(code: Code) -> Code:

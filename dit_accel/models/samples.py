@@ -16,27 +16,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dit_accel.loop.rows import Rows, take_rows
 
-BATCHED = frozenset(  # tensors, or lists of them, with one entry per sample, or one for all
-    [
-        *("hidden_states", "timestep", "timestep_r", "guidance", "ofs", "fps"),
-        *("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask", "attention_mask"),
-        *("encoder_hidden_states_2", "encoder_attention_mask_2", "encoder_hidden_states_image", "image_embeds"),
-        "pooled_projections",
-        *("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states"),
-        *("attention_kwargs", "joint_attention_kwargs"),  # a LoRA's scale, images of IP adapters
-        *("control_hidden_states", "pose_hidden_states", "face_pixel_values"),
-        *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask", "audio_timestep"),
-        *("sigma", "audio_sigma", "video_coords", "audio_coords"),
-        *("position_ids", "segment_ids", "indicator"),  # of Ideogram 4; see _is_shared
-    ]
-)
+BATCHED = {  # tensors, or lists of them, with one entry per sample, or one for all
+    *("hidden_states", "timestep", "timestep_r", "guidance", "ofs", "fps"),
+    *("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask", "attention_mask"),
+    *("encoder_hidden_states_2", "encoder_attention_mask_2", "encoder_hidden_states_image", "image_embeds"),
+    "pooled_projections",
+    *("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states"),
+    *("attention_kwargs", "joint_attention_kwargs"),  # a LoRA's scale, images of IP adapters
+    *("control_hidden_states", "pose_hidden_states", "face_pixel_values"),
+    *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask", "audio_timestep"),
+    *("sigma", "audio_sigma", "video_coords", "audio_coords"),
+    *("position_ids", "segment_ids", "indicator"),  # of Ideogram 4; see _is_shared
+}
 LISTED = frozenset(["img_shapes"])  # lists with one entry per sample, or one for all
-SHARED = frozenset(  # arguments that all samples share
-    [
-        *("img_ids", "txt_ids", "image_rotary_emb", "rope_interpolation_scale"),
-        *("visual_rope_pos", "text_rope_pos", "scale_factor", "control_hidden_states_scale"),
-    ]
-)
+SHARED = {"img_ids", "txt_ids", "image_rotary_emb", "rope_interpolation_scale"}  # arguments that all samples share
+SHARED |= {"visual_rope_pos", "text_rope_pos", "scale_factor", "control_hidden_states_scale"}
 AXES = 3  # coordinates of a token in position ids [tokens, AXES], which all samples share
 UNCONDITIONAL_FIRST = "cond_uncond"  # diffusers' name of a batch that holds every prompt twice
 

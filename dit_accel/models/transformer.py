@@ -58,11 +58,10 @@ class TransformerDriver:
         is_replaced = replaced_forward(transformer) is not None  # the new function may not name its arguments
         self.timesteps = timestep_names(self.parameters) or TIMESTEPS
         if not is_replaced and not timestep_names(self.parameters):
-            raise UnsupportedError(
-                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS))} or timesteps of "
-                "parts ('vision_timesteps'), so its steps can't be distinguished; a wrapper must hold one transformer: "
-                "call accelerate_pipeline before you wrap it, or accelerate_transformer on the transformer inside"
-            )
+            names = f"{', '.join(map(repr, TIMESTEPS))} or timesteps of parts ('vision_timesteps')"
+            why = f"takes no {names}, so its steps can't be distinguished; a wrapper must hold one transformer"
+            fix = "call accelerate_pipeline before you wrap it, or accelerate_transformer on the transformer inside"
+            raise UnsupportedError(f"transformer {type(transformer).__name__} {why}: {fix}")
 
     def layers(self) -> list[str]:
         """Names of the blocks that the report lists."""
@@ -157,8 +156,6 @@ class TransformerDriver:
     def enter(self, call: Call, passed: Passed, arguments: dict[str, Any]) -> tuple[Passed, dict[str, Any]]:
         """Prepare a call whose blocks run; return its arguments, as they are passed and by name."""
         return passed, arguments
-
-    # For CUDA graphs of computed steps.
 
     def why_eager(self) -> str | None:
         """Return why the call in progress can't be captured, or None."""

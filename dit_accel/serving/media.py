@@ -151,7 +151,10 @@ class Clips:
         return [*chain(*written), _strip(path)]
 
 
-def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
+Medium = Pictures | Clips
+
+
+def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Medium:
     """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's."""
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video

@@ -13,7 +13,7 @@ from dit_accel.serving.estimates import require_memory
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.input_images import read_input
 from dit_accel.serving.loading import Loading, load_pipeline
-from dit_accel.serving.media import Clips, Pictures, medium_of, sampling_rate
+from dit_accel.serving.media import Medium, medium_of, sampling_rate
 from dit_accel.serving.processes import join
 from dit_accel.serving.prompts import Job
 from dit_accel.tools.demo import demo_arguments, demo_path, model_fps
@@ -48,7 +48,7 @@ SET_BY_US |= dict.fromkeys(("output_type", "return_dict"), "the command")
 SET_BY_US |= dict.fromkeys(("callback_on_step_end", "callback_on_step_end_tensor_inputs"), "the command")
 
 
-def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
+def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Medium, Preset | None]:
     """Load a pipeline, plain but for weights that wait on the host; return it, its output form, and its preset."""
     from dit_accel import accelerate_pipeline, parallelize_pipeline
     from dit_accel.pipeline import preset_for

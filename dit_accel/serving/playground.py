@@ -16,7 +16,7 @@ from dit_accel.loop.report import RunReport
 from dit_accel.pipeline import preset_for
 from dit_accel.presets import Preset
 from dit_accel.serving.engine import Cancelled
-from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.media import Medium
 from dit_accel.serving.prompts import Job
 from dit_accel.serving.worker import Worker
 from dit_accel.tools.demo import model_preset
@@ -81,7 +81,7 @@ class ComparisonRun:
     outputs: dict[Side, Output] = field(default_factory=dict)  # of the sides that are done
     is_kept: bool = False  # True: the plain output is that of an earlier run
     preview: Image.Image | None = None  # of the plain side: a coarse image, then its output or middle frame
-    medium: Pictures | Clips | None = None
+    medium: Medium | None = None
     comparison: Comparison | None = None  # None = the run has not ended
     _stop: Event = field(default_factory=Event)
 

@@ -34,19 +34,16 @@ if TYPE_CHECKING:
 class Worker:
     """Engine of one process, which checks the jobs of its setup; ``console`` None = silent."""
 
-    _loras: NamedLoras | None = None
-    _has_contracts = False  # of lines
-
     def __init__(self, setup: Setup, console: Console | None = None) -> None:
         console = console or Console(quiet=True)
         self.pipe, self.medium, preset = open_pipeline(setup, console)
         self._setup, self._console, self._times = setup, console, Times()
         self._guider = getattr(self.pipe, "guider", None)
-        if setup.loading.named_loras:
-            self._loras = NamedLoras(self.pipe, setup.loading.named_loras)
+        loras = setup.loading.named_loras
+        self._loras = NamedLoras(self.pipe, loras) if loras else None
         self.suffix = self.medium.default_output.suffix
         self.preset, self._base = preset and preset.effective(), preset
-        self._has_contracts = any(name in job.settings for job in setup.jobs for name in CONTRACT)
+        self._has_contracts = any(name in job.settings for job in setup.jobs for name in CONTRACT)  # of lines
         for job in setup.jobs:
             self._arguments([job])
             self._preset_of(job)

@@ -61,12 +61,10 @@ class Projections:
             side = math.prod(heads) if policy_of(settings).projects_heads else heads[1]
             unknown = [name for name in held if name not in known and not name.startswith(others)]
             if found is None or unknown or len(found.weight) != side:
-                raise UnsupportedError(
-                    f"skip.projection {file} must hold a matrix [{side}, {side}] for each block of this {transformer} "
-                    f"and skip.policy {settings.policy!r}: for {name} it holds "
-                    f"{'none' if found is None else list(found.weight.shape)}, and {', '.join(unknown) or 'no block'} "
-                    "in addition"
-                )
+                needs = f"each block of this {transformer} and skip.policy {settings.policy!r}"
+                got = f"{'none' if found is None else list(found.weight.shape)}, and {', '.join(unknown) or 'no block'}"
+                rule = f"must hold a matrix [{side}, {side}] for {needs}: for {name} it holds {got} in addition"
+                raise UnsupportedError(f"skip.projection {file} {rule}")
             self._held[name] = found
         for (file, _), keys in used.items():
             trained = trained_with(file).items()
@@ -108,10 +106,8 @@ def load_projections(path: str | Path, transformer: str = "transformer") -> dict
     for name, tensors in parts.items():
         weight = tensors.get("weight", torch.empty(0))
         if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not weight.is_floating_point():
-            raise UnsupportedError(
-                f"{path} must hold keys proj_l (SLA), keys to_gate_compress (VSA), or by attention floating matrices "
-                f"[D, D], got {weight.dtype} {list(weight.shape)} for {name}"
-            )
+            keys = "keys proj_l (SLA), keys to_gate_compress (VSA), or by attention floating matrices [D, D]"
+            raise UnsupportedError(f"{path} must hold {keys}, got {weight.dtype} {list(weight.shape)} for {name}")
     return {name: Projection(**tensors) for name, tensors in parts.items()}
 
 

@@ -151,7 +151,12 @@ def _outlook(sampler: Any, guider: Any, sigmas: list[float], extra_args: dict) -
     def sample(model: Callable[[torch.Tensor, float], torch.Tensor], latents: torch.Tensor) -> torch.Tensor:
         levels = torch.tensor(sigmas)
         options = {"extra_args": dict(extra_args), "callback": None, "disable": True, **sampler.extra_options}
-        return function(_TriedModel(guider, model), latents, levels, **options)
+
+        def tried(latents: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
+            return model(latents, float(sigma.max()))
+
+        tried.inner_model = guider  # type: ignore[attr-defined]  # samplers read the type of the model from it
+        return function(tried, latents, levels, **options)
 
     try:
         return sampler_moves(sample, sigmas), None
@@ -159,15 +164,6 @@ def _outlook(sampler: Any, guider: Any, sigmas: list[float], extra_args: dict) -
         return None, f"sampler {name}: {error}"
     except Exception:  # a custom sampler may need more than the trial provides; its real calls decide
         return None, None
-
-
-class _TriedModel:
-    def __init__(self, inner_model: Any, model: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
-        self.inner_model = inner_model  # the run's guider, from which samplers read the type of the model
-        self._model = model
-
-    def __call__(self, latents: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self._model(latents, float(sigma.max()))
 
 
 def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides: Any) -> Any:
@@ -181,11 +177,10 @@ def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides:
     """
     settings = load_preset(preset, **overrides)
     if not _is_for_outputs(settings):
-        raise UnsupportedError(
-            f"preset must forecast the output of any model, with its layers unchanged, but {settings.name!r} is for "
-            f"{settings.model} models at level {settings.forecast.level!r}, with linear.dtype {settings.linear.dtype}; "
-            f"use one of {', '.join(output_presets())}"
-        )
+        needs = "preset must forecast the output of any model, with its layers unchanged"
+        level = f"at level {settings.forecast.level!r}, with linear.dtype {settings.linear.dtype}"
+        got = f"{settings.name!r} is for {settings.model} models {level}"
+        raise UnsupportedError(f"{needs}, but {got}; use one of {', '.join(output_presets())}")
     if not hasattr(model, "add_wrapper_with_key"):
         raise UnsupportedError(OLD_COMFYUI.format(type(model).__name__))
     patched = model.clone()

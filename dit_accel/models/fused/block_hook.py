@@ -90,8 +90,6 @@ class BlockHook(Hook, ABC):
         """Why the block's own forward must run now, or None."""
         return None
 
-    # Shared by all families.
-
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute, forecast or leave alone, as the call in progress requires."""
         call, level = self.driver.session.call, self.preset.forecast.level

@@ -78,17 +78,11 @@ class LTX2BlockHook(BlockHook):
         return tuple(item.x for item in streams)
 
     def attend(
-        self,
-        block: nn.Module,
-        inputs: SimpleNamespace,
-        runs_here: bool,
-        name: str,
-        x: torch.Tensor,
-        *other: torch.Tensor,
+        self, block: nn.Module, inputs: SimpleNamespace, is_here: bool, name: str, x: torch.Tensor, *other: torch.Tensor
     ) -> torch.Tensor:
         """Attention ``[B, S, C]`` of a stream to itself or to the other one, with its output projection."""
         attn, (rotary, key_rotary, mask) = getattr(block, name), (getattr(inputs, item) for item in ATTENTIONS[name])
-        if not runs_here:
+        if not is_here:
             more = {} if other or not block.perturbed_attn else {item: getattr(inputs, item) for item in PERTURBED}
             return attn(x, *(other or (None,)), mask, rotary, key_rotary, **more)
         tables, key_tables = (tuple(item.transpose(1, 2) for item in both) for both in (rotary, key_rotary))

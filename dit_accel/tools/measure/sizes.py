@@ -100,10 +100,8 @@ class SizedKernel:
     def climb(self, is_over: Callable[[], bool]) -> tuple[Sizes, float]:
         """Return the fastest sizes found, and the ratio of their time to that of the shipped ones."""
         best, tried = self._shipped, [self._shipped]
-        while not is_over() and (
-            sizes := next((one for one in neighbours(self._name, best) if one not in tried), None)
-        ):
-            tried.append(sizes)
+        while not is_over() and (untried := [one for one in neighbours(self._name, best) if one not in tried]):
+            tried.append(sizes := untried[0])
             with suppress(Exception):  # too many registers, or not enough shared memory
                 if self._ratio(sizes, best) < FASTER and all(map(le, self._errors(sizes), self._bounds)):
                     best = sizes

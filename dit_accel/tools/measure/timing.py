@@ -83,7 +83,7 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
 
     output = pipe(**arguments, prompt=prompt, generator=_noise(seed), output_type="pt", callback_on_step_end=keep)
     results = {"latents": latents[0].float().cpu()}
-    if not _is_sound_alone(output):
+    if not hasattr(output, "audios"):
         frames = _batch(output)[0].float().cpu()
         results["frames"] = frames.view(-1, *frames.shape[-3:])
     return results | ({"sound": sounds[0]} if (sounds := sounds_of(output)) else {})
@@ -91,14 +91,10 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
 
 def sounds_of(output: Any) -> list[torch.Tensor]:
     """Return the sound of each result, if any: float32 ``[samples]`` or ``[channels, samples]`` on the CPU."""
-    sounds = getattr(output, "audios" if _is_sound_alone(output) else "audio", None)
+    sounds = getattr(output, "audios", getattr(output, "audio", None))  # the former: sound alone
     if (sound := getattr(output, "sound", None)) is not None:  # Cosmos 3 has no batch
         sounds = [sound]
     return [] if sounds is None else [torch.as_tensor(sound).float().cpu() for sound in sounds]
-
-
-def _is_sound_alone(output: Any) -> bool:
-    return hasattr(output, "audios")
 
 
 def _batch(output: Any) -> Any:

@@ -15,7 +15,6 @@ TAU_Q = tuple(round(0.05 * step, 2) for step in range(20))  # 0 … 0.95
 DEGRADE_BELOW = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 ORDERS = (1, 2, 3)
 WARMUPS = (10, 8, 6, 5, 4, 3, 2)
-
 LINEAR_BOUNDS = (0.0, 0.003, 0.005, 0.007, 0.009, 0.011, 0.014, 0.018, 0.025, 0.04, 1.0)
 
 # Not keys of a preset: bounds that choose the thresholds of single layers, and the linear layers in 8 bits.

@@ -140,7 +140,6 @@ class _Tuner:
             self.linears = [Kind(**row) for row in store.once("linears", partial(self._measure_linears, runs))]
         for index in range(len(prompts)):
             runs.plain(index)
-
         tried: dict[str, tuple[Setting, list[Figures]]] = {}
         caution, confirmations = 0.0, 0
         while confirmations < CONFIRMATIONS:
