@@ -33,7 +33,7 @@ class Pipe:
 def worker():
     made = object.__new__(Worker)
     made.pipe, made.medium, made.previews, made.preset, made.suffix = Pipe(), Pictures(), Previews(Pipe()), None, ".png"
-    made._base = None
+    made._base = made._loras = None
     return made
 
 
