@@ -250,6 +250,7 @@ def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(m
     """A single process makes the other lines first; one of several processes exits, because the others may hang."""
     worker = object.__new__(working.Worker)
     worker.pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
+    worker._has_contracts = False
 
     def make(batch):
         if len(batch) > 1 or batch[0].index != 1:
