@@ -97,11 +97,11 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
 
 
 def _settings(transformer: nn.Module, calls: Calls, training: Training) -> dict[str, Any]:
-    """Settings that all runs of one training share; without SLA in the transformer, none of attention."""
-    attention = next(iter(swapped_attention(transformer).values()), None)
+    """Settings that all runs of one training share."""
+    attention = next(iter(swapped_attention(transformer).values()))
     objective = {"objective": "flow" if calls.velocity is None else "teacher", "calls": len(calls)}
     values = {key: value for key, value in asdict(training).items() if key not in ("seconds", "minutes")}
-    return values | (asdict(attention.settings) if attention is not None else {}) | objective
+    return values | asdict(attention.settings) | objective
 
 
 def _resume(accelerator: Accelerator, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
