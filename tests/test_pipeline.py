@@ -132,9 +132,7 @@ def test_accelerating_and_restoring_twice(pipe):
     """Abuse: the new preset takes the old one's place, a wrong one changes nothing, and one restore undoes all."""
     restore_pipeline(pipe)
     accelerate_pipeline(accelerate_pipeline(pipe, HEADS), CLOSED_LOOP)
-    with pytest.raises(
-        PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: level"
-    ):
+    with pytest.raises(PresetError, match=r"unknown key 'forecast\.ordre'"):
         accelerate_pipeline(pipe, "balanced", **{"forecast.ordre": 2})
     acceleration = pipe.dit_accel
     assert acceleration.preset == CLOSED_LOOP

@@ -1,6 +1,5 @@
 """Both sides of one image, timed alternately."""
 
-import io
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -49,9 +48,8 @@ def test_a_preset_that_does_not_fit_is_told_before_any_run():
     """The error comes before the plain run, which may take minutes."""
     pipe, seen = tiny_pipeline("sd3"), []
     pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
-    console = Console(file=io.StringIO(), quiet=True)
     with pytest.raises(UnsupportedError, match="is for flux models"):
-        both_sides(pipe, {"prompt": "a"}, 0, load_preset("flux-fora"), 3, console, whole=False)
+        both_sides(pipe, {"prompt": "a"}, 0, load_preset("flux-fora"), 3, Console(quiet=True), whole=False)
     assert seen == []
 
 
@@ -75,8 +73,8 @@ def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
     monkeypatch.setattr(timing, "transformer_clock", clock)
     monkeypatch.setattr(timing, "denoise", lambda pipe, arguments, seed, steps: denoised.append(steps))
     monkeypatch.setattr(Progress, "expect", lambda self, total, done: expected.append(total))
-    console = Console(file=io.StringIO(), quiet=True)
-    made = both_sides(pipe, {"num_inference_steps": 20}, 5, load_preset("exact"), 3, console, whole=whole)
+    arguments, console = {"num_inference_steps": 20}, Console(quiet=True)
+    made = both_sides(pipe, arguments, 5, load_preset("exact"), 3, console, whole=whole)
     compiles = [(True, 20, 5)] if device == "cuda" else []
     assert called == [(False, 2, 5), (False, 20, 5), *compiles, (True, 20, 5)]
     assert denoised == [None if whole else PLAIN_STEPS, None] * 2

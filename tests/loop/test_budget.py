@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerated
-from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.errors import UnsupportedError
 from dit_accel.loop import budget
 from dit_accel.loop.budget import BudgetGap, Deadline, usual_bound
 from dit_accel.loop.closed_loop import Course, Gap
@@ -175,22 +175,3 @@ def test_processes_that_share_a_call_have_clocks_of_their_own(monkeypatch):
     monkeypatch.setattr(pipe.transformer, GROUP, object(), raising=False)
     with accelerated(pipe, max_seconds=1.0), pytest.raises(UnsupportedError, match="clocks differ"):
         tiny.output("flux", 2)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"computed_steps": 5, "target_error": 0.1}, "target_error and computed_steps both choose"),
-        ({"target_error": 0.1, "max_seconds": 1.0}, "target_error and max_seconds both choose"),
-        ({"computed_steps": 5, "target_psnr": 20.0, "max_seconds": 1.0}, "target_psnr and computed_steps both choose"),
-        ({"computed_steps": 0}, "computed_steps"),
-        ({"max_seconds": 0.0}, "max_seconds"),
-        ({"max_seconds": 1.0, "per_prompt": True}, "remove per_prompt"),
-    ],
-)
-def test_contradictions_are_refused(keys, message):
-    """A later target replaces a budget."""
-    later = load_preset(load_preset("balanced", computed_steps=5), target_error=0.2)
-    assert later.schedule.computed_steps is None and later.schedule.rule == "adaptive"
-    with pytest.raises(PresetError, match=message):
-        load_preset("balanced", **keys)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
-from dit_accel.errors import MemoryBudgetError, PresetError
+from dit_accel.errors import MemoryBudgetError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.accounts import Accounts
 from dit_accel.loop.branch import BranchState, Call
@@ -400,21 +400,3 @@ def test_no_budget_means_no_measures():
     assert plan_memory(load_preset("flux-flashomni-paper"), [HUNYUAN_118K] * 2).measures == ()
     asked = plan_memory(load_preset("flux-flashomni-paper", **{"memory.offload": True}), [HUNYUAN_118K] * 2)
     assert asked.measures == (OFFLOAD,) and asked.host_bytes > 0
-
-
-@pytest.mark.parametrize(
-    "preset, overrides, complaint",
-    [
-        ("balanced", {"memory.history_dtype": "float8"}, "memory.history_dtype has no effect.*'output'"),
-        ("balanced", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
-        ("flux-taylorseer", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
-        ("flux-flashomni-paper", {"memory.offload": True, "forecast.order": 0}, "offload has no effect.*order 0"),
-        ("flux-flashomni-paper", {"memory.budget_gib": 0.0}, "memory.budget_gib: .*greater than 0"),
-        ("flux-flashomni-paper", {"memory.history_dtype": "fp8"}, "memory.history_dtype: .*'float8'"),
-        ("flux-flashomni-paper", {"memory.budget": 4}, "unknown key 'memory.budget'.*did you mean 'budget_gib'"),
-    ],
-    ids=["output-dtype", "output-offload", "layer-offload", "order-0-offload", "zero", "dtype", "unknown"],
-)
-def test_memory_keys_without_effect_are_refused(preset, overrides, complaint):
-    with pytest.raises(PresetError, match=complaint):
-        load_preset(preset, **overrides)

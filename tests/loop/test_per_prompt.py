@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset
-from dit_accel.errors import PresetError
 from dit_accel.loop.rows import join_rows, take_rows
 from dit_accel.models import samples
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
@@ -18,8 +17,6 @@ from tests.tiny import same_weights, tiny_output, tiny_pipeline
 STEPS = 16
 PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]
 PRESET = load_preset("balanced", **{"schedule.per_prompt": True, "schedule.target_error": 0.06})
-
-LAYERS_APART = {"schedule.per_prompt": True, "forecast.level": "layer"}
 
 
 def generators(count):
@@ -253,24 +250,6 @@ def test_arguments_that_cannot_be_divided(argument, complaint):
 def test_rows_taken_and_joined_are_the_batch():
     batch, rows = torch.randn(5, 2), [(4, 1), (0,), (3, 2)]
     assert torch.equal(join_rows([take_rows(batch, each) for each in rows], rows), batch)
-
-
-@pytest.mark.parametrize(
-    "preset, overrides, complaint",
-    [
-        ("flux-taylorseer", {"schedule.per_prompt": True}, "per_prompt belongs to control 'adaptive'"),
-        ("balanced", LAYERS_APART, "per_prompt needs .*'layer'"),
-        ("wan21-sparge-balanced", {"schedule.per_prompt": True, "skip.refresh": 2}, "set skip.refresh to 1"),
-        ("flux-taylorseer", {"forecast.corrector": True}, "corrector belongs to level 'output', and level is 'layer'"),
-        ("flux-taylorseer", {"forecast.damping": True}, "damping belongs to level 'output', and level is 'layer'"),
-        ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond belongs to level 'output', and level is 'layer'"),
-        ("exact", {"forecast.damping": True}, "damping has no effect with control 'interval', which measures no error"),
-    ],
-    ids=["interval", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-interval"],
-)
-def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
-    with pytest.raises(PresetError, match=complaint):
-        load_preset(preset, **overrides)
 
 
 def test_prompts_of_unequal_length_keep_their_padding_where_tiles_are_left_out():

@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.errors import PresetError
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.models import transformer
 from dit_accel.models.free_memory import GIB
@@ -382,11 +381,6 @@ def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
         patch.setattr(pipe.transformer.norm_out, "forward", lambda *_: torch.zeros(2) + torch.zeros(3))
         tiny_output(pipe, "flux", steps=3)
     assert find_driver(pipe).session.call is None
-
-
-def test_other_levels_have_no_such_key():
-    with pytest.raises(PresetError, match=r"kernels\.graphs has no effect"):
-        load_preset("flux-taylorseer", **{"kernels.graphs": "auto"})
 
 
 def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dit_accel import accelerated
-from dit_accel.presets import Preset, load_preset
+from dit_accel.presets import Preset
 from dit_accel.presets.preset import FORMED
 from tests.models.tiny import pipeline
 from tests.tiny import tiny_output
@@ -244,7 +244,3 @@ def test_the_same_preset_shows_the_same(shown):
     for name, values in (BASES["schedule.adaptive"], BASES["skip.sparge"], BASES["forecast.head"]):
         described = {**values, "description": "the same in other words"}
         assert shown(name, values) == shown(name, described)
-
-
-def test_the_list_of_presets_shows_descriptions(run):
-    assert load_preset("balanced").description in run("presets", "list").output

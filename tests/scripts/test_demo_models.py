@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dit_accel import accelerate_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
 from scripts import race
 from scripts.demo_training import distil
+from scripts.demo_training.llama import make_llama_tokenizer
 from scripts.demo_training.loading import load_demo
 from scripts.demo_training.prompts import held_out_prompts
 from scripts.demo_training.reading import agreement, read_pictures
@@ -72,7 +74,10 @@ def test_the_readme_s_prompt_shows_what_it_says():
     assert set(found.values()) == {1.0}, found
 
 
-@pytest.mark.parametrize("make", [make_clip_tokenizer, make_t5_tokenizer], ids=["clip", "t5"])
+LLAMA = partial(make_llama_tokenizer, most_tokens=TEXT_TOKENS)
+
+
+@pytest.mark.parametrize("make", [make_clip_tokenizer, make_t5_tokenizer, LLAMA], ids=["clip", "t5", "llama"])
 def test_tokenizers_round_trip(make, tmp_path):
     """Saved and loaded again, a tokenizer gives the same tokens, which spell the prompt, and takes any text."""
     tokenizer = make(vocabulary())

@@ -86,19 +86,14 @@ def test_statistics_whiten_latents_and_change_no_picture(family, drawn):
 
 
 @FAMILIES
-def test_tokenizers_hold_each_word_whole(family, tmp_path):
-    tokenizer = family.make_tokenizers(vocabulary())[0]
-    tokenizer.save_pretrained(tmp_path)
-    loaded = type(tokenizer).from_pretrained(tmp_path)
+def test_tokenizers_hold_each_word_whole(family):
+    tokenizers = family.make_tokenizers(vocabulary())
     for item in clips.held_out_prompts(5):
-        tokenizers = (loaded, *family.make_tokenizers(vocabulary())[1:])
-        ids, mask = (values[0] for values in family.tokenize(tokenizers, [item.prompt])[:2])
+        mask = family.tokenize(tokenizers, [item.prompt])[1][0]
         words = item.prompt.replace(",", " ,").split()
         assert int(mask.sum()) == len(words) + 1  # and the token that begins or ends a text
         assert bool(mask[: len(words) + 1].all())
-        assert loaded.decode(ids, skip_special_tokens=True).replace(" ,", ",") == item.prompt
-    assert loaded("Zèbres, 日本 & 7 okapis").input_ids
-    mask = family.tokenize(family.make_tokenizers(vocabulary()), [""])[1]
+    mask = family.tokenize(tokenizers, [""])[1]
     assert int(mask.sum()) == 1  # the empty prompt says something
 
 

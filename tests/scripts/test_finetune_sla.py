@@ -75,16 +75,14 @@ def test_flow_matching_asks_for_the_way_from_clip_to_noise():
     assert torch.equal(calls.arguments["timestep"], torch.zeros(6))
 
 
-def test_training_comes_closer_to_the_teacher(tmp_path):
-    pipe = tiny_pipeline("wan")
-    calls = record(pipe, "wan")
-    attentions = swap_attention(pipe, critical=0.3, negligible=0.2)
-    before = error_of(pipe.transformer, calls)
-    log = fine_tune(pipe.transformer, calls, TRAINING, tmp_path)
-    assert error_of(pipe.transformer, calls) < 0.95 * before
+def test_training_comes_closer_to_the_teacher(student, tmp_path):
+    transformer, calls = student
+    before = error_of(transformer, calls)
+    log = fine_tune(transformer, calls, TRAINING, tmp_path)
+    assert error_of(transformer, calls) < 0.95 * before
     assert log == json.loads((tmp_path / "training.json").read_text())
     assert log["steps"] == 4 and log["settings"]["objective"] == "teacher"
-    assert all(attention.projection.weight.abs().max() > 0 for attention in attentions.values())
+    assert all(attention.projection.weight.abs().max() > 0 for attention in swapped_attention(transformer).values())
 
 
 def test_projections_can_be_all_that_learns(student, tmp_path):

@@ -10,7 +10,6 @@ from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from rich.console import Console
 from safetensors.torch import save_file
 
-from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import ArgumentError
 from dit_accel.models.hooks import OFFLOAD_HOOK, find_hook
 from dit_accel.serving import loading
@@ -183,7 +182,7 @@ def test_a_command_keeps_weights_on_the_host(run, folder, tmp_path):
 
 
 def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_models(monkeypatch):
-    """Results are the plain ones, and blocks are fused. A CPU has no streams, so they are asked for only."""
+    """Results are the plain ones. A CPU has no streams, so they are asked for only."""
     pipe, plain = tiny_pipeline("flux"), tiny_output(tiny_pipeline("flux"), "flux", steps=6)
     enable, asked = pipe.transformer.enable_group_offload, []
 
@@ -197,10 +196,7 @@ def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_model
     assert find_hook(pipe.transformer.transformer_blocks[0], OFFLOAD_HOOK) is not None
     assert find_hook(pipe.transformer.transformer_blocks[0].attn.to_q, OFFLOAD_HOOK) is None
     assert find_hook(pipe.vae.decoder.conv_in, OFFLOAD_HOOK) is not None
-    accelerate_pipeline(pipe, "flux-taylorseer", schedule={"interval": 2})
-    tiny_output(pipe, "flux", steps=6)
-    assert pipe.dit_accel.report().computed_fraction < 1 and pipe.dit_accel.report().fallbacks == []
-    assert equal_up_to_rounding(tiny_output(restore_pipeline(pipe), "flux", steps=6), plain)
+    assert equal_up_to_rounding(tiny_output(pipe, "flux", steps=6), plain)
 
 
 def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):

@@ -14,9 +14,9 @@ from dit_accel.serving.prompts import Job
 from dit_accel.serving.remote_worker import RemoteWorker
 from tests.serving.http.test_edits import PNG
 from tests.serving.http.test_server import GOOD, LIMITS, PATH, client
+from tests.serving.http.test_videos import making
 from tests.serving.test_dispatcher import Noted
 
-server = pytest.importorskip("dit_accel.serving.http.server")
 JOB = Job(0, {})
 
 
@@ -147,18 +147,16 @@ def test_nothing_loads_for_a_body_that_is_refused(path, body):
             loaded = [*device.starts]
             return refused, loaded, await http.post("/v1/videos", json={"prompt": "a", "model": "video", "seconds": 9})
 
-    dispatcher = Dispatcher([(device := Device()).worker(1, "first", "video")], 4)
-    with server.VideoStore(LIMITS) as store:
-        first = server.Served("first", None, LIMITS, VideoForm(100.0, 4))
-        refused, loaded, allowed = asyncio.run(ask(server.build_app(dispatcher, first, [], [], store, ["video"])))
-    dispatcher.stop(10.0)
+    worker, form = (device := Device()).worker(1, "tiny", "video"), VideoForm(100.0, 4)
+    with making(worker, limits=LIMITS, form=form, preset=None, others=["video"]) as (app, _):
+        refused, loaded, allowed = asyncio.run(ask(app))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == next(iter(body))
-    assert loaded == ["first"] and allowed.status_code == 200
+    assert loaded == ["tiny"] and allowed.status_code == 200
 
 
 def test_requests_choose_their_model():
     """Images and videos from one server. Models that it has not, or can't load, cost the others nothing."""
-    names = ["first", "other", "video", "missing"]
+    names = ["tiny", "other", "video", "missing"]
 
     async def conversation(app):
         async with client(app) as http:
@@ -166,20 +164,17 @@ def test_requests_choose_their_model():
             video = await http.post("/v1/videos", json={"prompt": "a", "model": "video"})
             wrong = [await http.post(PATH, json=GOOD | {"model": model}) for model in ("video", "none", "missing")]
             wrong.append(await http.post("/v1/videos", json={"prompt": "a", "model": "other"}))
-            made = [await http.post(PATH, json=GOOD | more) for more in ({}, {"model": "other"}, {"model": "first"})]
+            made = [await http.post(PATH, json=GOOD | more) for more in ({}, {"model": "other"}, {"model": "tiny"})]
             job = (await http.get(f"/v1/videos/{video.json()['id']}")).json()
             return listed, made, job, wrong, await http.get("/health")
 
-    dispatcher = Dispatcher([Device().worker(1, *names)], 4)
-    with server.VideoStore(LIMITS) as store:
-        app = server.build_app(dispatcher, server.Served(names[0], None, LIMITS), [], [], store, names[1:])
+    with making(Device().worker(1, *names), limits=LIMITS, form=None, preset=None, others=names[1:]) as (app, _):
         listed, made, job, wrong, health = asyncio.run(conversation(app))
-    dispatcher.stop(10.0)
     assert listed == names and health.status_code == 200
-    assert [list(answer.json()["data"][0]["seconds"]) for answer in made] == [["by first"], ["by other"], ["by first"]]
+    assert [list(answer.json()["data"][0]["seconds"]) for answer in made] == [["by tiny"], ["by other"], ["by tiny"]]
     assert (job["model"], job["status"]) == ("video", "completed") and list(job["stage_seconds"]) == ["by video"]
     assert [answer.status_code for answer in wrong] == [400, 404, 500, 400]
     messages = [answer.json()["error"]["message"] for answer in wrong]
-    assert "makes videos, no images: use /v1/videos" in messages[0] and "this server has first, other" in messages[1]
+    assert "makes videos, no images: use /v1/videos" in messages[0] and "this server has tiny, other" in messages[1]
     assert "missing can't be loaded; the server's log has the reason" in messages[2]
     assert "makes images, no videos: use /v1/images" in messages[3]

@@ -248,10 +248,7 @@ def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
     ("options", "told"),
     [
         (("--engine", "ray"), "--actors: must be given: each actor takes one of the Ray cluster's 2 CPUs"),
-        (
-            ("--engine", "ray", "--actors", "3"),
-            "--actors: can't be 3: each actor takes a CPU, and the Ray cluster has 2",
-        ),
+        ((*RAY[:3], "3"), "--actors: can't be 3: each actor takes a CPU, and the Ray cluster has 2"),
         ((*RAY, "--device", "cuda"), "--device: is cuda, but the Ray cluster has no GPU"),
     ],
 )

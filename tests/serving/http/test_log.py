@@ -39,7 +39,7 @@ def test_a_request_has_an_id(sent):
 
 def test_each_request_has_a_line(saved, lines):
     """With all that it asked for and got; a refused one has the reason."""
-    with running(Worker(Setup(str(saved("flux")), batch_size=2)), batch_size=2) as (app, _):
+    with running(Worker(Setup(str(saved("flux")), batch_size=2)), size=2) as (app, _):
         made = post(app, GOOD | {"computed_steps": 4, "n": 2}, **{"X-Request-Id": "a"}).json()
         assert [each["batch_size"] for each in made["data"]] == [metric(app, "dit_accel_batch_size_count")] * 2
         post(app, GOOD | {"steps": 99}, **{"X-Request-Id": "b"})

@@ -255,12 +255,7 @@ TO_GPU = 'pipe.to("cuda")'
         ("black-forest-labs/FLUX.1-dev", {"gpu": "a5000"}, "-8bit --set linear.weights=host --prompt", "pu_offload("),
         ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4070"}, "in host memory (31 GiB of weights)", TO_GPU),
         ("black-forest-labs/FLUX.1-dev", {"gpu": "4080"}, "--set linear.weights=host", "generate --compare"),
-        (
-            "FLUX.2-klein-4B",
-            {"gpu": "4080"},
-            "layers in 8 bits all of it fits; in bf16 use --offload model.",
-            "pu_offload(",
-        ),
+        ("FLUX.2-klein-4B", {"gpu": "4080"}, "8 bits all of it fits; in bf16 use --offload model.", "pu_offload("),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "4090"}, 'balanced-8bit", linear={"weights": "host"})', TO_GPU),
         ("black-forest-labs/FLUX.2-klein-4B", {"gpu": "4070"}, "8 bits each component waits", "--compare --m"),
         ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", {"gpu": "4080"}, "--compare --model", "8bit"),
