@@ -47,7 +47,7 @@ from dit_accel.presets import Preset
 ABOUT = 0.9  # share of the farthest reach that counts as equal; 1.0 and 0.8: 1 dB lower at equal FLOPs (demo model)
 WIDENING = 3  # largest ratio of neighbouring intervals
 LEAST_LASTING = 0.1  # least share of an output's largest move that lasts; below it the correction would overshoot
-LEAST_MOVE = 0.01  # share of the largest move; the stages of pyramids end with 0.001, other schedules with over 0.01
+LEAST_MOVE = 0.01  # share of the move before: stages of pyramids end with 0.001, Karras's sigmas keep over 0.3
 UNREPAIRED = 2.0  # factor on the error of a gap after which no computed step corrects it
 NO_SLOPE = 2.0**-20  # share of the slope in place of 0, so that the degree still counts as a damped one
 
@@ -74,7 +74,8 @@ class Course:
     def lasting(self) -> int:
         """Number of steps up to the last one that moves the result; a later one, of no noise left, corrects no gap."""
         moves = [1.0] * len(self.coordinates) if self.moves is None else [*map(abs, self.moves[-1])]
-        return 1 + max(step for step, move in enumerate(moves) if move >= LEAST_MOVE * max(moves))
+        ends = (end for end in range(1, len(moves)) if max(moves[end:]) < LEAST_MOVE * moves[end - 1])
+        return next(ends, len(moves))
 
     def places(self) -> Mapping[float, float]:
         """Return the variable of the interpolation between records, by coordinate."""
