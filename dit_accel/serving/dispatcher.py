@@ -50,6 +50,7 @@ class Task:
     started: float | None = None  # when a worker took it, by the monotonic clock
     loaded: Loaded | None = None  # facts of the model, once a worker of several models has chosen it
     runs_alone = False  # True: a call that it shared has failed
+    common = cached_property(common_of)  # what tasks that share its call have too
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
@@ -59,10 +60,6 @@ class Task:
     @property
     def tasks(self) -> list[Task]:  # that run
         return [self]
-
-    @cached_property
-    def common(self) -> tuple[Any, ...] | None:
-        return common_of(self)
 
     @property
     def is_cancelled(self) -> bool:
@@ -194,11 +191,14 @@ class Dispatcher:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Refuse waiting tasks and new ones, and cancel running ones whose result is asked for later: it is lost."""
         with self._changed:
             self.is_closed = True
             for task in self._waiting:
                 task.tell(Busy("the server is shutting down", 10))
             self._waiting.clear()
+            for task in [task for running in self._running for task in running.tasks if task.outlives_answer]:
+                task.cancel()
             self._changed.notify_all()
 
     def stop(self, patience: float) -> None:

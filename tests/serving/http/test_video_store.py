@@ -185,14 +185,15 @@ def test_a_running_video_has_a_limit_of_its_own():
     assert second["status"] == "completed" and held.made == ["a fox"]
 
 
-def test_the_end_of_a_server_cancels_its_jobs():
-    """A waiting job and the running one fail with a reason, and the thread of the worker ends."""
+@pytest.mark.parametrize("end", ["close", "stop"])
+def test_the_end_of_a_server_cancels_its_jobs(end):
+    """A waiting job and the running one fail with a reason, before connections end that follow the growing video."""
     held = Held()
 
     async def conversation(http, dispatcher):
         ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
         await until(lambda: (dispatcher.running, dispatcher.waiting) == (1, 1))
-        await asyncio.to_thread(dispatcher.stop, 10.0)
+        await asyncio.to_thread(getattr(dispatcher, end), *[10.0] * (end == "stop"))
         late, health = await http.post(PATH, json=GOOD), await http.get("/health")
         return late, health, [(await ended(http, each))["error"] for each in ids]
 
