@@ -75,6 +75,27 @@ def shared_pipelines_stay_as_they_are():
 
 
 @pytest.fixture
+def own_attention_backend():
+    """Restore ``set_attention_backend``, whose setting is global to the process."""
+    from diffusers.models.attention_dispatch import attention_backend
+
+    with attention_backend("native"):
+        yield
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    """Class of faked graphs that steps then use, with counts that other tests do not see."""
+    from dit_accel.models import transformer
+    from dit_accel.models.graphs.step_graphs import StepGraphs
+    from tests.models.fake_graph import RecordedGraph
+
+    counted = type("CountedGraph", (RecordedGraph,), {})
+    monkeypatch.setattr(transformer, "StepGraphs", functools.partial(StepGraphs, graph=counted))
+    return counted
+
+
+@pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs dit-accel with arguments, inside an empty folder."""
     from typer.testing import CliRunner

@@ -11,7 +11,7 @@ import accelerate
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.models.beside.quantized_linears import block_linears
@@ -21,16 +21,11 @@ from tests.rounding import distance, equal_up_to_rounding
 from tests.tiny import flux, tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
 from tests.tiny.inputs import left_half, random_tensor
 
+pytestmark = pytest.mark.usefixtures("own_attention_backend")
+
 STEPS, CPU = 6, torch.device("cpu")
 HOOKED = "it carries hooks (offload, layerwise casting, …)"
 NO_LINEAR, PACKED = "not a plain linear layer", "its weight is quantised"
-
-
-@pytest.fixture(autouse=True)
-def earlier_attention_backend():
-    """Restore ``set_attention_backend``, whose setting is global to the process."""
-    with attention_backend("native"):
-        yield
 
 
 def hot_swap(pipe):

@@ -21,8 +21,6 @@ import dit_accel
 from dit_accel.tools.demo import DEMOS
 
 ROOT = Path(__file__).parent.parent
-
-
 MEGABYTE = 1_000_000
 ASSETS = "dit_accel/tools/assets"
 

@@ -169,7 +169,6 @@ def test_pictures_of_one_prompt_go_their_own_ways(flux):
 
 
 def test_other_batches_and_aborted_runs_leave_nothing(flux):
-
     def stop(pipe, step, timestep, tensors):
         if step == STEPS // 2:
             raise KeyboardInterrupt

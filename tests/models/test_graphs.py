@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.models import transformer
 from dit_accel.models.free_memory import GIB
 from dit_accel.models.graphs import step_graphs
 from dit_accel.models.graphs.cuda_graph import CaptureTrial
@@ -23,9 +22,10 @@ from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.graphs.step_graphs import CROWDED, MOST_GRAPHS, REFUSED, Announcement, StepGraphs
 from dit_accel.models.hooks import stateless
-from tests.models.fake_graph import RecordedGraph
 from tests.models.test_transformer import recorded_calls
 from tests.tiny import same_weights, tiny_output, tiny_pipeline
+
+pytestmark = pytest.mark.usefixtures("own_attention_backend")
 
 STEPS = 8
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
@@ -45,21 +45,6 @@ CASES = {
     "8-bits": ("flux", load_preset("turbo", linear={"dtype": "int8"}), 1),
     "8-bits-on-host": ("flux", load_preset("turbo", linear={"dtype": "int8", "weights": "host"}), 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def own_attention_backend():
-    """Restore ``set_attention_backend``, whose setting is global to the process."""
-    with attention_backend("native"):
-        yield
-
-
-@pytest.fixture
-def graph(monkeypatch):
-    """Class of faked graphs with separate counts."""
-    counted = type("CountedGraph", (RecordedGraph,), {})
-    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
-    return counted
 
 
 def accelerated(name, preset, wanted="always", pipe=None, **overrides):

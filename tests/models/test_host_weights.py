@@ -2,7 +2,6 @@
 
 import re
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -11,15 +10,12 @@ from diffusers.hooks import apply_group_offloading
 from torch import nn
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
-from dit_accel.errors import PresetError, UnsupportedError
-from dit_accel.models import transformer
+from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside import host_weights, quantized_linears
 from dit_accel.models.beside.host_weights import HostWeight
 from dit_accel.models.beside.quantized_linears import LEAST_ROWS, MODULATION, QuantizedLinears, block_linears
 from dit_accel.models.free_memory import FreeMemory
 from dit_accel.models.graphs.limits import why_not_module
-from dit_accel.models.graphs.step_graphs import StepGraphs
-from tests.models.fake_graph import RecordedGraph
 from tests.models.test_quantized_linears import linears_of
 from tests.rounding import equal_up_to_rounding
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
@@ -119,10 +115,8 @@ def test_weights_leave_the_device_one_by_one(pipe, moves):
 
 
 @pytest.mark.parametrize("weights", ["host", "device"])
-def test_only_changed_weights_are_rounded_again(monkeypatch, rounded, weights):
+def test_only_changed_weights_are_rounded_again(graph, rounded, weights):
     """Also weights that change through ``.data``, which counts no version; on the device if graphs keep copies."""
-    graph = type("CountedGraph", (RecordedGraph,), {})  # whose counts other tests do not see
-    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=graph))
     pipe = on_host(tiny_pipeline("flux"), **{"linear.weights": weights, "kernels.graphs": "always"})
     before = result(pipe)
     assert len(rounded) == len(linears_of(pipe).all_layers)
@@ -335,10 +329,8 @@ CARDS = {  # bytes free on the GPU and the host per parameter of the layers, and
 
 @pytest.mark.parametrize("graphs", ["never", "always"])
 @pytest.mark.parametrize("gpu, host, waits", CARDS.values(), ids=CARDS)
-def test_weights_go_to_the_host_where_memory_is_short(monkeypatch, pipe, gpu, host, waits, graphs):
+def test_weights_go_to_the_host_where_memory_is_short(monkeypatch, graph, pipe, gpu, host, waits, graphs):
     """Before a run rounds them, and they stay there under later presets."""
-    counted = type("CountedGraph", (RecordedGraph,), {})
-    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     monkeypatch.setattr(quantized_linears, "MEASURED", ("cpu",))
     auto = {"linear.dtype": "int8", "linear.weights": "auto", "kernels.graphs": graphs}
     expected = result(on_host(pipe, **{"kernels.graphs": graphs}), steps=4)
@@ -377,8 +369,6 @@ def test_weights_that_would_fill_a_gpu_never_go_there(monkeypatch, pipe, free, w
 
 
 def test_what_moves_weights_of_its_own_is_refused(pipe):
-    with pytest.raises(PresetError, match="weights has no effect without a dtype"):
-        accelerate_pipeline(pipe, "exact", **{"linear.weights": "host"})
     apply_group_offloading(pipe.transformer, CPU, CPU, "block_level", num_blocks_per_group=1)
     with pytest.raises(UnsupportedError, match="'host' can't be used with group offload of Flux"):
         on_host(pipe)
@@ -391,15 +381,13 @@ def test_a_transformer_that_is_compiled_later_gets_its_weights_back():
     assert not linears_of(pipe).on_host
 
 
-def test_graphs_replay_with_weights_that_have_changed(monkeypatch):
+def test_graphs_replay_with_weights_that_have_changed(graph):
     """Rounded weights keep their addresses from run to run."""
-    counted = type("CountedGraph", (RecordedGraph,), {})
-    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     pipe = on_host(tiny_pipeline("flux"), **{"kernels.graphs": "always"})
-    before, captures = result(pipe, steps=6), counted.captures
+    before, captures = result(pipe, steps=6), graph.captures
     pipe.transformer.transformer_blocks[0].attn.to_v.weight.data.mul_(-1.0)
-    changed, replays = result(pipe, steps=6), counted.replays
-    assert counted.captures == captures > 0 and replays > 0 and not torch.equal(changed, before)
+    changed, replays = result(pipe, steps=6), graph.replays
+    assert graph.captures == captures > 0 and replays > 0 and not torch.equal(changed, before)
     on_host(pipe, **{"kernels.graphs": "never"})
     assert torch.equal(result(pipe, steps=6), changed)
 

@@ -106,25 +106,31 @@ def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
 @pytest.mark.parametrize(
     "skip, complaint",
     [
-        ({"policy": "sparge", "steps": "dispatch", "refresh": 2}, "skip: refresh says how long computed steps keep"),
-        ({"policy": "sparge", "steps": "dispatch", "probe_blocks": 2}, "skip: probe_blocks measures the error of com"),
-        ({"policy": "sparge", "residual": True}, "skip: residual corrects steps that keep their masks, and refresh"),
-        ({"policy": "sparge", "probe_error": 0.1}, "skip: probe_error bounds an error that is measured on probe_bl"),
-        ({"policy": "sparge", "probe_blocks": -1}, "skip.probe_blocks: .*got -1"),
+        ({"steps": "dispatch", "refresh": 2}, "skip: refresh says how long computed steps keep"),
+        ({"steps": "dispatch", "probe_blocks": 2}, "skip: probe_blocks measures the error of com"),
+        ({"residual": True}, "skip: residual corrects steps that keep their masks, and refresh"),
+        ({"probe_error": 0.1}, "skip: probe_error bounds an error that is measured on probe_bl"),
+        ({"probe_blocks": -1}, "skip.probe_blocks: .*got -1"),
         ({"policy": "sla", "critical": 0.7, "negligible": 0.4}, "skip: critical . negligible must be at most 1"),
         ({"policy": "static"}, "skip: pattern 'sliding' needs window"),
         ({"policy": "static", "pattern": "causal", "window": 64}, "skip: pattern 'causal' takes no window"),
-        ({"policy": "sparge", "top_k": 0.0}, "skip.top_k: .*got 0.0"),
-        ({"policy": "sparge", "similarity": 1.5}, "skip.similarity: .*got 1.5"),
-        ({"policy": "sparge", "pv_threshold": 0.0}, "skip.pv_threshold: .*got 0.0"),
-        ({"policy": "sparge", "refresh": 0}, "skip.refresh: .*got 0"),
+        ({"top_k": 0.0}, "skip.top_k: .*got 0.0"),
+        ({"similarity": 1.5}, "skip.similarity: .*got 1.5"),
+        ({"pv_threshold": 0.0}, "skip.pv_threshold: .*got 0.0"),
+        ({"refresh": 0}, "skip.refresh: .*got 0"),
         ({"policy": "none"}, "skip: steps 'all' has no effect with policy 'none'"),
+        ({"layers": {"b.3": {"policy": "none", "tau_kv": 0.1}}}, r"layers\.b\.3: .*tau_kv belongs .* policy is 'none'"),
+        ({"layers": {"b.3": {"critical": 0.1}}}, r"layers\.b\.3: .*critical belongs to policy 'sla'"),
+        ({"layers": {"b.3": {"tau_kv": 2.0}}}, r"layers\.b\.3: .*tau_kv: .*got 2.0"),
+        ({"layers": {"b.3": {"prob_error": 0.1}}}, r"layers\.b\.3: .*unknown key 'prob_error' .did you mean 'probe_er"),
+        ({"layers": {"b.3": {"steps": "dispatch"}}}, r"layers\.b\.3: .*steps is the same for all blocks"),
+        ({"layers": {"b.3": {"layers": {}}}}, r"layers\.b\.3: .*layers is the same for all blocks"),
     ],
-    ids=lambda value: None if isinstance(value, dict) else value.split(" ")[1].rstrip(":"),
 )
 def test_contradictions_are_named(skip, complaint):
+    """Those of a single block name the block."""
     with pytest.raises(PresetError, match=complaint):
-        wan(**skip)
+        wan(**{"policy": "sparge"} | skip)
 
 
 def test_blocks_change_what_they_name():
@@ -150,23 +156,6 @@ def test_blocks_change_what_they_name():
     for whole, kept in ((False, {}), (True, {}), (False, {"b": {"residual": True}})):
         section = wan(policy="sparge", refresh=4, residual=whole, layers={"a": {"residual": False}, **kept}).skip
         assert section.keeps_residuals == bool(whole or kept)
-
-
-@pytest.mark.parametrize(
-    "changes, complaint",
-    [
-        ({"policy": "none", "tau_kv": 0.1}, "tau_kv belongs to policy 'sparge', and policy is 'none'"),
-        ({"critical": 0.1}, "critical belongs to policy 'sla'"),
-        ({"tau_kv": 2.0}, "tau_kv: .*got 2.0"),
-        ({"prob_error": 0.1}, "unknown key 'prob_error' .did you mean 'probe_error'"),
-        ({"steps": "dispatch"}, "steps is the same for all blocks"),
-        ({"layers": {}}, "layers is the same for all blocks"),
-    ],
-    ids=["policy-none", "foreign", "range", "unknown", "steps", "nested"],
-)
-def test_mistakes_in_a_block_name_the_block(changes, complaint):
-    with pytest.raises(PresetError, match=rf"layers\.blocks\.3: .*{complaint}"):
-        wan(policy="sparge", layers={"blocks.3": changes})
 
 
 def test_blocks_of_a_base_merge_and_switch_policy():

@@ -2,27 +2,13 @@
 recorded operations whose memory behaves as badly as a GPU's may.
 """
 
-from functools import partial
-
 import pytest
 import torch
-from diffusers.models.attention_dispatch import attention_backend
 
-from dit_accel.models import transformer
-from dit_accel.models.graphs.step_graphs import StepGraphs
 from scripts.checks.graphs_study import situations
-from tests.models.fake_graph import RecordedGraph
 
 
-@pytest.fixture(autouse=True)
-def graph(monkeypatch):
-    """A class of recorded graphs with separate counts."""
-    counted = type("Counted", (RecordedGraph,), {})
-    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
-    with attention_backend("native"):
-        yield counted
-
-
+@pytest.mark.usefixtures("graph", "own_attention_backend")
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_replayed_steps_follow_every_change(name):
     """Outputs, symbols, errors and fallbacks equal those of steps without capture, and the last run replays."""

@@ -23,7 +23,6 @@ def test_every_row_is_measured(monkeypatch, tmp_path):
 
 
 def test_a_row_that_fails_does_not_end_the_others(monkeypatch, tmp_path, capsys):
-
     def fails(*_):
         raise RuntimeError("no such kernel")
 

@@ -316,7 +316,6 @@ def test_runs_that_begin_in_the_middle(patcher):
 
 
 def test_a_run_after_an_interrupt_is_a_fresh_one(flow):
-
     def interrupted(model, x, sigmas, *others):
         euler(model, x, sigmas[: STEPS // 2], *others)
         raise KeyboardInterrupt

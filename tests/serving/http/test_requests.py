@@ -52,7 +52,6 @@ def bomb(side):
     return bytes(data)
 
 
-NAN = float("nan")
 PNG = file((40, 24))
 
 

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
-from dit_accel.errors import PresetError, TuningError
+from dit_accel.errors import TuningError
 from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
 from dit_accel.tools.measure.metrics import latent_error, psnr
 from dit_accel.tools.measure.tune import split_prompts, tune
@@ -220,19 +220,18 @@ def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "message"),
+    ("wrong", "message"),
     [
-        ({"target_psnr": 30, "target_error": 0.1}, TuningError, "one target"),
-        ({"target_psnr": -1}, TuningError, "must be positive and finite, got -1"),
-        ({"prompts": ["a", "a"]}, TuningError, "at least 2 different prompts"),
-        ({"preset": "flux-balance"}, PresetError, "unknown preset"),
-        ({"coverage": 0.9}, TuningError, r"coverage=0\.9 needs 9 prompts for tuning and 9 held out, got 2 and 2"),
-        ({"coverage": 1}, TuningError, "coverage must be above 0 and below 1"),
+        ({"target_psnr": 30, "target_error": 0.1}, "one target"),
+        ({"target_psnr": -1}, "must be positive and finite, got -1"),
+        ({"prompts": ["a", "a"]}, "at least 2 different prompts"),
+        ({"coverage": 0.9}, r"coverage=0\.9 needs 9 prompts for tuning and 9 held out, got 2 and 2"),
+        ({"coverage": 1}, "coverage must be above 0 and below 1"),
     ],
     ids=str,
 )
-def test_requests_that_make_no_sense_are_refused(wrong, error, message):
-    with pytest.raises(error, match=message):
+def test_requests_that_make_no_sense_are_refused(wrong, message):
+    with pytest.raises(TuningError, match=message):
         tuned(**wrong)
 
 
