@@ -100,7 +100,7 @@ def logged(app: ASGIApp, metrics: Metrics) -> ASGIApp:
                 task.cancel()
             if is_over and (not entry.status or (task and len(entry.results) < len(task.jobs))):
                 entry.error = entry.error or answered(Cancelled(), Limits())  # its client left, or the server ends
-            if is_over and scope["method"] == "POST":
+            if is_over and scope["method"] == "POST" and not getattr(task, "outlives_answer", False):
                 entry.end()
 
     return run

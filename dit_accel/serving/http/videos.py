@@ -107,7 +107,7 @@ class VideoJob(Task):
                     self._file.unlink(missing_ok=True)  # half of it, if the disk is full
                     if isinstance(event, ArgumentError) and event.field == "image":
                         event = ArgumentError("input_reference", event.rule)
-                    self._entry.error = answered(event, self._limits)
+                    self._entry.error = self._entry.error or answered(event, self._limits)
                     self._error = self._entry.error.to_json()["error"]
                     self._end("failed")
 

@@ -67,12 +67,16 @@ def test_a_failed_run_is_in_the_log_with_the_id(lines):
 
 
 def test_a_video_has_one_line_at_its_end(lines):
-    async def conversation(http, _):
+    """One that the queue refuses too."""
+
+    async def conversation(http, dispatcher):
         jobs = [(await http.post("/v1/videos", json=GOOD | {"prompt": text})).json() for text in ("a", "memory")]
-        return [await ended(http, job["id"]) for job in jobs]
+        jobs = [await ended(http, job["id"]) for job in jobs]
+        dispatcher.close()
+        return [*jobs, (await http.post("/v1/videos", json=GOOD)).json()]
 
     jobs, ends = ask(released(), conversation), lines()
-    assert [(line["outcome"], line["status"]) for line in ends] == [("ok", 200), ("failed", 500)]
+    assert [(line["outcome"], line["status"]) for line in ends] == [("ok", 200), ("failed", 500), ("busy", 503)]
     assert [line["request_id"] for line in ends] == [job["request_id"] for job in jobs]
 
 
