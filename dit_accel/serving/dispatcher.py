@@ -70,8 +70,8 @@ class Task:
         self._stop.set()
         self.tell(Cancelled())
 
-    def begin(self) -> None:
-        """Note that a worker runs the task now."""
+    def begin(self, samples: int = 1) -> None:
+        """Note that a worker runs the task now, in calls of so many samples."""
 
     def breaks(self, error: BaseException) -> bool:
         return isinstance(error, BatchError)
@@ -261,10 +261,10 @@ class Dispatcher:
         try:
             if task.model is not None and isinstance(worker, RemoteWorker):
                 task.loaded = worker.choose(task.model)
+            calls = [task.jobs] if task.is_one_call else [[job] for job in task.jobs]
             for member in task.tasks:
                 member.started = time.monotonic()
-                member.begin()
-            calls = [task.jobs] if task.is_one_call else [[job] for job in task.jobs]
+                member.begin(len(task.jobs) // max(len(calls), 1))
             for place, jobs in enumerate(calls):
                 begun = time.monotonic()
                 limited = self._times.limited(task, jobs, len(calls) - place, begins=place == 0)

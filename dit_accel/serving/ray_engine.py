@@ -53,7 +53,7 @@ class _Batch(Task):
         self.results: list[Made] = []
         self._ends = ends
 
-    def begin(self) -> None:
+    def begin(self, samples: int = 1) -> None:
         self.created, self.deadline = time.monotonic(), self.jobs[0].settings.get("max_seconds")  # of the run alone
 
     def breaks(self, error: BaseException) -> bool:

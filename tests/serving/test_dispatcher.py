@@ -22,7 +22,7 @@ class Noted(Task):
         super().__init__([Job(index, {"work": each}) for index, each in enumerate(work)], None, ".png")
         self.events, self.ended, self.begun = [], threading.Event(), threading.Event()
 
-    def begin(self):
+    def begin(self, samples):
         self.begun.set()
 
     def tell(self, event):

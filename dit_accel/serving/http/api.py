@@ -25,7 +25,7 @@ class Limits:
     steps: int = 100
     images: int = 4
     body: int = 65_536  # bytes of JSON
-    seconds: float = 600.0  # from the request to its answer, with the time in the queue; of a video's run
+    seconds: float = 600.0  # from the request to its answer, with the time in the queue; of a video's run alone
     upload: int = 20 * 2**20  # bytes of a body with an image
     frames: int = 300
     videos: int = 64  # finished ones, and as many failed ones

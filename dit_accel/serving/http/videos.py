@@ -76,10 +76,10 @@ class VideoJob(Task):
         with self._lock:
             self._file.unlink(missing_ok=True)
 
-    def begin(self) -> None:
+    def begin(self, samples: int = 1) -> None:
         with self._lock:
             if self.ended is None:
-                self.status, self._latest = "in_progress", time.monotonic() + self._limits.seconds
+                self.status, self._latest = "in_progress", time.monotonic() + samples * self._limits.seconds
 
     def step(self, job: Any, done: int, steps: int, part: bytes | None = None) -> None:
         if time.monotonic() > self._latest:

@@ -4,12 +4,14 @@ import asyncio
 import json
 import random
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from dit_accel.serving.dispatcher import Dispatcher, Group
 from dit_accel.serving.engine import Made
 from tests.serving.http.test_server import KEYS, LIMITS, Held, client, until
 from tests.serving.http.test_videos import FORM, GOOD, PATH, ask, ended, making, released, videos
@@ -164,25 +166,22 @@ def test_a_cleaned_temporary_folder_is_made_again():
     ask(released(), conversation, store=store)
 
 
-def test_a_running_video_has_a_limit_of_its_own():
-    """The time in the queue does not count; a run that takes longer ends at its next step."""
-    held = Held()
-    run = held.run
+@pytest.mark.parametrize("share, code", [(0.9, None), (1.1, "timeout")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_running_video_has_a_limit_of_its_own(monkeypatch, tmp_path, count, share, code):
+    """The time in the queue does not count; a run that takes longer ends at its next step. A shared call may."""
+    clock, jobs = SimpleNamespace(now=0.0), [job_of(tmp_path / name) for name in "ab"[:count]]
+    monkeypatch.setattr(videos, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
 
-    def hold_first(*given):
-        if held.begun.is_set():
-            held.release.set()
-        return run(*given)
+    class Slow:
+        def run(self, given, preset, suffix, tell):
+            clock.now += share * len(given) * LIMITS.seconds
+            tell(1, 2)
+            return [MADE] * len(given)
 
-    held.run = hold_first
-
-    async def conversation(http, dispatcher):
-        ids = [(await http.post(PATH, json=GOOD)).json()["id"] for _ in range(2)]
-        return [await ended(http, each) for each in ids]
-
-    first, second = ask(held, conversation, limits=replace(LIMITS, seconds=0.3))
-    assert first["status"] == "failed" and first["error"]["code"] == "timeout"
-    assert second["status"] == "completed" and held.made == ["a fox"]
+    clock.now, queue = 5 * LIMITS.seconds, Dispatcher([], 2, 2)
+    assert queue._run(Slow(), jobs[0] if count == 1 else Group(jobs, queue._retry))
+    assert [(job.to_json()["error"] or {}).get("code") for job in jobs] == [code] * count
 
 
 @pytest.mark.parametrize("end", ["close", "stop"])
