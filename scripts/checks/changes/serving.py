@@ -32,7 +32,7 @@ MUTANTS: list[Mutant] = table({
          "if is_broken and not self.is_closed:", "if is_broken:"),
         ("one-run-is-cancelled", "a server that stops cancels the runs of all workers",
          "tests/serving/test_dispatcher.py",
-         "for running in self._running", "for running in self._running[:1]"),
+         "in self._running for task in running.tasks]", "in self._running[:1] for task in running.tasks]"),
         ("one-who-leaves-ends-a-call", "a cancelled request leaves its neighbours", "tests/serving/test_sharing.py",
          "return all(task.is_cancelled", "return any(task.is_cancelled"),
         ("a-shared-wait", "each request of a shared call states its own wait", "tests/serving/test_sharing.py",
