@@ -117,7 +117,7 @@ def test_requests_for_the_latest_model_go_first_for_a_while(waited, order):
     dispatcher, begun, tasks = Dispatcher([], 99), [], []
     for number, model in enumerate("abab"):
         tasks.append(Noted())
-        tasks[-1].model, tasks[-1].begin = model, lambda number=number: begun.append(number)
+        tasks[-1].model, tasks[-1].begin = model, lambda _, number=number: begun.append(number)
         dispatcher._waiting.append(tasks[-1])
     tasks[1].created -= waited
     dispatcher.hire(Device().worker(1, "a", "b"))
