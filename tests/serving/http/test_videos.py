@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import threading
 import time
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def listening(app):
     finally:
         site.should_exit = True
         thread.join()
+        logging.getLogger("dit_accel.serving").handlers.clear()  # uvicorn's, which write to the captured stderr
 
 
 async def ended(http, video_id):
