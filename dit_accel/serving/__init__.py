@@ -1,7 +1,6 @@
 """Engines that generate images and videos for many prompts; used by the commands.
 
-    setup = Setup("demo-flux", preset="balanced", batch_size=2)
-    worker = Worker(setup)
+    worker = Worker(Setup("demo-flux", preset="balanced", batch_size=2))
     made = worker.make([Job(0, {"prompt": "a red star", "seed": 0}), Job(1, {"prompt": "a blue box", "seed": 1})])
 
 ``worker`` is the :mod:`~dit_accel.serving.engine` of one process, ``ray_engine`` that of a Ray cluster, ``http`` the

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -122,6 +123,8 @@ class RemoteWorker:
         while self._resting and len(self._resting) >= most:
             self._resting.pop(next(iter(self._resting)))[0].end()
         try:
+            with suppress(BatchError):  # the process died, perhaps killed by another program
+                return self._with_room(self._load)
             return self._with_room(self._load)
         except Exception as error:
             self._is_lost = True
@@ -213,8 +216,7 @@ class RemoteWorker:
         return event
 
     def _receive(self, patience: float | None) -> Any:
-        event = self._process.receive(patience)
-        if isinstance(event, Exception):
+        if isinstance(event := self._process.receive(patience), Exception):
             raise event
         return event
 

@@ -58,7 +58,6 @@ def naive_lists(rows, tiles, order, masked=None):
 
 def plan_lists(plan):
     """Lists of a plan, each up to its count."""
-
     rows = zip(plan.kv_index.flatten(0, 2).tolist(), plan.kv_count.flatten().tolist(), strict=True)
     return {
         "mask64": plan.mask64.flatten().tolist(),

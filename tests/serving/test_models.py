@@ -43,7 +43,7 @@ class Device:
 
 class Process:
     def __init__(self, device, model):
-        self.device, self.model, self.is_ready = device, model, False
+        self.device, self.model, self.is_ready, self.log = device, model, False, "its log is above"
 
     def send(self, message):
         self.is_ready = True
@@ -95,12 +95,17 @@ def test_other_models_leave_where_memory_is_short():
 
 def test_another_model_leaves_if_a_run_has_no_memory_for_a_cuda_context():
     """The process dies without a message; the next attempt has the room of the model that left, and no other leaves."""
-
     worker = (device := Device(10, a=3, b=3, c=3)).worker(9, "a", "b", "c")
     worker.choose("b"), worker.choose("c")
     device.run, device.lack = 3, Mock(side_effect=EOFError)
     assert list(worker.run([JOB], None, ".png", None)[0].stages) == ["by c"]
     assert device.loaded == ["b", "c"] and device.starts == ["a", "b", "c", "c"]
+
+
+def test_a_process_that_is_killed_while_it_loads_is_replaced():
+    worker = (device := Device()).worker(1, "a", "b")
+    device.lacks, device.lack = Mock(side_effect=[True, False]), Mock(side_effect=EOFError)
+    assert worker.choose("b") and device.starts == ["a", "b", "b"]
 
 
 def test_models_load_again_when_asked_to():

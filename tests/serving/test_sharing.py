@@ -196,8 +196,7 @@ def test_fewer_share_where_memory_is_short(serve, caplog):
 
 
 def test_samples_that_can_not_be_decided_apart_share_no_later_call(serve):
-    tasks = [*map(Asked, "xyab")]
-    assert serve(*tasks, size=2) == ["xy", "a", "b"]
+    assert serve(*map(Asked, "xyab"), size=2) == ["xy", "a", "b"]
 
 
 @pytest.mark.parametrize("targets", [{"target_error": 0.06}, {"computed_steps": 4}], ids=["adaptive", "a budget"])

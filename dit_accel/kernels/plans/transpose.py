@@ -24,8 +24,7 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
         plan: B, H, T as in :class:`~dit_accel.kernels.symbols.AttentionPlan`.
         order: order of the work list, as in :func:`~dit_accel.kernels.lower`.
     """
-    chosen = resolve_backend(backend, plan.kv_index)
-    if chosen == "triton":
+    if resolve_backend(backend, plan.kv_index) == "triton":
         from dit_accel.kernels._triton.transpose import attending_blocks
 
         by_key = attending_blocks(plan)

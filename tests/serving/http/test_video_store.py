@@ -49,8 +49,7 @@ def test_a_deleted_job_is_gone(place):
         assert len(files(store)) == 1
         return (await http.get("/metrics")).text
 
-    counted = ask(held, conversation, store=store)
-    assert ('outcome="cancelled"} 1.0' in counted) == (place != "completed")
+    assert ('outcome="cancelled"} 1.0' in ask(held, conversation, store=store)) == (place != "completed")
     assert held.made == {"waiting": ["first"], "running": ["second"], "completed": ["first", "second"]}[place]
 
 
