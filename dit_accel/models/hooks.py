@@ -167,8 +167,7 @@ def mend_chain(module: torch.nn.Module) -> None:
         if registry is None:  # another thread has removed all hooks since the call began
             return
         for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
-            new_forward = getattr(registry.hooks[name], "new_forward", None)
-            if new_forward is None:
+            if (new_forward := getattr(registry.hooks[name], "new_forward", None)) is None:
                 reference.forward = _beneath(reference.forward, registry)
                 continue
             is_cut = getattr(reference.forward, "func", None) != new_forward

@@ -25,8 +25,7 @@ def joined_cluster(setup: Setup, actors: int | None, console: Console) -> Iterat
     """Join or start a cluster; yield the setup of its actors, their number, and the resources that each needs."""
     import ray
 
-    ours = not ray.is_initialized()
-    if ours:
+    if ours := not ray.is_initialized():
         connect(console)
     try:
         device, count = places(ray.cluster_resources(), setup.loading.device, actors)

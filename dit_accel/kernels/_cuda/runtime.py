@@ -190,8 +190,7 @@ def _nvrtc() -> ctypes.CDLL:
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}" if torch.version.cuda else "libnvrtc.so"
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
-    found = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
-    if not found:
+    if not (found := [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]):
         return ctypes.CDLL(name)
     for builtins in found[0].parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))  # NVRTC loads it by name, and its folder is on no search path

@@ -36,6 +36,7 @@ from dit_accel.models.parallel.branches import is_shared
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 WEIGHTS = (*TORCHS_OWN, "_parameters")
+ADDED = ("forward", "processor", "_diffusers_hook", "_hf_hook", *HOOKS)  # attributes that may hold code
 PLAIN = (*NUMBERS, torch.Tensor, dict, *SEQUENCES)  # attributes of known objects that code may use for its state
 DEPTH = 8  # of objects in one another, from the code on
 MOST_VALUES = 10_000  # compared for one piece of code
@@ -163,8 +164,12 @@ def _inside(transformer: nn.Module) -> Iterator[Code]:
     own_packages = {*hooks.LIBRARIES, type(transformer).__module__.partition(".")[0]}
     for name, module in transformer.named_modules():
         held, where = vars(module), name or type(transformer).__name__
+        has_code = any(map(held.get, ADDED)) or any(issubclass(kind, FUNCTIONS) for kind in {*map(type, held.values())})
+        is_own = hooks.is_known_class(type(module), own_packages)
+        if name and is_own and not has_code and not _is_foreign(type(module).forward, own_packages):
+            continue  # most modules; what follows takes longer
         forward = hooks.own_forward(module)
-        if name and not hooks.is_known_class(type(module), own_packages):
+        if name and not is_own:
             if not hooks.is_stateless(module):
                 yield Code(f"module {where} ({type(module).__name__})", (module,))
         elif _is_foreign(forward, own_packages):
@@ -191,7 +196,7 @@ def _hooks(module: nn.Module, *, is_whole: bool) -> list[Any]:
     if is_whole:
         order = order[: order.index(hooks.HOOK_NAME)] if hooks.find_hook(module) else []
     found = [registry.hooks[name] for name in order]
-    return found if is_whole or not hasattr(module, "_hf_hook") else [*found, vars(module)["_hf_hook"]]
+    return found if is_whole or "_hf_hook" not in vars(module) else [*found, vars(module)["_hf_hook"]]
 
 
 def _is_foreign(code: Any, packages: Any = hooks.LIBRARIES) -> bool:

@@ -54,8 +54,7 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
         way_off = f"{model}.forward = original, where original is the forward that was replaced"
         return f"{cache} ({place_of_definition(forward)})", way_off
     # A cache may have been added without enable_cache; looking for its hooks takes milliseconds.
-    hooks = dict(_cache_hooks(transformer)) if by_hooks else {}
-    if hooks:
+    if by_hooks and (hooks := dict(_cache_hooks(transformer))):
         calls = "; ".join(f'registry.remove_hook("{hook}")' for hook in hooks)
         registry = f"registry = HookRegistry.check_if_exists_or_initialize(pipe.{name})"
         return f"diffusers' {next(iter(hooks.values()))}", f"`{registry}; {calls}`"

@@ -182,8 +182,7 @@ class _Forecasting(Hook):
         self._branch = self._branch + 1 if step == self._step else 0
         self._step = step
         trail = self.trails[self._branch]
-        computed = step in self._plan.computed or not trail
-        if computed:
+        if computed := step in self._plan.computed or not trail:
             leaves, self._structure = pytree.tree_flatten(self.fn_ref.original_forward(*args, **kwargs))
             if len(leaves) != 1:
                 model = type(module).__name__
