@@ -128,7 +128,7 @@ def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
     ],
 )
 def test_contradictions_are_named(skip, complaint):
-    """Those of a single block name the block."""
+    """Refusals of a single block name the block."""
     with pytest.raises(PresetError, match=complaint):
         wan(**{"policy": "sparge"} | skip)
 
