@@ -9,11 +9,9 @@ from functools import partial
 import pytest
 import torch
 from diffusers import FluxPipeline
-from PIL import Image
 
 from dit_accel import accelerate_pipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
-from scripts import race
 from scripts.demo_training import distil
 from scripts.demo_training.llama import make_llama_tokenizer
 from scripts.demo_training.loading import load_demo
@@ -132,10 +130,3 @@ def test_a_toy_distillation_yields_a_pipeline_of_few_steps(tmp_path, monkeypatch
     student("a red ball", height=32, width=32, num_inference_steps=4, max_sequence_length=64, output_type="latent")
     few, many = (distil.sigmas_of(student, steps, 32) for steps in (4, 48))  # each of a call's levels is the teacher's
     assert torch.allclose(few, student.scheduler.sigmas) and torch.allclose(many[::12], few)
-
-
-def test_the_readmes_animation_has_both_sides(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["race", str(tmp_path / "race.gif"), "--steps", "2"])
-    race.main()
-    with Image.open(tmp_path / "race.gif") as file:
-        assert file.n_frames > 1 and file.width > 2 * race.SIDE
