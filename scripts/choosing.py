@@ -20,10 +20,8 @@ from scripts.bench.recommended import GPUS, placement
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "guide" / "choosing.md"
 STAGES = ("denoising", "decoding")  # the others take less than a tenth of a second, or as long as before
-OTHERS = {
-    **{"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"},
-    **{"int8": "int8", "float8": "float8"},
-}
+OTHERS = {"compiled": "compiled blocks", "cache-dit": "cache-dit", "sparse": "half the tiles"}
+OTHERS |= {"int8": "int8", "float8": "float8"}
 
 
 def figures() -> str:

@@ -38,10 +38,8 @@ TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_cha
 TINY_FLUX2 = {**TINY, "latent_channels": 32}
 TINY_VIDEO = {"base_dim": 8}
 TILED = {"tiles": True}
-HUNYUAN_IMAGE = {
-    **{"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2, "sample_size": 384},
-    **{"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32},
-}
+HUNYUAN_IMAGE = {"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2, "sample_size": 384}
+HUNYUAN_IMAGE |= {"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32}
 TINY_HUNYUAN = {"block_out_channels": (32, 32, 64, 64, 128, 128), "layers_per_block": 1}
 LTX = {  # 0.9.5 to 0.9.8
     "decoder_block_out_channels": (256, 512, 1024),

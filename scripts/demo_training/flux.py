@@ -73,12 +73,19 @@ class Flux(Family):
         """Build an autoencoder with FLUX's latent layout, which has no quantisation convolutions."""
         channels = (8, 8, 8, 8) if small else self.channels
         return AutoencoderKL(
-            **{"in_channels": 3, "out_channels": 3, "block_out_channels": channels, "layers_per_block": 1},
+            in_channels=3,
+            out_channels=3,
             down_block_types=("DownEncoderBlock2D",) * len(channels),
             up_block_types=("UpDecoderBlock2D",) * len(channels),
-            **{"latent_channels": LATENT_CHANNELS, "sample_size": 512, "force_upcast": False},
-            **dict.fromkeys(("use_quant_conv", "use_post_quant_conv", "mid_block_add_attention"), False),
+            block_out_channels=channels,
+            layers_per_block=1,
+            latent_channels=LATENT_CHANNELS,
             norm_num_groups=2,  # few: normalisation removes a group's mean, which is flat colour, and that matters most
+            sample_size=512,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            mid_block_add_attention=False,
+            force_upcast=False,
         )
 
     def make_tokenizers(self, words: list[str]) -> tuple:

@@ -54,12 +54,24 @@ hills, a golden desert, a calm sea, snowy mountains) at noon, at sunset or at ni
 
 
 FULL = Sizes(
-    **{"scenes": 30_000, "vae_seconds": 110, "vae_rate": 2e-3, "vae_batches": {256: 24}},
-    **{"batches": {512: 128, 256: 256}, "finish_seconds": 28, "prompts": 128},
+    scenes=30_000,
+    vae_seconds=110,
+    vae_rate=2e-3,
+    vae_batches={256: 24},
+    batches={512: 128, 256: 256},
+    finish_seconds=28,
+    prompts=128,
 )
 SMOKE = Sizes(
-    **{"scenes": 6, "vae_seconds": 1, "vae_rate": 1e-3, "vae_batches": {32: 1}, "batches": {32: 1, 16: 1}},
-    **{"finish_seconds": 0, "prompts": 1, "sample_steps": 2, "steps": 2},
+    scenes=6,
+    vae_seconds=1,
+    vae_rate=1e-3,
+    vae_batches={32: 1},
+    batches={32: 1, 16: 1},
+    finish_seconds=0,
+    prompts=1,
+    sample_steps=2,
+    steps=2,
 )
 SQUARE_WEIGHT = 2.0  # of the autoencoder's loss
 LONG_TEXT_EVERY = 16  # steps

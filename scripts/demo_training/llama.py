@@ -52,10 +52,17 @@ def make_llama_encoder(tokenizer: LlamaTokenizerFast, seed: int) -> LlamaModel:
     """Build an encoder whose first layer mixes a word with earlier ones at OFFSETS; unused layers get no gradient."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        **{"vocab_size": len(tokenizer), "hidden_size": LLAMA_WIDTH, "intermediate_size": LLAMA_WIDTH // 3},
-        **{"num_hidden_layers": 1 + UNUSED_LAYERS, "num_attention_heads": len(OFFSETS), "head_dim": HEAD_WIDTH},
-        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
-        **{"rope_parameters": {"rope_type": "default", "rope_theta": ROTATION_BASE}, "attention_bias": True},
+        vocab_size=len(tokenizer),
+        hidden_size=LLAMA_WIDTH,
+        intermediate_size=LLAMA_WIDTH // 3,
+        num_hidden_layers=1 + UNUSED_LAYERS,
+        num_attention_heads=len(OFFSETS),
+        head_dim=HEAD_WIDTH,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": ROTATION_BASE},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         use_cache=False,
     )
     encoder = LlamaModel(config)

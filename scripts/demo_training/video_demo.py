@@ -69,14 +69,28 @@ NOTES = {
 }
 
 FULL = Sizes(
-    **{"scenes": 20_000, "vae_seconds": 230, "vae_rate": 2e-3, "vae_batches": {64: 16, 128: 4, 256: 2}},
-    **{"bank_seconds": 60, "bank_tokens": 16 * 5 * 32**2, "batches": {Shape(17, 256): 128}},
-    **{"finish_seconds": 50, "prompts": 100},
+    scenes=20_000,
+    vae_seconds=230,
+    vae_rate=2e-3,
+    vae_batches={64: 16, 128: 4, 256: 2},
+    bank_seconds=60,
+    bank_tokens=16 * 5 * 32**2,
+    batches={Shape(17, 256): 128},
+    finish_seconds=50,
+    prompts=100,
 )
 SMOKE = Sizes(
-    **{"scenes": 6, "vae_seconds": 1, "vae_rate": 1e-3, "vae_batches": {16: 1, 32: 1}, "bank_seconds": 1},
-    **{"bank_tokens": 64, "batches": {Shape(5, 32): 2, Shape(9, 48): 1}, "finish_seconds": 0},
-    **{"prompts": 1, "sample_steps": 2, "steps": 2},
+    scenes=6,
+    vae_seconds=1,
+    vae_rate=1e-3,
+    vae_batches={16: 1, 32: 1},
+    bank_seconds=1,
+    bank_tokens=64,
+    batches={Shape(5, 32): 2, Shape(9, 48): 1},
+    finish_seconds=0,
+    prompts=1,
+    sample_steps=2,
+    steps=2,
 )
 SQUARE_WEIGHT = 10.0  # of the autoencoder's loss: most of the error is at edges that move, in one pixel of a hundred
 

@@ -92,11 +92,8 @@ _QWEN25 = {
     "num_key_value_heads": 4,
     "vocab_size": 152_064,
 }
-_QWEN3_32B = {
-    **_QWEN3,
-    **{"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64},
-    "tie_word_embeddings": False,
-}
+_QWEN3_32B = {**_QWEN3, "tie_word_embeddings": False}
+_QWEN3_32B |= {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
 _LLAMA = {
     "hidden_size": 4096,
     "intermediate_size": 14_336,

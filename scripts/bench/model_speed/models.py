@@ -306,17 +306,12 @@ _TINY_KREA2 = {
     "text_num_key_value_heads": 2,
     "text_intermediate_size": 32,
 }
-_TINY_LTX2 = {
-    **_TINY_ATTENTION,
-    **{f"audio_{name}": value for name, value in _TINY_ATTENTION.items()},
-    **{"in_channels": 8, "out_channels": 8, "audio_in_channels": 4, "audio_out_channels": 4},
-    **{"cross_attention_dim": 32, "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16},
-}
-TINY_MINIMAX_H3 = {
-    **_TINY_ATTENTION,
-    **{"hidden_size": 48, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 32, "text_dim": 16, "rope_freq_dim": 2},
-    **{"in_channels": 4, "audio_in_channels": 8, "time_embed_hidden_dim": 16, "time_embed_dim": 16, "freq_dim": 16},
-}
+_TINY_LTX2 = {**_TINY_ATTENTION, **{f"audio_{name}": value for name, value in _TINY_ATTENTION.items()}}
+_TINY_LTX2 |= {"in_channels": 8, "out_channels": 8, "audio_in_channels": 4, "audio_out_channels": 4}
+_TINY_LTX2 |= {"cross_attention_dim": 32, "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16}
+TINY_MINIMAX_H3 = {**_TINY_ATTENTION, "hidden_size": 48, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 32}
+TINY_MINIMAX_H3 |= {"in_channels": 4, "audio_in_channels": 8, "text_dim": 16, "freq_dim": 16, "rope_freq_dim": 2}
+TINY_MINIMAX_H3 |= {"time_embed_hidden_dim": 16, "time_embed_dim": 16}
 TINY = {
     "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
     **{f"flux-{side}": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}) for side in (512, 2048)},
