@@ -108,13 +108,16 @@ class Group(Task):
     """Tasks that share a call. If it fails, ``retry`` gets the group and the error."""
 
     is_one_call = True
-    tasks: list[Task] = []  # noqa: RUF012
 
     def __init__(self, tasks: list[Task], retry: Callable[[Group, BaseException], None]) -> None:
         pairs = [(task, job) for task in tasks for job in task.jobs]  # at once: a video that is deleted drops its jobs
         super().__init__([job for _, job in pairs], tasks[0].preset, tasks[0].suffix)
         self.model, self.context = tasks[0].model, tasks[0].context.copy()  # another thread may enter the first one's
-        self.tasks, self.left, self._retry = tasks, [task for task, _ in pairs], retry
+        self._tasks, self.left, self._retry = tasks, [task for task, _ in pairs], retry
+
+    @property
+    def tasks(self) -> list[Task]:
+        return self._tasks
 
     @property
     def is_cancelled(self) -> bool:

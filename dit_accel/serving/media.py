@@ -159,7 +159,8 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
-    if _makes_sound_alone(pipe):
+    call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
+    if getattr(pipe, "makes_sound_alone", False) or (call is not None and "AudioPipelineOutput" in call.co_names):
         raise UnsupportedError(f"{type(pipe).__name__} makes sound alone, which only dit-accel compare measures")
     if makes_video(pipe):
         family = pipeline_family(pipe)
@@ -175,11 +176,6 @@ def sampling_rate(pipe: Any) -> int | None:
     """Return the samples per second of a pipeline's sound; None if it makes none or the rate is unknown."""
     rates = (getattr(getattr(getattr(pipe, name, None), "config", None), key, None) for name, key in SAMPLING_RATES)
     return next(filter(None, rates), None)
-
-
-def _makes_sound_alone(pipe: Any) -> bool:
-    call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
-    return (call is not None and "AudioPipelineOutput" in call.co_names) or getattr(pipe, "makes_sound_alone", False)
 
 
 def size_note(asked: Mapping[str, Any], result: Any) -> str | None:

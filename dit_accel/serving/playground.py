@@ -51,8 +51,7 @@ class Wish:
                 raise ArgumentError(name, f"must be {least:,} to {most:,} here, got {value:,}")
             if value is not None and value != int(value):
                 raise ArgumentError(name, f"must be a whole number, got {value}")
-        if not 0 < len(self.prompt.strip()) <= LONGEST_PROMPT:
-            length = len(self.prompt.strip())
+        if not 0 < (length := len(self.prompt.strip())) <= LONGEST_PROMPT:
             raise ArgumentError("prompt", f"must have 1 to {LONGEST_PROMPT:,} characters here, got {length:,}")
 
     @property
