@@ -70,7 +70,7 @@ class ServeOptions(RunOptions):
         "Most seconds of a request for images, queue included; of a video's run.", default=600.0, min=1, max=86_400
     )
     max_step_seconds: float = option(
-        "Most seconds of a step, encoding or decoding, or the process is replaced.", default=300.0, min=1, max=86_400
+        "Most seconds per sample of a step, encoding or decoding; then a new process.", default=300.0, min=1, max=86_400
     )
     log_json: bool = option("Log as lines of JSON, also one for each request.", "--log-json", default=False)
 

@@ -80,7 +80,7 @@ class LocalProcess:
 class RemoteWorker:
     """A :class:`~dit_accel.serving.worker.Worker` in its own process; its errors are raised here.
 
-    A step, and the time before and after them, may take ``patience`` seconds. The latest ``most`` models stay loaded.
+    A step, and the time around them, may take ``patience`` seconds per sample. The latest ``most`` models stay loaded.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class RemoteWorker:
         no model leaves: they can run alone. Raise ``BatchError`` if the process hangs, dies in every attempt, or can't
         load the pipeline again (``LoadError``).
         """
-        attempts = 1 if len(jobs) > 1 else self._attempts
+        attempts, patience = 1 if len(jobs) > 1 else self._attempts, self._patience and len(jobs) * self._patience
         for attempt in range(1, attempts + 1):
             if attempt > 1 or self._is_lost:
                 self.restart()
             try:
-                run = partial(self._follow, (jobs, preset, suffix), tell)
+                run = partial(self._follow, (jobs, preset, suffix), tell, patience)
                 return run() if len(jobs) > 1 else self._with_room(run)
             except TimeoutError:
                 self._is_lost = True  # it may still answer, which would be taken for the next run's answer
-                logger.error("the process of %s did not respond for %g s", self._setup.model, self._patience)
-                raise BatchError(f"a step of the request took more than {self._patience:g} seconds") from None
+                logger.error("the process of %s did not respond for %g s", self._setup.model, patience)
+                raise BatchError(f"a step of the request took more than {patience:g} seconds") from None
             except OutputError:  # of a process that lives
                 raise
             except (EOFError, OSError):
@@ -204,9 +204,9 @@ class RemoteWorker:
                     raise
                 self._resting.pop(next(iter(self._resting)))[0].end()
 
-    def _follow(self, message: Any, tell: Callable[..., None]) -> list[Made]:
+    def _follow(self, message: Any, tell: Callable[..., None], patience: float | None) -> list[Made]:
         self._process.send(message)
-        while not isinstance(event := self._receive(self._patience), list):
+        while not isinstance(event := self._receive(patience), list):
             try:
                 tell(*event)
             except Cancelled:

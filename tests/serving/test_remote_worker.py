@@ -163,7 +163,7 @@ class Scripted:
         self.sent.append(message)
 
     def receive(self, patience):
-        message = self.messages.pop(0)
+        self.patience, message = patience, self.messages.pop(0)
         if isinstance(message, (EOFError, OSError)):  # also TimeoutError
             raise message
         return message
@@ -208,11 +208,15 @@ def test_a_job_has_two_attempts(first, second, end):
     assert processes[-1].ends == 1 + (end == "the pipeline can't be loaded again")
 
 
-@pytest.mark.parametrize("error", [EOFError(), OutOfMemoryError("out of memory")], ids=["dies", "lacks memory"])
-def test_jobs_that_share_a_call_have_one_attempt(error):
-    """They can run alone, so no other model leaves for lack of memory."""
-    worker = scripted(Scripted(error))
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [(EOFError(), "died"), (OutOfMemoryError("no memory"), "no memory"), (TimeoutError(), "more than 14 seconds")],
+    ids=["dies", "lacks memory", "hangs"],
+)
+def test_jobs_that_share_a_call_have_one_attempt(error, end):
+    """They can run alone, so no other model leaves for lack of memory; a step may take as long as theirs one by one."""
+    worker = scripted(process := Scripted(error))
     worker._resting["other"] = other, _ = Scripted(), LOADED
-    with pytest.raises(DitAccelError, match="died" if isinstance(error, EOFError) else "out of memory"):
+    with pytest.raises(DitAccelError, match=end):
         worker.run([JOB, JOB], None, ".png", lambda *_: None)
-    assert other.ends == isinstance(error, EOFError)
+    assert other.ends == isinstance(error, EOFError) and process.patience == 14.0
