@@ -27,11 +27,12 @@ class Metrics:
         Gauge("dit_accel_running", "requests that run", **into).set_function(lambda: dispatcher.running)
 
     def take(self, error: RequestError | None, seconds: float, results: Sequence[Made]) -> str:
-        """Count a request that has ended, and its results; return its outcome."""
+        """Count a request that has ended, its wait for its first call, and its results; return its outcome."""
         outcome = "ok" if error is None else error.outcome
         self.requests.labels(outcome).inc()
         if error is None:
             self.seconds.observe(seconds)
+        self.stages.labels("queue").inc(min((it.contract.get("queue_seconds", 0.0) for it in results), default=0.0))
         for result in results:
             for stage, spent in result.stages.items():
                 self.stages.labels(stage).inc(spent / len(result.batch))
@@ -39,5 +40,4 @@ class Metrics:
             self.computed.observe(result.computed_fraction)
             for term in result.contract.keys() & {"decided_by", "deadline_met", "floor_met"}:
                 self.terms.labels(term, str(result.contract[term]).lower()).inc()
-            self.stages.labels("queue").inc(result.contract.get("queue_seconds", 0.0))
         return outcome

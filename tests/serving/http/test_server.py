@@ -242,10 +242,9 @@ def test_a_rounded_size_is_noted(stream):
         (b'{"prompt": "\\ud800"}', 400, "must be a JSON object"),
         (b"\xff\xfe", 400, "must be a JSON object"),
         (b"[" * 4000, 400, "must be a JSON object"),
-        (b"{}", 400, "prompt is required"),
         (b" " * 4097, 413, "at most 4,096 bytes"),
     ],
-    ids=["empty", "a list", "half a character", "no UTF-8", "nested", "no prompt", "too long"],
+    ids=["empty", "a list", "half a character", "no UTF-8", "nested", "too long"],
 )
 def test_a_body_that_is_no_request_is_refused(body, status, message):
     with running(Held()) as (app, _):
@@ -518,18 +517,19 @@ def test_partial_images_are_numbered_by_image():
 
 
 def test_metrics_count_every_result_of_a_request():
-    """With its own stages and share of the FLOPs; a plain result has all of them."""
+    """With its own stages and share of the FLOPs; a plain result has all of them. A request waits once."""
     metrics = server.Metrics(SimpleNamespace(waiting=2, running=1))
     reports, stages = (None, {"computed_fraction": 0.25}), ({"decoding": 1.0}, {"decoding": 2.0, "other": 4.0})
-    made = [Made(b"", 0.5, *each) for each in zip(reports, ([0], [1]), stages, strict=True)]
+    waits = [{"contract": {"queue_seconds": seconds}} for seconds in (3.0, 8.0)]  # the second call follows the first
+    made = [Made(b"", 0.5, *each, **wait) for *each, wait in zip(reports, ([0], [1]), stages, waits, strict=True)]
     for end in [None, Busy("full", 1), dispatching.Cancelled(), TimeoutError(), RuntimeError(), GeneratorExit()]:
         metrics.take(end and server.answered(end, LIMITS), 1.0, [] if end else made)
     read = metrics.registry.get_sample_value
     assert read("dit_accel_computed_fraction_sum") == 1.25 and read("dit_accel_computed_fraction_count") == 2
-    seconds = [read("dit_accel_stage_seconds_total", {"stage": stage}) for stage in ("decoding", "other")]
+    seconds = [read("dit_accel_stage_seconds_total", {"stage": stage}) for stage in ("decoding", "other", "queue")]
     outcomes = ("ok", "busy", "cancelled", "timeout", "failed")
     counts = [read("dit_accel_requests_total", {"outcome": outcome}) for outcome in outcomes]
-    assert seconds == [3.0, 4.0] and counts == [1, 1, 2, 1, 1]
+    assert seconds == [3.0, 4.0, 3.0] and counts == [1, 1, 2, 1, 1]
     assert (read("dit_accel_queue_length"), read("dit_accel_running")) == (2, 1)
 
 
