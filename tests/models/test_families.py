@@ -17,7 +17,7 @@ from dit_accel.tools.demo import DEMOS
 PACKAGE = Path(dit_accel.__file__).parent
 HOME = PACKAGE / "models" / "families"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if HOME not in path.parents]
-WORDS = {word for family in FAMILIES for word in (family.name, family.model, *family.words, *family.distilled)}
+WORDS = {word for family in FAMILIES for word in (family.name, family.model, *family.words_of_ids, *family.distilled)}
 NAMES_OF_OTHER_THINGS = {*preset_names(), *DEMOS}  # which have a family's name in theirs
 
 # A page as CONTRIBUTING.md has it, for a transformer of diffusers that has none.

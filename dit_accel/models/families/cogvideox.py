@@ -25,7 +25,6 @@ FAMILY = Family(
     parts=("attn1", "ff"),
     makes="videos",
     frames_per_second=lambda _: 8.0,
-    words=("cogvideox",),
     steps=50,
     unguided=1.0,
 )

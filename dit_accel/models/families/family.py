@@ -188,8 +188,8 @@ class Family:
     # A plain preset takes its video form for videos; if a family makes both, the call decides.
     makes: Literal["images", "videos", "both"] = "images"
     frames_per_second: Callable[[Mapping[str, Any]], float] = lambda _: 24.0  # of training, from a pipeline's config
-    # Parts of its models' ids in lower case, without "-", "_" and "."; an id's longest word decides. Models that are
-    # distilled to few steps have a word among `distilled`, with the number of steps if all of them have the same.
+    # Parts of its models' ids in lower case, without "-", "_" and ".", if not its name; an id's longest word decides.
+    # Models that are distilled to few steps have a word in `distilled`, with the number of steps if all have the same.
     words: tuple[str, ...] = ()
     distilled: Mapping[str, int | None] = field(default_factory=dict)
     steps: int | None = None  # of its pipeline, by default
@@ -201,6 +201,10 @@ class Family:
     streamed: tuple[str, ...] = ()  # pipelines that decode a video chunk by chunk, in its order, between runs
     computes_in: str | None = None  # argument with the dtype of the features between blocks; None = the latents
     fused: Literal["layer", "head"] | None = None  # deepest level of its blocks in `models/fused`; None = it has none
+
+    @property
+    def words_of_ids(self) -> tuple[str, ...]:
+        return self.words or (self.name.replace("_", ""),)
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
         """Return the transformer's blocks in order, by their names in reports."""
@@ -319,9 +323,11 @@ def video_tokens(sizes: Sequence[int], patches: Sequence[int], text: int = 0, **
     return Tokens(text, math.prod(grid), grid=grid, **facts)
 
 
-def image_tokens(transformer: nn.Module, arguments: Arguments) -> int:
-    """Number of patches of latents ``[B, C, H, W]``."""
-    return math.prod(side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
+def image_tokens(transformer: nn.Module, arguments: Arguments, text: int | None = None, **facts: Any) -> Tokens:
+    """Tokens of latents ``[B, C, H, W]`` in patches, and of text, None = of the prompt, with further facts."""
+    text = arguments["encoder_hidden_states"].shape[1] if text is None else text
+    sides = arguments["hidden_states"].shape[2:]
+    return Tokens(text, math.prod(side // transformer.config.patch_size for side in sides), **facts)
 
 
 def heads_of_width(transformer: nn.Module) -> tuple[int, int]:

@@ -23,7 +23,6 @@ FAMILY = Family(
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
     tokens=packed_tokens,
     used=used,
-    words=("flux",),
     steps=28,
     distilled={"schnell": 4},
     sharing=("ulysses",),

@@ -6,11 +6,7 @@ there no tiles are skipped. On a GPU none are for the released model: kernels do
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, image_tokens
-
-
-def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    return Tokens(arguments["encoder_hidden_states"].shape[1], image_tokens(transformer, arguments))
+from dit_accel.models.families.family import BlockWork, Family, Load, Stack, image_tokens
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:
@@ -27,12 +23,11 @@ FAMILY = Family(
     title="GLM-Image",
     model="GlmImageTransformer2DModel",
     stacks=(Stack("transformer_blocks"),),
-    tokens=tokens,
+    tokens=image_tokens,
     work=work,
     attentions={"attn1": True},
     parts=("attn1", "ff"),
     calls={"ff": 2},
-    words=("glmimage",),
     steps=50,
     unguided=1.0,
 )

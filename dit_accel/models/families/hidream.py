@@ -40,7 +40,6 @@ FAMILY = Family(
     text_mlp=text_mlp,
     attentions={"block.attn1": True},
     parts=("block.attn1", "block.ff_i", "block.ff_t"),
-    words=("hidream",),
     steps=50,
     unguided=0.0,
     distilled={"hidreami1dev": 28, "hidreami1fast": 16},

@@ -42,7 +42,6 @@ FAMILY = Family(
     parts=("self_attention", "cross_attention", "feed_forward"),
     used=used,
     makes="both",
-    words=("kandinsky5",),
     steps=50,
     unguided=1.0,
     distilled={"distilled16steps": 16},

@@ -45,7 +45,6 @@ FAMILY = Family(
     parts=("attn", "ff"),
     text_mask=MASK,
     cut=cut,
-    words=("krea2",),
     steps=28,
     unguided=0.0,
     distilled={"krea2turbo": 8},

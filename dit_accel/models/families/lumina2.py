@@ -14,7 +14,7 @@ _masks = TextMasks()  # diffusers reads them in every call
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     text = max(_masks.lengths(arguments["encoder_attention_mask"]).lengths)
-    return Tokens(text, image_tokens(transformer, arguments), padding="all")
+    return image_tokens(transformer, arguments, text, padding="all")
 
 
 def mlp(transformer: nn.Module) -> float:

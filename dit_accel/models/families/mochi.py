@@ -45,7 +45,6 @@ FAMILY = Family(
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, H, D / 2]
     makes="videos",
     frames_per_second=lambda _: 30.0,
-    words=("mochi",),
     steps=64,
     unguided=1.0,
 )

@@ -5,12 +5,7 @@ Text comes first among the keys and is the same in all blocks. The MLP is three 
 
 from torch import nn
 
-from dit_accel.models.families.family import Arguments, BlockWork, Family, Load, Stack, Tokens, image_tokens
-
-
-def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    text = arguments["encoder_hidden_states"].shape[1]
-    return Tokens(text, image_tokens(transformer, arguments), padding="mask", text_asks=False)
+from dit_accel.models.families.family import BlockWork, Family, Load, Stack, image_tokens
 
 
 def work(load: Load, block: nn.Module) -> BlockWork:
@@ -26,13 +21,12 @@ FAMILY = Family(
     title="PRX",
     model="PRXTransformer2DModel",
     stacks=(Stack("blocks"),),
-    tokens=tokens,
+    tokens=lambda *call: image_tokens(*call, padding="mask", text_asks=False),
     heads=lambda model: (model.config.num_heads, model.config.hidden_size // model.config.num_heads),
     work=work,
     attentions={"attention": True},
     parts=("attention", "down_proj"),
     feeds={"down_proj": ("gate_proj", "up_proj")},
-    words=("prx",),
     steps=28,
     unguided=1.0,
 )

@@ -45,7 +45,6 @@ FAMILY = Family(
     work=work,
     parts=("attn", "img_mlp"),
     used=used,
-    words=("qwenimage21",),
     steps=40,
     several_images=("QwenImage21Pipeline",),
 )

@@ -90,7 +90,7 @@ def identify(model: str) -> Identity:
     if not folder.exists():
         _require_loadable(model)
         model = next((name for name in IDS if squeeze(name).endswith(f"/{squeezed}")), model)
-    named = ((word, name) for name, family in _FAMILIES.items() for word in (*family.words, *family.distilled))
+    named = ((word, name) for name, family in _FAMILIES.items() for word in (*family.words_of_ids, *family.distilled))
     words = {word: name for word, name in named if word in squeezed}
     has_owner = model.count("/") == 1
     is_bare = "/" not in model and not model.startswith("demo-")
@@ -115,7 +115,7 @@ def distillation(name: str) -> tuple[bool, int | None]:
     """Return True if the name of a model or LoRA says that it is distilled, and for how many steps if it says that."""
     squeezed = squeeze(name)
     steps = {word: count for family in FAMILIES for word, count in family.distilled.items()}
-    bases = [word for family in FAMILIES for word in family.words if word in squeezed]
+    bases = [word for family in FAMILIES for word in family.words_of_ids if word in squeezed]
     found = [word for word in (*steps, *TABLE["distilled"]) if word in squeezed and not _has([word], *bases)]
     named = re.search(r"(?<![\d.])(\d{1,2})[-_ ]?steps?", name.lower())
     return (True, int(named[1]) if named else steps.get(max(found, key=len))) if found else (False, None)
