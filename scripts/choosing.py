@@ -6,7 +6,6 @@ python -m scripts.choosing
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,6 @@ def cards() -> str:
     lines = [f"| | {' | '.join(f'{gib} GiB' for gib in GPUS)} |", f"|{'---|' * (1 + len(GPUS))}"]
     others = ("flux-schnell", "minimax-h3", "wan-1.3b-few-steps")  # as FLUX.1-dev, too large, as Wan
     cases = {name: case for name, case in CASES.items() if name not in others}
-    cases["ltx2"] = replace(CASES["wan-1.3b"], model="ltx-2", size=(512, 768, 121))
     for name, case in cases.items():
         cells = [case.model]
         for facts in (placement(case, card) for card in GPUS):

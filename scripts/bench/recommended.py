@@ -33,7 +33,7 @@ from scripts.tables import names_in, write_rows
 
 Row = dict[str, Any]
 GPUS = {"24": "rtx4090", "16": "rtx4080", "12": "rtx4070"}
-COMPUTED = {28: 10, 50: 14}  # steps of these that `EVERY_FIFTH` computes
+COMPUTED = {28: 10, 30: 10, 50: 14}  # steps of these that `EVERY_FIFTH` computes
 TIMED = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 0}
 MOST = 14  # steps of a call; graphs are replayed from the fifth on that is computed
 

@@ -44,7 +44,7 @@ CARDS = (24, 16, 12)  # GiB
 CONTEXT = 0.75  # GiB of a card that driver, CUDA context and loaded kernels take
 TIMED = {"control": "interval", "warmup": 1, "interval": 3, "cooldown": 0}  # computes steps 0, 1, 4, 7, …
 NO_TIME = "no time was left"
-STEPS = {"flux": (28, 10), "wan-14b": (50, 14), "qwen-image": (50, 14), "hunyuan": (50, 14), "ltx2": (40, 12)}
+STEPS = {"flux": (28, 10), "wan-14b": (50, 14), "qwen-image": (50, 14), "hunyuan": (50, 14), "ltx2": (30, 10)}
 SHOWN = ("case", "weights", "way", "run", "card_gib", "fits", "computed_seconds", "forecast_seconds", "seconds")
 SHOWN += ("peak_gib", "counted_gib", "lines", "copies", "replayed", "not_captured", "setup_seconds", "error")
 

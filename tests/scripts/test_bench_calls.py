@@ -26,6 +26,7 @@ def run(monkeypatch, file, *options):
         ("wan-1.3b", {("balanced", 12): 7, ("sparse", 12): 7}),
         ("wan-1.3b-few-steps", {("exact", 4): 4, ("sla", 4): 4}),
         *((name, {("balanced", 12): 7, ("sparse", 12): 7}) for name in ("hunyuan", "minimax-h3")),
+        ("ltx2", {("balanced", 7): 6, ("sparse", 7): 6}),
     ],
 )
 def test_stages_make_up_the_call(monkeypatch, tmp_path, model, computed):
@@ -79,6 +80,7 @@ def test_default_ways():
     assert shown["flux"] == ["eager", "compiled", "balanced", "cache-dit"]
     assert shown["flux-schnell"] == ["eager", "compiled", "exact", "int8", "float8"]
     assert shown["z-image-turbo"] == ["eager", "compiled", "exact", "balanced", "int8", "float8", "cache-dit"]
+    assert shown["ltx2"] == ["eager", "compiled", "balanced", "sparse"]  # cache-dit takes no three calls a step
     assert ways_of(CASES["flux"].calls[0], alone=False) == ["balanced"]
     assert ways_of(CASES["hunyuan"].calls[0], alone=False) == ["balanced", "sparse"]
 
@@ -98,6 +100,9 @@ def test_tokens_depend_on_the_text_and_are_padded():
     assert padded.input_ids.shape == (2, 9) and (padded.input_ids[0] != padded.input_ids[1]).any()
     assert ((padded.input_ids > 0) == padded.attention_mask.bool()).all() and padded.attention_mask.sum() == 10
     assert tokenizer(["a"], padding="longest").input_ids.equal(padded.input_ids[:1, :5])
+    tokenizer.padding_side = "left"
+    left = tokenizer(["a", "b"], padding="max_length", max_length=9)
+    assert all(left[name].equal(padded[name].roll(4, dims=1)) for name in ("input_ids", "attention_mask"))
 
 
 def test_weights_are_equal_in_every_process():

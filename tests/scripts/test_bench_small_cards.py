@@ -113,14 +113,15 @@ def test_a_run_that_was_not_measured_is_not_called_too_large(measured, monkeypat
     assert "| 12 |  → does not fit | does not fit |  → does not fit |" in markdown({"runs": [document]})
 
 
-def test_seconds_of_recommended_lines(monkeypatch, tmp_path):
-    """They follow from the measured steps: 6 of 14 computed ones and 8 of 36 forecast ones."""
-    monkeypatch.setattr(sys, "argv", f"recommended --tiny --models flux --output {tmp_path}/cards.json".split())
+@pytest.mark.parametrize("model, grouped, computed, forecast", [("flux", 1, 14, 36), ("ltx2", 3, 10, 20)])
+def test_seconds_of_recommended_lines(monkeypatch, tmp_path, model, grouped, computed, forecast):
+    """They follow from the measured steps: 6 computed and 8 forecast ones."""
+    monkeypatch.setattr(sys, "argv", f"recommended --tiny --models {model} --output {tmp_path}/cards.json".split())
     assert recommended.main() == 0
     rows = json.loads((tmp_path / "cards.json").read_text())["runs"][0]["rows"]
-    assert [(row["card_gib"], "group" in row["lines"][0]) for row in rows] == [(24, False), (16, False), (12, True)]
+    assert [row["card_gib"] for row in rows if "group" in row["lines"][0]] == [24, 16, 12][-grouped:] and len(rows) == 3
     for row in rows:
-        more = 8 * row["computed_seconds"] + 28 * row["forecast_seconds"]
+        more = (computed - 6) * row["computed_seconds"] + (forecast - 8) * row["forecast_seconds"]
         assert row["seconds"] == pytest.approx(row["measured_seconds"] + more)
 
 

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import diffusers
@@ -20,7 +21,7 @@ Sizes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Text encoder or autoencoder: its class, and its configuration at published and at toy size."""
+    """Text encoder, autoencoder or another part: its class, and its configuration at published and at toy size."""
 
     kind: str
     config: Sizes
@@ -43,15 +44,20 @@ class Call:
     sparse: str = ""
     sla: str = ""
 
+    @property
+    def cacheable(self) -> bool:
+        """Return True if cache-dit can forecast steps."""
+        return self.schedule is not None and self.branches < 3
+
 
 @dataclass(frozen=True)
 class Case:
     """Pipeline at the size of a published image or video; `model` is the last part of its id on the Hub.
 
     `pipeline`: its class, or its blocks'. `transformer` builds it at published and at toy size; `texts` maps a text
-    encoder's number to its name in `ENCODERS` and the tokens of every prompt; `sound`: an audio autoencoder; `size`:
-    height, width and frames (None = an image); `decodes_in`: dtype of the autoencoder on a GPU; `tiles`: diffusers
-    decodes in tiles, as the model's page on the Hub advises, and ours whole.
+    encoder's number to its name in `ENCODERS` and the tokens of every prompt; `more`: components of the sound and
+    others; `size`: height, width and frames (None = an image); `decodes_in`: dtype of the autoencoder on a GPU;
+    `tiles`: diffusers decodes in tiles, as the model's page on the Hub advises, and ours whole.
     """
 
     model: str
@@ -66,7 +72,7 @@ class Case:
     components: Mapping[str, Any] = field(default_factory=dict)
     decodes_in: torch.dtype = torch.bfloat16
     tiles: bool = False
-    sound: str = ""
+    more: Mapping[str, Part] = field(default_factory=dict)
     tiny_frames: int = 5
 
 
@@ -94,6 +100,9 @@ _QWEN25 = {
 }
 _QWEN3_32B = {**_QWEN3, "tie_word_embeddings": False}
 _QWEN3_32B |= {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
+_GEMMA3 = {"hidden_size": 3840, "intermediate_size": 15_360, "num_hidden_layers": 48, "sliding_window": 1024}
+_GEMMA3 |= {"num_attention_heads": 16, "num_key_value_heads": 8}
+_TINY_GEMMA3 = {"text_config": _NARROW_LLAMA, "vision_config": {**_NARROW, "image_size": 64, "patch_size": 4}}
 _LLAMA = {
     "hidden_size": 4096,
     "intermediate_size": 14_336,
@@ -135,6 +144,7 @@ ENCODERS = {
     ),
     "qwen3-4b": Part("Qwen3ForCausalLM", _QWEN3, _NARROW_LLAMA),
     "qwen3-4b-states": Part("Qwen3Model", _QWEN3, _NARROW_LLAMA),
+    "gemma3-12b": Part("Gemma3ForConditionalGeneration", {**_TINY_GEMMA3, "text_config": _GEMMA3}, _TINY_GEMMA3),
     "llama-8b": Part("LlamaModel", _LLAMA, {**_NARROW_LLAMA, "hidden_size": 32, "num_hidden_layers": 3}),
 }
 _BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
@@ -146,6 +156,10 @@ TINY_H3 |= {"decoder_num_layers": 2, "decoder_num_attention_heads": 2, "decoder_
 _UNSCALED = {"latents_mean": [0.0] * 32, "latents_std": [1.0] * 32}
 _TINY_SOUND = {"encoder_dim": 2, "latent_dim": 64, "num_attention_heads": 2, "decoder_dim": 128}
 _TINY_SOUND |= {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),)}
+LTX2 = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+TINY_LTX = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
+TINY_LTX |= {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4}
+_TINY_LTX2 = {**TINY_LTX, "latent_channels": 8, "decoder_spatial_padding_mode": "zeros"}  # height 1 has no reflection
 AUTOENCODERS = {
     "flux": Part(
         "AutoencoderKL",
@@ -156,9 +170,13 @@ AUTOENCODERS = {
     "qwen-image": Part("AutoencoderKLQwenImage", {}, {"base_dim": 8}),
     "wan": Part("AutoencoderKLWan", {}, {"base_dim": 8}),
     "hunyuan": Part("AutoencoderKLHunyuanVideo", {}, _NARROW_BLOCKS),
+    "ltx2": Part("AutoencoderKLLTX2Video", LTX2, {**LTX2, **_TINY_LTX2}),
     "minimax-h3": Part("AutoencoderKLMiniMaxH3", {}, TINY_H3),
-    "minimax-h3-sound": Part("AutoencoderKLMiniMaxH3Audio", _UNSCALED, {**_UNSCALED, **_TINY_SOUND}),
 }
+_TINY_CONNECTORS = {"rope_type": "split", "caption_channels": 16, "text_proj_in_factor": 3}
+_TINY_CONNECTORS |= {f"{kind}_connector_num_attention_heads": 2 for kind in ("video", "audio")}
+_TINY_CONNECTORS |= {f"{kind}_connector_attention_head_dim": 8 for kind in ("video", "audio")}
+_TINY_MEL = {"base_channels": 4, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2, "mel_bins": 8}
 
 
 class Processor:
@@ -260,6 +278,22 @@ CASES = {
         decodes_in=torch.float16,  # as its page on the Hub advises
         tiles=True,
     ),
+    "ltx2": Case(
+        "ltx-2",
+        "LTX2Pipeline",
+        _both("ltx2"),
+        {"": ("gemma3-12b", 60)},
+        "ltx2",
+        _shifting(base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1),
+        (Call(30, EVERY_FIFTH, 3, {"negative_prompt": "blurred"}, sparse="ltx2"),),  # three by default
+        size=(512, 768, 121),
+        tiny_frames=9,
+        more={
+            "connectors": Part("pipelines.ltx2.LTX2TextConnectors", {"rope_type": "split"}, _TINY_CONNECTORS),
+            "audio_vae": Part("AutoencoderKLLTX2Audio", {}, _TINY_MEL),
+            "vocoder": Part("pipelines.ltx2.LTX2Vocoder", {}, {"in_channels": 16, "hidden_channels": 32}),
+        },
+    ),
     "minimax-h3": Case(
         "minimax-h3",
         "MiniMaxH3Blocks",
@@ -271,7 +305,7 @@ CASES = {
         size=(480, 832, 124),  # 5 s
         tiny_frames=124,  # its blocks take no fewer
         components={"audio_scheduler": MiniMaxH3Scheduler(3.0), "processor": Processor()},
-        sound="minimax-h3-sound",
+        more={"audio_vae": Part("AutoencoderKLMiniMaxH3Audio", _UNSCALED, {**_UNSCALED, **_TINY_SOUND})},
     ),
 }
 CASES["wan-14b"] = replace(CASES["wan-1.3b"], model="wan2.1-t2v-14b-diffusers", transformer=_both("wan-14b"))
@@ -283,13 +317,13 @@ class Tokenizer:
     """Replacement of a tokenizer: a fixed number of random ids, which depend on the text."""
 
     def __init__(self, count: int, vocabulary: int, longest: int) -> None:
-        self.model_max_length = longest
+        self.model_max_length, self.padding_side, self.pad_token = longest, "right", "<pad>"
         self._count, self._vocabulary = count, vocabulary
 
     def __call__(
         self, text: str | list[str], padding: bool | str = False, max_length: int | None = None, **settings: Any
     ) -> transformers.BatchEncoding:
-        """Return ``input_ids`` and ``attention_mask``, int64 ``[texts, tokens]``, padded with zeros on the right."""
+        """Return ``input_ids`` and ``attention_mask``, int64 ``[texts, tokens]``, padded with zeros."""
         texts = [text] if isinstance(text, str) else text
         longest = max_length or self.model_max_length
         count = min(self._count, longest)
@@ -297,8 +331,9 @@ class Tokenizer:
         mask = torch.zeros_like(ids)
         for row, item in enumerate(texts):
             seeded = torch.Generator().manual_seed(zlib.crc32(item.encode()))
-            ids[row, :count] = torch.randint(1, self._vocabulary, (count,), generator=seeded)
-            mask[row, :count] = 1
+            place = slice(count) if self.padding_side == "right" else slice(-count, None)
+            ids[row, place] = torch.randint(1, self._vocabulary, (count,), generator=seeded)
+            mask[row, place] = 1
         if isinstance(text, str) and "return_tensors" not in settings:
             return transformers.BatchEncoding({"input_ids": ids[0].tolist()})
         return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
@@ -321,11 +356,9 @@ def build(case: Case, *, tiny: bool) -> Any:
             part = ENCODERS[name]
             kind = getattr(transformers, part.kind)
             parts[f"text_encoder{number}"] = kind(kind.config_class(**(part.tiny if tiny else part.config)))
+        parts |= {name: _made(part, tiny=tiny) for name, part in case.more.items()}
     with _creating(device, torch.float32 if tiny else case.decodes_in):
-        parts["vae"] = as_loaded(_autoencoder(case.autoencoder, tiny=tiny))
-    if case.sound:
-        with _creating(device, torch.float32):
-            parts["audio_vae"] = _autoencoder(case.sound, tiny=tiny)
+        parts["vae"] = _made(AUTOENCODERS[case.autoencoder], tiny=tiny)
     for part in parts.values():
         part.eval().requires_grad_(False)
     for number, (name, count) in case.texts.items():
@@ -343,9 +376,8 @@ def build(case: Case, *, tiny: bool) -> Any:
     return pipe
 
 
-def _autoencoder(name: str, *, tiny: bool) -> nn.Module:
-    part = AUTOENCODERS[name]
-    return getattr(diffusers, part.kind)(**(part.tiny if tiny else part.config))
+def _made(part: Part, *, tiny: bool) -> nn.Module:
+    return as_loaded(attrgetter(part.kind)(diffusers)(**(part.tiny if tiny else part.config)))
 
 
 def arguments(case: Case, call: Call, *, tiny: bool) -> dict[str, Any]:

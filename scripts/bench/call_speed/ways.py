@@ -42,7 +42,7 @@ def _compiled(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
 @contextmanager
 def _cache_dit(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
     """DBCache with TaylorSeer and compiled blocks; a mask fixes its computed steps, as the interval fixes ours."""
-    reason = "all steps are computed" if call.schedule is None else DBCACHES["scm"].why_not(pipe)
+    reason = DBCACHES["scm"].why_not(pipe) if call.cacheable else "a step must be forecast, and have at most two calls"
     if reason is not None:
         raise UnsupportedError(reason)
     warmup, interval = call.schedule
@@ -137,7 +137,7 @@ def ways_of(call: Call, *, alone: bool) -> list[str]:
     which = {"exact": few, "balanced": call.schedule is not None, "sparse": bool(call.sparse)}
     which |= {"int8": few, "float8": few, "sla": bool(call.sla)}
     ours = [way for way in OURS if which.get(way)]
-    return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
+    return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.cacheable)]
 
 
 def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, few: int | None = None, *, tiny: bool) -> Row:
