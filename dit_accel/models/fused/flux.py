@@ -30,8 +30,7 @@ class FluxBlockHook(JointBlockHook):
         unknown = set(inputs.joint_attention_kwargs or {}) - _IGNORED_ATTENTION_ARGUMENTS
         return f"joint_attention_kwargs {sorted(unknown)}" if unknown else None
 
-    def query_projection(self, attn: FluxAttention) -> nn.Module:
-        return parts.query_projection(attn)
+    query_projection = staticmethod(parts.query_projection)
 
     def bounded(self, x: torch.Tensor) -> torch.Tensor:
         """Clamp the residual stream, which overflows in fp16; diffusers clamps it the same way."""

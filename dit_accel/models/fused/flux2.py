@@ -23,6 +23,7 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
 
     processors = (flux2.Flux2AttnProcessor,)
     reads = "temb_mod_img", "temb_mod_txt"
+    first_norm = "norm1"
 
     def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values, Values]:
         return None, in_parts(inputs.temb_mod_img, 6), in_parts(inputs.temb_mod_txt, 6)
@@ -33,31 +34,23 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
             return mlp(x)
         return project_gated(mlp.linear_out, *project(mlp.linear_in, x).chunk(2, dim=-1))
 
-    def epsilon(self, block: nn.Module) -> float:
-        return block.norm1.eps
-
 
 class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
     """Hook on ``Flux2SingleTransformerBlock``, which takes the joint sequence and returns it."""
 
     processors = (flux2.Flux2ParallelSelfAttnProcessor,)
     reads = ("temb_mod",)
+    first_norm = "norm"
 
     def why_own(self, block: nn.Module, inputs: SimpleNamespace) -> str | None:
         apart = inputs.encoder_hidden_states is not None or inputs.split_hidden_states
         return "its streams are apart, while diffusers' transformer joins them" if apart else None
-
-    def query_projection(self, attn: flux2.Flux2ParallelSelfAttention) -> nn.Module:
-        return attn.to_qkv_mlp_proj
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [block.attn.to_qkv_mlp_proj, block.attn.to_out]
 
     def modulations(self, block: nn.Module, inputs: SimpleNamespace) -> tuple[None, Values]:
         return None, in_parts(inputs.temb_mod, 3)
-
-    def epsilon(self, block: nn.Module) -> float:
-        return block.norm.eps
 
     def attend_by_module(
         self, attn: flux2.Flux2ParallelSelfAttention, inputs: SimpleNamespace, x: torch.Tensor, context: None

@@ -35,6 +35,7 @@ class JointBlockHook(BlockHook):
     text_first: bool  # in the joint sequence
     attends_by_sample = True
     rotary = "image_rotary_emb"  # argument that holds the RoPE tables
+    first_norm: str | None = None  # name of the norm whose epsilon all norms of streams have; None = it is 1e-6
 
     @abstractmethod
     def project(
@@ -60,7 +61,7 @@ class JointBlockHook(BlockHook):
         return x
 
     def epsilon(self, block: nn.Module) -> float:
-        return 1e-6
+        return getattr(block, self.first_norm).eps if self.first_norm else 1e-6
 
     def tables(self, inputs: SimpleNamespace) -> Rotary:
         """Return the RoPE tables of the tokens that are rotated."""

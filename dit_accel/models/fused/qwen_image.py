@@ -23,6 +23,7 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
     reads = "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb"
     norms = "img_norm", "txt_norm"  # modulations are called, not replaced
     mlps = "img_mlp", "txt_mlp"
+    first_norm = "img_norm1"
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
         inputs = super()._bind(args, kwargs)
@@ -63,9 +64,6 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
             of_latents, of_given = image.unsqueeze(1).chunk(2)
             image = torch.where(index.unsqueeze(-1) == 0, of_latents, of_given)
         return None, in_parts(image, 6), in_parts(block.txt_mod(temb), 6)
-
-    def epsilon(self, block: nn.Module) -> float:
-        return block.img_norm1.eps
 
     def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:
         return super()._streams(self.bounded(x), context, more)

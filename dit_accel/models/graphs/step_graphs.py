@@ -239,9 +239,8 @@ class StepGraphs:
         return Captured(graph, inputs, *result, (capture.held, self._driver.shared_tensors()))
 
     def _why_not(self, call: Call, leaves: list) -> str | None:
-        if (reason := self._failed or self._preset_refuses) is not None:
-            return reason
-        if (reason := why_not_call(call, leaves) or self._driver.why_eager()) is not None:
+        reason = self._failed or self._preset_refuses or why_not_call(call, leaves) or self._driver.why_eager()
+        if reason is not None:
             return reason
         device = self._device(leaves)
         return self._graph.why_not(device) or self._why_not_model(device)
