@@ -389,7 +389,7 @@ def test_tensors_that_sites_share_are_packed_and_copied_once():
     """Tensors of one site stay apart."""
     shared, density = torch.arange(2, dtype=torch.uint8).view(1, 2, 1), torch.tensor(0.5)
     sites = {name: SparseSymbols(shared, torch.full((1, 1, 2, 1), n).byte(), 1, 128, 64) for n, name in enumerate("ab")}
-    copied, densities = (announcement := Announcement(sites, {"a": density, "b": density})).copied()
+    copied, densities = (announcement := Announcement((sites, {"a": density, "b": density}))).copied()
     assert sorted(packed.numel() for packed, _ in announcement._packed.values()) == [1, 6]
     assert densities["a"] is densities["b"] and copied["a"].cache_bits is copied["b"].cache_bits
     assert torch.equal(copied["b"].cache_bits, shared) and densities["a"] == density

@@ -12,24 +12,10 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models.hooks import is_known, is_known_class, own_forward
 
 TWO_CACHES = "two caches would each forecast from the other's forecasts"
-# Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values does not forecast.
-_CACHES = {
-    "faster_cache": "FasterCache",
-    "first_block_cache": "FirstBlockCache",
-    "mag_cache": "MagCache",
-    "pyramid_attention_broadcast": "PyramidAttentionBroadcast",
-    "sea_cache": "SeaCache",
-    "taylorseer_cache": "TaylorSeerCache",
-}
-# Caches that replace a forward, by the names of their functions without underscores.
-_REPLACING = {
-    "teacache": "TeaCache",
-    "magcache": "MagCache",
-    "easycache": "EasyCache",
-    "dicache": "DiCache",
-    "taylorseer": "TaylorSeer",
-    "firstblockcache": "first-block cache",
-}
+# Modules of diffusers whose hooks forecast, without underscores. Its cache of a prompt's keys and values does not.
+_CACHES = ("FasterCache", "FirstBlockCache", "MagCache", "PyramidAttentionBroadcast", "SeaCache", "TaylorSeerCache")
+# Caches that replace a forward, in the names of their functions without underscores.
+_REPLACING = ("TeaCache", "MagCache", "EasyCache", "DiCache", "TaylorSeer", "FirstBlockCache")
 
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:
@@ -89,7 +75,7 @@ def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | N
         return None
     while forward is not None:
         name = getattr(getattr(forward, "__code__", None), "co_qualname", "").lower().replace("_", "")
-        found = next((cache for word, cache in _REPLACING.items() if word in name), None)
+        found = next((cache for cache in _REPLACING if cache.lower() in name), None)
         if found is not None:
             return found
         forward = getattr(forward, "__wrapped__", None)
@@ -112,4 +98,5 @@ def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 def _cache_of(thing: object) -> str | None:
     package, _, module = type(thing).__module__.rpartition(".")
-    return _CACHES.get(module) if package == "diffusers.hooks" else None
+    name = module.replace("_", "") if package == "diffusers.hooks" else None
+    return next((cache for cache in _CACHES if cache.lower() == name), None)

@@ -36,7 +36,6 @@ FAMILY = Family(
     used=used,
     makes="videos",
     words=("ltxvideo",),
-    steps=50,
     unguided=1.0,
     sharing=("ulysses",),
 )

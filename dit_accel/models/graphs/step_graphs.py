@@ -34,6 +34,7 @@ NEW = object()  # marks the first call of a kind
 REFUSED = "computed steps not captured as CUDA graphs"
 CROWDED = "other computed steps need the memory of their graph"
 CONTROLLED = "memory is short, and the ControlNet needs it in each step"
+Announced = tuple[Mapping[str, SparseSymbols], Mapping[str, torch.Tensor]]  # symbols and densities by site
 UNEVEN = "tokens or heads can't be divided evenly among the GPUs, which then ask for each other's sizes"
 
 
@@ -44,27 +45,23 @@ class Announcement:
     made during the capture, so that packing is part of the graph.
     """
 
-    def __init__(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, announced: Announced) -> None:
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             alike.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
             return torch.empty_like(tensor, device="meta")
 
-        self._symbols, self._densities = _mapped(pack, symbols, densities)
+        self._forms = _mapped(pack, announced)
         self._packed = {dtype: (torch.cat(items), [*map(torch.numel, items)]) for dtype, items in alike.items()}
 
-    def copied(self) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
+    def copied(self) -> Announced:
         """Copy symbols and densities of the latest replay."""
         parts = {dtype: iter(packed.clone().split(sizes)) for dtype, (packed, sizes) in self._packed.items()}
-        return _mapped(lambda form: next(parts[form.dtype]).view(form.shape), self._symbols, self._densities)
+        return _mapped(lambda form: next(parts[form.dtype]).view(form.shape), self._forms)
 
 
-def _mapped(
-    change: Callable[[torch.Tensor], torch.Tensor],
-    symbols: Mapping[str, SparseSymbols],
-    densities: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], announced: Announced) -> Announced:
     """Change each tensor once, even if several sites share it, always in the same order."""
     changed: dict[int, torch.Tensor] = {}
 
@@ -73,6 +70,7 @@ def _mapped(
             changed[id(tensor)] = change(tensor)
         return changed[id(tensor)]
 
+    symbols, densities = announced
     of_symbols = {name: item.mapped(once) for name, item in symbols.items()}
     return of_symbols, {name: once(item) for name, item in densities.items()}
 
@@ -218,7 +216,7 @@ class StepGraphs:
             session.call, report.fallbacks = aside, []
             try:
                 output = original(*args, **kwargs)
-                return output, Announcement(aside.blocks.symbols, aside.blocks.densities), report.fallbacks
+                return output, Announcement((aside.blocks.symbols, aside.blocks.densities)), report.fallbacks
             finally:
                 session.call, report.fallbacks = before
 
