@@ -72,8 +72,7 @@ def test_call_takes_whatever_a_pipeline_takes():
 
 @pytest.mark.parametrize("preset, told", [("exact", "accelerated"), (None, "plain")])
 @pytest.mark.parametrize("quiet", [False, True])
-def test_the_bar_of_a_pipeline_says_which_run_it_is_of(preset, told, quiet):
-    pipe = tiny_pipeline("flux")
+def test_the_bar_of_a_pipeline_says_which_run_it_is_of(pipe, preset, told, quiet):
     start_pipeline(pipe, preset and load_preset(preset), quiet)
     assert pipe._progress_bar_config == {"disable": quiet, "desc": told} and hasattr(pipe, "dit_accel") == bool(preset)
     restore_pipeline(pipe) if preset else None

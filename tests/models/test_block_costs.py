@@ -81,15 +81,14 @@ def state(measured_step=-1, probed=0.0, degraded=False, bias_coordinates=(), **d
     return SiteState(tiles=tiles, heads=HeadState(degraded=degraded, bias_coordinates=bias_coordinates))
 
 
-def costs_of(mode, level, sites, dense=(), step=4, two=True):
+def costs_of(mode, level, sites, dense=()):
     """Costs of a block: pairs of queries and keys, and all else."""
-    attentions = [Attention("blocks.0", "blocks.0", "attn", None, True)]
-    if two:
-        attentions.append(Attention("blocks.0.attn2", "blocks.0", "attn2", None, False))
+    names = {"blocks.0": "attn", "blocks.0.attn2": "attn2"}
+    attentions = [Attention(site, "blocks.0", name, None, name == "attn") for site, name in names.items()]
     call = SimpleNamespace(
         mode=mode,
         blocks=BlockCall(dense=set(dense)),
-        tick=SimpleNamespace(step=step),
+        tick=SimpleNamespace(step=4),
         branch=SimpleNamespace(sites=sites),
         site=lambda name, kind: sites[name],
     )

@@ -97,9 +97,8 @@ def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkey
     assert found_by(0) == found_by(1) == [0.5, 1.5, torch.inf, 0.0, torch.inf]
 
 
-def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
+def test_a_ring_leaves_no_tiles_out_and_says_so(ranks, pipe):
     ranks(2)
-    pipe = tiny_pipeline("flux")
     pipe.transformer._parallel_config = parallel(ring_degree=2, ulysses_degree=1)
     accelerate_pipeline(pipe, "exact", skip={"policy": "sparge", "steps": "all", "tau_kv": 0.9}, blocks={"size": 64})
     tiny_output(pipe, "flux")

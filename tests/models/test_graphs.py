@@ -318,9 +318,8 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("change, reason", UNKNOWN.values(), ids=UNKNOWN)
-def test_auto_does_not_repeat_what_it_does_not_know(graph, monkeypatch, change, reason, when):
+def test_auto_does_not_repeat_what_it_does_not_know(graph, pipe, monkeypatch, change, reason, when):
     """Code of the user's own may do other things in other steps; who knows that it does not says ``always``."""
-    pipe = tiny_pipeline("flux")
     if when == "before":
         change(pipe, monkeypatch)
     accelerated("flux", "exact", "auto", pipe=pipe)

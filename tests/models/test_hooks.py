@@ -104,10 +104,9 @@ def test_a_hook_that_another_thread_is_removing_breaks_no_call():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
+def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level, pipe):
     """diffusers removes offload hooks from beneath ours and adds them again when a LoRA is loaded."""
     expected = accelerate_pipeline(_with_lora(tiny_pipeline("flux")), LEVELS[level])
-    pipe = tiny_pipeline("flux")
     pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
     accelerate_pipeline(pipe, LEVELS[level])
     tiny_output(pipe, "flux", steps=5)

@@ -33,15 +33,10 @@ def test_an_attention_of_another_kind_is_the_models_own(options):
     assert catching.missed is None if caught else "its own scale" in catching.missed and torch.equal(output, expected)
 
 
-def padded(counts):
-    """A mask ``[B, 1, S, S]`` of leading padding, which reads nothing and is not read."""
-    valid = torch.stack([torch.arange(TEXT + VISION) >= TEXT - count for count in counts])
-    return (valid[:, None, :, None] & valid[:, None, None, :]), valid
-
-
 def test_leading_padding_is_counted_by_what_the_picture_reads():
-    """The first rows of the mask are padding's own, and empty."""
-    mask, _ = padded([2, 5])
+    """The first rows of the mask are padding's own, and empty: it reads nothing and is not read."""
+    valid = torch.stack([torch.arange(TEXT + VISION) >= TEXT - count for count in (2, 5)])
+    mask = valid[:, None, :, None] & valid[:, None, None, :]
     assert key_lengths(mask, TOKENS).tolist() == [2 + VISION, 5 + VISION]
     assert key_lengths(mask[:, :, -1:], TOKENS).tolist() == [2 + VISION, 5 + VISION]
     assert key_lengths(None, TOKENS) is None

@@ -117,9 +117,8 @@ def test_calls_without_the_loop_round_weights_once(monkeypatch):
 
 @pytest.mark.parametrize(("preset", "weights"), [("exact", "device"), ("turbo", "host")])
 @pytest.mark.parametrize("scales", [{2: 0.7}, {1: 0.2, 4: 4.0}, {1: 1.0, 4: 0.0}], ids=["merged", "again", "unmerged"])
-def test_a_lora_that_is_merged_under_way_takes_effect(preset, weights, scales):
+def test_a_lora_that_is_merged_under_way_takes_effect(pipe, preset, weights, scales):
     """The error is that of a run without it, also where a callback takes it out and merges it at another scale."""
-    pipe = tiny_pipeline("flux")
     add_adapters(pipe)
 
     def output(scales):

@@ -90,14 +90,13 @@ def test_one_transformer_under_two_names():
         pipe.unconditional_transformer = other
 
 
-def test_unknown_denoisers_are_named():
+def test_unknown_denoisers_are_named(pipe):
     """A model that takes timesteps and is no transformer runs plainly; every report and a warning say so."""
 
     class Refiner(torch.nn.Module):
         def forward(self, sample, timestep):
             return sample
 
-    pipe = tiny_pipeline("flux")
     pipe.refiner = Refiner()
     with pytest.warns(UserWarning, match=r"pipe\.refiner is not accelerated"):
         accelerate_pipeline(pipe, "turbo")

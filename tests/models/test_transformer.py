@@ -9,18 +9,14 @@ from tests.levels import HEADS, LAYERS
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
+SPARGE = {"policy": "sparge", "steps": "all"}
 PRESETS = {
     "output": ("flux", load_preset("turbo")),
     "layer": ("flux", LAYERS),
     "head": ("flux", HEADS),
     "layer-by-facts": ("sd3", load_preset("turbo", level="layer")),
-    "tiles": ("sd3", load_preset("turbo", skip={"policy": "sparge", "steps": "all", "tau_kv": 0.3})),
-    "token-order": (
-        "wan",
-        load_preset(
-            "video-turbo", model="wan", skip={"policy": "sparge", "steps": "all"}, blocks={"token_order": "hilbert"}
-        ),
-    ),
+    "tiles": ("sd3", load_preset("turbo", skip=SPARGE | {"tau_kv": 0.3})),
+    "token-order": ("wan", load_preset("video-turbo", model="wan", skip=SPARGE, blocks={"token_order": "hilbert"})),
 }
 every_preset = pytest.mark.parametrize("name, preset", PRESETS.values(), ids=PRESETS)
 every_place = pytest.mark.parametrize("name, preset", [PRESETS[item] for item in ("output", "head", "tiles")])

@@ -84,10 +84,9 @@ class OmniWorker:
 Extended = type("Extended", (engines.VllmOmniWorker, OmniWorker), {})  # as vLLM-Omni makes its class
 
 
-def test_vllm_omni_accelerates_what_it_loads(monkeypatch, caplog):
+def test_vllm_omni_accelerates_what_it_loads(pipe, monkeypatch, caplog):
     """The worker accelerates the adapter's pipeline by `balanced` or the variable's preset, and logs each report."""
     monkeypatch.delenv("DIT_ACCEL_PRESET", raising=False)
-    pipe = tiny_pipeline("flux")
     with caplog.at_level("INFO", logger=engines.__name__):
         Extended(SimpleNamespace(_pipeline=pipe)).execute_model(None, None)
     assert pipe.dit_accel.preset.name == "balanced"

@@ -38,8 +38,7 @@ def test_a_batch_is_counted_by_its_samples_and_the_free_memory(monkeypatch):
         require_memory(pipe, sizes | {"prompt": ["a fox"] * 4})
 
 
-def test_a_size_that_is_not_known_gives_no_estimate():
-    pipe = tiny_pipeline("flux")
+def test_a_size_that_is_not_known_gives_no_estimate(pipe):
     pipe.default_sample_size = None
     assert estimated(pipe, {}) == ("", 0)
     require_memory(pipe, {})

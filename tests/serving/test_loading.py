@@ -199,9 +199,8 @@ def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_model
     assert equal_up_to_rounding(tiny_output(pipe, "flux", steps=6), plain)
 
 
-def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):
+def test_group_offload_leaves_models_whole_that_have_no_groups(pipe, monkeypatch):
     """diffusers says which; a transformer among them is an error that names what fits."""
-    pipe = tiny_pipeline("flux")
     monkeypatch.setattr(pipe.vae, "_supports_group_offloading", False, raising=False)
     monkeypatch.setattr(pipe.transformer, "enable_group_offload", lambda *_, **__: None, raising=False)
     loading._offload_groups(pipe, torch.device("cpu"))

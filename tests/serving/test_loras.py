@@ -55,9 +55,8 @@ def test_loras_are_loaded_with_their_weights(run, folder, tmp_path):
     assert not any(equal_up_to_rounding(*pair) for pair in itertools.combinations((plain, style, both), 2))
 
 
-def test_loras_are_part_of_the_weights(folder):
+def test_loras_are_part_of_the_weights(folder, pipe):
     """Code inside the blocks runs with them as without: no layer of peft is left."""
-    pipe = tiny_pipeline("flux")
     before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
     load_loras(pipe, parse_loras([str(folder / "style")]))
     after = pipe.transformer.state_dict()

@@ -18,10 +18,6 @@ def found(tmp_path_factory):
     return results_of_ranks("tests.stages.sharing_ranks", 3, tmp_path_factory.mktemp("ranks"))
 
 
-def shared_by(ranks):
-    return f"{FUSED}, shared by {ranks} ranks"
-
-
 BANDS = ("wan 2.1", "qwen-image", "hunyuan", "hunyuan in parts", "hunyuan-image", "flux")
 
 
@@ -36,7 +32,7 @@ BANDS = ("wan 2.1", "qwen-image", "hunyuan", "hunyuan in parts", "hunyuan-image"
 def test_ranks_make_the_output_of_one_rank(found, check, ranks, case):
     """Every rank has all of it, bit for bit; the first decode is each rank's own, because it is compared."""
     rows = [row[case] for row in on_ranks(found, check, ranks)]
-    for outputs, remark in zip(zip(*rows, strict=True), (FUSED, shared_by(ranks)), strict=True):
+    for outputs, remark in zip(zip(*rows, strict=True), (FUSED, f"{FUSED}, shared by {ranks} ranks"), strict=True):
         assert {item["remark"] for item in outputs} == {remark}
         assert max(item["error"] for item in outputs) < ROUNDING
         assert remark == FUSED or len({item["sum"] for item in outputs}) == 1

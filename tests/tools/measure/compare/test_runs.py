@@ -215,9 +215,8 @@ def test_settings_are_spread_over_a_sweep():
     assert spread(sweep, None) == spread(sweep, 12) == sweep
 
 
-def test_a_pipeline_that_moves_weights_is_hooked_anew_by_each_call():
+def test_a_pipeline_that_moves_weights_is_hooked_anew_by_each_call(pipe):
     """As with offload: new hooks are no changes that a method left, and plain runs are timed whole."""
-    pipe = tiny_pipeline("flux")
 
     def hook():
         remove_hook_from_module(pipe.transformer)
