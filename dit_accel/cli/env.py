@@ -1,6 +1,7 @@
 """``dit-accel env``: versions, devices and kernel backends, for bug reports."""
 
 import json
+import platform
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -28,8 +29,6 @@ def command(
     minutes: Annotated[float, typer.Option("--minutes", min=0, help="Time limit of --tune.")] = 10,
 ) -> None:
     """Print versions, devices, and which kernel backends work here."""
-    import platform
-
     import torch
 
     import dit_accel

@@ -1,5 +1,6 @@
 """``dit-accel presets``: list and show the shipped presets, and check preset files."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -76,8 +77,6 @@ def schema_command(
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace existing files.")] = False,
 ) -> None:
     """Print the JSON schema of preset files, for completion and checks in an editor."""
-    import json
-
     from dit_accel.models.presets import preset_schema
 
     text = json.dumps(preset_schema(), indent=2, ensure_ascii=False) + "\n"

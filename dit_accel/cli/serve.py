@@ -17,6 +17,7 @@ from dit_accel.errors import ArgumentError, shortened, shown
 from dit_accel.serving.loading import resolve_model
 from dit_accel.serving.pipelines import Setup
 from dit_accel.serving.prompts import read_prompts
+from dit_accel.serving.ray_cluster import RayActor, joined_cluster
 from dit_accel.serving.remote_worker import LocalProcess, RemoteWorker
 from dit_accel.tools.extras import require_extra
 
@@ -158,8 +159,6 @@ def _places(options: ServeOptions, setup: Setup, console: Console) -> Iterator[t
         devices = _devices(options)
         yield [replace(setup, loading=replace(setup.loading, device=device)) for device in devices], LocalProcess
         return
-    from dit_accel.serving.ray_cluster import RayActor, joined_cluster
-
     with joined_cluster(setup, options.actors, console) as (setup, count, needs):
         yield [setup] * count, partial(RayActor, needs)
 

@@ -21,6 +21,7 @@ from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.playground import Comparison, ComparisonRun
 from dit_accel.tools.advise.identify import identify
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts, unknown_words
+from dit_accel.tools.media.strips import comparison_clip
 from dit_accel.tools.media.timeline import EXPLANATION, timeline
 
 EXAMPLES = 3
@@ -132,8 +133,6 @@ def images(run: ComparisonRun) -> tuple[Image.Image, Image.Image]:
 
 
 def video(run: ComparisonRun, folder: Path) -> str | None:
-    from dit_accel.tools.media.strips import comparison_clip
-
     if run.comparison is None or not isinstance(run.medium, Clips):
         return None
     file = folder / "comparison.mp4"

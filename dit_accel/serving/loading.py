@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, OutOfMemoryError, shortened, shown
-from dit_accel.models import dtype_argument
+from dit_accel.models import denoisers, dtype_argument
 from dit_accel.serving.failures import explained_loading, explained_memory
 from dit_accel.serving.loras import load_loras
 from dit_accel.tools.demo import demo_names, demo_path
@@ -112,7 +112,6 @@ def quantize(pipe: Any, kind: str, place: torch.device) -> None:
     """Store the linear layers of a pipeline's transformers in int8, or in float8 with activations, by torchao."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8WeightOnlyConfig, PerRow, quantize_
 
-    from dit_accel.models import denoisers
     from dit_accel.models.beside.quantized_linears import block_linears
 
     config = Int8WeightOnlyConfig()
@@ -129,8 +128,6 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
     """Move blocks of transformers, and layers of other models, to the device when they run; a stream uploads ahead."""
     import torch
     from diffusers.hooks import apply_group_offloading
-
-    from dit_accel.models import denoisers
 
     transformers = denoisers(pipe)
     for name, transformer in transformers.items():

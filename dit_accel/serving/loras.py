@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dit_accel.errors import ArgumentError, shown
+from dit_accel.models import denoisers
 from dit_accel.serving.failures import explained_loading
 from dit_accel.tools.files import repository_and_file
 
@@ -13,8 +14,6 @@ MOST_BYTES = 2**31  # of named LoRAs that stay on the device
 
 def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
     """Fuse LoRAs into a pipeline's weights. With quantised weights, which can't be fused, they stay separate layers."""
-    from dit_accel.models import denoisers
-
     if not loras:
         return
     names = [f"lora-{index}" for index in range(len(loras))]

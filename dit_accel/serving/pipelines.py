@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import ArgumentError, shortened, shown
+from dit_accel.models import denoisers
 from dit_accel.serving.estimates import require_memory
 from dit_accel.serving.failures import explained_failures
 from dit_accel.serving.input_images import read_input
@@ -119,7 +120,8 @@ def call_arguments(
     arguments |= {name: read_input(name, value, pipe) for name, value in others.items()}
     if "negative-prompt" in values and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise ArgumentError("negative_prompt", f"{type(pipe).__name__} uses it only with guidance above 1, such as 4")
-    if "guidance" in values and not true_guidance and _ignores_guidance(pipe):
+    embeds = [getattr(module.config, "guidance_embeds", None) for module in denoisers(pipe).values()]
+    if "guidance" in values and not true_guidance and False in embeds:  # of FLUX.1-schnell, which ignores the scale
         raise ArgumentError("guidance", f"{type(pipe).__name__} has no guidance embedding; add a negative prompt")
     _require_inputs(type(pipe).__name__, parameters, arguments)
     require_memory(pipe, arguments)
@@ -164,10 +166,3 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) 
 
     with explained_failures(type(pipe)):
         return timed_output(pipe, arguments, seed)
-
-
-def _ignores_guidance(pipe: Any) -> bool:
-    """Return True if guidance_scale would have no effect: a FLUX transformer trained without guidance embedding."""
-    from dit_accel.models import denoisers
-
-    return any(getattr(module.config, "guidance_embeds", None) is False for module in denoisers(pipe).values())

@@ -14,7 +14,6 @@ from dit_accel.cli import env, options
 from dit_accel.cli.options import RunOptions, parse_call
 from dit_accel.errors import ArgumentError, DitAccelError, UnsupportedError
 from dit_accel.pipeline import preset_for
-from dit_accel.serving import pipelines
 from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
 from dit_accel.serving.media import medium_of
 from dit_accel.serving.pipelines import call_arguments, start_pipeline, timed_call
@@ -39,6 +38,7 @@ def test_what_is_given_replaces_a_demo_models_own_arguments():
     assert call_arguments(pipe, "demo-flux", {"steps": 3}) == own | {"num_inference_steps": 3}
     assert call_arguments(pipe, "demo-flux", {"steps": 3}, {next(iter(own)): 7}).items() >= {next(iter(own)): 7}.items()
     assert call_arguments(pipe, "some/model", {"guidance": 0, "height": None}) == {"guidance_scale": 0}
+    assert call_arguments(tiny_pipeline("sd3"), "some/model", {"guidance": 4.0}) == {"guidance_scale": 4.0}
 
 
 def test_the_frame_rate_reaches_pipelines_with_sound():
@@ -265,15 +265,6 @@ def test_a_guider_takes_any_guidance(guidance):
     pipe.guider = own = SimpleNamespace(new=lambda guidance_scale: f"of {guidance_scale}")
     assert call_arguments(pipe, "some/model", {"guidance": None}) == {} and pipe.guider is own
     assert call_arguments(pipe, "some/model", {"guidance": guidance}) == {} and pipe.guider == f"of {guidance}"
-
-
-def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
-    """A FLUX transformer without guidance embedding; one that has no such setting is guided otherwise."""
-    for embeds, refused in ((False, True), (True, False), (None, False)):
-        config = SimpleNamespace() if embeds is None else SimpleNamespace(guidance_embeds=embeds)
-        transformer = SimpleNamespace(config=config)
-        monkeypatch.setattr("dit_accel.models.denoisers", lambda _, found=transformer: {"t": found})
-        assert pipelines._ignores_guidance(object()) == refused
 
 
 @pytest.mark.parametrize(

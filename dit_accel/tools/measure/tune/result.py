@@ -19,6 +19,7 @@ from dit_accel.tools.files import write_whole
 from dit_accel.tools.measure.tune.axes import BOUND, Setting
 from dit_accel.tools.measure.tune.calibration import Candidate, Curves
 from dit_accel.tools.measure.tune.runs import Figures
+from dit_accel.tools.media.figures import ERROR_COLOUR, GREY, SERIES_COLOURS, log_scale, new_figure, save, tidy_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,8 +148,6 @@ class TuneResult:
 
     def plot(self, path: str | Path) -> None:
         """Plot all tried settings and, if layers have thresholds, each layer's error against its sparsity."""
-        from dit_accel.tools.media.figures import ERROR_COLOUR, GREY, SERIES_COLOURS, new_figure, save, tidy_axes
-
         figure = new_figure(11.0 if self.curves else 6.0, 4.6)
         axes, *of_layers = figure.subplots(1, 2 if self.curves else 1, squeeze=False)[0]
         axes.axhline(self.target.value, color=GREY, linewidth=1, linestyle="--", label="target")
@@ -169,8 +168,6 @@ class TuneResult:
 
     def _plot_layers(self, axes: Axes) -> None:
         from matplotlib import colormaps
-
-        from dit_accel.tools.media.figures import GREY, log_scale
 
         for number, (block, candidates) in enumerate(self.curves.items()):
             colour = colormaps["viridis"](number / max(len(self.curves) - 1, 1))
